@@ -83,8 +83,9 @@ def train(
     """Train a policy; the same command resumes a run that was interrupted.
 
     Starts SGLang engines, a collector and a Megatron-Core learner on this machine, restarts whatever dies, and stops
-    them at the end. `--replay RUN` instead repeats the learner's part of a finished run into RUN-replay and says
-    whether the weights came out bit-identical. Once that is finished, the next one trains into RUN-replay-2.
+    them at the end. Each has GPUs of its own among those that CUDA_VISIBLE_DEVICES leaves; with weights.channel ipc
+    learner and engines share them. `--replay RUN` instead repeats the learner's part of a finished run into RUN-replay
+    and says whether the weights came out bit-identical. Once that is finished, the next one trains into RUN-replay-2.
     """
     from launch.run.replay import replay_run
     from launch.run.train import train_run

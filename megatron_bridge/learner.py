@@ -36,12 +36,7 @@ from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_
 from megatron_bridge.step.learning_rate import LearningRates
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
 from megatron_bridge.step.mismatch import MismatchMeter
-from megatron_bridge.step.optimizer import (
-    follow_recipe,
-    reduced_gradient_norm,
-    step_with_clipping,
-    wrap_and_optimize,
-)
+from megatron_bridge.step.optimizer import follow_recipe, reduced_gradient_norm, step_with_clipping, wrap_and_optimize
 from megatron_bridge.step.response_tokens import by_token, known_logprobs, seen_tokens
 from megatron_bridge.step.shares import split_of, sum_of_shares
 from megatron_bridge.weight_sync.export import export_policy
@@ -219,7 +214,7 @@ class MegatronLearner:
             raise ValueError(f"batch {batch.index} has no response tokens to train on")
         prepared, inputs = self._prepare(batch, advantages, scored, old_logprobs)
         rows = TokenRows.of_batch(batch)
-        plan = self._plan(rows, trained)
+        self._warm_up(rows, plan := self._plan(rows, trained))
         recomputes = self.section.recompute != "none"
         with emulating(self.emulation), self._replaying(rows, plan, recomputes=recomputes) as replay:
             gathered = passes.train(
@@ -273,9 +268,12 @@ class MegatronLearner:
         """Every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
         return convert.export_hf(self.model, self.model_config)
 
-    def export(self, directory: Path, fence: Callable[[], None] = unfenced) -> None:
-        """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json."""
-        export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero, fence=fence)
+    def export(
+        self, directory: Path, fence: Callable[[], None] = unfenced, beside: Callable[[Path], None] | None = None
+    ) -> None:
+        """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json; `beside` as in
+        `write_policy`."""
+        export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero, beside=beside, fence=fence)
 
     def tell(self, action: Callable[[], Result]) -> Result:
         """The result of rank 0's action (a JSON value), on every rank; or its error."""
@@ -311,13 +309,15 @@ class MegatronLearner:
 
     def score_rows(self, rows: TokenRows) -> passes.Gathered:
         """Log-probabilities and entropies of the predicted tokens, flat, at the present weights."""
-        plan, num_predicted = self._plan(rows), int(rows.offsets[-1])
-        # A run scores (the first probe) before it trains, also when it resumes.
-        while self._warm_ups:
-            passes.warm_up(self.model, plan, num_predicted, self.device)
-            self._warm_ups -= 1
+        self._warm_up(rows, plan := self._plan(rows))
         with emulating(self.emulation), self._replaying(rows, plan) as replay:
-            return passes.score(self.model, plan, num_predicted, self.device, replay)
+            return passes.score(self.model, plan, int(rows.offsets[-1]), self.device, replay)
+
+    def _warm_up(self, rows: TokenRows, plan: Plan) -> None:
+        """Before the first pass that counts, whichever that is: not every run scores before it trains."""
+        while self._warm_ups:
+            passes.warm_up(self.model, plan, int(rows.offsets[-1]), self.device)
+            self._warm_ups -= 1
 
     def _prepare(
         self,

@@ -23,6 +23,7 @@ EvenKeelError
 └── RetryableError             the same call may succeed later
     ├── EngineUnavailableError an engine refused, dropped or never answered a request
     │   ├── BadAnswerError     it answered, but something that cannot be
+    │   ├── RequestFailedError it ended this request with an error of its own
     │   └── EngineHungError    its server hangs: nobody waits for it, and its role ends it
     ├── EngineVersionError     an engine does not serve the version it should
     ├── AlreadyCommittedError  another process was first; started again, this one goes on after it
@@ -137,6 +138,10 @@ class EngineUnavailableError(RetryableError):
 
 class BadAnswerError(EngineUnavailableError):
     """An engine answered something that cannot be: it is at fault, however well it seems."""
+
+
+class RequestFailedError(EngineUnavailableError):
+    """A server ended one request with an error of its own (5xx). It may be well: others may fare better."""
 
 
 class EngineHungError(EngineUnavailableError):

@@ -24,18 +24,27 @@ probability below 5e-18."""
 def masked_log_ratios(learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Log-ratios and ratios, both [batch, sequence] in the logprobs' dtype, with 0 and 1 where `mask` is False.
 
-    Both inputs are replaced behind the mask before they are subtracted, so NaN or -inf there reaches neither value nor
-    gradient; the gradient flows through `learner_logprobs`. Raises FloatingPointError when a log-ratio under the mask
-    is not finite or above MAX_LOG_RATIO, ValueError when shapes differ.
+    The gradient flows through `learner_logprobs`. Raises FloatingPointError when a log-ratio under the mask is not
+    finite or above MAX_LOG_RATIO, ValueError when shapes differ.
     """
-    if not learner_logprobs.shape == rollout_logprobs.shape == mask.shape:
-        raise ValueError(
-            f"shapes differ: learner {tuple(learner_logprobs.shape)}, rollout {tuple(rollout_logprobs.shape)}, mask "
-            f"{tuple(mask.shape)}; pass one row per sample, padded alike"
-        )
-    log_ratios = torch.where(mask, learner_logprobs, 0.0) - torch.where(mask, rollout_logprobs, 0.0)
+    log_ratios = masked_differences(learner_logprobs, rollout_logprobs, mask)
     require_usable(log_ratios, f"of {int(mask.sum())} tokens")
     return log_ratios, log_ratios.exp()
+
+
+def masked_differences(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """log pi - log pi_other, [batch, sequence] in the logprobs' dtype, with 0 where `mask` is False; of any size, for
+    what is never made a ratio.
+
+    Both inputs are replaced behind the mask before they are subtracted, so NaN or -inf there reaches neither value nor
+    gradient; the gradient flows through `logprobs`. Raises ValueError when shapes differ.
+    """
+    if not logprobs.shape == others.shape == mask.shape:
+        raise ValueError(
+            f"shapes differ: logprobs {tuple(logprobs.shape)}, others {tuple(others.shape)}, mask "
+            f"{tuple(mask.shape)}; pass one row per sample, padded alike"
+        )
+    return torch.where(mask, logprobs, 0.0) - torch.where(mask, others, 0.0)
 
 
 def require_usable(log_ratios: Tensor, among: str) -> None:

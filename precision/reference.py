@@ -27,7 +27,7 @@ from pydantic import Field
 from precision.kl_estimators import official_kl, with_gradient
 from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.tokens import step_mean, token_sum
-from precision.ratios import masked_log_ratios
+from precision.ratios import masked_differences, masked_log_ratios
 from precision.settings import Settings
 from precision.torch_on_use import Tensor
 
@@ -82,7 +82,7 @@ class NearReference(Objective):
         if batch.reference_logprobs is None:
             raise ValueError("reference_logprobs is None, expected [batch, sequence]; score the reference first")
         loss, sums = self.inner.loss(logprobs, dataclasses.replace(batch, reference_logprobs=None), context)
-        log_ratios, _ = masked_log_ratios(logprobs, batch.reference_logprobs, batch.mask)
+        log_ratios = log_ratios_to_reference(logprobs, batch.reference_logprobs, batch.mask)
         _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, batch.mask)
         term = self.reference.coefficient * reference_kl(log_ratios, ratios, self.reference)
         measured = {
@@ -90,6 +90,18 @@ class NearReference(Objective):
             "reference_loss": token_sum(term, batch.mask),
         }
         return loss + step_mean(term, batch.mask, context), sums | measured
+
+
+def log_ratios_to_reference(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """log pi - log pi_ref, [batch, sequence], nats. A reference may find a token as unlikely as it likes, for it
+    has not sampled it. Raises FloatingPointError when one is not finite."""
+    log_ratios = masked_differences(logprobs, reference, mask)
+    if not bool((finite := log_ratios.isfinite()).all()):
+        raise FloatingPointError(
+            f"{int((~finite).sum())} of {int(mask.sum())} tokens have log-probabilities of the policy or of the "
+            "reference that are not finite; look at the reference's weights"
+        )
+    return log_ratios
 
 
 def reference_kl(log_ratios: Tensor, ratios: Tensor, section: ReferenceSection) -> Tensor:

@@ -234,6 +234,8 @@ class EngineClient:
     async def stage(self, directory: Path, *, deadline_s: float) -> bool:
         """Have the weights of `directory` loaded and hashed while the engine serves; `update_from_disk` of it then
         takes next to no time. False where the server cannot. Raises as Stage does."""
+        if not (await self._dialect()).stages:
+            return False
         return await Stage(self._transport, self._control_deadline_s).folder(directory, deadline_s)
 
     async def update_from_disk(self, version: int, directory: Path, *, deadline_s: float) -> None:

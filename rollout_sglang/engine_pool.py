@@ -21,6 +21,7 @@ from pipeline.errors import EngineUnavailableError, FatalError, RetryableError
 from precision.text.short import one_line
 from rollout_sglang.answers.record import DIRECT_S, MOST_BAD, WINDOW, AnswerRecord
 from rollout_sglang.client import EngineClient
+from rollout_sglang.gathering import all_of
 from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, claimed_version
 from rollout_sglang.router import RouterClient
 from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S
@@ -245,8 +246,8 @@ class EnginePool:
         engine.served = None
 
     async def answered_badly(self, engine: PooledEngine | None, reason: str) -> None:
-        """An answer of the engine cannot be; of None, one that came through the router. Too many of them, and it is
-        quarantined until it is verified again, which it may be after a pause."""
+        """An answer of the engine cannot be, or is an error; of None, one that came through the router. Too many of
+        them, and it is quarantined until it is verified again, which it may be after a pause."""
         if engine is None:
             self.direct_until = time.monotonic() + DIRECT_S
             self._on_change(
@@ -256,7 +257,20 @@ class EnginePool:
         self._on_change("bad_answer", engine=engine.index, url=engine.url, reason=reason)
         if engine.answers.bad():
             engine.try_at = engine.answers.until
-            await self.quarantine(engine, f"{MOST_BAD} of its last {WINDOW} answers cannot be, the last one: {reason}")
+            await self.quarantine(engine, f"{MOST_BAD} of its last {WINDOW} answers are bad, the last one: {reason}")
+
+    async def mark_suspect(self, engine: PooledEngine | None, reason: str, oldest_allowed: int | None) -> None:
+        """Quarantine the engine that failed. The router does not say which engine that was: each one is asked then
+        whether it serves `oldest_allowed` or a later version."""
+        if engine is not None:
+            await self.quarantine(engine, reason)
+            return
+        self.router_is_suspect = self.router is None or not await self.router.ready()
+        admitted = self.admitted
+        serving = await all_of(serves(candidate, oldest_allowed) for candidate in admitted)
+        for candidate, well in zip(admitted, serving, strict=True):
+            if not well:
+                await self.quarantine(candidate, reason)
 
     async def refused(self, engine: PooledEngine, error: FatalError) -> str:
         """Quarantine an engine whose server refused a call as wrong: other engines need not suffer from an address that
@@ -364,3 +378,9 @@ async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
     claimed = claimed_version(name)
     engine.served = None if name.startswith(UNVERIFIED) else claimed
     return engine.served, claimed
+
+
+async def serves(engine: PooledEngine, oldest_allowed: int | None) -> bool:
+    """Whether an engine answers a look now, and serves that version or a later one, verified; None: any."""
+    served, _ = await look(engine)
+    return served is not None and (oldest_allowed is None or served >= oldest_allowed)

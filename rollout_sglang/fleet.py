@@ -5,7 +5,8 @@ to serve. Otherwise it is quarantined until it is verified again; so it begins. 
 goes on (rollout_sglang.engine_pool). Two processes give weights to the same engines: the learner publishes, the
 collector resyncs. Each of their updates has a number, and engines refuse the lower one (weights.update_lease).
 
-    generate   waits for an admitted engine; an engine that fails is quarantined and the next one asked
+    generate   waits for an admitted engine; an engine that fails is quarantined and the next one asked; one that is
+               well otherwise, only after several bad answers (rollout_sglang.answers.record)
     load       number → all engines take the weights at once → each is verified → those that fail are quarantined
     resync     number → quarantined engines that claim the version of this run are verified, the others are given its
                weights, unless another process has given a later version
@@ -31,13 +32,14 @@ from pipeline.errors import (
     EngineVersionError,
     EvenKeelError,
     FatalError,
+    RequestFailedError,
     RetryableError,
 )
 from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
-from rollout_sglang.engine_pool import EnginePool, EngineState, PooledEngine, look
+from rollout_sglang.engine_pool import EnginePool, EngineState, PooledEngine, look, serves
 from rollout_sglang.gathering import all_of, summarize
 from rollout_sglang.monitor import Monitor
 from rollout_sglang.target import FleetSettings, Target
@@ -103,13 +105,13 @@ class Fleet:
             asked = None if routed and not suspect and not direct else engine
             try:
                 return await self._ask(asked, prompt, num_samples, sampling)
-            except BadAnswerError as error:
-                failures.append(str(error))
-                doubted |= set() if asked is None else {asked}
-                await self._pool.answered_badly(asked, str(error))
             except (EngineUnavailableError, EngineVersionError) as error:
                 failures.append(str(error))
-                await self._mark_suspect(asked, str(error))
+                if await self._is_only_an_answer(asked, error):
+                    doubted |= set() if asked is None else {asked}
+                    await self._pool.answered_badly(asked, str(error))
+                else:
+                    await self._pool.mark_suspect(asked, str(error), self._oldest_allowed)
             except FatalError as error:
                 failures.append(str(error))
                 if asked is None:  # another server may be at its address by now: the engine is asked itself
@@ -191,11 +193,16 @@ class Fleet:
             await asyncio.gather(self._probe, return_exceptions=True)
         await self._pool.close()
 
+    @property
+    def _oldest_allowed(self) -> int | None:
+        """The version that an engine should serve at least."""
+        return self._target.version if self._target else None
+
     async def _ask(
         self, engine: PooledEngine | None, prompt: Sequence[int], num_samples: int, sampling: Sampling
     ) -> list[Completion]:
         """One answer of the engine, or of any behind the router."""
-        oldest_allowed = self._target.version if self._target else None
+        oldest_allowed = self._oldest_allowed
         client = self._pool.entrance if engine is None else engine.client
         if client is None:
             raise EngineUnavailableError("the router has left; the request is asked again")
@@ -228,19 +235,12 @@ class Fleet:
                 )
             await asyncio.sleep(_PROBE_PAUSE_S)
 
-    async def _mark_suspect(self, engine: PooledEngine | None, reason: str) -> None:
-        """Quarantine the engine that failed. The router does not say which engine that was: each one is asked then."""
-        if engine is not None:
-            await self._pool.quarantine(engine, reason)
-            return
-        router = self._pool.router
-        self._pool.router_is_suspect = router is None or not await router.ready()
-        admitted = self._pool.admitted
-        found = await all_of(look(candidate) for candidate in admitted)
-        oldest_allowed = self._target.version if self._target else None
-        for candidate, (served, _) in zip(admitted, found, strict=True):
-            if served is None or (oldest_allowed is not None and served < oldest_allowed):
-                await self._pool.quarantine(candidate, reason)
+    async def _is_only_an_answer(self, engine: PooledEngine | None, error: RetryableError) -> bool:
+        """Whether an answer was bad, and there is no reason yet to doubt all of the engine's. SGLang ends a request
+        with 500 or 503 for reasons of that request, too: no memory for it alone, a full queue."""
+        if isinstance(error, RequestFailedError) and engine is not None:
+            return await serves(engine, self._oldest_allowed)
+        return isinstance(error, BadAnswerError)
 
     async def _share(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Many callers share one resync that is under way."""

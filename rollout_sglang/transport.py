@@ -20,6 +20,7 @@ from pipeline.errors import (
     EngineVersionError,
     EvenKeelError,
     FatalError,
+    RequestFailedError,
 )
 from precision.text.short import one_line, quoted
 from rollout_sglang.server.update_fence import UPDATE_HEADER
@@ -106,9 +107,10 @@ class Transport:
         """What `take` makes of an answer with a status of 200…299 or one that the exchange accepts, while it comes.
 
         Connections that break are tried again, unless the call is not `repeatable`; `take` begins anew then.
-        Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, BadAnswerError for one of more
-        bytes than expected, EngineVersionError when a later weight update has overtaken the one of this call (409),
-        FatalError when the server refuses the request itself (other 4xx), and what `take` raises.
+        Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, RequestFailedError for an
+        error of the server's own (5xx), BadAnswerError for an answer of more bytes than expected, EngineVersionError
+        when a later weight update has overtaken the one of this call (409), FatalError when the server refuses the
+        request itself (other 4xx), and what `take` raises.
         """
         what = f"{exchange.method} {self.url}{exchange.path}"
         try:
@@ -204,7 +206,7 @@ async def _beginning(response: httpx.Response) -> bytes:
     return bytes(body[:REFUSAL_BYTES])
 
 
-def _refusal(response: httpx.Response, beginning: bytes) -> EngineUnavailableError | EngineVersionError | FatalError:
+def _refusal(response: httpx.Response, beginning: bytes) -> EvenKeelError:
     request = response.request
     said = one_line(beginning.decode("utf-8", "replace"), 400)
     what = f"{request.method} {request.url} answered {response.status_code}: {said}"
@@ -212,6 +214,8 @@ def _refusal(response: httpx.Response, beginning: bytes) -> EngineUnavailableErr
         return FatalError(f"{what}; the server was started with another API key")
     if response.status_code == 409:
         return EngineVersionError(what)
-    if not 400 <= response.status_code < 500 or response.status_code in (408, 429):
+    if response.status_code >= 500:
+        return RequestFailedError(f"{what}; see the log of the server")
+    if response.status_code < 400 or response.status_code in (408, 429):
         return EngineUnavailableError(f"{what}; see the log of the server")
     return FatalError(f"{what}; the request itself seems wrong, for example longer than rollout.context_tokens")

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config, size_of
 from pipeline.config.recipe import Recipe
+from pipeline.config.task_sections import DataTask
 from pipeline.data.border.values import Limits
 from pipeline.data.records import LogprobContract, Prompt
 from pipeline.data.routed_experts import ExpertShape
@@ -19,12 +20,14 @@ from pipeline.ports.engines import Sampling
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.tasks import Problem, Task, build_task
+from pipeline.tasks.chat_template import check_written
 from pipeline.tasks.digest import check_template
 from pipeline.tasks.fitting import fitting
 from pipeline.tasks.mixture import Mixture, order_of
 from pipeline.tasks.order import MixedOrder, PromptOrder
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.quant_map_file import QuantMapFile
+from precision.text.short import quoted
 
 if TYPE_CHECKING:
     from precision.formats.quant_map import QuantMap
@@ -72,16 +75,20 @@ class TaskPrompts:
 
 
 def text_of(problem: Problem, task: Task, tokenizer: Tokenizer) -> str:
-    """What the model reads of a problem."""
+    """What the model reads of a problem. Raises RecipeError for a message that the chat template leaves out."""
     if not task.chat_template:
         return problem.text
-    return tokenizer.conversation(problem.messages or [dict(role="user", content=problem.text)])
+    messages = problem.messages or [dict(role="user", content=problem.text)]
+    written = tokenizer.conversation(messages)
+    check_written(messages, written, tokenizer, f"the prompt {quoted(problem.text)}")
+    return written
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:
-    """The model's tokenizer, checked against its vocabulary."""
+    """The model's tokenizer, checked against its vocabulary, with the task's arguments for its chat template."""
     config = read_hf_config(recipe.model.path)
-    return Tokenizer.load(recipe.model.path, vocab_size=size_of(config, "vocab_size"))
+    arguments = recipe.task.template_arguments if isinstance(recipe.task, DataTask) else {}
+    return Tokenizer.load(recipe.model.path, vocab_size=size_of(config, "vocab_size"), template_arguments=arguments)
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.build.components import build_expert_shape, quant_map_of
+from launch.build.engine_arguments import check_extra_args
 from pipeline.config.formats import check_gpu_serves
 from pipeline.config.recipe import Recipe
 from pipeline.data.quant_maps import read_quant_map
@@ -26,6 +27,7 @@ _ON_CPU = {"--attention-backend": "torch_native", "--device": "cpu", "--fp8-gemm
 def check_engines(recipe: Recipe) -> None:
     """Raises EngineStartError when there is no SGLang to start, RecipeError when that release or this machine cannot do
     what the recipe asks."""
+    check_extra_args(recipe)
     rollout_format = recipe.rollout.quantized_format
     if has_cuda():
         check_gpu_serves(rollout_format)

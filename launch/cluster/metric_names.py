@@ -87,7 +87,8 @@ METRICS: tuple[MetricName, ...] = (
     MetricName(
         "evenkeel_bad_answers_total",
         COLLECTOR,
-        "Answers that were thrown away because they cannot be; behind a router nobody knows whose.",
+        "Answers that were thrown away because they cannot be, or were errors (500, 503) of an engine that is well; "
+        "behind a router nobody knows whose.",
         ("engine",),
     ),
     MetricName("evenkeel_interrupted_samples_total", COLLECTOR, "Samples that were told to give their answer."),

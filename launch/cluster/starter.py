@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from launch.cluster.gpu_places import gpu_places
 from launch.cluster.roles.addresses import loopback_environment
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import LOG_VARIABLE
@@ -121,10 +123,17 @@ def ports_of(rollout: RolloutSection) -> range:
 class LocalStarter:
     """All on this machine, on loopback."""
 
-    def __init__(self, run: RunDirectory, recipe: Recipe, api_key: str, metrics_port: int | None = None) -> None:
-        """`metrics_port` is the supervisor's."""
+    def __init__(
+        self,
+        run: RunDirectory,
+        recipe: Recipe,
+        api_key: str,
+        metrics_port: int | None = None,
+        gpus: Sequence[str] = (),
+    ) -> None:
+        """`metrics_port` is the supervisor's; `gpus` are given out to the roles. Raises as gpu_places does."""
         self._run, self._api_key, self._metrics_port = run, api_key, metrics_port
-        rollout = recipe.rollout
+        self._places, rollout = gpu_places(recipe, gpus), recipe.rollout
         self._urls, self._first_port, self._engines = rollout.urls, rollout.port, rollout.engines
         self._drawn: dict[Unit, int] = {}
         """Ports that the recipe does not name, as they were drawn for the newest start of each unit."""
@@ -135,6 +144,7 @@ class LocalStarter:
         if unit.role in ("engine", "router"):
             options += ["--port", str(self._port(unit))]
         environment = {**child_environment(), API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
+        environment |= self._places.environment(unit.role, unit.index)
         if not self._urls:
             environment |= loopback_environment()
         environment.pop(API_KEY_FILE_VARIABLE, None)

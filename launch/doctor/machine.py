@@ -10,6 +10,7 @@ import json
 import locale
 import os
 import platform
+import resource
 import shutil
 import socket
 import sys
@@ -35,6 +36,7 @@ MIN_MEMORY_GIB, WANTED_MEMORY_GIB = 3.0, 8.0
 """One engine and one learner process of a toy model on a CPU stay below the first only just."""
 MIN_DISK_GIB, WANTED_DISK_GIB = 1.0, 10.0
 WANTED_SHM_MIB = 64
+_CAP_IPC_LOCK = 1 << 14
 MIN_GLIBC = (2, 28)
 """What the wheels of torch and safetensors are built against (manylinux_2_28)."""
 
@@ -77,6 +79,7 @@ def diagnose(runs_root: Path = Path("runs")) -> list[Check]:
         check_memory(),
         check_disk(runs_root),
         check_shared_memory(),
+        *check_locked_memory(),
         check_exclusive_creation(runs_root),
         check_loopback(),
         check_sandbox(),
@@ -232,6 +235,31 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
     if size >= WANTED_SHM_MIB:
         return Check("shared memory", "ok", f"{size:,.0f} MiB")
     return Check("shared memory", "warn", f"{size:,.0f} MiB", "start the container with --shm-size=1g or --ipc=host")
+
+
+def check_locked_memory(devices: Path = Path("/dev"), status: Path = Path("/proc/self/status")) -> list[Check]:
+    """Where there are RDMA devices: whether this process may pin memory for them, as NCCL does. The usual limit is some
+    MiB. The capability lifts it, but of a container's IPC_LOCK a user other than root gets nothing."""
+    name = "locked memory"
+    if not (devices / "infiniband").is_dir():
+        return []
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return [Check(name, "ok", "unlimited")]
+    found = f"{limit / 2**20:,.3g} MiB"
+    if _capabilities(status) & _CAP_IPC_LOCK:
+        return [Check(name, "ok", f"{found}, and the capability to lock more")]
+    advice = (
+        "NCCL cannot register memory with the RDMA devices: ulimit -l unlimited; for containers LimitMEMLOCK=infinity "
+        "in containerd's unit (docker run --ulimit memlock=-1), for Slurm in slurmd's"
+    )
+    return [Check(name, "warn", found, advice)]
+
+
+def _capabilities(status: Path) -> int:
+    """The effective ones, a bit each (capabilities(7))."""
+    lines = status.read_text().splitlines()
+    return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
 
 
 def check_exclusive_creation(runs_root: Path) -> Check:

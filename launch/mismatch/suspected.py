@@ -32,10 +32,9 @@ from megatron_bridge.weights.name_map import NameMap
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
+from precision.mismatch.localization import TRIED_SCALE
 from precision.mismatch.sensitivity import whole_layers
 
-SCALE = 1.1
-"""Small enough that a larger or smaller factor has nearly the same effect, times a number."""
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 Scores = NDArray[np.float64]
@@ -52,7 +51,7 @@ def effects(learner: MegatronLearner, score: Score, quant: QuantMap | None, form
         with changed(learner, change), _as_engine(learner, quant):
             return right - score()
 
-    found = {f"scale:{module}": with_weights(scaled(module, SCALE)) for module in _modules(learner)}
+    found = {f"scale:{module}": with_weights(scaled(module, TRIED_SCALE)) for module in _modules(learner)}
     if not learner.model_config.tied_embeddings:
         found[f"bf16:{HEAD}"] = with_weights(rounded(HEAD, torch.bfloat16))
     if former is not None:

@@ -64,6 +64,8 @@ class Workload:
 
     micro_batches: MicroBatches
     kernels: Kernels = "fused"
+    repeated_keys: bool = False
+    """Whether every query head keeps keys and values of its own: float32 on a GPU (model.packed_attention)."""
     fp32_lm_head: bool = False
     bucket_bytes: int = 0
     """Of the weight channel; 0 for the disk channel."""
@@ -266,7 +268,7 @@ def layer_activations(config: ModelConfig, learner: LearnerSection, work: Worklo
         4h   input and output of both norms      2q + 2k   rotated queries and keys, values, attention's output
         q + k more, raw, where they are normed   3f        gate, up and their product
     local, where nothing is fused, counted tensor by tensor for rows of one length: norms 6h; 5q + 5k of attention, and
-    4d for rotations; 2q + k more with query and key norms; 5f.
+    4d for rotations; 2q + k more with query and key norms; 2q - 2k more with repeated keys; 5f.
     In FP8 training what a matrix is multiplied by is kept in one byte: both norms' outputs, the product, and what is
     sent to experts; attention's output stays in two.
     The selective mode computes the MLP again, and so keeps no f.
@@ -290,6 +292,7 @@ def _kept(config: ModelConfig, learner: LearnerSection, work: Workload, size: in
         )
     else:
         norms, attention, whole = 6 * h, 5 * q + 5 * k + (2 * q + k if config.qk_norm else 0), 4 * config.head_dim
+        attention += 2 * (q - k) if work.repeated_keys else 0
     own = norms / _residual_split(layout) + attention / layout.tensor + whole
     return size * own + (0 if learner.recompute == "selective" else _mlp_kept(config, learner, work, size))
 

@@ -28,6 +28,8 @@ class StopTime:
     step_s: float
     publish_s: float
     save_s: float
+    disk_gb_s: float
+    """At which saves are planned to write."""
 
     @property
     def grace_s(self) -> int:
@@ -36,13 +38,13 @@ class StopTime:
         return 10 * math.ceil(planned / 10)
 
 
-def stop_time(recipe_path: Path, recipe: Recipe, gpu_gib: float = 80.0, sizes: Path | None = None) -> StopTime:
+def stop_time(recipe_path: Path, recipe: Recipe, disk_gb_s: float | None = None, sizes: Path | None = None) -> StopTime:
     """Of a recipe's learner. Needs config.json of the model, as `evenkeel plan` does, or that in the folder `sizes`.
-    Raises ModelError."""
+    Raises ModelError, and RecipeError for a `disk_gb_s` that is no speed."""
     gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
-    machine = Machine(gpus=gpus, gpu_gib=gpu_gib)
-    planner = Planner(find_recipe(recipe_path), recipe, machine, default_assumptions(recipe, {}), sizes)
-    return planned_stop_time(planner)
+    assumed = default_assumptions(recipe, dict(disk_gb_s=disk_gb_s))
+    machine = Machine(gpus=gpus, gpu_gib=80.0)  # none of these times depends on it
+    return planned_stop_time(Planner(find_recipe(recipe_path), recipe, machine, assumed, sizes))
 
 
 def planned_stop_time(planner: Planner) -> StopTime:
@@ -52,6 +54,7 @@ def planned_stop_time(planner: Planner) -> StopTime:
         step_s=timed.score_s + timed.update_s,
         publish_s=timed.publish_s,
         save_s=checkpoint_bytes(planner.config, planner.recipe) / (planner.assumed.disk_gb_s * 1e9),
+        disk_gb_s=planner.assumed.disk_gb_s,
     )
 
 

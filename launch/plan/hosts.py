@@ -102,8 +102,8 @@ def cluster_needs(
 
 
 def _learner(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
-    """A save copies the shard of each rank to host memory before it writes it. What is published lies there too, until
-    its folder is written."""
+    """A save copies the shard of each rank to host memory before it writes it, and gathers nothing
+    (megatron_bridge.checkpoint.optimizer_shares). What is published lies there too, until its folder is written."""
     stages = footprints(planner.config, planner.recipe.learner, planner.workload(planner.recipe.learner))
     # Host copies of the reference's share, and of that of older versions (megatron_bridge.step).
     copies = (planner.recipe.reference is not None) + planner.recipe.num_kept_versions

@@ -124,7 +124,9 @@ class Planner:
                 tokens=learner.micro_batch_tokens,
                 count=self.traffic().num_micro_batches(learner.data_parallel),
             ),
-            kernels="local" if learner.fp8_emulation else "fused",  # in Megatron's own layers, on a GPU too
+            # Emulation and float32 are computed in Megatron's own layers, on a GPU too (megatron_bridge.model.build).
+            kernels="local" if learner.fp8_emulation or learner.precision == "fp32" else "fused",
+            repeated_keys=learner.precision == "fp32",
             fp32_lm_head=recipe.model.fp32_lm_head,
             bucket_bytes=recipe.weights.bucket_mib << 20 if recipe.weights.channel in ("broadcast", "ipc") else 0,
         )

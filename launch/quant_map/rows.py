@@ -44,7 +44,13 @@ def work(run: RunDirectory) -> None:
 def sampled(model: Any, prompts: Sequence[list[int]], row_tokens: int, temperature: float) -> list[ScoredRow]:
     """Each prompt and a response, sampled from the whole vocabulary, up to the end token, to `row_tokens` tokens of it,
     or to the model's context. Raises ModelError for a prompt that fills that."""
+    from transformers import GenerationConfig
+
     torch.manual_seed(SEED)
+    # The rest of the folder's generation_config.json, such as a repetition penalty, would change the distribution:
+    # transformers takes from there whatever a call leaves open.
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
     context = model.config.max_position_embeddings
     rows = []
     for group, prompt in enumerate(prompts):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engines import check_map_dtype, engine_dtype
 from launch.build.teacher import check_teacher
 from launch.plan.fitting import check_sizes
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from pipeline.config.advice import check_new_run
+from pipeline.config.advice import advice, check_new_run
 from pipeline.config.recipe import Recipe
 from pipeline.data.frozen.recipes import recipe_file
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
+from pipeline.demonstrations.turn_end import unstopped_end
 from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.tasks import Task
+from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.audit import formats_of
 from precision.text.short import quoted
 
@@ -41,6 +47,36 @@ def preflight(recipe: Recipe) -> Task:
         )
     _check_held_out_lengths(recipe, prompts)
     return prompts.task
+
+
+def warnings(recipe: Recipe, task: Task) -> list[str]:
+    """What whoever starts the run should know of it: sentences."""
+    tokenizer = build_tokenizer(recipe)
+    if task.chat_template:
+        return [*advice(recipe), *task.notes, *_unstopped(tokenizer)]
+    return [*advice(recipe), *task.notes, *start_left_out(tokenizer, tokenizer.encode(task.problem(0).text))]
+
+
+def start_left_out(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[str]:
+    """A sentence where plain text is read without what other programs put in front of it."""
+    leading = tokenizer.leading
+    if not leading or list(prompt[: len(leading)]) == leading:
+        return []
+    return [
+        f"prompts are read without {tokenizer.decode(leading, special=True)}, which transformers and vLLM put in front "
+        f"of text for {tokenizer.folder}; a chat template of one line writes it (docs/model.md)"
+    ]
+
+
+def _unstopped(tokenizer: Tokenizer) -> list[str]:
+    if (end := unstopped_end(tokenizer)) is None:
+        return []
+    mark = tokenizer.decode([end], special=True)
+    return [
+        f"the chat template of {tokenizer.folder} ends an answer by {mark}, at which engines do not stop: answers "
+        "that end so go on to rollout.max_new_tokens; name it in the folder's generation_config.json, where "
+        f"eos_token_id is a list then, with {end} in it"
+    ]
 
 
 def _check_held_out_lengths(recipe: Recipe, prompts: TaskPrompts) -> None:
@@ -69,7 +105,23 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
 
     source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
     tensors, quant = TensorFolder(source).tensors(), build_quant_map(recipe)
-    write_policy(tensors, source, folder, quant, digests=digests, fence=run.fence)
+    with _all_cores():
+        write_policy(tensors, source, folder, quant, digests=digests, fence=run.fence)
     formats = formats_of(quant, engine_dtype(recipe))
     WeightCheck(version=0, digests=() if digests is None else digests.digests(), formats=formats).save(folder)
     run.set_published(0)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Torch may compute on every core that this process has: nothing else of the run does before version 0 is there. A
+    learner's agent has one thread otherwise (`child_environment`); another number is the user's, and stays."""
+    import torch
+
+    before = torch.get_num_threads()
+    if before == 1:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -4,7 +4,8 @@
     RUN/epochs/supervisor/ALIVE    rewritten every second by the one that is at work
 
 Who starts a second one watches ALIVE for some seconds: while it changes, the first one is at work, and the second start
-is refused. No clock of another host and no lock is believed.
+is refused. No clock of another host and no lock is believed. Only a job that a scheduler starts again takes over at
+once: the host of its earlier attempt may be cut off, and at work all the same.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ _MOST_CHARACTERS = 1000
 
 
 @contextmanager
-def claimed(run: RunDirectory) -> Iterator[Epoch]:
-    """Be the supervisor of a run. Raises RunConflictError while another one is visibly at work."""
+def claimed(run: RunDirectory, *, takes_over: bool = False) -> Iterator[Epoch]:
+    """Be the supervisor of a run. Raises RunConflictError while another one is visibly at work, unless this one takes
+    over from whoever that is."""
     alive = epoch_folder(run.path, "supervisor") / "ALIVE"
-    _refuse_a_second(run, alive)
+    if not takes_over:
+        _refuse_a_second(run, alive)
     epoch = claim(run.path, "supervisor")
     ended = threading.Event()
     beat = threading.Thread(target=_beat, args=(alive, epoch, ended), name="supervisor-alive", daemon=True)

@@ -4,8 +4,8 @@
     RUN-replay-2    where RUN-replay is finished: it says what the code and libraries of then made of RUN
     …
 
-In sync mode with the same layout the weights come out bit-identical; anything else would mean that training depends on
-something that is not in the run directory.
+In sync mode with the same layout the weights come out bit-identical on CPUs; anything else would mean that training
+depends on something that is not in the run directory. On GPUs some sums have no fixed order (ops/assumptions.md).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from launch.build.components import build_contract, build_quant_map, build_token
 from launch.doctor.needs import check_folder, check_learner_here, check_room
 from launch.plan.grace import checkpoint_bytes
 from launch.progress import counted
+from launch.run.begin import start_left_out
 from launch.run.claim import claimed
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
 from launch.show.saved import saved_said
@@ -35,6 +36,7 @@ from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory, committed_steps
 from pipeline.demonstrations.rows import Demonstration, Demonstrations, Form, read_demonstrations
+from pipeline.demonstrations.turn_end import learned_end, write_with_end
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from pipeline.tasks import Task, build_task
 from pipeline.tasks.digest import digest_of_data
@@ -181,7 +183,8 @@ def _look_at(recipe: Recipe, source: Source) -> None:
     if source.data is None:
         demonstrations_of(build_task(recipe.task, recipe.run.seed), 0, 1)
         return
-    training, held_out = read_source(recipe, source, build_tokenizer(recipe))
+    tokenizer = build_tokenizer(recipe)
+    training, held_out = read_source(recipe, source, tokenizer)
     held = "" if held_out is None else f", {len(held_out.rows)} held out"
     for sentence in (
         *training.notes,
@@ -190,6 +193,15 @@ def _look_at(recipe: Recipe, source: Source) -> None:
         training.first,
     ):
         print(sentence, file=sys.stderr)
+    if not getattr(recipe.task, "chat_template", False):
+        for sentence in start_left_out(tokenizer, training.rows[0].prompt):
+            print(f"warning: {sentence}", file=sys.stderr)
+    if (end := learned_end(training.rows, tokenizer)) is not None:
+        print(
+            f"answers end by {tokenizer.decode([end], special=True)}, at which servers of {recipe.model.path} do not "
+            f"stop; generation_config.json of --out names it too (eos_token_id: {end})",
+            file=sys.stderr,
+        )
 
 
 def read_source(recipe: Recipe, source: Source, tokenizer: Tokenizer) -> tuple[Demonstrations, Demonstrations | None]:
@@ -246,7 +258,10 @@ def supervised_batch(
 def batch_of(step: int, rows: Sequence[Demonstration], contract: LogprobContract) -> Batch:
     """Rows of the user's own as a Batch; what others say inside a conversation counts as not sampled."""
     groups = [
-        (row.prompt, [Response(row.response, (0.0,) * len(row.response), reward=1.0, learned=row.learned)])
+        (
+            row.prompt.tolist(),
+            [Response(row.response.tolist(), (0.0,) * len(row.response), reward=1.0, learned=row.learned.tolist())],
+        )
         for row in rows
     ]
     return given_batch(step, groups, contract)
@@ -271,7 +286,7 @@ def learn_demonstrations(run: RunDirectory, out: Path) -> None:
     source = Source.read(run)
     tokenizer = build_tokenizer(recipe)
     contract = build_contract(recipe, tokenizer)
-    make, held_out = _batches(recipe, source, tokenizer, contract)
+    make, held_out, end = _batches(recipe, source, tokenizer, contract)
     learner = MegatronLearner.create(
         recipe.model.path,
         recipe.learner,
@@ -299,17 +314,23 @@ def learn_demonstrations(run: RunDirectory, out: Path) -> None:
             event_log.metrics(step, **{name: metrics[name] for name in SFT_METRICS}, **measured)
         if (step + 1) % CHECKPOINT_EVERY == 0:
             checkpoints.save(learner, step + 1, {})
-    learner.export(out, fence=partial(check_free, out))  # what has got the name meanwhile is not ours
+    beside = None if end is None else partial(write_with_end, tokenizer, end)
+    learner.export(out, fence=partial(check_free, out), beside=beside)  # what has got the name meanwhile is not ours
 
 
 def _batches(
     recipe: Recipe, source: Source, tokenizer: Tokenizer, contract: LogprobContract
-) -> tuple[Callable[[int], Batch], Sequence[Demonstration]]:
-    """The batch of each step, and the rows held out. Rows come in a seeded order, each once an epoch."""
+) -> tuple[Callable[[int], Batch], Sequence[Demonstration], int | None]:
+    """The batch of each step, the rows held out, and the end that is learned where no server stops at it yet. Rows come
+    in a seeded order, each once an epoch."""
     size = source.batch_size
     if source.data is None:
         task = build_task(recipe.task, recipe.run.seed)
-        return lambda step: supervised_batch(step, demonstrations_of(task, step * size, size), tokenizer, contract), ()
+        return (
+            lambda step: supervised_batch(step, demonstrations_of(task, step * size, size), tokenizer, contract),
+            (),
+            None,
+        )
     training, held_out = read_source(recipe, source, tokenizer)
     order = PromptOrder(len(training.rows), recipe.run.seed)
 
@@ -317,7 +338,7 @@ def _batches(
         chosen = [training.rows[order.problem(number)] for number in range(step * size, (step + 1) * size)]
         return batch_of(step, chosen, contract)
 
-    return made, () if held_out is None else held_out.rows
+    return made, () if held_out is None else held_out.rows, learned_end(training.rows, tokenizer)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ from typing import Any
 
 from launch.build.engines import check_engines
 from launch.build.rewards import check_reward
+from launch.cluster.gpu_places import gpu_places, visible_gpus
 from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.roles.base import grace_s
 from launch.cluster.starter import LocalStarter, units_of
 from launch.doctor.needs import check_learner_here, check_ports, check_room
-from launch.run.begin import preflight, seed_policy
+from launch.run.begin import preflight, seed_policy, warnings
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.supervisor import Outcome, Supervisor
@@ -24,7 +25,6 @@ from launch.show.saved import saved_said, what_is_saved
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
-from pipeline.config.advice import advice
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
@@ -45,6 +45,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
     if not nothing_left(run, recipe):
         check_learner_here(recipe)
         check_engines(recipe)
+        gpu_places(recipe, visible_gpus())  # too few are said at once
         check_ports(recipe, metrics_port)
         check_room(recipe)
     task = preflight(recipe)
@@ -54,7 +55,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
         _go_on(run.under(epoch), recipe, epoch)
         if source:
             print(f"recipe: {source}", file=sys.stderr)
-        for sentence in (*advice(recipe), *task.notes):
+        for sentence in warnings(recipe, task):
             print(f"warning: {sentence}", file=sys.stderr)
         if not run.is_finished():
             seed_policy(run.under(epoch), recipe)  # the learner's agent would; engines can start beside it this way
@@ -78,7 +79,7 @@ def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: in
         metrics = RunMetrics("supervisor", run.path)
         metrics.serve(metrics_port)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
-    starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port)
+    starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port, visible_gpus())
     with stop_requested() as stop, LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view:
         with Supervisor(run, recipe, view, event_log, starter, units_of(recipe), epoch, stop) as supervisor:
             outcome = supervisor.supervise()

@@ -15,6 +15,8 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from pipeline import spans
 from pipeline.background import in_background
@@ -23,13 +25,17 @@ from pipeline.background import in_background
 class ShardSave:
     """Of one rank."""
 
-    def __init__(self, request: Any, all_of: Callable[[Callable[[], bool]], bool]) -> None:
-        """`request` is Megatron-Core's AsyncRequest; `all_of` is collective: whether all ranks say so."""
+    def __init__(
+        self, request: Any, all_of: Callable[[Callable[[], bool]], bool], *, in_training: frozenset[int]
+    ) -> None:
+        """`request` is Megatron-Core's AsyncRequest; `all_of` is collective: whether all ranks say so. `in_training`
+        are the `storages_of` what training goes on with."""
         self._all_of = all_of
         self._complete = list(request.finalize_fns)
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
-            arguments[1] = _copied(request.preload_fn(), arguments[1])
+            arguments[1] = _copied(request.preload_fn(), in_training)
+            _forget(request.async_fn_args[1])
 
         def write() -> None:
             with spans.span("save", "write"):
@@ -56,17 +62,26 @@ class ShardSave:
         return False
 
 
-def _copied(loaded: list[Any], original: list[Any]) -> list[Any]:
-    """Buckets whose tensors no optimizer step changes: what was loaded from a GPU is a copy already."""
-    copied = []
-    for (path, key, (texts, tensors)), (_, _, (_, before)) in zip(loaded, original, strict=True):
-        own = [
-            (item, tensor.clone() if _shares_memory(tensor, was) else tensor)
-            for (item, tensor), (_, was) in zip(tensors, before, strict=True)
-        ]
-        copied.append((path, key, (texts, own)))
-    return copied
+def storages_of(state: Any) -> frozenset[int]:
+    """Where the tensors of a sharded state have their numbers."""
+    data = (entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor | ShardedTensorFactory))
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in data)
 
 
-def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.device == other.device and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _copied(loaded: list[Any], in_training: frozenset[int]) -> list[Any]:
+    """Buckets whose tensors no optimizer step changes. What comes from a GPU is a copy already, and so is a part of a
+    larger tensor on the host."""
+    return [
+        (path, key, (texts, [(item, _own(tensor, in_training)) for item, tensor in tensors]))
+        for path, key, (texts, tensors) in loaded
+    ]
+
+
+def _own(tensor: torch.Tensor, in_training: frozenset[int]) -> torch.Tensor:
+    return tensor.clone() if tensor.untyped_storage().data_ptr() in in_training else tensor
+
+
+def _forget(buckets: list[Any]) -> None:
+    """Let go of the tensors of buckets that Megatron's writer keeps until all ranks have written."""
+    for _, _, (_, tensors) in buckets:
+        tensors.clear()

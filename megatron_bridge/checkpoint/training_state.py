@@ -18,21 +18,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_bridge.checkpoint.beside_training import ShardSave
+from megatron_bridge.checkpoint.beside_training import ShardSave, storages_of
 from megatron_bridge.checkpoint.damage import damage_as
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
+from megatron_bridge.checkpoint.optimizer_shares import share_optimizer_state
 from megatron_bridge.checkpoint.shard_writers import write_in_threads
 from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_weights
 from megatron_bridge.parallel.layout import Layout
 from pipeline.errors import CorruptCheckpointError
 from precision.text.short import one_line
 
-_RESHARDABLE = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-}
+_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def begin_save(
@@ -54,7 +51,10 @@ def begin_save(
     state["learner"] = {"step": step, "layout": asdict(layout), "device": _device()}
     state["rng"] = _rng_object(_rng_state())
     write_in_threads()
-    return ShardSave(dist_checkpointing.save(state, str(directory), async_sharded_save=True), all_of)
+    in_training = storages_of(state)
+    return ShardSave(
+        dist_checkpointing.save(state, str(directory), async_sharded_save=True), all_of, in_training=in_training
+    )
 
 
 def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layout) -> int:
@@ -64,9 +64,8 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
     Raises CorruptCheckpointError when the directory does not hold such a checkpoint.
     """
     index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
-    _keep_steps()
     for part in _distributed_parts(optimizer):
-        # Loading fills tensors in place, and Adam makes its own only in the first step.
+        # Loading fills the optimizer's tensors, and Adam makes its own only in the first step.
         part._init_optimizer_states_with_dummy_values()
     state = _sharded_state(model, optimizer, index.tensors)
     step, same_ranks = _said_by_the_learner(directory, layout)
@@ -131,24 +130,6 @@ def _unshare_steps(optimizer: Any) -> None:
                 state["step"] = state["step"].clone()
 
 
-def _keep_steps() -> None:
-    """Make Megatron load the `step` of each parameter too.
-
-    Megatron-Core 0.16.1 leaves it out of fully reshardable optimizer state, because Apex and TE keep the step in the
-    parameter group. torch.optim keeps it in the state of each parameter.
-    """
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-    if original.__name__ == "keep_step":
-        return
-
-    def keep_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group, index = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
-        original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = keep_step
-
-
 def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
     """Put the loaded step where the optimizer looks for it.
 
@@ -178,6 +159,7 @@ def _sharded_state(
     The optimizer names its tensors after those of the model.
     """
     weights = sharded_weights([chunk.module for chunk in model], stored)
+    share_optimizer_state()
     metadata = {"metadata": _RESHARDABLE} if _distributed_parts(optimizer) else {}
     named = dict(weights) if len(model) > 1 else weights["model"]
     return {

@@ -102,14 +102,16 @@ def write_manifest(folder: Path, manifest: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def describe_folder(folder: Path, source: Path, hf_config: Mapping[str, Any], dtype: str) -> None:
-    """Add config.json for weights of `dtype` (as torch names it), and the tokenizer and generation files of `source`.
+    """Add config.json for weights of `dtype` (as torch names it), and the tokenizer and generation files of `source`
+    that the folder does not have yet.
 
     `torch_dtype`, the older name of config.json's `dtype`, is left out.
     """
     kept = {key: value for key, value in hf_config.items() if key != "torch_dtype"}
     _write_json(folder / "config.json", kept | {"dtype": dtype})
     for path in sorted({path for pattern in COMPANION_FILES for path in source.glob(pattern)}):
-        shutil.copyfile(path, folder / path.name)
+        if not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

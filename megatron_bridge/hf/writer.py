@@ -39,7 +39,8 @@ def write_policy(
     """Write `named_tensors` (HF names, the whole model) as the policy folder `target`, replacing one that is there.
 
     config.json and the tokenizer come from `source_folder`; `quant` converts weights to the rollout's formats, and
-    `digests` observes what is written. `beside` writes more files into the folder before it gets its name.
+    `digests` observes what is written. `beside` writes more files into the folder before it gets its name, which
+    stand in place of those of `source_folder`.
     manifest.json holds `{"tensors": …}`, a `shard_writer.Manifest`. Needs no Megatron and no process group.
     """
     require_space(target.parent, expected_bytes(target, source_folder, quant), f"the weights in {target.name}")

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -123,6 +124,7 @@ def build_chunks(
     if precision is not None and is_fp8(precision):
         require_fp8(precision, layers, model_config, layout)
     config = transformer_config(model_config, layout, dtype, recompute, layers=layers, precision=precision)
+    _name_missing_product()
     chunks = [_chunk(model_config, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
     for chunk in chunks:
         chunk.temperature = temperature
@@ -132,6 +134,12 @@ def build_chunks(
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())
     return chunks
+
+
+def _name_missing_product() -> None:
+    """The router of Megatron-Core 0.16.1 asks whether TE's matrix product is None, but names it only where TE is."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _chunk(model_config: ModelConfig, config: TransformerConfig, virtual_stage: int | None) -> PolicyModel:

@@ -120,6 +120,14 @@ class _Grid:
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """[rows, tokens, heads, channels] each, key and value with as many heads or a divisor of them."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    found = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped, is_causal=True)
+    each = query.shape[1] // key.shape[1]
+    if each > 1 and not _takes_groups(query):
+        key, value, each = key.repeat_interleave(each, 1), value.repeat_interleave(each, 1), 1
+    found = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=each > 1, is_causal=True)
     return found.transpose(1, 2)
+
+
+def _takes_groups(query: Tensor) -> bool:
+    """Whether torch has a kernel for fewer keys than queries that stores no score of each query and key. On a GPU
+    that is flash attention's alone, which takes no float32."""
+    return not (query.is_cuda and query.dtype is torch.float32)

@@ -162,12 +162,10 @@ def _patch_rng() -> None:
 
 def _patch_experts() -> None:
     """Megatron-Core turns the sizes of its all-to-all into numpy arrays only where they come from a GPU; torch's
-    all-to-all takes no tensors. It also names TE's matrix product in the router without having it."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    all-to-all takes no tensors."""
+    from megatron.core.transformer.moe import token_dispatcher
 
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = on_host
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None

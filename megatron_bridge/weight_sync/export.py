@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.parallel.gathered import exhausted
 from megatron_bridge.parallel.rank_sync import RankZero
 from pipeline.data.deltas.chain import needed
-from pipeline.data.files import temporary_name
+from pipeline.data.files import remove_folder
 from pipeline.data.run_directory import numbered, numbered_folders, unfenced
 from pipeline.errors import NonFiniteError
 from pipeline.ports.weight_check import ChecksumRecorder
@@ -67,10 +66,7 @@ def prune(policies: Path, published: int, keep: int) -> list[int]:
     kept = needed(policies, [*older[max(0, len(older) - keep) :], published])
     doomed = [version for version in older if version not in kept]
     for version in reversed(doomed):  # a delta goes before what it was made from
-        aside = temporary_name(policies / numbered(version))
-        (policies / numbered(version)).rename(aside)  # no reader may find a folder half deleted
-        # The version is published by now. What cannot be deleted, as on NFS while it is read, waits for the next start.
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_folder(policies / numbered(version))
     return doomed
 
 

@@ -2,9 +2,10 @@
 
 Each rank keeps one shared buffer for as long as the channel lives, as large as a bucket or the largest tensor. All
 engines of the rank read the same buffer, through one CUDA IPC handle whatever the number of tensors. Ranks of an
-engine on other GPUs read it by peer access. An engine answers when it has copied its share into its weights; then the
-buffer may be written again. An engine that failed may still be reading, and so mix two buckets: it claims no version
-until it has been given all weights anew.
+engine on other GPUs read it by peer access. An engine answers when all its ranks have copied their shares into their
+weights (rollout_sglang.server.launch_server has them wait for their GPUs); then the buffer may be written again. An
+engine that failed may still be reading, and so mix two buckets: it claims no version until it has been given all
+weights anew.
 
 Every engine process must see the sender's GPU (CUDA_VISIBLE_DEVICES; in containers also /dev/shm).
 """

@@ -77,7 +77,7 @@ class ProcessGroupTransport(WeightTransport):
     def _send_to(self, engine: int, group: EngineGroup, bucket: Bucket) -> Future[Transfer]:
         deadline_s, began = self._bucket_deadline_s(engine), time.monotonic()
         call = self._event_loop.start(self._session.receive(engine, group.name, bucket.tensors, deadline_s))
-        group.broadcast(bucket.data, deadline_s)  # in this thread: on a GPU after what its stream copies
+        group.broadcast(bucket.data, deadline_s)  # asked for in this thread: on a GPU after what its stream copies
         return self._event_loop.start(watch(group, call, began, deadline_s))
 
     def _have_group(self, engine: int) -> None:

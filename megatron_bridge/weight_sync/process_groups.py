@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -31,19 +32,7 @@ ARRIVAL_DEADLINE_S = 60.0
 _POLL_S = 0.001
 _NEVER = timedelta(days=30)
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
-
-class _Broken:
-    """Stands for a broadcast that could not begin."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        raise self._error
+_ENVIRONMENT_LOCK = threading.Lock()
 
 
 class EngineGroup:
@@ -52,24 +41,32 @@ class EngineGroup:
     def __init__(self, name: str, backend: Any) -> None:
         self.name = name
         self._backend = backend
-        self._work: Any = None
+        self._begun: Future[Any] | None = None
+        """The last broadcast, once the backend has begun it."""
 
     def broadcast(self, data: Tensor, deadline_s: float) -> None:
-        """Begin to send `data`, which must not change until `done` is true. What fails here is raised by `done`."""
+        """Begin to send `data`, which must not change until `done` is true. What fails here is raised by `done`.
+
+        The first broadcast over NCCL makes the communicator, and there waits for the engine without any deadline. So it
+        begins in a thread of its own, after what the present stream has been given to do.
+        """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=deadline_s)
-        try:
-            self._work = self._backend.broadcast([data], options)
-        except RuntimeError as error:
-            self._work = _Broken(error)
+        stream = torch.cuda.current_stream(data.device) if data.is_cuda else None
+
+        def begin() -> Any:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                return self._backend.broadcast([data], options)
+
+        self._begun = _in_abandonable_thread(begin, f"broadcast-{self.name}")
 
     def done(self) -> bool:
         """Whether the last broadcast has ended. Raises EngineUnavailableError when it failed."""
-        if not self._work.is_completed():
+        if self._begun is None or not self.idle:
             return False
         try:
-            self._work.wait()
+            self._begun.result().wait()
         except RuntimeError as error:  # what torch raises for a connection that broke or timed out
             raise EngineUnavailableError(f"broadcast in group {self.name} broke: {_first_line(error)}") from None
         return True
@@ -77,7 +74,10 @@ class EngineGroup:
     @property
     def idle(self) -> bool:
         """Nothing is under way. A gloo group dropped before that waits for it, and the interpreter with it."""
-        return self._work is None or bool(self._work.is_completed())
+        begun = self._begun
+        if begun is None:
+            return True
+        return begun.done() and (begun.exception() is not None or bool(begun.result().is_completed()))
 
     def abort(self) -> None:
         """Give up what is under way. The group cannot be used again."""
@@ -126,6 +126,20 @@ def _backend(name: str, store: Any, size: int, ends: float) -> Any:
         return dist.ProcessGroupNCCL(store, 0, size, options)
 
 
+def _in_abandonable_thread(action: Callable[[], Any], name: str) -> Future[Any]:
+    """What the action returns or raises, if it ever does: the process can end before."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # noqa: BLE001 (raised by who asks for the result)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 def _listen(address: str, size: int, ends: float) -> Any:
     """A store on a free port of that address alone (torch's own socket would listen on every address)."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -161,14 +175,17 @@ def _address_towards(url: str) -> str:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+    """For one thread at a time: groups with several engines are made at once, and all threads have one environment."""
+    with _ENVIRONMENT_LOCK:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
 
 
 def _first_line(error: BaseException) -> str:

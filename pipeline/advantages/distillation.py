@@ -5,8 +5,11 @@
 A_i is the advantage of the sample's reward, pi_b the distribution that the engine sampled the token from. The second
 term is minus the reverse KL of the token, estimated on the token itself (Thinking Machines, "On-Policy Distillation",
 2025: "reverse KL" as the advantage, of every token alone, with no discount over later ones; slime's `--opd-kl-coef`).
-Whatever objective corrects for pi_b corrects this advantage, too. In expectation over the policy's own samples, its
-gradient is that of - coefficient KL(pi || pi_teacher), given the tokens before.
+In expectation over the policy's own samples, its gradient is that of - coefficient KL(pi || pi_teacher), given the
+tokens before.
+
+The advantage stays as it is while the learner moves away from pi_b, by staleness or by several updates a batch. An
+objective that weighs by pi / pi_b then follows - KL(pi || pi_teacher) + KL(pi || pi_b): the same way, but further.
 
 Temperatures: pi_b is softmax(logits / rollout.temperature), as stored. pi_teacher is softmax(logits) of the teacher, at
 temperature 1, since servers do not scale the log-probabilities of tokens that they are given. What becomes equal to the

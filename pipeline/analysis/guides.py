@@ -281,9 +281,10 @@ GUIDES = (
     ),
     Guide(
         look_at="`clip_hits`",
-        healthy="0 with one update a batch at lag 0; below 0.2 otherwise (rule of thumb)",
+        healthy="below 0.2 (rule of thumb); 0 at the first update on a batch where `objective.anchor` is `old`",
         closer="above",
-        then="a lower learning rate, fewer `learner.updates_per_batch`",
+        then="a lower learning rate, fewer `learner.updates_per_batch`; where the engine's mismatch is clipped, "
+        "`objective.anchor: old`",
         titles=("Clipped tokens",),
         metric="clip_hits",
         high=0.2,

@@ -26,11 +26,18 @@ def check_emulation(fp8_emulation: bool, learner: str, rollout: str, quantized: 
 
 
 def check_gpu_serves(rollout_format: RolloutFormat | None) -> None:
-    """Raises RecipeError for a format that engines on GPUs do not have; None is not quantized."""
+    """Raises RecipeError for a format that engines on GPUs do not have, or cannot be given new weights in; None is not
+    quantized."""
+    if rollout_format is RolloutFormat.FP8_TENSOR:
+        # Fp8LinearMethod puts bare parameters, transposed and without weight_loader, in place of those that it loaded.
+        raise RecipeError(
+            "rollout.precision is fp8_tensor, which SGLang makes itself as it loads: on a GPU it cannot load the next "
+            "version over that, and the engine dies; set fp8_block, which the learner makes, or bf16"
+        )
     if rollout_format is not None and rollout_format.is_emulated:
         raise RecipeError(
             f"rollout.precision is {rollout_format}, which engines on CPUs emulate and no GPU of ours serves; set "
-            "fp8_block or fp8_tensor, or run on a machine without a GPU"
+            "fp8_block or bf16, or run on a machine without a GPU"
         )
 
 

@@ -69,9 +69,10 @@ class RolloutSection(Section):
     precision: RolloutPrecision = Field(
         "bf16",
         description="fp32 is for a CPU and for exact comparisons. fp8_block: e4m3 weights with a scale for each "
-        "128×128 block, made by the learner; activations in 1×128 groups. fp8_tensor: SGLang quantizes the weights; "
-        "one scale a matrix on a CPU, one a row on a GPU. emulated_fp6 (e3m2), emulated_fp4 (e2m1), emulated_nvfp4 and "
-        "emulated_mxfp4 put learning under stress: engines on CPUs emulate them, engines on GPUs refuse them.",
+        "128×128 block, made by the learner; activations in 1×128 groups. fp8_tensor: SGLang quantizes the weights, "
+        "one scale a matrix; on CPUs only, for on a GPU it cannot load the next version over them. emulated_fp6 "
+        "(e3m2), emulated_fp4 (e2m1), emulated_nvfp4 and emulated_mxfp4 put learning under stress: engines on CPUs "
+        "emulate them, engines on GPUs refuse them.",
     )
     quant_map: QuantMapFile | None = Field(
         None,
@@ -103,9 +104,13 @@ class RolloutSection(Section):
         None, ge=1, le=HIGHEST_PORT, description="First engine's port; the next ones follow. Default: any free."
     )
     request_deadline_s: PositiveFloat = 1800.0
-    start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
+    start_deadline_s: PositiveFloat = Field(
+        600.0,
+        description="An engine that is not up by then is stopped and started again. It is also the longest wait for "
+        "version 0, and of the hosts of one role for each other.",
+    )
     interruption: InterruptionSection | None = None
-    extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are.")
+    extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are; none that another key says.")
 
     @property
     def quantized_format(self) -> RolloutFormat | None:

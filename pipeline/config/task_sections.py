@@ -88,6 +88,10 @@ def _with_columns(source: Any, columns: dict[str, Any]) -> Any:
     return {**source, "columns": {**columns, **own}} if isinstance(own, dict) else source
 
 
+_TEMPLATES_OWN = ("messages", "add_generation_prompt", "tools", "documents")
+"""What a chat template is given anyway, beside the text of the special tokens."""
+
+
 class DataTask(Section):
     name: Literal["data"]
     path: Path | None = Field(
@@ -114,6 +118,10 @@ class DataTask(Section):
     system_prompt: str | None = Field(
         None, min_length=1, description="The first message of each conversation that does not begin with one itself."
     )
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="What the chat template takes, by name: enable_thinking: false, where Qwen3 is to answer at once.",
+    )
     sha256: str | None = Field(
         None, pattern="[0-9a-f]{64}", description="Of the data; frozen when the run begins, and compared at each start."
     )
@@ -137,6 +145,10 @@ class DataTask(Section):
         given = [self.system_prompt, *(source.system_prompt for source in self.sources)]
         if any([*given, *(one.system_prompt for one in columns)]) and not self.chat_template:
             raise ValueError("system_prompt is written by the chat template; set task.chat_template to true")
+        if self.template_arguments and not self.chat_template:
+            raise ValueError("template_arguments are for the chat template; set task.chat_template to true")
+        if own := [name for name in self.template_arguments if name in _TEMPLATES_OWN or name.endswith("_token")]:
+            raise ValueError(f"template_arguments.{own[0]} is what each chat template is given anyway; leave it out")
         return self
 
     @model_validator(mode="after")

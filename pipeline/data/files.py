@@ -132,6 +132,14 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_folder(folder: Path) -> None:
+    """Delete a folder that no reader may find half deleted: it loses its name first. What cannot be deleted at once, as
+    on NFS while it is read, is left to the next start's `remove_leftovers`."""
+    aside = temporary_name(folder)
+    folder.rename(aside)
+    _remove(aside)
+
+
 def move_to_free_name(temporary: Path, target: Path) -> bool:
     """Give a folder the name `target`, unless a folder that is not empty has it. Returns whether it did. Durable in
     both cases: whoever was first may not have come to that."""

@@ -10,34 +10,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import count
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any
 
 from pipeline.errors import RecipeError
+from pipeline.tasks.chat_template import Template, check_written, unused_mark
+from precision.text.short import quoted
 
 Piece = tuple[str, bool]
 """Text, and whether the model says it."""
-
-
-class Template(Protocol):
-    """A chat template at work: pipeline.tasks.tokenizer.Tokenizer."""
-
-    @property
-    def eos_token(self) -> str:
-        """Text of the end-of-sequence token."""
-        ...
-
-    def conversation(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str:
-        """The messages as the model reads them."""
-        ...
+_AS_TEXT = (
+    "give the row as prompt and response, with all that the template writes before the answer in the prompt, and set "
+    "task.chat_template=false"
+)
 
 
 def pieces_of(messages: Sequence[Mapping[str, Any]], template: Template, where: str) -> list[Piece]:
     """The conversation, whose last message is an answer, in pieces that add up to the template's text. What it writes
-    after the last answer is left out. Raises RecipeError, with `where`, for an answer that the template changes."""
+    after the last answer is left out. Raises RecipeError, with `where`, for an answer that the template changes and for
+    a message that it leaves out."""
     whole = template.conversation(messages, to_answer=False)
+    check_written(messages, whole, template, where)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    starts = [_start(whole, messages[:number], template, where) for number in answers]
+    starts = [_start(whole, messages, number, template, where) for number in answers]
     ends = [
         _end(whole, start, messages, number, template, where) for start, number in zip(starts, answers, strict=True)
     ]
@@ -51,32 +46,49 @@ def pieces_of(messages: Sequence[Mapping[str, Any]], template: Template, where: 
     return pieces
 
 
-def _start(whole: str, before: Sequence[Mapping[str, Any]], template: Template, where: str) -> int:
-    asked = template.conversation(before)
-    if not whole.startswith(asked):
+def _start(whole: str, messages: Sequence[Mapping[str, Any]], number: int, template: Template, where: str) -> int:
+    asked = template.conversation(messages[:number])
+    if whole.startswith(asked):
+        return len(asked)
+    if number + 1 < len(messages):
         raise RecipeError(
-            f"{where}: the chat template writes the first {len(before)} messages otherwise when more follow, so that "
-            "an answer would be learned after a text that no engine reads; end the row with that answer"
+            f"{where}: the chat template writes the first {number} messages otherwise when more follow, so that an "
+            "answer would be learned after a text that no engine reads; end the row with that answer"
         )
-    return len(asked)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, asked, strict=False)))
+    raise RecipeError(
+        f"{where}: engines answer after {quoted(asked[shared:])}, which the chat template writes only to ask for "
+        f"an answer, so that message {number + 1} would be learned after a text that no engine reads; {_AS_TEXT}"
+    )
 
 
 def _end(
     whole: str, start: int, messages: Sequence[Mapping[str, Any]], number: int, template: Template, where: str
 ) -> int:
-    """Where the answer ends that begins at `start` or, where the template puts something first, a little later."""
-    mark = next(mark for mark in map("\ue000{}\ue001".format, count()) if mark not in whole)
-    content = str(messages[number]["content"])
-    answer, text = content.strip(), content.rstrip()
+    """Where the answer ends. It begins at `start`; or later, where the template puts something first; or before, where
+    the template has opened its thoughts when it asked for it."""
+    mark = unused_mark(whole)
+    content, thoughts = str(messages[number]["content"]), messages[number].get("reasoning_content")
+    text = content.rstrip()
     blank = content[len(text) :]
     marked = [*messages[:number], {**messages[number], "content": text + mark + blank}]
     end = template.conversation([*marked, *messages[number + 1 :]], to_answer=False).find(mark)
-    if end < start + len(answer) or not whole.endswith(answer, start, end):
+    kept = end >= start and _letters(whole[:end]).endswith(_letters(content))
+    if not kept or (isinstance(thoughts, str) and _letters(thoughts) not in _letters(whole[start:end])):
+        earlier = number + 1 < len(messages)
+        instead = (
+            "end the row with that answer, or remove its thoughts" if earlier else f"remove its thoughts, or {_AS_TEXT}"
+        )
         raise RecipeError(
-            f"{where}: the chat template does not write message {number + 1} as it stands (templates leave out the "
-            "thoughts of earlier answers); end the row with that answer, or remove its thoughts"
+            f"{where}: the chat template does not write message {number + 1} as it stands (templates leave out "
+            f"thoughts, most of them those of earlier answers); {instead}"
         )
     return end + len(blank) if whole.startswith(blank, end) else end
+
+
+def _letters(text: str) -> str:
+    """Without white space: templates write the blank lines around thoughts as the model was trained on them."""
+    return "".join(text.split())
 
 
 def _closing(tail: str, eos_token: str) -> str:
@@ -89,3 +101,11 @@ def _common_marks(closing: str, tail: str) -> str:
     """With how much of what closes the last turn a `tail` begins: some templates end the last turn by one mark more."""
     ends = [*(found.start() for found in re.finditer(r"[<\[\s]", closing)), len(closing)]
     return next(closing[:end] for end in (*reversed(ends), 0) if tail.startswith(closing[:end]))
+
+
+def closing_mark(template: Template) -> str:
+    """What the template writes behind an answer, as far as the model learns it; empty where it changes the answer."""
+    said = "Yes, ten."
+    asked = [dict(role="user", content="Is it ten?"), dict(role="assistant", content=said)]
+    _, found, tail = template.conversation(asked, to_answer=False).rpartition(said)
+    return _closing(tail, template.eos_token) if found else ""

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.demonstrations.conversation import Piece, pieces_of
 from pipeline.errors import ModelError, RecipeError
 from pipeline.tasks.rows import read_rows
@@ -24,14 +27,16 @@ _SHOWN = 400
 """Characters of the first row that are shown of each piece."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Demonstration:
-    """One row as tokens: the model reads `prompt`, then `response`."""
+    """One row as tokens: the model reads `prompt`, then `response`. Arrays, since every rank holds all rows."""
 
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
-    learned: tuple[bool, ...]
-    """One for each token of `response`, the first is True; False for what others say in between."""
+    prompt: NDArray[np.int32]
+    """[prompt tokens] ids."""
+    response: NDArray[np.int32]
+    """[response tokens] ids."""
+    learned: NDArray[np.bool_]
+    """[response tokens] the first is True; False for what others say in between."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
@@ -106,6 +111,7 @@ def read_demonstrations(path: Path, form: Form, *, longest: int) -> Demonstratio
 def _pieces(row: Row, form: Form) -> tuple[list[Piece], bool]:
     """The row's text, and whether the end-of-sequence token ends it (otherwise the template has ended it)."""
     prompt, response, messages = (row.values.get(key) for key in ("prompt", "response", "messages"))
+    whole = isinstance(messages, list) and response is None  # whatever else is called prompt
     if isinstance(prompt, str) and isinstance(response, str):
         if not form.chat_template:
             if not prompt or not response:
@@ -113,7 +119,7 @@ def _pieces(row: Row, form: Form) -> tuple[list[Piece], bool]:
                 raise RecipeError(f"{row.where}: {empty} is empty, expected text; remove the row")
             return [(prompt, False), (response, True)], True
         messages = [dict(role="user", content=prompt), dict(role="assistant", content=response)]
-    if (prompt is not None and not isinstance(prompt, str)) or (response is not None and not isinstance(response, str)):
+    elif not whole and not (isinstance(prompt, str | None) and isinstance(response, str | None)):
         name, got = ("response", response) if isinstance(prompt, str | None) else ("prompt", prompt)
         raise RecipeError(f"{row.where}: {name} is {quoted(got)}, expected text; or give messages")
     if messages is None:
@@ -151,13 +157,14 @@ def _tokens(pieces: Sequence[Piece], ends: bool, tokenizer: Tokenizer, where: st
         ids = [tokenizer.encode(text) for text, _ in pieces]
     except ModelError as error:
         raise RecipeError(f"{where}: {error}") from error
-    response = [(token, said) for tokens, (_, said) in zip(ids[1:], pieces[1:], strict=True) for token in tokens]
+    learned = np.repeat([said for _, said in pieces[1:]], [len(tokens) for tokens in ids[1:]])
     if ends:
-        response.append((tokenizer.eos_token_id, True))
+        ids.append([tokenizer.eos_token_id])
+        learned = np.append(learned, True)
     return Demonstration(
-        prompt=tuple(ids[0]),
-        response=tuple(token for token, _ in response),
-        learned=tuple(said for _, said in response),
+        prompt=np.array(ids[0], np.int32),
+        response=np.array([token for tokens in ids[1:] for token in tokens], np.int32),
+        learned=learned,
     )
 
 

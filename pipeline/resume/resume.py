@@ -12,7 +12,6 @@ A start that is killed between two of these leaves a run that goes on with eithe
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import pairwise
@@ -22,8 +21,15 @@ from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import ROLES, supersede
 from pipeline.data.event_log import EventLog, read_events
-from pipeline.data.files import fsync_present
-from pipeline.data.frozen.recipes import add_recipe, all_recipes, begin_recipe, newest_recipe_file, recipe_file
+from pipeline.data.files import fsync_present, remove_folder
+from pipeline.data.frozen.recipes import (
+    add_recipe,
+    all_recipes,
+    begin_recipe,
+    newest_recipe_file,
+    num_optimizer_steps,
+    recipe_file,
+)
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.resume.rules import RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
@@ -41,7 +47,15 @@ def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
         refuse_unsafe(str(run.path), changes)
         published = run.published_version() if run.is_published() else 0
         scored = max(run.saved_steps(), default=0) if any(run.logprobs.glob("*-old.npy")) else 0
-        refuse_impossible(before, recipe, run=str(run.path), settled=settled, published=published, scored=scored)
+        refuse_impossible(
+            before,
+            recipe,
+            run=str(run.path),
+            settled=settled,
+            published=published,
+            scored=scored,
+            optimizer_steps=num_optimizer_steps(all_recipes(run.path), before.run.steps),
+        )
     return changes
 
 
@@ -114,7 +128,7 @@ def _clear(run: RunDirectory, recipe: Recipe, changes: Mapping[str, str]) -> Non
         for began_with in (run.sandbox_file, run.reference_file):
             began_with.unlink(missing_ok=True)
         if run.policy_directory(0).is_dir():
-            shutil.rmtree(run.policy_directory(0))
+            remove_folder(run.policy_directory(0))
         fsync_present(run.policies, run.path)
 
 

@@ -160,10 +160,13 @@ def refuse_what_no_checkpoint_carries(run: str, changes: dict[str, str]) -> None
         raise RunConflictError(f"a fork of {run} cannot have {listed(refused)}; begin a run from the model instead")
 
 
-def refuse_impossible(before: Recipe, after: Recipe, *, run: str, settled: int, published: int, scored: int) -> None:
+def refuse_impossible(
+    before: Recipe, after: Recipe, *, run: str, settled: int, published: int, scored: int, optimizer_steps: int
+) -> None:
     """Raises RunConflictError for safe keys whose new value does not fit what the run holds: `settled` steps that are
     sampled, trained or published, of which the engines serve version `published`. The newest checkpoint holds `scored`
-    steps; 0 where the batches of a stage are not scored at its beginning."""
+    steps; 0 where the batches of a stage are not scored at its beginning. Up to its last step by `before`, the run
+    takes `optimizer_steps`."""
     old, new = before.run.steps, after.run.steps
     if new < settled:
         raise RunConflictError(
@@ -186,10 +189,10 @@ def refuse_impossible(before: Recipe, after: Recipe, *, run: str, settled: int, 
         )
     optimizer = after.learner.optimizer
     if new != old and optimizer.decay != "constant" and optimizer.decay_steps is None:
-        taken, whole = old * before.learner.updates_per_batch, new * after.learner.updates_per_batch
+        whole = optimizer_steps + (new - old) * after.learner.updates_per_batch
         raise RunConflictError(
             f"run.steps: {old} → {new}, but learner.optimizer.decay is {optimizer.decay} over all steps: say where it "
-            f"ends with learner.optimizer.decay_steps={taken} (then the rate stays at min_lr) or ={whole} "
+            f"ends with learner.optimizer.decay_steps={optimizer_steps} (then the rate stays at min_lr) or ={whole} "
             "(then the steps that are left have the rates of the longer run)"
         )
     if "delta" in (before.weights.channel, after.weights.channel) and before.weights.channel != after.weights.channel:

@@ -7,7 +7,9 @@ would ask other prompts on another day.
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol
 
 import jinja2
 from jinja2 import nodes
@@ -15,10 +17,46 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pipeline.errors import RecipeError
+from precision.text.short import quoted
+
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Names in a template, and in tokenizer_config.json."""
 _MOST_REPEATED = 1_000_000
 _DEEPEST_INDENT = 16
+
+
+class Template(Protocol):
+    """A chat template at work: pipeline.tasks.tokenizer.Tokenizer."""
+
+    @property
+    def eos_token(self) -> str:
+        """Text of the end-of-sequence token."""
+        ...
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str:
+        """The messages as the model reads them."""
+        ...
+
+
+def check_written(messages: Sequence[Mapping[str, Any]], written: str, template: Template, where: str) -> None:
+    """Raises RecipeError, with `where`, for one of `messages` that is not in what the template has `written` of them,
+    such as one of a role that it does not know. The assistant's are not looked at: templates leave out thoughts."""
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" or str(message["content"]).strip() in written:
+            continue
+        mark = unused_mark(written)  # a template may also write a text in a form of its own, such as JSON
+        marked = [*messages[:number], {**message, "content": mark}, *messages[number + 1 :]]
+        if mark not in template.conversation(marked):
+            raise RecipeError(
+                f"{where}: the chat template leaves out message {number + 1}, {quoted(message['content'])}, whose role "
+                f"is {quoted(message['role'])}; use roles that it knows, such as system, user and assistant"
+            )
+
+
+def unused_mark(text: str) -> str:
+    """Characters that nobody writes and that `text` does not hold."""
+    return next(mark for mark in map("\ue000{}\ue001".format, count()) if mark not in text)
 
 
 def compiled(template: str) -> jinja2.Template:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.config.task_sections import DataTask
@@ -16,26 +17,40 @@ _MISSING = object()
 _KIND = {"dict": "an object", "list": "a list", "bool": "true or false", "float": "a number", "int": "a number"}
 
 
-def problem_of(row: Row, section: DataTask) -> Problem:
-    """Raises RecipeError that names the row, and the keys that it has."""
+Keeps = Callable[[str | None, str | None, Mapping[str, Any]], bool]
+"""Whether a row is one of the task's, by its prompt, its answer (None where it is null) and its metadata."""
+
+
+def problem_of(row: Row, section: DataTask, keeps: Keeps | None = None) -> Problem | None:
+    """None where `keeps` says no. Raises RecipeError that names the row, and the keys that it has."""
     columns = section.columns
     name = columns.prompt or ("messages" if "messages" in row.values and "prompt" not in row.values else "prompt")
-    found = _found(row, name)
-    system = _system_prompt(row, section)
-    if isinstance(found, list):
-        messages = _conversation(row, name, found, section.chat_template, system)
-        text = "\n\n".join(str(one["content"]) for one in messages if one["role"] != "system")
-    elif isinstance(found, str):
-        text, messages = found, ()
-        if system:
-            messages = (*system, dict(role="user", content=text))
-    else:
-        raise _unfit(row, "prompt", name, found, "text or messages")
-    if not text:
-        raise RecipeError(f"{row.where}: {name} is empty, expected text; remove the row")
+    text, messages = _prompt(row, name, section)
+    answer = _answer(row, section)
     used = {name, columns.answer}
     metadata = {key: plain(value) for key, value in row.values.items() if key not in used}
-    return Problem(text=text, answer=_answer(row, columns.answer), messages=messages, metadata=metadata)
+    if keeps is not None and not keeps(text, answer, metadata):
+        return None
+    if text is None or answer is None:
+        what, column = ("prompt", name) if text is None else ("answer", columns.answer)
+        raise RecipeError(
+            f"{row.where} has no {what}: {one_line(column, 60)} is null, expected a value; remove the row, or leave it "
+            "out by task.filter"
+        )
+    if not text:
+        raise RecipeError(f"{row.where}: {name} is empty, expected text; remove the row")
+    return Problem(text=text, answer=answer, messages=messages, metadata=metadata)
+
+
+def _prompt(row: Row, name: str, section: DataTask) -> tuple[str | None, tuple[dict[str, Any], ...]]:
+    """Its text, None where it is null, and the conversation, where it is one."""
+    found, system = _found(row, name), _system_prompt(row, section)
+    if isinstance(found, list):
+        messages = _conversation(row, name, found, section, system)
+        return "\n\n".join(str(one["content"]) for one in messages if one["role"] != "system"), messages
+    if not isinstance(found, str | None):
+        raise _unfit(row, section, "prompt", name, found, "text or messages")
+    return found, (*system, dict(role="user", content=found)) if system else ()
 
 
 def _system_prompt(row: Row, section: DataTask) -> tuple[dict[str, Any], ...]:
@@ -43,24 +58,23 @@ def _system_prompt(row: Row, section: DataTask) -> tuple[dict[str, Any], ...]:
     misspelt; null and empty text are none of the row's own."""
     name, text = section.columns.system_prompt, None
     if name is not None:
-        text = _found(row, name, missing=_MISSING)
+        text = _found(row, name)
         if not isinstance(text, str | None):
-            got = None if text is _MISSING else text
-            raise _unfit(row, "system_prompt", name, got, "text, or null for the task's system_prompt")
+            raise _unfit(row, section, "system_prompt", name, text, "text, or null for the task's system_prompt")
     text = text or section.system_prompt
     return () if text is None else (dict(role="system", content=text),)
 
 
 def _conversation(
-    row: Row, name: str, found: list[Any], chat_template: bool, system: tuple[dict[str, Any], ...]
+    row: Row, name: str, found: list[Any], section: DataTask, system: tuple[dict[str, Any], ...]
 ) -> tuple[dict[str, Any], ...]:
     """The messages of a row, after the system prompt where they have none. Raises RecipeError for what is none, and for
     a conversation in which the model has no turn."""
     for one in found:
         if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
-            raise _unfit(row, "prompt", name, found, 'text or messages {"role": …, "content": text}')
+            raise _unfit(row, section, "prompt", name, found, 'text or messages {"role": …, "content": text}')
     messages = tuple({key: value for key, value in one.items() if value is not None} for one in found)
-    if not chat_template:
+    if not section.chat_template:
         raise RecipeError(
             f"{row.where}: {name} holds messages, which a chat template writes; set task.chat_template=true"
         )
@@ -81,35 +95,37 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def _answer(row: Row, name: str | None) -> str:
-    """Numbers as JSON writes them. Empty where the data has no answers."""
-    if name is None:
+def _answer(row: Row, section: DataTask) -> str | None:
+    """Numbers as JSON writes them. Empty where the data has no answers, None where the row's is null."""
+    if (name := section.columns.answer) is None:
         return ""
     value = _found(row, name)
-    if isinstance(value, str):
+    if isinstance(value, str | None):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _unfit(row, "answer", name, value, "text or a number")
+        raise _unfit(row, section, "answer", name, value, "text or a number")
     return json.dumps(value)
 
 
-def _found(row: Row, name: str, missing: object = None) -> Any:
-    """The value of a column; `a.b` is b of the object a, unless a column has that name. Else `missing`."""
+def _found(row: Row, name: str) -> Any:
+    """The value of a column; `a.b` is b of the object a, unless a column has that name. Without it: _MISSING."""
     if name in row.values:
         return row.values[name]
     value: Any = row.values
     for part in name.split("."):
-        value = value.get(part, missing) if isinstance(value, dict) else missing
+        if value is not None:  # nothing is inside of null but null
+            value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
     return value
 
 
-def _unfit(row: Row, what: str, name: str, value: Any, expected: str) -> RecipeError:
-    if value is not None:
+def _unfit(row: Row, section: DataTask, what: str, name: str, value: Any, expected: str) -> RecipeError:
+    if value is not _MISSING:
         got = f"{quoted(value)}, {_KIND.get(type(value).__name__, type(value).__name__)}"
         return RecipeError(f"{row.where}: {one_line(name, 60)} is {got}, expected {expected}; correct the row")
     keys = listed([one_line(key, 40) for key in row.values], most=12, between=", ") or "none"
     no_answers = ", or to null where there are no answers" if what == "answer" else ""
+    alike = "" if section.held_out_path is None else "; path and held_out_path need the same columns"
     return RecipeError(
         f"{row.where}: {one_line(name, 60)} is nothing, expected {expected}; keys found: {keys}; set "
-        f"task.columns.{what} to one of them{no_answers}"
+        f"task.columns.{what} to one of them{no_answers}{alike}"
     )

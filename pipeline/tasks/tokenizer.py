@@ -26,13 +26,17 @@ class Tokenizer:
     """Text to token ids and back. Make one with `Tokenizer.load`."""
 
     @staticmethod
-    def load(folder: Path, *, vocab_size: int | None = None) -> Tokenizer:
-        """Read `tokenizer.json`, and the end and padding tokens from `tokenizer_config.json`, else `config.json`.
+    def load(
+        folder: Path, *, vocab_size: int | None = None, template_arguments: Mapping[str, Any] | None = None
+    ) -> Tokenizer:
+        """Read `tokenizer.json`, and the end and padding tokens from `tokenizer_config.json`, else `config.json`. The
+        chat template gets the arguments by name.
 
         Raises ModelError when a file is missing or cannot be used, when there is no end-of-sequence token, or when the
         vocabulary has an id at or above `vocab_size`, the rows of the model's embedding.
         """
         tokenizer = Tokenizer(folder)
+        tokenizer.template_arguments = dict(template_arguments or {})
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             raise ModelError(
                 f"{folder}/tokenizer.json has token id {tokenizer.vocab_size - 1}, but the model has {vocab_size} rows "
@@ -59,6 +63,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.folder = folder
+        self.template_arguments: Mapping[str, Any] = {}
         self.sha256 = hashlib.sha256(data).hexdigest()
         self._config = _read_json(folder / "tokenizer_config.json")
         model = _read_json(folder / "config.json")
@@ -105,6 +110,17 @@ class Tokenizer:
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
+    def reserved(self) -> frozenset[int]:
+        """Ids of the tokens that were added to those of text, such as special ones: each is always one token."""
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @property
+    def leading(self) -> list[int]:
+        """Ids that the tokenizer would put in front of a text by itself, as Llama's <|begin_of_text|>; `encode` does
+        not."""
+        return [token for token in self._backend.encode("").ids if token in self.reserved - {self.eos_token_id}]
+
+    @property
     def eos_token(self) -> str:
         """Text of the end-of-sequence token."""
         return str(self._backend.id_to_token(self.eos_token_id) or "")
@@ -116,10 +132,11 @@ class Tokenizer:
         Raises ModelError when the folder has no chat template or the template fails.
         """
         named = {name: _content(self._config.get(name)) for name in SPECIAL_TOKENS}
-        tokens = {name: text for name, text in named.items() if text is not None}  # the others are undefined: no text
+        given = {name: text for name, text in named.items() if text is not None}  # the others are undefined: no text
+        given.update(self.template_arguments)
         try:
             return self._compiled.render(
-                messages=list(messages), add_generation_prompt=to_answer, tools=None, documents=None, **tokens
+                messages=list(messages), add_generation_prompt=to_answer, tools=None, documents=None, **given
             )
         except ModelError:
             raise

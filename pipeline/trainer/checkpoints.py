@@ -32,6 +32,7 @@ from pipeline.data.files import (
     look_anew,
     make_folder,
     move_to_free_name,
+    remove_folder,
     remove_leftovers,
     temporary_name,
 )
@@ -179,13 +180,13 @@ class Checkpoints:
         if not move_to_free_name(folder, target):
             if (target / COMMIT).exists():
                 verify(target, step)
-                shutil.rmtree(folder)
+                remove_folder(folder)
             else:
-                _remove(target)
+                remove_folder(target)
                 folder.rename(target)
                 fsync_directory(self.directory)
         for old in committed_steps(self.directory)[: -self.keep]:
-            _remove(self.directory / numbered(old))
+            remove_folder(self.directory / numbered(old))
 
     def _newest(self) -> tuple[int, dict[str, float]] | None:
         """Step and state of the newest checkpoint, verified."""
@@ -197,13 +198,6 @@ class Checkpoints:
         folder = self.directory / numbered(committed[-1])
         verify(folder, committed[-1])
         return committed[-1], _read_state(folder)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a folder that no reader may find half deleted: it loses its name first."""
-    aside = temporary_name(folder)
-    folder.rename(aside)
-    shutil.rmtree(aside)
 
 
 def commit(folder: Path, step: int) -> None:

@@ -20,7 +20,7 @@ class Rejection(RatioRange):
     """
 
     name: Literal["rejection"] = "rejection"
-    level: Level = "sequence"
+    level: Level = "token"
     veto: Veto = 0.0
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:

@@ -31,9 +31,9 @@ class RolloutFormat(StrEnum):
     checkpoint; for activations, for 16 channels, times one a token.
     emulated_mxfp4: as mxfp8, with e2m1 values.
 
-    A recipe can ask engines for fp8_tensor and fp8_block. It can ask engines on CPUs for those that are called
-    emulated, which exist to put learning under stress: no GPU path serves them. fp8_channel and mxfp8 are emulated by
-    the learner alone.
+    A recipe can ask engines for fp8_block. It can ask engines on CPUs for fp8_tensor, over which a GPU cannot load the
+    next version, and for those that are called emulated, which exist to put learning under stress: no GPU path serves
+    them. fp8_channel and mxfp8 are emulated by the learner alone.
     """
 
     FP8_TENSOR = "fp8_tensor"

@@ -7,15 +7,23 @@ has caused is then, to first order, a multiple of that effect:
     term_t ≈ c · effect_t,   c = <term, effect> / <effect, effect>,   explained = c <term, effect> / <term, term>
 
 `explained` is the share of the term's sum of squares that the suspect alone accounts for, in [0, 1]. Only the direction
-of the effect counts, not its size: a scale that is wrong by any small factor is found by the effect of 1.1.
+of the effect counts, not its size: a scale that is wrong by any small factor is found by the effect of 1.1. A negative
+c is the opposite of the fault. It explains nothing, unless the fault can be that way, too: a scale may be too small, as
+long as it is a scale (`least`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from precision.torch_on_use import Tensor
+
+TRIED_SCALE = 1.1
+"""The wrong scale that is tried: small enough that another factor has nearly the same effect, times a number."""
+LEAST_SCALE = -1.0 / (TRIED_SCALE - 1.0)
+"""The amount of it at which the scale is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +37,11 @@ class Suspect:
     """How many times the fault that was tried."""
 
 
-def suspects(term: Tensor, effects: Mapping[str, Tensor]) -> list[Suspect]:
-    """All suspects, the best first; `term` and each effect are float64 [tokens], nats.
+def suspects(
+    term: Tensor, effects: Mapping[str, Tensor], least: Mapping[str, float] = MappingProxyType({})
+) -> list[Suspect]:
+    """All suspects, the best first; `term` and each effect are float64 [tokens], nats. `least`: the amount that a fault
+    exceeds, where that is not 0.
 
     An effect of no size explains nothing, and nothing explains a term of no size. Raises ValueError for other shapes.
     """
@@ -44,11 +55,7 @@ def suspects(term: Tensor, effects: Mapping[str, Tensor]) -> list[Suspect]:
             )
         size, overlap = float(effect.square().sum()), float((term * effect).sum())
         known = size > 0 and power > 0
-        found.append(
-            Suspect(
-                name=name,
-                explained=overlap**2 / (size * power) if known else 0.0,
-                amount=overlap / size if known else 0.0,
-            )
-        )
+        amount = overlap / size if known else 0.0
+        possible = known and amount > least.get(name, 0.0)
+        found.append(Suspect(name=name, explained=amount * overlap / power if possible else 0.0, amount=amount))
     return sorted(found, key=lambda suspect: -suspect.explained)

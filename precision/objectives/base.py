@@ -143,9 +143,6 @@ class Objective(Settings, ABC):
 
     paper_aggregation: ClassVar[Aggregation | None] = None
     """What advantage.aggregation is where a recipe does not set it; None leaves that to the advantage."""
-    has_term_without_advantage: ClassVar[bool] = False
-    """Whether the loss has a term that does not carry the advantage. It would be averaged otherwise than the rest if
-    aggregation acted through the advantages, or if groups without advantage were dropped."""
     may_drop_responses: ClassVar[bool] = False
     """Whether OPSM may drop failed responses: the loss has no rule of its own for those that the learner has left."""
     measures: ClassVar[tuple[Measure, ...]] = ()
@@ -183,6 +180,12 @@ class Objective(Settings, ABC):
     @property
     def clips_by_old_ratio(self) -> bool:
         """Whether a clip is around pi_old: it acts only where pi_old is older than the step that is made."""
+        return False
+
+    @property
+    def has_term_without_advantage(self) -> bool:
+        """Whether the loss has a term that does not carry the advantage. It would be averaged otherwise than the rest
+        if aggregation acted through the advantages, or if groups without advantage were dropped."""
         return False
 
     @property

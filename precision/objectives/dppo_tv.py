@@ -33,11 +33,14 @@ class DPPOTV(Objective):
     square_coefficient: float = Field(1e-3, ge=0.0, description="Weight of (log ratio)²; 1e-3 in prime-rl.")
 
     paper_aggregation: ClassVar[Aggregation | None] = "token"
-    has_term_without_advantage: ClassVar[bool] = True
     measures: ClassVar[tuple[Measure, ...]] = (
         CLIPPED_TOKENS,
         Measure("(log ratio)²", (("square", "mean", "violet"),), log=True),
     )
+
+    @property
+    def has_term_without_advantage(self) -> bool:
+        return self.square_coefficient > 0
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective.loss`."""

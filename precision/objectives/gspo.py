@@ -36,6 +36,13 @@ class GSPO(Anchored):
     (both); `weight` (mean factor). Sums: `k3` (against the engine, token by token)."""
 
     name: Literal["gspo"] = "gspo"
+    anchor: Literal["rollout", "old"] = Field(
+        "old",
+        description="What s divides by. old: the learner's own probability before the batch's first update, or before "
+        "its stage, as in the paper; the clip acts from the second update on. rollout: the engine's probability. Of "
+        "what an engine sampled log s is near -KL to the engine, not 0: in BF16 or FP8 that is often below the floor, "
+        "and most responses with A < 0 are clipped before anything was learned.",
+    )
     clip_low: float = Field(3e-4, ge=0.0, le=1.0, description="The floor of s is 1 - clip_low; 3e-4 is the paper's.")
     clip_high: float = Field(
         4e-4, ge=0.0, description="The ceiling of s is 1 + clip_high; 4e-4 is the paper's, ScaleRL needed 4e-3 to 5e-3."

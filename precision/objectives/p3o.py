@@ -59,7 +59,6 @@ class P3O(Objective):
     )
 
     paper_aggregation: ClassVar[Aggregation | None] = "token"
-    has_term_without_advantage: ClassVar[bool] = True
     measures: ClassVar[tuple[Measure, ...]] = (CAPPED_TOKENS, MEAN_WEIGHT, PARTS_OF_THE_LOSS, ESS_IN_USE)
 
     @model_validator(mode="after")
@@ -72,12 +71,16 @@ class P3O(Objective):
         return self
 
     @property
+    def has_term_without_advantage(self) -> bool:
+        return self.kl_estimator != "none"
+
+    @property
     def needs_scoring(self) -> bool:
         return self.ess_scope == "step"
 
     @property
     def weighs_kl_by_step_ess(self) -> bool:
-        return (self.ess_scope, self.ess_unit) == ("step", "token")
+        return self.kl_estimator != "none" and (self.ess_scope, self.ess_unit) == ("step", "token")
 
     @property
     def depends_on_micro_batches(self) -> bool:

@@ -38,7 +38,6 @@ class P4O(Objective):
     name: Literal["p4o"] = Field("p4o", description="P3O with a second anchor; experimental.")
 
     paper_aggregation: ClassVar[Aggregation | None] = "token"
-    has_term_without_advantage: ClassVar[bool] = True
     measures: ClassVar[tuple[Measure, ...]] = (
         CAPPED_TOKENS,
         MEAN_WEIGHT,
@@ -52,6 +51,10 @@ class P4O(Objective):
             ),
         ),
     )
+
+    @property
+    def has_term_without_advantage(self) -> bool:
+        return True
 
     @property
     def needs_old_logprobs(self) -> bool:

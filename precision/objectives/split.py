@@ -40,13 +40,16 @@ class Split(Objective):
     cap: float = Field(5.0, ge=1.0, description="Largest importance weight of a token, in both terms of the loss.")
 
     paper_aggregation: ClassVar[Aggregation | None] = "token"
-    has_term_without_advantage: ClassVar[bool] = True
     measures: ClassVar[tuple[Measure, ...]] = (
         CAPPED_TOKENS,
         MEAN_WEIGHT,
         PARTS_OF_THE_LOSS,
         Measure("ESS of the staleness", (("staleness_ess", "under pi_old", "violet"),)),
     )
+
+    @property
+    def has_term_without_advantage(self) -> bool:
+        return True
 
     @property
     def needs_old_logprobs(self) -> bool:

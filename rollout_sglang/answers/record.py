@@ -1,9 +1,9 @@
-"""How an engine's answers have been lately: one that answers what cannot be is left out, until it is verified again.
+"""How an engine's answers have been lately: one that answers badly is left out, until it is verified again.
 
-An answer that cannot be is thrown away and asked again elsewhere, whoever sent it. One of them may be a flipped bit on
-its way; an engine of which it comes again is at fault, though it answers every look and its weights are right. MOST_BAD
-among its last WINDOW answers are counted, not those of some seconds: engines answer ten requests a second or one in ten
-minutes.
+A bad answer is one that cannot be, or an error of an engine that is well otherwise. It is thrown away and asked again
+elsewhere, whoever sent it. One of them may be a flipped bit on its way, or the request's own; an engine of which it
+comes again is at fault, though it answers every look and its weights are right. MOST_BAD among its last WINDOW answers
+are counted, not those of some seconds: engines answer ten requests a second or one in ten minutes.
 
 Verification can find nothing wrong with such an engine, so it comes back. Each time it is left out for twice as long:
 what it costs the others falls to nothing. Its record is clean again after WINDOW good answers.
@@ -49,7 +49,7 @@ class AnswerRecord:
             self.times = 0
 
     def bad(self) -> bool:
-        """It answered something that cannot be. Returns whether it is to be left out now."""
+        """It answered badly. Returns whether it is to be left out now."""
         self.last.append(False)
         if self.last.count(False) < MOST_BAD:
             return False

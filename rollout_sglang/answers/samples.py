@@ -138,6 +138,10 @@ def completion_reader(asked: Asked, *, engine: int, waited_s: Callable[[], float
 def _completion(number: int, sample: Generated, asked: Asked, engine: int, elapsed_s: float) -> Completion:
     if (what := _shape_fault(sample, asked)) is not None:
         raise BadAnswerError(f"sample {number}: {what}")
+    meta = sample.meta_info
+    if meta.finish_reason.type == "abort" and asked.sampling.kept_set and meta.output_token_sampling_mask is None:
+        # It was retracted, and aborted while it waited: SGLang answers the tokens that it had, and no kept sets.
+        return aborted_completion(engine, elapsed_s)
     try:
         tokens = np.array(sample.output_ids, np.int64)
     except OverflowError:
@@ -146,10 +150,10 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         offsets=np.array([0, len(tokens)], np.int64),
         tokens=tokens,
         logprobs=_logprobs(sample, asked.sampling.kept_set),
-        versions=token_versions(sample.meta_info, len(tokens), asked.late_tokens),
+        versions=token_versions(meta, len(tokens), asked.late_tokens),
         sampled=np.broadcast_to(np.True_, len(tokens)),
-        may_be_empty=np.array([sample.meta_info.finish_reason.type == "abort"]),
-        **_seconds(sample.meta_info, elapsed_s),
+        may_be_empty=np.array([meta.finish_reason.type == "abort"]),
+        **_seconds(meta, elapsed_s),
         kept=_kept(sample) if asked.sampling.kept_set else None,
     )
     limits = Limits(vocab_size=asked.sampling.vocab_size, max_response_tokens=asked.sampling.max_new_tokens)
@@ -187,6 +191,13 @@ def _shape_fault(sample: Generated, asked: Asked) -> str | None:
         return f"it was ended by {quoted(meta.finish_reason.matched)}, but no such text was asked for"
     if count > asked.sampling.max_new_tokens:
         return f"it has {count} tokens, at most {asked.sampling.max_new_tokens} were asked for"
+    if meta.finish_reason.type == "length" and count < asked.sampling.max_new_tokens:
+        # SGLang lowers what is asked for, without a word, to what all its keys and values hold.
+        return (
+            f"it was cut off at {count} of {asked.sampling.max_new_tokens} tokens: with a prompt of {asked.num_prompt} "
+            "they do not fit the engine's keys and values (max_total_num_tokens in its log) or its context; raise "
+            "--mem-fraction-static in rollout.extra_args or rollout.tensor_parallel, or lower rollout.max_new_tokens"
+        )
     if meta.prompt_tokens not in (None, asked.num_prompt):
         return f"it answers a prompt of {meta.prompt_tokens} tokens, expected {asked.num_prompt}"
     if meta.completion_tokens not in (None, count):
@@ -239,7 +250,7 @@ def _finish(sample: Generated) -> FinishReason:
 
 
 def _kept(sample: Generated) -> KeptSets:
-    """The kept sets. An aborted request without tokens comes without them."""
+    """The kept sets. A request without tokens, which was aborted, comes without them."""
     meta, tokens = sample.meta_info, sample.output_ids
     masks, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if not tokens:
@@ -287,6 +298,6 @@ def _routes(sample: Generated, versions: NDArray[np.integer], asked: Asked) -> R
 
 
 def aborted_completion(engine: int, elapsed_s: float) -> Completion:
-    """The record of a sample that was aborted before the engine took it up."""
+    """The record of a sample that was aborted, and of which nothing can be stored."""
     nothing = Completion.given((), ())
     return replace(nothing, finish="abort", engine=engine, queued_s=elapsed_s)

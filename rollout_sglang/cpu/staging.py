@@ -10,8 +10,8 @@ the engine is then told to load that folder, the tensors that were hashed become
 is written to in between. So the next checksum that is asked for is the one of that hash, unless SGLang began to
 load something else meanwhile. Every later one is computed.
 
-It costs the memory of the weights once more. GPU servers import none of this and refuse the action; so do releases of
-SGLang that keep these methods elsewhere. Weights are then loaded while the engine is paused.
+It costs the memory of the weights once more. GPU servers import none of this and are not asked; releases of SGLang that
+keep these methods elsewhere refuse the action. Weights are then loaded while the engine is paused.
 """
 
 from __future__ import annotations

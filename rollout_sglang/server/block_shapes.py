@@ -35,6 +35,6 @@ def check_block_shapes(hf_config: Mapping[str, Any], tensor_parallel: int = 1) -
     wrong = [f"{name} = {width}" for name, width in widths.items() if width % BLOCK_CHANNELS]
     if wrong:
         raise ModelError(
-            f"fp8_block needs multiples of {BLOCK_CHANNELS}, but {', '.join(wrong)}; use rollout.precision fp8_tensor, "
-            "a smaller rollout.tensor_parallel, or another model"
+            f"fp8_block needs multiples of {BLOCK_CHANNELS}, but {', '.join(wrong)}; use rollout.precision bf16 (on "
+            "a CPU fp8_tensor too), a smaller rollout.tensor_parallel, or another model"
         )

@@ -115,7 +115,7 @@ def _parts(name: str, module: Any) -> Iterator[tuple[str, _Values]]:
 
 def _held(method: Any, values: _Values, statistics: bool) -> Held:
     weight, scales, exact = values
-    packed = scales is not None and not scales.is_floating_point()  # four powers of two in an int32 (DeepGEMM)
+    packed = _packed(scales)
     squares = None
     if statistics and not packed:
         squares = sum_of_squares(weight, scales) if exact is None else sum_of_squares(exact)
@@ -141,10 +141,18 @@ def _layout(method: Any, weight: Tensor, scales: Tensor | None) -> str:
         return "mxfp8"
     if method.block_quant:
         block = list(method.quant_config.weight_block_size)
+        if _packed(scales):
+            return f"fp8 in blocks of {block} with packed power-of-two scales"
         return "fp8_block" if block == list(BLOCK) and weight.element_size() == 1 else f"fp8 in blocks of {block}"
     matrices = weight.shape[0] if weight.dim() == 3 else 1
     per_row = scales is not None and scales.numel() == matrices * weight.shape[-2] and weight.shape[-2] > 1
     return "fp8_channel" if per_row else "fp8_tensor"
+
+
+def _packed(scales: Tensor | None) -> bool:
+    """Whether they are exponents, four in an int32: what DeepGEMM has SGLang make of them on Blackwell. The weights
+    were rounded anew by them, and no published version can be loaded over either."""
+    return scales is not None and not scales.is_floating_point()
 
 
 def _scales(module: Any, weight: str) -> Tensor | None:

@@ -18,6 +18,7 @@ from rollout_sglang.server.parentage import be_a_parent, be_a_spawned_child
 from rollout_sglang.server.torch_groups import bind_stores, bound_groups
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
 def arguments_with_key(argv: Sequence[str]) -> list[str]:
@@ -72,6 +73,7 @@ def register_hooks() -> None:
     bind_stores()
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _report_formats, HookType.AROUND)
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", note_shared_memory, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", finish_copies, HookType.AFTER)
 
 
 def note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
@@ -79,6 +81,18 @@ def note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
     (pipeline.scratch) removes the shared memory, too. Before 0.5.23 it is named after a socket, which is there."""
     if name := getattr(ports, "instance_id", ""):
         Path(tempfile.gettempdir(), name).touch()
+
+
+def finish_copies(_: Any, updater: Any, *__: Any, **___: Any) -> None:
+    """A rank has begun to copy tensors out of memory that the sender has lent it: wait until it has read them.
+
+    On a GPU copies go on after the calls that begin them. All ranks of an engine meet after this, and then the sender
+    is answered, who may write to that memory again.
+    """
+    import torch  # not before an engine was given tensors
+
+    # All streams: loaders of experts copy in threads of their own.
+    torch.get_device_module(updater.device).synchronize()
 
 
 def _report_formats(*arguments: Any, **options: Any) -> Any:

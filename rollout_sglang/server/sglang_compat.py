@@ -1,9 +1,14 @@
 """What differs between the supported versions of SGLang. No other module knows a server's version.
 
     since 0.5.19   an answer names the weights of each token, so a request may go on over an update of the weights
-    since 0.5.21   begin_weight_update and end_weight_update stand around an update by tensors: what the engine has
-                   repacked or quantized is made loadable before, and made again after
+    since 0.5.21   begin_weight_update and end_weight_update stand around an update by tensors: a layer that knows how
+                   makes loadable before what it has repacked, and again after what it multiplies by. Layers that
+                   quantize to FP8 themselves do not on a GPU, by disk neither (fp8_tensor is refused there); those of
+                   our CPU engine do
     since 0.5.23   an answer can say which experts each token went to (older releases may; theirs were not compared)
+
+An engine on a CPU, which this package starts, can stage weights (rollout_sglang.cpu.staging). Any other server refuses
+that with an exception in its log, so it is never asked.
 
 An older server names only the weights with which a sample ended, so no request may be under way while they change. It
 is paused by `abort`: every request is answered with what there is, and its sender asks again.
@@ -45,6 +50,9 @@ class Dialect:
     """Whether it notes what a step has sampled while the next one computes: a server stopped in place has then sampled
     one token of each request that it has not noted. It does, unless started with --disable-overlap-schedule."""
 
+    stages: bool
+    """Whether it may be asked to take weights while it serves."""
+
     @property
     def no_tensors(self) -> str:
         """Why the engine cannot be sent tensors; empty when it can."""
@@ -64,6 +72,7 @@ class ServerInfo(BaseModel):
     version: Annotated[str, Field(max_length=100)]
     quantization: Annotated[str, Field(max_length=100)] | None = None
     disable_overlap_schedule: bool = False
+    device: Annotated[str, Field(max_length=100)] | None = None
 
 
 def dialect_of(info: ServerInfo) -> Dialect:
@@ -78,6 +87,7 @@ def dialect_of(info: ServerInfo) -> Dialect:
         records_experts=released >= EXPERTS_SINCE,
         quantizes=info.quantization is not None,
         overlaps=not info.disable_overlap_schedule,
+        stages=info.device == "cpu",
     )
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import math
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipeline.config.recipe import RolloutPrecision
@@ -15,7 +19,7 @@ from precision.text.json_data import parse_object
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
-from rollout_sglang.server.rollout_python import module_command, module_environment
+from rollout_sglang.server.rollout_python import module_command, module_environment, rollout_python
 from rollout_sglang.server.update_fence import FLOOR_VARIABLE
 
 __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", "router_command", "start"]
@@ -23,6 +27,23 @@ __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", 
 HOST = "127.0.0.1"
 IGNORED_LAYERS_VARIABLE = "SGLANG_FP8_IGNORED_LAYERS"
 """SGLang reads from it which layers `--quantization fp8` leaves as they are (layers/quantization/fp8.py)."""
+DEEPGEMM_VARIABLE = "SGLANG_ENABLE_JIT_DEEPGEMM"
+BLACKWELL = 10
+"""The first number of its compute capability; GPUs of consumers have 12."""
+_CAPABILITY_MAJOR = 75
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR."""
+DISTRIBUTION: Mapping[str, str] = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # log-probabilities at temperature 1, whatever the recipe samples at
+    "SGLANG_SANITIZE_NAN_LOGITS": "false",  # tokens sampled from what NaN was replaced by, and no sign of it
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "0",  # shorter answers than were asked for; 0 is none
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": "false",  # these two: experts that the router did not choose
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "false",
+    "SGLANG_SIMULATE_ACC_LEN": "-1",  # these two, of speculative decoding: tokens that the policy did not sample
+    "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "false",
+    "SGLANG_FORCE_FP8_MARLIN": "false",  # FP8 layers with activations that are not quantized, on GPUs that can do both
+}
+"""Variables of SGLang that change, without a word, what is sampled or what is said about it, at the values that do not.
+Always set: the user's environment may have them from another experiment, and no recipe would show it."""
 CPU_TOKENS, CPU_CONTEXTS = 32_768, 8
 """A CPU engine has room for the keys and values of so many tokens, and of so many contexts of full length at least.
 SGLang would take most of the memory. With less than what is asked for at once, each sample that ends lets a few others
@@ -30,6 +51,9 @@ in, in a step of their own: hundreds of short ones came to 17 such steps a batch
 
 LONGEST_SCRATCH = 107 - len("/tmp12345678")
 """Bytes of the path of a folder for sockets: Linux allows 107 in all."""
+ROUTER_MARGIN_S = 60
+"""The router gives up a request so long after the recipe's deadline for it, so that whoever asked has given up first.
+It counts from when it has the request, and would itself give up any after 1800 s."""
 INPUT_ROOM = 7
 """SGLang refuses inputs of fewer than so many tokens below --context-length (managers/tp_worker.py, scheduler.py)."""
 
@@ -77,14 +101,41 @@ class EngineSpec:
         return server_url(self.host, self.port)
 
 
+def num_gpus() -> int:
+    """CUDA devices that this process sees."""
+    driver, count = _cuda_driver(), ctypes.c_int(0)
+    known = driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if known else 0
+
+
 def has_cuda() -> bool:
-    """Whether there is a CUDA driver with a device. The driver is asked, so that torch need not be imported."""
+    """Whether there is a CUDA driver with a device."""
+    return num_gpus() > 0
+
+
+def gpu_generation() -> int:
+    """The first number of the compute capability of the first CUDA device; 0 without one."""
+    driver, found = _cuda_driver(), ctypes.c_int(0)
+    known = driver is not None and driver.cuDeviceGetAttribute(ctypes.byref(found), _CAPABILITY_MAJOR, 0) == 0
+    return found.value if known else 0
+
+
+def _cuda_driver() -> ctypes.CDLL | None:
+    """It is asked, so that torch need not be imported and no memory of a GPU is taken. None also where the torch that
+    is installed is a build for CPUs, as that of `make install`, and no other Python runs the engines."""
+    if _torch_is_for_cpus() and rollout_python() is None:
+        return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
-    count = ctypes.c_int(0)
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+        return None
+    return driver if driver.cuInit(0) == 0 else None
+
+
+def _torch_is_for_cpus() -> bool:
+    with suppress(PackageNotFoundError):  # such as a machine that only plans
+        return version("torch").endswith("+cpu")
+    return False
 
 
 def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
@@ -131,8 +182,10 @@ def start(spec: EngineSpec) -> ServerProcess:
             FLOOR_VARIABLE: str(spec.update_floor),
             # Always set: layers named in the user's environment would be served in another format than the map says.
             IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),
+            **DISTRIBUTION,
         }
         | _context_environment(spec)
+        | _kernel_environment(spec)
     )
     return ServerProcess(
         command(spec, cuda=has_cuda()),
@@ -164,9 +217,18 @@ def _context_environment(spec: EngineSpec) -> dict[str, str]:
     return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true"} if spec.context_tokens <= positions else {}
 
 
-def router_command(port: int, metrics: tuple[str, int], host: str = HOST) -> list[str]:
+def _kernel_environment(spec: EngineSpec) -> dict[str, str]:
+    """On Blackwell DeepGEMM has SGLang round the scales of blocks to powers of two and pack them as it loads
+    (requant_block_scale_ue8m0_for_deepgemm). The weights are then others than those published, and the next version
+    does not fit into them. Other kernels multiply by the scales as they are, as DeepGEMM itself does on Hopper.
+    """
+    packs = spec.precision == "fp8_block" and gpu_generation() >= BLACKWELL
+    return {DEEPGEMM_VARIABLE: "false"} if packs else {}
+
+
+def router_command(port: int, metrics: tuple[str, int], host: str = HOST, *, request_deadline_s: float) -> list[str]:
     """The argv of SGLang's router, which starts without engines. Only Fleet decides which are members: the router
-    neither retries nor checks health.
+    neither retries nor checks health. It waits for an answer for longer than the client does, request_deadline_s.
 
     With these thresholds it balances by load, as soon as loads differ. Its policy `power_of_two` would too, but does
     not start without engines.
@@ -175,21 +237,28 @@ def router_command(port: int, metrics: tuple[str, int], host: str = HOST) -> lis
     argv += ["--policy", "cache_aware", "--prometheus-host", metrics[0], "--prometheus-port", str(metrics[1])]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]
     argv += ["--balance-abs-threshold", "1", "--balance-rel-threshold", "1.0"]
+    argv += ["--request-timeout-secs", str(math.ceil(request_deadline_s) + ROUTER_MARGIN_S)]
     return [*argv, "--worker-startup-check-interval", "1"]
 
 
 def start_router(
-    port: int, api_key: str | None, log: Path | None, host: str = HOST, metrics_port: int | None = None
+    port: int,
+    api_key: str | None,
+    log: Path | None,
+    host: str = HOST,
+    metrics_port: int | None = None,
+    *,
+    request_deadline_s: float,
 ) -> ServerProcess:
     """Start SGLang's router. Dies with the calling thread. Raises as `start` does. It shows its metrics at
-    `metrics_port` of `host`; without one, where nobody looks."""
+    `metrics_port` of `host`; without one, where nobody looks. See router_command about `request_deadline_s`."""
     require_key(host, api_key)
     check_port_free(port, host)
     metrics = (
         (HOST, next(free for free in free_ports(2) if free != port)) if metrics_port is None else (host, metrics_port)
     )
     return ServerProcess(
-        router_command(port, metrics, host),
+        router_command(port, metrics, host, request_deadline_s=request_deadline_s),
         environment=server_environment(api_key),
         log=log,
         ready_url=f"{server_url(host, port)}/liveness",

@@ -60,7 +60,7 @@ class Receiver:
         """Have the engine take its next weights while it serves, with the version that it has. False where it cannot;
         then it is paused, and `begin` comes next."""
         try:
-            self._staging = await self._stage.begin()
+            self._staging = (await self._dialect()).stages and await self._stage.begin()
         except EngineVersionError:
             self._staging = False
         return self._staging

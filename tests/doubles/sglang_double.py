@@ -160,6 +160,7 @@ class EngineDouble(_Double):
         super().__init__(api_key)
         self.sglang = sglang
         self.quantization: str | None = None
+        self.device: str | None = "cpu"
         self.version = str(version)
         self.model_path = "/initial"
         self.shifted_ids = 0
@@ -171,7 +172,7 @@ class EngineDouble(_Double):
         """Of each request, beside those by which it was paused."""
         self.cache_keys: list[str | None] = []
         """Of each request: with whose it shares a prefix cache."""
-        self.generate_faults: list[GenerateFault] = []
+        self.generate_faults: list[GenerateFault | None] = []
         self.spoil: Callable[[list[dict[str, Any]]], Any] | None = None
         """What is made of the samples of each answer: other samples, or bytes (tests.doubles.bad_answers)."""
         self.load_fault: LoadFault | None = None
@@ -229,7 +230,7 @@ class EngineDouble(_Double):
             ids = [ord(character) + self.shifted_ids for character in request["prompt"]]
             return 200, {"tokens": ids, "count": len(ids), "max_model_len": 512}
         if path == "/server_info":
-            return 200, {"version": self.sglang, "quantization": self.quantization}
+            return 200, {"version": self.sglang, "quantization": self.quantization, "device": self.device}
         if path == "/generate":
             return self._generate(request)
         if path == "/pause_generation":

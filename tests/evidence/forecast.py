@@ -32,10 +32,11 @@ def split(arm: Arm, share: float) -> int:
 
 def forecast_end(arm: Arm, share: float) -> Told:
     """Fit pass@1 (mean over seeds) against samples in the first `share` of the run and read the curve at its end, as
-    `evenkeel scaling forecast` does: R_0 is a measurement of each run, with the noise of one."""
+    `evenkeel scaling forecast` does: R_0 is a point like the others, each a mean over
+    the same runs."""
     scores, samples, known = arm.curve().mean(axis=(0, 2)), arm.costs("samples"), split(arm, share)
     try:
-        points = Points.of(samples[1:known], scores[1:known], start=float(scores[0]), start_weight=len(arm.results))
+        points = Points.of(samples[1:known], scores[1:known], start=float(scores[0]), start_weight=1.0)
     except StoreError:
         return Told(value=math.nan, points=max(0, known - 1), asymptote="not fitted")
     grid = Grid.derived(points)

@@ -250,7 +250,7 @@ def test_the_router_asks_nobody_for_a_tokenizer(tmp_path: Path, monkeypatch: pyt
         info = dict(version=RELEASE, model_path="/gone", tokenizer_path="/gone")
         monkeypatch.setattr(engine, "route", lambda m, p, q: (200, info) if p == "/server_info" else route(m, p, q))
         port = free_port()
-        router = start_router(port, KEY, log := tmp_path / "router.log")
+        router = start_router(port, KEY, log := tmp_path / "router.log", request_deadline_s=60)
         try:
             router.wait_ready(60)
             asyncio.run(_admit(f"http://127.0.0.1:{port}", engine.url))
@@ -280,7 +280,7 @@ def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
     pair = [engines["fp32"], engines["fp8_tensor"]]
     urls = [engine.spec.url for engine in pair]
     port = free_port()
-    router = start_router(port, KEY, tmp_path / "router.log")
+    router = start_router(port, KEY, tmp_path / "router.log", request_deadline_s=60)
     try:
         router.wait_ready(60)
         asyncio.run(_survive(urls, f"http://127.0.0.1:{port}", tmp_path, pair))

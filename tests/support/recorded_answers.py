@@ -54,7 +54,7 @@ CALLS: Mapping[str, tuple[str, str, Any]] = {
 }
 """Name → method, path and request."""
 PROMPT, SCORED = ROWS[0], ROWS[:2]
-_SERVER_INFO = ("version", "quantization")
+_SERVER_INFO = ("version", "quantization", "device")
 """Of the hundreds of settings that a server names, those that are read."""
 
 

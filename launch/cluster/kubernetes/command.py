@@ -10,6 +10,12 @@ import typer
 from launch.recipe_options import Overrides, RecipePath, SizesFolder
 from pipeline.errors import RecipeError
 
+_JOBSET = "needed: JobSet 0.12 or newer, with featureGates: {RestartJob: true} in its manager's Configuration"
+_WITHOUT_GATE = (
+    "RestartJob and RestartJobAndIgnoreMaxRestarts failure policy actions are not allowed when RestartJob feature gate "
+    "is disabled"
+)
+"""What JobSet's webhook answers where the gate is off, as it is unless somebody turned it on."""
 _DELETE_ENGINES = "kubectl -n {} delete leaderworkerset {}-engine"
 
 
@@ -102,6 +108,7 @@ def kubernetes(
     write(files, out)
     if found := others(files, out):
         print(f"{out} also holds {listed(found, between=', ')}, which is left as it is; kubectl takes it too")
+    print(f"{_JOBSET}; without it the run is refused: {_WITHOUT_GATE}")
     key = f"kubectl -n {namespace} create secret generic {secret} --from-file={secret_key}=FILE"
     print(f"once, with a FILE that holds the API key:  {key}")
     print(f"kubectl apply -f {out}")

@@ -5,8 +5,11 @@ What happens when a pod ends:
     exit 0    done. The set is done when learner and collector are, which ends router and engines too
     exit 65   a later start has taken over: tini makes it 0
     exit 64   nobody should try again: FailJob, and the set fails
-    exit 143  somebody asked for it; likewise a pod that was evicted or whose node is gone: started again, not counted
+    exit 143  somebody asked for it; likewise a pod that was evicted: started again, not counted
     else      counted. The learner starts again as a whole, from its checkpoint; others alone, after a while that grows
+
+A pod whose node is lost has not ended, as far as Kubernetes knows: nothing takes its place before the Node is deleted
+or has the taint node.kubernetes.io/out-of-service. A learner of several pods misses it sooner, and the others exit 1.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ from pipeline.errors import DeadlineExceededError, RecipeError
 LOOPBACK = "127.0.0.1"
 NAME_DEADLINE_S = 120.0
 _NAME_POLL_S = 0.5
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""By which torch's backends are told where to listen."""
+_INTERFACE_VARIABLES = dict(GLOO_SOCKET_IFNAME="", TP_SOCKET_IFNAME="", NCCL_SOCKET_IFNAME="=")
+"""By which torch's backends are told where to listen, and what stands before the name. Without `=` NCCL takes eth1 for
+eth10, too."""
 
 
 def bind_address(host: str, api_key: str | None, check: Callable[[], None] = lambda: None) -> str:
@@ -78,15 +79,19 @@ def is_loopback(address: str) -> bool:
 def interface_environment(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that make gloo and NCCL listen at `address`; none that the user has set, none for loopback: a learner
     that is reached at loopback may yet send weights to engines on other hosts."""
-    name = None if is_loopback(address) else interface_of(address)
-    return {} if name is None else {key: name for key in INTERFACE_VARIABLES if key not in environment}
+    return {} if is_loopback(address) else _told(address, environment)
 
 
 def loopback_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The same for a run that is on this machine alone: nothing of it need be reached from outside. Left to themselves,
     gloo and NCCL listen at the address of this machine's name."""
-    name = interface_of(LOOPBACK)
-    return {} if name is None else {key: name for key in INTERFACE_VARIABLES if key not in environment}
+    return _told(LOOPBACK, environment)
+
+
+def _told(address: str, environment: Mapping[str, str]) -> dict[str, str]:
+    if (name := interface_of(address)) is None:
+        return {}
+    return {key: f"{before}{name}" for key, before in _INTERFACE_VARIABLES.items() if key not in environment}
 
 
 def interface_of(address: str) -> str | None:

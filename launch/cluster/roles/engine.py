@@ -93,8 +93,7 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
         raise LayoutError(
             f"--nodes is {own.nodes}, but with weights.channel delta an engine has its replica on one host; use disk"
         )
-    if own.nodes > 1:
-        os.environ |= interface_environment(address)  # for SGLang's ranks, which meet over the network
+    os.environ |= interface_environment(address)  # SGLang's ranks meet other hosts', and the learner's by broadcast
     wait_for_policy(own.run, recipe, stop)
     if own.run.is_finished():
         return 0

@@ -37,10 +37,9 @@ from launch.cluster.roles.base import (
 from launch.cluster.roles.heartbeat import Peer, Peers, Verdict
 from launch.cluster.roles.ranks import Ranks
 from launch.cluster.roles.rendezvous import Rendezvous, raise_other_nodes
-from launch.run.begin import preflight, seed_policy
+from launch.run.begin import preflight, seed_policy, warnings
 from launch.run.fatal_notes import FatalNotes
 from launch.run.processes import child_environment, rendezvous_options, torchrun
-from pipeline.config.advice import advice
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
@@ -103,7 +102,7 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     else:
         recipe = with_digest(load_recipe(own.recipe), own.run)
         task = preflight(recipe)
-        for sentence in (*advice(recipe), *task.notes):
+        for sentence in warnings(recipe, task):
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
     processes_a_node(recipe, own.nodes)
     key = read_api_key()

@@ -37,7 +37,9 @@ def run_router(own: RouterRole, stop: Stop) -> int:
     if not is_in_force(own.run, frozen):
         return run_router(own, stop)
     url, membership = server_url(own.host, port), own.run.membership()
-    server = start_router(port, key, log_file(), address, own.metrics_port)
+    server = start_router(
+        port, key, log_file(), address, own.metrics_port, request_deadline_s=rollout.request_deadline_s
+    )
     try:
         with epoch.superseded_said():
             serve(

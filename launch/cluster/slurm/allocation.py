@@ -34,6 +34,12 @@ class Allocation:
     """How often Slurm has requeued the job."""
     batch_host: str
     cpus_per_node: int
+    """Of the node with the fewest."""
+    threads_per_core: int = 2
+    """The most of any node, once Slurm has said it: steps are charged whole cores."""
+    draining: frozenset[str] = frozenset()
+    """Of the nodes that are up, those that are to get no further job: by an administrator, or by a health check that
+    found a fault."""
     _last_known: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -46,7 +52,9 @@ class Allocation:
                 f"{error.args[0]} is not set, so this is no batch script of Slurm's; submit job.sbatch with sbatch"
             ) from error
         restart = int(environment.get("SLURM_RESTART_COUNT") or 0)
-        return Allocation(job, restart, host, int(environment.get("SLURM_CPUS_ON_NODE") or 1))
+        counts = environment.get("SLURM_JOB_CPUS_PER_NODE") or environment.get("SLURM_CPUS_ON_NODE") or "1"
+        # Nodes alike stand together, as in 190(x3),128.
+        return Allocation(job, restart, host, min(int(count.partition("(")[0]) for count in counts.split(",")))
 
     @property
     def name(self) -> str:
@@ -54,21 +62,24 @@ class Allocation:
         return f"slurm-{self.job}-{self.restart}"
 
     def up(self) -> list[str]:
-        """Nodes of the job on which something can be started: the batch script's first, those that an administrator
-        drains last. Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
+        """Nodes of the job on which something can be started: the batch script's first, those that are draining last.
+        Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
         try:
             nodes = ask("scontrol", "show", "hostnames", self._current()["NodeList"])
-            states = ask("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T")
+            states = ask("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T %Z")
         except SlurmError as error:
             if not self._last_known:
                 raise
             print(f"warning: {error}; the nodes are taken to be those of before", file=sys.stderr, flush=True)
             return self._last_known
-        said = {node: word for node, word in (line.split() for line in states.splitlines())}
+        lines = [line.split() for line in states.splitlines()]
+        said = {node: word for node, word, _ in lines}
+        self.threads_per_core = max((int(threads) for _, _, threads in lines), default=self.threads_per_core)
         # One that sinfo does not list is of a partition that it hides from this user, and is the job's all the same.
         state = {node: said.get(node, "idle") for node in nodes.split()}
         up = [node for node, word in state.items() if not any(sign in word for sign in _GONE)]
-        self._last_known = sorted(up, key=lambda node: (node != self.batch_host, "drain" in state[node]))
+        self.draining = frozenset(node for node in up if "drain" in state[node])
+        self._last_known = sorted(up, key=lambda node: (node in self.draining, node != self.batch_host))
         return self._last_known
 
     def _current(self) -> dict[str, str]:
@@ -86,9 +97,14 @@ class Allocation:
         """Whether the node is one of those."""
         return node in self.up()
 
+    def is_preempted(self) -> bool:
+        """Whether Slurm has told this job to make room, and ends it after its grace time. Raises SupersededError,
+        SlurmError."""
+        return self._current().get("PreemptTime", "None") != "None"  # no such field where nothing is ever preempted
+
     def step(self, name: str) -> str | None:
         """JOBID.STEP of the step of that name; None before srun has made it, and when it is gone."""
-        listed = ask("squeue", "-h", "--steps", "-j", self.job, "-o", "%i %j")
+        listed = ask("squeue", "-a", "-h", "--steps", "-j", self.job, "-o", "%i %j")
         return next((words[0] for words in map(str.split, listed.splitlines()) if words[1:] == [name]), None)
 
     def signal(self, step: str, signal: str) -> None:

@@ -2,7 +2,8 @@
 
     run finished                                  exit 0
     SIGUSR1, the time limit is near               roles end in order, the job is submitted again, exit 0
-    SIGTERM, or a role that Slurm asked to end    roles end in order, exit 0
+    SIGTERM, or roles that Slurm asked to end     roles end in order, exit 0
+    … because the job is preempted                roles end in order, the job requeues itself
     too few nodes are up                          roles are ended, the job requeues itself, so often without progress
     Slurm has started the job again               exit 65; this node was cut off, and the other attempt goes on
     fatal                                         exit 64, with the reason
@@ -39,7 +40,6 @@ from launch.run.supervisor import Outcome, Supervisor
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.html_report import write_report
 from pipeline.config.loader import load_recipe
-from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
@@ -205,9 +205,10 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
 
     def asked() -> bool:
         guard.keep()
-        return signals.end or signals.time_limit or starter.asked_by_the_user()
+        return signals.end or signals.time_limit or starter.asked_from_outside()
 
-    with supervisor_epoch(run, allocation) as epoch:
+    # The node of an earlier attempt may be cut off, and its supervisor still alive there.
+    with claimed(run, takes_over=allocation.restart > 0) as epoch:
         metrics = None if job.metrics_port is None else RunMetrics("supervisor", run.path)
         if metrics is not None and job.metrics_port is not None:
             metrics.serve(job.metrics_port, allocation.batch_host)
@@ -224,17 +225,6 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
             event_log.event("finished", steps=recipe.run.steps)
             print(f"report: {write_report(run.path)}", flush=True)
     return outcome
-
-
-@contextmanager
-def supervisor_epoch(run: RunDirectory, allocation: Allocation) -> Iterator[Epoch]:
-    """Be the supervisor of the run. A job that Slurm has requeued takes over at once: the node of its earlier attempt
-    may be cut off, and its supervisor still alive there. A first attempt is refused while another job is at work."""
-    if allocation.restart:
-        yield claim(run.path, "supervisor")
-    else:
-        with claimed(run) as epoch:
-            yield epoch
 
 
 def progress(job: Job) -> tuple[int, ...]:
@@ -256,7 +246,11 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
         return requeue(allocation, str(error))
     print(f"{allocation.name}: {outcome}", flush=True)
     (job.folder / REQUEUES).unlink(missing_ok=True)
-    if outcome == "finished" or not signals.time_limit or not job.resubmit:
+    if outcome == "finished":
+        return 0
+    if allocation.is_preempted():  # told by SIGTERM to the roles, or by the signal for the time limit
+        return requeue(allocation, "Slurm preempts the job")
+    if not signals.time_limit or not job.resubmit:
         return 0
     if progress(job) == before:
         raise FatalError(
@@ -292,7 +286,7 @@ def _requeues_at(path: Path, reached: tuple[int, ...]) -> int:
 
 
 def requeue(allocation: Allocation, reason: str) -> int:
-    """Queue the job again, for other nodes; Slurm ends this process meanwhile."""
+    """Queue the job again, for other nodes or another time; Slurm ends this process meanwhile."""
     print(f"{reason}: the job requeues itself", flush=True)
     allocation.requeue()
     time.sleep(REQUEUED_S)

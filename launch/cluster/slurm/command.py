@@ -27,6 +27,9 @@ def slurm(
     grace: Annotated[
         int | None, typer.Option(min=1, help="Seconds of notice before the time limit. Default: as planned.")
     ] = None,
+    disk_gb_s: Annotated[
+        float | None, typer.Option(help="GB/s of the run directory's file system, for that plan. Default: 2.")
+    ] = None,
     partition: Annotated[str | None, typer.Option(help="Partition of the job.")] = None,
     account: Annotated[str | None, typer.Option(help="Account of the job.")] = None,
     sbatch: Annotated[
@@ -86,7 +89,7 @@ def slurm(
         learner_nodes=learner_nodes,
         spare=spare,
         time=time,
-        grace_s=grace or stop_time(recipe, loaded, sizes=sizes_folder(recipe, loaded.model.path, model_config)).grace_s,
+        grace=grace or stop_time(recipe, loaded, disk_gb_s, sizes_folder(recipe, loaded.model.path, model_config)),
         partition=partition,
         account=account,
         resubmit=resubmit,

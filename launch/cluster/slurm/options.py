@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch.plan.grace import StopTime
 from pipeline.errors import RecipeError
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
@@ -25,8 +26,8 @@ class SlurmOptions:
     learner_nodes: int | None = None
     spare: int = 1
     time: str | None = None
-    grace_s: int = 60
-    """Seconds between the signal that announces the time limit and the limit."""
+    grace: int | StopTime = 60
+    """Seconds between the signal that announces the time limit and the limit, or the plan from which they follow."""
     partition: str | None = None
     account: str | None = None
     metrics_port: int | None = None
@@ -39,6 +40,11 @@ class SlurmOptions:
     container_mounts: str | None = None
     sbatch: tuple[str, ...] = field(default=())
     """Further options of sbatch, such as `--qos=high`."""
+
+    @property
+    def grace_s(self) -> int:
+        """Of notice before the time limit."""
+        return self.grace.grace_s if isinstance(self.grace, StopTime) else self.grace
 
     def __post_init__(self) -> None:
         check_path("--workdir", self.workdir)

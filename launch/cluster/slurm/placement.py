@@ -107,6 +107,15 @@ def place(shape: Shape, up: Sequence[str], kept: Mapping[Unit, str]) -> dict[Uni
     return places
 
 
+def moved(shape: Shape, unit: Unit, nodes: Sequence[str], places: Mapping[Unit, str]) -> dict[Unit, str]:
+    """`places` with this unit on one of `nodes`, if one has room for it, and otherwise as they are."""
+    others = {other: node for other, node in places.items() if other != unit}
+    try:
+        return {**others, unit: _first_with_room(shape, unit, nodes, others)}
+    except NoRoomError:
+        return dict(places)
+
+
 def _first_with_room(shape: Shape, unit: Unit, up: Sequence[str], places: Mapping[Unit, str]) -> str:
     """Without GPUs, room is where fewest units of the role are, on nodes that are in use already where there are any;
     with GPUs, on the first node that has as many left."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from launch.cluster.slurm.options import SlurmOptions, check_path
 from launch.cluster.slurm.placement import Shape
+from launch.plan.grace import FIXED_S, SAFETY, StopTime
 from pipeline.config.recipe import Recipe
 
 SCRIPT, RECIPE, SETUP, README = "job.sbatch", "recipe.yaml", "setup.sh", "README.md"
@@ -108,6 +109,17 @@ def _nodes(count: int) -> str:
     return f"{count} node{'s' if count != 1 else ''}"
 
 
+def _as_planned(grace: int | StopTime) -> str:
+    """What the notice before the time limit was planned from, as a user has to judge it."""
+    if isinstance(grace, int):
+        return ""
+    step, publish, save = (f"{seconds:.0f} s" for seconds in (grace.step_s, grace.publish_s, grace.save_s))
+    return f"""
+  That is {SAFETY:g} times what is planned, and {FIXED_S} s: a step of {step}, a publish of {publish}, and two saves of
+  {save} at {grace.disk_gb_s:g} GB/s, a guess at the run directory's file system. Where it is slower, render again with
+  its `--disk-gb-s`, or a `--grace` of your own: a save that is cut off costs all steps since the one before."""
+
+
 def readme(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Path) -> str:
     """How to submit, watch and stop the job."""
     name, run = job_name(recipe), options.workdir / recipe.directory
@@ -140,7 +152,7 @@ def readme(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Path) ->
 After an orderly end the same `sbatch` goes on. A plain `scancel` ends the job at once; what came after the last
 checkpoint is then trained again.
 
-- {options.grace_s} s before the time limit the learner ends its step and saves; {again}.
+- {options.grace_s} s before the time limit the learner ends its step and saves; {again}.{_as_planned(options.grace)}
 - {spare}
 - The API key of the engines is made when the job starts, in a file that only you can read
   ({options.api_key_file or options.key_dir}), and removed when it ends. Do not export EVENKEEL_API_KEY when you submit.

@@ -10,6 +10,7 @@ which it cannot answer, and it does not look at how its task ended.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.cluster.slurm.allocation import Allocation, SlurmError
-from launch.cluster.slurm.placement import Shape, place
+from launch.cluster.slurm.placement import Shape, moved, place
 from launch.cluster.starter import Unit
 from pipeline.child_process import ChildProcess
 from pipeline.errors import STOPPED_EXIT_CODE
@@ -32,6 +33,8 @@ KILL_S = 15
 """How long a killed step may take to disappear. One on a node that is gone stays listed until Slurm notices."""
 AT_ONCE_S = 600
 """Within which all roles end that were asked to at the same moment: some save first."""
+UNMADE_S = 300.0
+"""After which it is said that Slurm has not made a step. srun waits for ever, and says so in the role's log alone."""
 _POLL_S = 0.5
 
 
@@ -69,6 +72,8 @@ class Step:
     asked: bool = False
     """To end, by us."""
     status: int | None = None
+    _look_at: float = field(default_factory=lambda: time.monotonic() + UNMADE_S)
+    """When it is looked whether Slurm has made it."""
 
     @property
     def log(self) -> Path | None:
@@ -80,7 +85,20 @@ class Step:
             # srun ends with 0 when the node of its step dies.
             self.status = NODE_DIED if status == 0 and not self.allocation.is_up(self.host) else status
             self.on_end(self)
+        elif self.status is None and time.monotonic() >= self._look_at:
+            self._look_at = math.inf
+            self._say_if_unmade()
         return self.status
+
+    def _say_if_unmade(self) -> None:
+        with suppress(SlurmError):
+            if self.allocation.step(self.name) is None:
+                print(
+                    f"warning: Slurm has not started {self.name} on {self.host} in {UNMADE_S:.0f} s; it waits for GPUs "
+                    f"or CPUs of that node that other steps hold (`squeue --steps -j {self.allocation.job}`, "
+                    f"`scontrol show node {self.host}`); what srun says is in {self.log}",
+                    flush=True,
+                )
 
     def terminate(self) -> None:
         """Ask the role to end in order; returns at once. A step that Slurm has not made yet is given up."""
@@ -109,7 +127,8 @@ class Step:
 
 @dataclass
 class SrunStarter:
-    """Starts units on nodes that are up. A unit stays on its node as long as that is up."""
+    """Starts units on nodes that are up. A unit stays on its node as long as that is up. It leaves one that is draining
+    when it is started again, if another node has room: a fault of the node may be what it died of."""
 
     allocation: Allocation
     shape: Shape
@@ -122,9 +141,10 @@ class SrunStarter:
     _orderly: list[tuple[float, str]] = field(default_factory=list)
     """When and where roles ended in order that were not asked to."""
 
-    def asked_by_the_user(self) -> bool:
-        """Whether roles ended in order that this program did not ask, on all nodes at once: `scancel --signal=TERM JOB`
-        reaches the steps of a job and not its batch script. On one node of several that was a node that shut down."""
+    def asked_from_outside(self) -> bool:
+        """Whether roles ended in order that this program did not ask, on all nodes at once: `scancel --signal=TERM
+        JOB`, and Slurm before it preempts a job, reach the steps and not the batch script. On one node of several that
+        was a node that shut down."""
         now = time.monotonic()
         self._orderly = [(when, host) for when, host in self._orderly if now - when < AT_ONCE_S]
         return len({host for _, host in self._orderly}) >= min(2, len(set(self.places.values())) or 1)
@@ -135,11 +155,9 @@ class SrunStarter:
 
     def start(self, unit: Unit, log: Path) -> Step:
         """Start a unit, on another node if its own is gone. Raises NoRoomError when the nodes are too few."""
-        up = self.allocation.up()
-        if self.places.get(unit) not in up:
-            before, self.places = self.places, place(self.shape, up, self.places)
-            for moved in (one for one in before if before[one] != self.places[one]):
-                print(f"{moved.name} moves from {before[moved]} to {self.places[moved]}", flush=True)
+        before, self.places = self.places, self._places_for(unit)
+        for one in (one for one in before if before[one] != self.places[one]):
+            print(f"{one.name} moves from {before[one]} to {self.places[one]}", flush=True)
         host = self.places[unit]
         self.starts[unit] += 1
         name = f"{unit.name}.{self.allocation.restart}.{self.starts[unit]}"
@@ -148,12 +166,22 @@ class SrunStarter:
         client = Srun(srun, log, environment, own_session=True)
         return Step(self.allocation, name, host, client, self._ended)
 
+    def _places_for(self, unit: Unit) -> dict[Unit, str]:
+        up, draining = self.allocation.up(), self.allocation.draining
+        if self.places.get(unit) not in up:
+            return place(self.shape, up, self.places)
+        if self.places[unit] in draining:
+            return moved(self.shape, unit, [node for node in up if node not in draining], self.places)
+        return self.places
+
     def srun_options(self, unit: Unit, host: str, name: str) -> list[str]:
-        """One task on one node. With GPUs a step has its own and its share of the CPUs; other steps share what there
-        is. `--mem=0`: no step waits for the memory of another."""
-        gpus = self.shape.gpus(unit)
+        """One task on one node. With GPUs a step has its own, and its share of the CPUs in whole cores: Slurm rounds
+        up, and a node's last step would wait for ever. Other steps share what there is. `--mem=0`: no step waits for
+        the memory of another."""
+        gpus, threads = self.shape.gpus(unit), self.allocation.threads_per_core
         if gpus:
-            cpus = max(1, self.allocation.cpus_per_node * gpus // self.shape.gpus_per_node)
+            share = self.allocation.cpus_per_node * gpus // self.shape.gpus_per_node
+            cpus = max(1, share // threads * threads)
             shares = ["--exact", f"--gpus-per-node={gpus}", f"--cpus-per-task={cpus}"]
         else:
             shares = ["--overlap", *(["--gres=none"] if self.shape.gpus_per_node else [])]

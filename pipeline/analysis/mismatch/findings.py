@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from precision.formats.rollout_format import RolloutFormat
+from precision.mismatch.localization import TRIED_SCALE
 
 ROUNDING_NATS = {"float32": 1e-4, "bfloat16": 2e-2}
 """Mean |term| that the rounding of two implementations may cause, by the coarser dtype of activations."""
@@ -171,7 +172,7 @@ def _named(suspect: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     kind, _, module = suspect["name"].partition(":")
     amount = suspect["amount"]
     if kind == "scale":
-        factor = 1.0 + 0.1 * amount
+        factor = 1.0 + (TRIED_SCALE - 1.0) * amount
         return (module,), (
             f"In the engine, {module} behaves as if its weights were multiplied by about {factor:.2f}: look at its "
             "scales"

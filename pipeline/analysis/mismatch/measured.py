@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from precision.mismatch.attribution import TokenScores, attribute, by_bucket, split_by_layer, term_statistics
-from precision.mismatch.localization import suspects
+from precision.mismatch.localization import LEAST_SCALE, suspects
 from precision.mismatch.splits import SPLITS
 from precision.torch_on_use import Tensor, torch
 
@@ -138,13 +138,16 @@ class Measured:
         if below is not None:
             # To first order log p at T is log p - (T - 1)(log p + entropy).
             tempered = {"temperature": below + _tensor(self.entropy)}
-            found["decoding"] = suspects(terms["decoding"], tempered)
+            found["decoding"] = suspects(terms["decoding"], tempered, {"temperature": -1.0})
         if self.searched is not None and self.effects:
             kernels = terms["kernels"]
             if self.scores.prefill is None:  # then the decoding term holds them
                 kernels = kernels + terms["decoding"]
             kernels = kernels[torch.from_numpy(self.searched)]
-            found["kernels"] = suspects(kernels, {name: _tensor(effect) for name, effect in self.effects.items()})
+            tried = {name: _tensor(effect) for name, effect in self.effects.items()}
+            found["kernels"] = suspects(
+                kernels, tried, {name: LEAST_SCALE for name in tried if name.startswith("scale:")}
+            )
         return {term: [asdict(one) for one in every[:MOST_SUSPECTS]] for term, every in found.items()}
 
 

@@ -94,6 +94,14 @@ def recipe_of_step(recipes: Sequence[RecipeInForce], step: int) -> Recipe:
     return [one.recipe for one in recipes if one.first_step <= step][-1]
 
 
+def num_optimizer_steps(recipes: Sequence[RecipeInForce], num_steps: int) -> int:
+    """Of the first `num_steps` steps of a run that went by `all_recipes`, had every batch as many as its recipe has."""
+    ends = [*(one.first_step for one in recipes[1:]), num_steps]
+    return sum(
+        (end - one.first_step) * one.recipe.learner.updates_per_batch for one, end in zip(recipes, ends, strict=True)
+    )
+
+
 def begin_recipe(run: Path, recipe: Recipe) -> None:
     """Store the recipe that a run begins with, unless it has one: of two that start at once, one wins."""
     make_folder(run)

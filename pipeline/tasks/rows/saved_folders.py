@@ -29,10 +29,12 @@ def refusing_unreadable(path: Path) -> Iterator[None]:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files, in order: the path itself where it is no folder. Raises RecipeError for a folder of several splits, or
-    of something else, and OSError."""
+    """The files, in order: the path itself where it is no folder; of FOLDER/train, where there is no such file, the
+    Parquet files of that split. Raises RecipeError for a folder of several splits or of something else, and OSError."""
     if not path.is_dir():
         if not path.is_file():
+            if files := [file for file in sorted(path.parent.glob("*.parquet")) if _split(file) == path.name]:
+                return files
             path.stat()
             raise RecipeError(f"{one_line(path, 200)} is not a file; set task.path to a file, or a folder of datasets")
         return [path]
@@ -41,11 +43,11 @@ def data_files(path: Path) -> list[Path]:
     if (path / "dataset_dict.json").is_file():
         splits = _object(path / "dataset_dict.json").get("splits")
         names = [str(name) for name in splits] if isinstance(splits, list) else []
-        raise _several(path, names, "folder")
+        raise _several(path, names)
     files = sorted(path.glob("*.parquet"))
-    splits = sorted({_SHARD.sub("", file.stem) for file in files})
+    splits = sorted({_split(file) for file in files})
     if len(splits) > 1 and not all(split.isdigit() for split in splits):
-        raise _several(path, splits, "file")
+        raise _several(path, splits)
     if not files:
         raise RecipeError(
             f"{one_line(path, 200)} is not a file, and as a folder it holds neither state.json (of save_to_disk) nor "
@@ -68,11 +70,17 @@ def _saved(path: Path) -> list[Path]:
     return files
 
 
-def _several(path: Path, names: list[str], what: str) -> RecipeError:
-    named = listed([one_line(name, 60) for name in names], between=", ")
+def _split(file: Path) -> str:
+    """`train` of train-00000-of-00003.parquet."""
+    return _SHARD.sub("", file.stem)
+
+
+def _several(path: Path, names: list[str]) -> RecipeError:
+    folder, named = one_line(path, 200), listed([one_line(name, 60) for name in names], between=", ")
+    one = "train" if "train" in names else one_line(names[0] if names else "SPLIT", 60)
     return RecipeError(
-        f"{one_line(path, 200)} holds several splits ({named}); set task.path to the {what} of one, and "
-        "task.held_out_path to that of another"
+        f"{folder} holds several splits ({named}); set task.path to one of them, as in {folder}/{one}, and "
+        "task.held_out_path to another"
     )
 
 

@@ -343,7 +343,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     ),
     "Parquet without pyarrow": (no_pyarrow, ("read by pyarrow", "pip install evenkeel[data]")),
     "a compressed file": (lambda shop: shop.train_on(b"\x1f\x8b\x08\x00"), ("is compressed; gunzip it",)),
-    "a folder of two splits": (two_splits, ("several splits (train, test)", "set task.path to the folder of one")),
+    "a folder of two splits": (two_splits, ("several splits (train, test)", "set task.path to one of them, as in")),
     "columns of another name": (
         lambda shop: shop.train_on(GOOD_LINES.replace("answer", "solution")),
         ("line 1: answer is nothing", "keys found: prompt, solution", "set task.columns.answer"),

@@ -85,6 +85,23 @@ def test_the_term_is_a_mean_over_the_steps_tokens_beside_the_objective() -> None
     assert isinstance(near(CISPO(), section), NearReference)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_reference_may_find_a_token_as_unlikely_as_it_likes(estimator: Any) -> None:
+    """It has not sampled it: such as the end token of a template that it never saw."""
+    logprobs = torch.tensor([[-0.1, -0.2]], requires_grad=True)
+    values = dict(rollout_logprobs=logprobs.detach(), advantages=torch.ones(1, 2), mask=torch.ones(1, 2).bool())
+    for far, finite in ((-60.0, True), (-float("inf"), False), (float("nan"), False)):
+        batch = TokenBatch(**values, reference_logprobs=torch.tensor([[-0.3, far]]))
+        objective = near(CISPO(), ReferenceSection(coefficient=0.1, estimator=estimator))
+        if not finite:
+            with pytest.raises(FloatingPointError, match=r"1 of 2 tokens .* reference"):
+                objective.loss(logprobs, batch, StepContext(num_tokens=2))
+            continue
+        loss, _ = objective.loss(logprobs, batch, StepContext(num_tokens=2))
+        assert torch.isfinite(loss)
+        assert torch.isfinite(torch.autograd.grad(loss, logprobs)[0]).all()
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [

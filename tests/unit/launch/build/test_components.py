@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from launch.build.components import build_interruption, build_prompts, build_solved_prompt_rule, require_engines_here
+from launch.build.components import (
+    TaskPrompts,
+    build_interruption,
+    build_prompts,
+    build_solved_prompt_rule,
+    require_engines_here,
+)
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
@@ -87,6 +93,24 @@ def test_prompts_of_data_that_do_not_fit_are_left_out(tokenizer: Tokenizer, tmp_
     found += prompts.held_out(prompts.task.num_held_out)
     assert sorted(len(prompt.tokens) for prompt in found) == [3] * 20 + [42] * 20
     assert "40 of 80 prompts have more than 42 tokens" in prompts.task.notes[0]
+
+
+def test_a_prompt_that_the_chat_template_leaves_out_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Rows of ShareGPT call the user human; the model would be asked nothing."""
+    known = "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(known)
+    data = dict(name="data", path=tmp_path / "p.jsonl", chat_template=True)
+
+    def prompts(role: str) -> TaskPrompts:
+        rows = [dict(prompt=[dict(role=role, content=f"{number}")], answer=1) for number in range(80)]
+        (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return build_prompts(recipe(task=data), tokenizer)
+
+    assert len(prompts("user").prompt(0).tokens) in (2, 3)
+    with pytest.raises(
+        RecipeError, match=r"the prompt '\d+': the chat template leaves out message 1, .* is 'human'; use"
+    ):
+        prompts("human")
 
 
 def test_only_engines_of_this_machine_can_open_memory() -> None:

@@ -112,6 +112,7 @@ def test_what_is_not_quantized_is_in_the_learners_dtype(
 
 @pytest.mark.parametrize("channel", ["broadcast", "ipc"])
 def test_an_old_sglang_that_quantizes_is_sent_no_tensors(monkeypatch: pytest.MonkeyPatch, channel: str) -> None:
+    monkeypatch.setattr(engines, "has_cuda", lambda: False)
     monkeypatch.setattr(engines, "require_sglang", lambda: "0.5.17")
     with pytest.raises(RecipeError, match=rf"weights\.channel is {channel}: SGLang 0\.5\.17 cannot"):
         check_engines(recipe_of(rollout="fp8_tensor", channel=channel))
@@ -119,6 +120,19 @@ def test_an_old_sglang_that_quantizes_is_sent_no_tensors(monkeypatch: pytest.Mon
     check_engines(recipe_of(rollout="fp8_block", channel=channel))
     monkeypatch.setattr(engines, "require_sglang", lambda: "0.5.23")
     check_engines(recipe_of(rollout="fp8_tensor", channel=channel))
+
+
+def test_weights_that_a_gpu_engine_quantizes_itself_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next version could not be loaded over them, by whatever channel it comes."""
+    monkeypatch.setattr(engines, "require_sglang", lambda: "0.5.23")
+    monkeypatch.setattr(engines, "has_cuda", lambda: True)
+    for channel in ("disk", "broadcast"):
+        with pytest.raises(RecipeError, match=r"precision is fp8_tensor, .* cannot load .*; set fp8_block") as no:
+            check_engines(recipe_of("bf16", "fp8_tensor", channel=channel))
+        assert "\n" not in str(no.value)
+        check_engines(recipe_of("bf16", "fp8_block", channel=channel))
+    monkeypatch.setattr(engines, "has_cuda", lambda: False)
+    check_engines(recipe_of("bf16", "fp8_tensor"))
 
 
 def test_the_recipe_for_one_gpu_is_refused_on_a_cpu_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def lines(files: dict[str, list[dict[str, Any]]], folder: Path) -> list[str]:
 @pytest.mark.parametrize("engines", ["jobset", "leaderworkerset"])
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=fp8_tensor"), ("rollout.engines=1",)],
+    [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16"), ("rollout.engines=1",)],
 )
 def test_the_32b_recipe_passes_schema_and_rules(engines: str, overrides: tuple[str, ...]) -> None:
     found = documents(rendered(*overrides, engines=engines, queue="train", rdma="rdma/hca=8"))
@@ -142,3 +142,16 @@ def test_engines_that_nothing_else_ends_come_with_the_command_that_does(tmp_path
     done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
     (engines,) = yaml.safe_load_all((tmp_path / "50-engines.yaml").read_text())
     assert f"kubectl -n default delete leaderworkerset {engines['metadata']['name']}\n" in done.stdout
+
+
+def test_the_gate_that_jobset_wants_for_the_rendered_actions_is_said(tmp_path: Path) -> None:
+    """JobSet's webhook refuses both actions while its gate is off, as it is by default: a rendering cannot see that."""
+    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
+    done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
+    run = yaml.safe_load((tmp_path / "60-run.yaml").read_text())
+    gated = {rule["action"] for rule in run["spec"]["failurePolicy"]["rules"]} - {"FailJobSet"}
+    assert gated == {"RestartJob", "RestartJobAndIgnoreMaxRestarts"}
+    (line,) = (line for line in done.stdout.splitlines() if "featureGates: {RestartJob: true}" in line)
+    assert line.endswith(
+        f"{' and '.join(sorted(gated))} failure policy actions are not allowed when RestartJob feature gate is disabled"
+    )

@@ -32,7 +32,7 @@ FREE = ("labels", "matchLabels", "selector", "data", "requests", "limits", "anno
     "overrides",
     [
         (),
-        ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=fp8_tensor"),
+        ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16"),
         ("rollout.engines=1",),
         ("weights.channel=disk",),
     ],

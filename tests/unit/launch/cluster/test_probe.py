@@ -149,7 +149,7 @@ def test_a_name_of_weights_is_shown_in_one_short_line(
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=fp8_tensor")]
+    "overrides", [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16")]
 )
 def test_pods_give_a_probe_longer_than_its_own_deadline(overrides: tuple[str, ...]) -> None:
     found = engine_probes(run_of(*overrides))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from launch.cluster.starter import NoRoomError, Unit
 from launch.run.supervisor import Supervisor
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import FatalError
+from pipeline.errors import FatalError, RunConflictError
 from tests.support.runs import ROOT
 
 
@@ -28,6 +29,10 @@ class Said(Allocation):
     """Notes what would be asked of Slurm."""
 
     orders: list[str]
+    preempted = False
+
+    def is_preempted(self) -> bool:
+        return self.preempted
 
     def requeue(self) -> None:
         self.orders.append("requeue")
@@ -111,6 +116,29 @@ def test_the_time_limit_goes_on_in_a_further_job_and_a_request_to_end_does_not(
     assert (run_job(job, allocation, signals), allocation.orders) == (0, orders)
 
 
+@pytest.mark.parametrize("sent", [None, "time_limit"], ids=["SIGTERM to the roles", "the signal for the time limit"])
+@pytest.mark.parametrize("resubmit", [True, False])
+def test_a_preempted_job_saves_and_requeues_itself(
+    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch, sent: str | None, resubmit: bool
+) -> None:
+    """However often, and whether or not it has reached anything: that is the scheduler's wish, and no fault."""
+    monkeypatch.setattr(batch, "REQUEUED_S", 0)
+    attempt(monkeypatch, lambda: "stopped")
+    allocation.preempted = True
+    signals = Signals()
+    signals.time_limit = sent is not None
+    given = dataclasses.replace(job, resubmit=resubmit)
+    for _ in range(7):
+        run_job(given, allocation, signals)
+    assert allocation.orders == ["requeue"] * 7
+
+
+def test_a_preempted_job_of_a_finished_run_ends(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt(monkeypatch, lambda: "finished")
+    allocation.preempted = True
+    assert (run_job(job, allocation, Signals()), allocation.orders) == (0, [])
+
+
 def test_a_job_that_reached_nothing_is_not_submitted_again(
     job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +218,19 @@ def test_requeues_count_in_a_row(job: Job, allocation: Said, monkeypatch: pytest
     assert allocation.orders == ["requeue"] * 4
     with pytest.raises(FatalError, match="requeued itself 1 times in a row"):
         run_job(job, allocation, Signals())
+
+
+@pytest.mark.parametrize("restart", [0, 1], ids=["a first attempt", "a requeued one"])
+def test_a_second_job_is_refused_while_one_is_at_work(job: Job, monkeypatch: pytest.MonkeyPatch, restart: int) -> None:
+    """Also while what is at work is the attempt of a job that Slurm has started again."""
+
+    def others_are_refused(supervisor: Supervisor) -> str:
+        with pytest.raises(RunConflictError, match="being trained by another process"):
+            run_job(job, Said("8", 0, "n2", 8), Signals())
+        return "stopped"
+
+    monkeypatch.setattr(Supervisor, "supervise", others_are_refused)
+    assert run_job(job, Said("7", restart, "n1", 8), Signals()) == 0
 
 
 def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:

@@ -28,7 +28,7 @@ def shape(*overrides: str, gpus: int = 8, learner_nodes: int | None = None) -> S
         (["learner.data_parallel=1", "rollout.engines=4"], 8, None, 4),
         (["learner.data_parallel=1", "rollout.engines=3"], 8, None, 4),  # half a node stays free
         (
-            ["rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=fp8_tensor"],
+            ["rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16"],
             8,
             None,
             8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from launch.cluster.slurm.command import _setup_lines
 from launch.cluster.slurm.options import SlurmOptions
 from launch.cluster.slurm.render import render
+from launch.plan.grace import StopTime
 from pipeline.config.loader import load_recipe
 from pipeline.errors import RecipeError
 from tests.support.runs import ROOT, evenkeel
@@ -22,7 +24,7 @@ OPTIONS: dict[str, Any] = dict(
     workdir=Path("/shared/team"),
     python="/shared/venv/bin/python",
     time="24:00:00",
-    grace_s=950,
+    grace=StopTime(step_s=203.4, publish_s=9.5, save_s=229.3, disk_gb_s=2.0),
     partition="h100",
     account="research",
 )
@@ -58,10 +60,31 @@ def test_two_renderings_are_the_same_bytes_and_one_number_is_one_line(tmp_path: 
     assert changed == ["-    lr: 1.0e-06", "+    lr: 2.0e-06"]
 
 
+def test_the_notice_of_the_time_limit_follows_from_the_speed_of_the_disk(tmp_path: Path) -> None:
+    """Which is a guess that the README tells, unless the user says how long the notice is."""
+
+    def notice(*options: object) -> tuple[int, str]:
+        done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path, *options)
+        assert done.returncode == 0, done.stderr
+        found = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", (tmp_path / "job.sbatch").read_text(), re.MULTILINE)
+        assert found
+        return int(found[1]), (tmp_path / "README.md").read_text()
+
+    guessed, half, said = notice(), notice("--disk-gb-s", 0.5), notice("--grace", 900)
+    saves = re.findall(r"two saves of\s+(\d+) s at ([\d.]+) GB/s", guessed[1] + half[1] + said[1])
+    assert [speed for _, speed in saves] == ["2", "0.5"]
+    (at_two, at_half) = (int(seconds) for seconds, _ in saves)
+    assert at_half == pytest.approx(4 * at_two, abs=4)
+    assert half[0] - guessed[0] == pytest.approx(4 * (at_half - at_two), abs=20)
+    assert said[0] == 900
+    refused = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path, "--disk-gb-s", 0)
+    assert (refused.returncode, "--disk-gb-s is 0.0, expected a number from" in refused.stderr) == (1, True)
+
+
 def test_the_script_is_bash_and_holds_what_the_contract_with_slurm_is() -> None:
     script = files("rollout.engines=4", spare=2)["job.sbatch"]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    for line in ("--no-kill", "--requeue", "--signal=B:USR1@950", "--open-mode=append", "--nodes=8"):
+    for line in ("--no-kill", "--requeue", "--signal=B:USR1@1410", "--open-mode=append", "--nodes=8"):
         assert f"#SBATCH {line}\n" in script
     assert "\nexec /shared/venv/bin/python -m launch.cluster.slurm.batch /shared/jobs/qwen" in script
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import stat
 import time
@@ -58,9 +60,9 @@ class FakeSlurm:
         fields = f"JobId=42 JobName=a Requeue=1 Restarts={restarts} JobState=RUNNING ReqNodeList=(null)"
         (self.folder / "job").write_text(f"{fields} NodeList={','.join(names)} BatchHost=n1 Power= \n")
 
-    def states(self, **states: str) -> None:
-        """As sinfo prints them."""
-        (self.folder / "states").write_text("".join(f"{node} {state}\n" for node, state in states.items()))
+    def states(self, threads: int = 2, **states: str) -> None:
+        """As sinfo prints them, with threads per core."""
+        (self.folder / "states").write_text("".join(f"{node} {state} {threads}\n" for node, state in states.items()))
 
     def said(self, name: str = "said") -> str:
         path = self.folder / name
@@ -115,7 +117,7 @@ def test_outside_of_a_batch_script_it_says_so() -> None:
 def test_nodes_are_up_if_they_answer_and_are_still_in_the_job(fake: FakeSlurm, allocation: Allocation) -> None:
     assert allocation.up() == ["n1", "n2", "n3"]
     fake.states(n1="draining", n2="mixed*", n3="idle")
-    assert allocation.up() == ["n1", "n3"]
+    assert allocation.up() == ["n3", "n1"]
     fake.nodes("n1", "n2")  # Slurm has taken n3 out of the job
     fake.states(n1="mixed", n2="down*", n3="idle")
     assert allocation.up() == ["n1"]
@@ -134,6 +136,18 @@ def test_a_controller_that_is_away_changes_nothing(
     fake.script("scontrol", "echo Unable to contact slurm controller >&2; exit 1")
     assert allocation.up() == before
     assert "Unable to contact slurm controller; the nodes are taken to be those of before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [("PreemptTime=2026-03-01T12:00:00 ", True), ("PreemptTime=None ", False), ("", False)],
+    ids=["in its grace time", "not preempted", "PreemptMode=OFF"],
+)
+def test_a_job_that_slurm_preempts_is_known(fake: FakeSlurm, allocation: Allocation, field: str, told: bool) -> None:
+    fake.nodes("n1", "n2")
+    job = fake.folder / "job"
+    job.write_text(job.read_text().replace("ReqNodeList", f"{field}ReqNodeList"))
+    assert allocation.is_preempted() is told
 
 
 def test_a_step_is_one_task_on_one_node(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
@@ -160,6 +174,56 @@ def test_steps_with_gpus_have_them_for_themselves(allocation: Allocation) -> Non
     assert {"--overlap", "--gres=none"} <= set(starter(allocation, shape).srun_options(Unit("collector"), "n1", "c"))
 
 
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "threads"),
+    [("190", 4, 2), ("222(x4)", 4, 2), ("224,220(x2)", 2, 2), ("220", 1, 2), ("188,190", 2, 4), ("63", 1, 1)],
+)
+def test_all_engines_of_a_node_have_cores(fake: FakeSlurm, tmp_path: Path, cpus: str, gpus: int, threads: int) -> None:
+    """Slurm charges a step whole cores, and of its node no more than the job has there."""
+    fake.states(threads, n1="mixed", n2="mixed", n3="idle")
+    allocation = Allocation.of({"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "n1", "SLURM_JOB_CPUS_PER_NODE": cpus})
+    ours = starter(
+        allocation,
+        Shape(
+            gpus_per_node=8,
+            learner_nodes=1,
+            learner_gpus=8,
+            engines=16 // gpus,
+            engine_nodes=1,
+            engine_gpus=gpus,
+            router=False,
+        ),
+    )
+    for index in range(16 // gpus):
+        ours.start(Unit("engine", index), tmp_path / "log")
+    give_up = time.monotonic() + 20
+    while len(lines := fake.said("srun").splitlines()) < 16 // gpus:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    asked = [int(re.findall(r"--cpus-per-task=(\d+)", line)[0]) for line in lines if "--nodelist=n2" in line]
+    charged = sum(math.ceil(count / threads) * threads for count in asked)
+    fewest = min(int(count) for count in re.findall(r"\b\d+(?=,|\(|$)", cpus))
+    assert len(asked) == 8 // gpus
+    assert fewest - len(asked) * threads < charged <= fewest
+
+
+def test_a_step_that_slurm_does_not_make_is_told_once(
+    fake: FakeSlurm,
+    allocation: Allocation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("launch.cluster.slurm.srun.UNMADE_S", 0.0)
+    first, second = (starter(allocation).start(unit, tmp_path / f"{unit.name}.log") for unit in (LEARNER, SECOND))
+    (fake.folder / "steps").write_text("42.0 learner.0.1\n")
+    for step in (first, second, second):
+        assert step.poll() is None
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: Slurm has not started learner-1.0.1 on n2 in")
+    assert line.endswith(f"what srun says is in {tmp_path}/learner-1.log")
+
+
 def test_images_are_those_of_the_role(allocation: Allocation) -> None:
     images = Images(learner="l.sqsh", rollout="r.sqsh", mounts="/a:/a")
     assert images.options(LEARNER) == ["--container-image=l.sqsh", "--container-mounts=/a:/a"]
@@ -176,6 +240,23 @@ def test_a_role_stays_where_it_was_until_its_node_dies(fake: FakeSlurm, allocati
     fake.states(n1="mixed", n2="down*", n3="down*")
     with pytest.raises(NoRoomError):
         ours.start(SECOND, tmp_path / "log")
+
+
+def test_a_role_that_died_on_a_draining_node_moves_to_one_with_room(
+    fake: FakeSlurm, allocation: Allocation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others there go on: nothing is known to be wrong with them."""
+    shape = Shape(
+        gpus_per_node=8, learner_nodes=1, learner_gpus=8, engines=2, engine_nodes=1, engine_gpus=4, router=False
+    )
+    ours = starter(allocation, shape, "false")
+    engines = [Unit("engine", index) for index in range(2)]
+    assert [ours.start(unit, tmp_path / "log").host for unit in (LEARNER, *engines)] == ["n1", "n2", "n2"]
+    fake.states(n1="draining", n2="mixed", n3="idle")
+    assert ours.start(LEARNER, tmp_path / "log").host == "n3"
+    assert capsys.readouterr().out == "learner moves from n1 to n3\n"
+    fake.states(n1="drained", n2="draining", n3="mixed")
+    assert [ours.start(unit, tmp_path / "log").host for unit in (LEARNER, *engines)] == ["n3", "n2", "n2"]
 
 
 def test_the_end_of_a_node_is_no_success(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
@@ -199,6 +280,15 @@ def test_a_step_is_asked_to_end_by_its_number(fake: FakeSlurm, allocation: Alloc
     assert step.poll() == -signal.SIGKILL
 
 
+def test_a_step_of_a_hidden_partition_is_asked_to_end(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
+    fake.script("squeue", 'case "$*" in "-a "*) cat "$F/steps" ;; esac')
+    step = starter(allocation).start(SECOND, tmp_path / "log")
+    (fake.folder / "steps").write_text("42.3 learner-1.0.1\n")
+    step.terminate()
+    assert fake.said() == "scancel --ctld --signal=TERM 42.3\n"
+    assert step.poll() is None
+
+
 def test_a_step_that_slurm_has_not_made_is_given_up(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
     step = starter(allocation).start(SECOND, tmp_path / "log")
     step.terminate()
@@ -217,7 +307,7 @@ def test_a_signal_to_the_steps_alone_is_the_users(
     ours = starter(allocation, TWO_NODES, "bash", "-c", f"exit {STOPPED_EXIT_CODE}")
     steps = [ours.start(unit, tmp_path / "log") for unit in ends]
     assert [ended(step) for step in steps] == [STOPPED_EXIT_CODE] * len(steps)
-    assert ours.asked_by_the_user() is asked
+    assert ours.asked_from_outside() is asked
 
 
 def test_what_we_asked_is_not_the_users(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
@@ -228,7 +318,7 @@ def test_what_we_asked_is_not_the_users(fake: FakeSlurm, allocation: Allocation,
         step.terminate()
     (tmp_path / "end").touch()
     assert [ended(step) for step in steps] == [STOPPED_EXIT_CODE] * 2
-    assert not ours.asked_by_the_user()
+    assert not ours.asked_from_outside()
 
 
 def test_the_guard_requeues_a_job_that_has_lost_its_batch_script(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -136,6 +137,28 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(32 * 2**20, 0, 0))
     assert doctor.check_shared_memory(tmp_path).status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "status", "found"),
+    [
+        (resource.RLIM_INFINITY, "0000000000000000", "ok", "unlimited"),
+        (8 * 2**20, "0000000000000000", "warn", "8 MiB"),
+        (65536, "00000000a80425fb", "warn", "0.0625 MiB"),  # root in a container, as docker starts it
+        (65536, "000001ffffffffff", "ok", "0.0625 MiB, and the capability to lock more"),
+    ],
+)
+def test_where_rdma_devices_are_memory_may_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, capabilities: str, status: str, found: str
+) -> None:
+    """With a few MiB NCCL fails to register its buffers with the devices."""
+    (tmp_path / "status").write_text(f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{capabilities}\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, resource.RLIM_INFINITY))
+    assert doctor.check_locked_memory(tmp_path, tmp_path / "status") == [], "no RDMA device, nothing to lock for"
+    (tmp_path / "infiniband").mkdir()
+    (check,) = doctor.check_locked_memory(tmp_path, tmp_path / "status")
+    assert (check.status, check.found) == (status, found)
+    assert bool(check.advice) == (status != "ok")
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])

@@ -254,6 +254,15 @@ def test_emulated_fp8_keeps_a_rounded_copy_of_matrices() -> None:
         assert emulated.activations == plain.activations
 
 
+def test_repeated_keys_are_as_many_as_queries() -> None:
+    """Qwen3-32B: 8 heads of keys and 8 of values, of 128 channels, become 64 each."""
+    once, repeated = (
+        layer_activations(QWEN3_32B, LearnerSection(precision="fp32"), work(kernels="local", repeated_keys=on))
+        for on in (False, True)
+    )
+    assert repeated - once == 4 * 2 * (64 - 8) * 128
+
+
 def test_fp8_training_sends_experts_one_byte() -> None:
     work = Workload(micro_batches=MicroBatches(tokens=1024, count=1))
     plain, quantized = (

@@ -182,6 +182,18 @@ def test_a_layout_in_which_the_longest_sample_does_not_fit_is_named() -> None:
     assert not any(row["layout"].startswith("TP4") for row in found["layouts"])
 
 
+def test_float32_is_planned_for_the_layers_that_compute_it() -> None:
+    """Transformer Engine's do not, on any GPU."""
+
+    def layers(*overrides: str) -> tuple[str, bool]:
+        planner = Planner(DENSE, load_recipe(DENSE, overrides), Machine(gpus=64, gpu_gib=80), assumptions())
+        work = planner.workload(planner.recipe.learner)
+        return work.kernels, work.repeated_keys
+
+    assert layers("learner.precision=fp32") == ("local", True)
+    assert layers() == ("fused", False)
+
+
 def test_layouts_that_do_not_divide_are_named() -> None:
     found = plan(EXPERTS, 64, "rollout.engines=16")
     reasons = {row["layout"]: row["reason"] for row in found["misfits"]}

@@ -147,6 +147,7 @@ def test_one_prompt_cannot_be_held_out_from_itself(tmp_path: Path) -> None:
 def test_the_model_answers_the_whole_prompt() -> None:
     class Model:
         config = SimpleNamespace(max_position_embeddings=500)
+        generation_config = SimpleNamespace(eos_token_id=0, pad_token_id=0)
 
         def generate(self, prompts: torch.Tensor, *, max_length: int, **_: Any) -> torch.Tensor:
             return torch.cat([prompts, torch.full((1, max_length - prompts.shape[1]), 9)], dim=1)
@@ -156,6 +157,20 @@ def test_the_model_answers_the_whole_prompt() -> None:
     assert (len(short.tokens), short.prompt_length, short.group) == (129, 1, 1)
     with pytest.raises(ModelError, match="prompt 0 has 500 tokens, and the model's context 500"):
         sampled(Model(), [[3] * 500], 128, 1.0)
+
+
+def test_of_how_the_model_wants_to_be_sampled_only_its_ends_are_taken(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    vocabulary = loaded.config.vocab_size
+    loaded.generation_config.update(eos_token_id=None, pad_token_id=0)
+    usual = sampled(loaded, [[3, 4]], 2 * vocabulary, 1.0)
+    loaded.generation_config.update(repetition_penalty=3.0)
+    assert sampled(loaded, [[3, 4]], 2 * vocabulary, 1.0) == usual
+    loaded.generation_config.update(eos_token_id=list(range(vocabulary)), pad_token_id=0)
+    (row,) = sampled(loaded, [[3, 4]], 8, 1.0)
+    assert len(row.tokens) == 3, "the first token of the response is an end"
 
 
 @pytest.mark.parametrize("holds", [True, False])

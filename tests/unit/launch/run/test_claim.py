@@ -39,6 +39,15 @@ def test_what_a_dead_one_left_behind_is_no_obstacle(run: RunDirectory, monkeypat
         assert second.number == 2
 
 
+def test_one_that_takes_over_is_not_refused_and_refuses_others(run: RunDirectory) -> None:
+    second = claimed(run)
+    with claimed(run) as first, claimed(run, takes_over=True) as later:
+        assert (first.is_superseded(), later.is_superseded()) == (True, False)
+        with pytest.raises(RunConflictError, match="being trained by another process"):
+            second.__enter__()
+    assert not later.is_superseded()
+
+
 def test_one_that_was_superseded_leaves_its_successor_alone(run: RunDirectory) -> None:
     alive = run.path / "epochs/supervisor/ALIVE"
     with claimed(run):

@@ -69,6 +69,18 @@ def test_a_policy_holds_weights_config_tokenizer_and_manifest(source: Path, tmp_
     check_weights(target, MODEL_CONFIG)
 
 
+def test_what_is_written_beside_stands_in_place_of_the_sources_file(source: Path, tmp_path: Path) -> None:
+    for name, text in (("generation_config.json", "{}"), ("vocab.json", "[]")):
+        (source / name).write_text(text)
+
+    def beside(folder: Path) -> None:
+        (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+
+    write_policy(TensorFolder(source).tensors(), source, tmp_path / "p", None, beside=beside)
+    assert (tmp_path / "p/generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
+    assert (tmp_path / "p/vocab.json").read_text() == "[]"
+
+
 def test_block_quantized_policies_say_so(source: Path, tmp_path: Path) -> None:
     write_policy(TensorFolder(source).tensors(), source, tmp_path / "p", QuantMap.for_decoder(1, "fp8_block"))
     config = json.loads((tmp_path / "p" / "config.json").read_text())

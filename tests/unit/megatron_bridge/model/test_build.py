@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe import moe_utils
 
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import PolicyModel, build_chunks
@@ -49,6 +50,12 @@ def score(model: PolicyModel) -> torch.Tensor:
     logprobs, _ = model(tokens, positions, None, labels=tokens, packed_seq_params=packed)
     assert isinstance(logprobs, torch.Tensor)
     return logprobs
+
+
+def test_a_mixture_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's router without TE, on a GPU too: it lacks a name there."""
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    score(build(config=EXPERTS)).sum().backward()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -21,6 +21,8 @@ from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import ModelError
 from precision.formats.quant_map import QuantMap
+from precision.objectives.base import Objective
+from precision.objectives.clipped import Clipped
 from precision.objectives.p3o import P3O
 from tests.support.learners import learner_here
 
@@ -41,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def learner(model: Path, **section: Any) -> Iterator[MegatronLearner]:
+def learner(model: Path, objective: Objective | None = None, **section: Any) -> Iterator[MegatronLearner]:
     # A large eps, so that the step is a smooth function of the gradient.
     settings = dict(
         precision="fp32",
@@ -49,7 +51,7 @@ def learner(model: Path, **section: Any) -> Iterator[MegatronLearner]:
         optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4),
     )
     with learner_here(
-        model, LearnerSection(**settings | section), P3O(), temperature=TEMPERATURE, seed=0, total_steps=3
+        model, LearnerSection(**settings | section), objective or P3O(), temperature=TEMPERATURE, seed=0, total_steps=3
     ) as created:
         yield created
 
@@ -113,6 +115,29 @@ def test_a_checkpoint_that_is_loaded_warms_up_again(
         assert trained._warm_ups == 0
         trained.load(tmp_path)
         assert (trained._warm_ups, trained.step) == (2, 5)
+
+
+def test_a_learner_that_trains_before_it_scores_warms_up_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GRPO does, and any whose step needs no scores."""
+    order: list[str] = []
+    for name in ("warm_up", "train", "score"):
+        watch(monkeypatch, name, order)
+    monkeypatch.setattr(learner_module, "warm_up_passes", lambda precision: 2)
+    batch = make_batch(0, vocabulary=13)
+    with learner(models / "dense", objective=Clipped()) as trained:
+        trained.update(batch, np.ones(batch.num_samples, np.float32), None)
+        trained.score(batch)
+    assert order == ["warm_up", "warm_up", "train", "score"]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, name: str, order: list[str]) -> None:
+    original = getattr(passes, name)
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        order.append(name)
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(passes, name, watched)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

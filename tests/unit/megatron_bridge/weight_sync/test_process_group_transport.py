@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_bridge.weight_sync import process_group_transport, process_groups
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport, watch
 from megatron_bridge.weight_sync.process_groups import EngineGroup
 from tests.doubles.receiving_double import ReceivingDouble
+from tests.support import publishing
 from tests.support.publishing import Publish, publisher, same, weights
 
 DEADLINE_S = 40.0
@@ -51,6 +53,53 @@ def test_a_broadcast_that_never_ends_is_given_up() -> None:
     transfer = asyncio.run(watch(group, call, time.monotonic(), 0.05))
     assert "did not load a bucket in time" in str(transfer.failure)
     assert transfer.seconds >= 0.05
+
+
+class NeverForms:
+    """A group that is there after its first broadcast only, as NCCL's, and waits in it for an engine that has died."""
+
+    def __init__(self, backend: Any, thawed: Event) -> None:
+        self._backend, self._thawed = backend, thawed
+        self.began = Event()
+
+    def broadcast(self, *arguments: Any) -> Any:
+        self.began.set()
+        assert self._thawed.wait(DEADLINE_S), "the sender waits for the group"
+        return self._backend.broadcast(*arguments)
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+
+def test_a_group_that_never_forms_costs_at_most_the_deadline_of_its_engine(
+    engines: list[ReceivingDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other engine gets everything. Next time the broken one gets a fresh group, while the old one still waits."""
+    thawed, stuck = Event(), list[NeverForms]()
+
+    def connect(url: str, *arguments: Any) -> EngineGroup:
+        group = process_groups.connect(url, *arguments)
+        if url == engines[1].url and not stuck:
+            stuck.append(NeverForms(group._backend, thawed))
+            group._backend = stuck[0]
+        return group
+
+    monkeypatch.setattr(process_group_transport, "connect", connect)
+    engines[1].bucket_fault = "hang"
+    with publisher(engines, tmp_path, ProcessGroupTransport, deadline_s=publishing.DEADLINE_S) as publish:
+        began = time.monotonic()
+        transport = publish(weights(0))
+        assert time.monotonic() - began < DEADLINE_S / 2
+        assert stuck[0].began.is_set()
+        assert transport.failures.keys() == {1}
+        assert "hangs or is overloaded" in transport.failures[1]
+        assert same(engines[0].received, weights(0))
+        engines[1].restart()
+        assert publish(weights(1)).failures == {}
+        assert all(same(engine.received, weights(1)) for engine in engines)
+        assert isinstance(transport, ProcessGroupTransport)
+        assert [group._backend for group in transport._broken] == stuck, "kept for as long as it is at work"
+        thawed.set()
 
 
 def test_an_engine_that_never_answers_is_given_up_and_its_call_with_it() -> None:

@@ -55,7 +55,7 @@ def data(**changes: Any) -> dict[str, Any]:
         (dict(learner=dict(optimizer=dict(lr=float("nan")))), ["learner.optimizer.lr"]),
         (dict(correction=dict(name="tis")), ["correction tis", "objective p3o", "twice", "clipped or gspo"]),
         (
-            dict(correction=dict(name="icepop"), objective=dict(name="gspo")),
+            dict(correction=dict(name="icepop"), objective=dict(name="gspo", anchor="rollout")),
             ["correction icepop", "objective gspo", "objective.anchor=old"],
         ),
         (dict(correction=dict(name="opsm"), objective=dict(name="topr")), ["opsm", "cispo, clipped or gspo", "topr"]),

@@ -4,6 +4,7 @@ its row."""
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,26 @@ def turns(*contents: str) -> dict[str, Any]:
 
 def test_a_response_is_learned_to_its_end(tokenizer: Tokenizer) -> None:
     [row] = read(tokenizer, dict(prompt="2+2=", response="4", topic="sums")).rows
-    assert row.prompt == tuple(tokenizer.encode("2+2="))
-    assert row.response == (*tokenizer.encode("4"), tokenizer.eos_token_id)
-    assert row.learned == (True, True)
+    assert row.prompt.tolist() == tokenizer.encode("2+2=")
+    assert row.response.tolist() == [*tokenizer.encode("4"), tokenizer.eos_token_id]
+    assert row.learned.tolist() == [True, True]
 
 
 def test_of_a_conversation_the_answers_are_learned(tokenizer: Tokenizer) -> None:
     found = read(tokenizer, turns("a", "B", "c", "D"), system_prompt="S")
     assert found.first == "[system]S;\n[user]a;\n[assistant]»B;«\n[user]c;\n[assistant]»<t></t>D;«"
     [row] = found.rows
-    said = [token for token, learned in zip(row.response, row.learned, strict=True) if learned]
-    assert tokenizer.decode(said) == "B;<t></t>D;"
-    assert tokenizer.decode(row.prompt) == "[system]S;\n[user]a;\n[assistant]"
+    assert tokenizer.decode(row.response[row.learned].tolist()) == "B;<t></t>D;"
+    assert tokenizer.decode(row.prompt.tolist()) == "[system]S;\n[user]a;\n[assistant]"
     whole = tokenizer.decode([*row.prompt, *row.response])
     assert tokenizer.conversation(
         [dict(role="system", content="S"), *turns("a", "B", "c", "D")["messages"]]
     ).startswith(whole)
+
+
+@pytest.mark.parametrize("prompt", ["a", [dict(role="user", content="a")], None, 7])
+def test_a_prompt_beside_whole_messages_is_not_asked_for(tokenizer: Tokenizer, prompt: Any) -> None:
+    assert read(tokenizer, turns("a", "B") | dict(prompt=prompt)).first == "[user]a;\n[assistant]»<t></t>B;«"
 
 
 QWEN3 = (
@@ -93,6 +98,114 @@ def test_every_turn_is_learned_to_its_end_wherever_its_words_stand_too(
     assert [text for text, learned in pieces if learned] == said
 
 
+QWEN3_THOUGHTS = (  # the thoughts of the last answer are parted from it, and written with blank lines of the template's
+    "{% for m in messages %}{% set thoughts = '' %}{% set content = m.content %}{% if '</think>' in content %}"
+    "{% set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ thoughts }}\n</think>\n\n{% endif %}"
+    "{{ content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<think>\nadd\n</think>\n4",
+        "<think>add</think>4",
+        "\n<think>\nadd\n\n</think>\n\n4",
+        "<think>\nadd\n</think>\n\n4",
+    ],
+)
+def test_thoughts_are_learned_with_the_blank_lines_of_the_template(tokenizer: Tokenizer, content: str) -> None:
+    (tokenizer.folder / "chat_template.jinja").write_text(QWEN3_THOUGHTS)
+    pieces = pieces_of(turns("2+2?", content)["messages"], Tokenizer.load(tokenizer.folder), "row 1")
+    assert [text for text, learned in pieces if learned] == ["<think>\nadd\n</think>\n\n4<|im_end|>"]
+
+
+QWEN3_THINKING = QWEN3_THOUGHTS.replace(  # as Qwen3-*-Thinking-2507: engines are given the beginning of the thoughts
+    "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+).replace("{% set thoughts = '' %}", "{% set thoughts = m.reasoning_content or '' %}")
+R1 = (  # as DeepSeek-R1-Distill: likewise, and answers in a conversation are written without thoughts
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>"
+    "{{ m.content.split('</think>')[-1] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+
+
+def templated(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    (tokenizer.folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(tokenizer.folder)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        dict(content="<think>\nadd\n</think>\n\n4"),
+        dict(content="add\n</think>\n\n4"),
+        dict(content="4", reasoning_content="add"),
+    ],
+)
+def test_thoughts_that_the_template_opens_itself_are_learned_from_there(
+    tokenizer: Tokenizer, answer: dict[str, str]
+) -> None:
+    [asked, said] = turns("2+2?", "")["messages"]
+    pieces = pieces_of([asked, said | answer], templated(tokenizer, QWEN3_THINKING), "row 1")
+    assert pieces == [
+        ("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
+        ("add\n</think>\n\n4<|im_end|>", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "said"),
+    [
+        (
+            R1,
+            turns("2+2?", "<think>\nadd\n</think>\n\n4"),
+            r"engines answer after '<think>\\n', which .* give the row as",
+        ),
+        (R1, turns("2+2?", "4"), r"engines answer after '<think>\\n', which .* give the row as prompt and response"),
+        (R1.replace("<think>\n", ""), turns("2+2?", "<think>add</think>4"), "remove its thoughts, or give the row as"),
+        (QWEN3_THINKING, turns("a", "B", "c", "D"), "writes the first 1 messages otherwise when .*; end the row with"),
+        (QWEN3_THOUGHTS, turns("a", "<think>x</think>B", "c", "D"), "not write message 2 as it stands .*; end the row"),
+    ],
+)
+def test_thoughts_that_a_template_leaves_out_are_refused_with_what_helps(
+    tokenizer: Tokenizer, template: str, row: Any, said: str
+) -> None:
+    with pytest.raises(RecipeError, match=f"row 1: .*{said}"):
+        pieces_of(row["messages"], templated(tokenizer, template), "row 1")
+
+
+def test_thoughts_in_a_key_of_their_own_are_not_lost(tokenizer: Tokenizer) -> None:
+    """`reasoning_content`, which a template need not know."""
+    [asked, said] = turns("2+2?", "4")["messages"]
+    with pytest.raises(RecipeError, match=r"row 1: .*does not write message 2 as it stands"):
+        pieces_of([asked, said | dict(reasoning_content="add")], templated(tokenizer, QWEN3_THOUGHTS), "row 1")
+
+
+KNOWN_ROLES = (  # as Qwen3's, a template of branches without one for other roles; as Llama 3's, tools speak JSON
+    "{% for m in messages %}{% if m.role in ('system', 'user') %}[{{ m.role }}]{{ m.content | trim }};"
+    "{% elif m.role == 'assistant' %}[assistant]{{ m.content }};"
+    "{% elif m.role == 'tool' %}[tool]{{ m.content | tojson }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_message_whose_role_the_template_does_not_know_is_refused(tokenizer: Tokenizer) -> None:
+    (tokenizer.folder / "chat_template.jinja").write_text(KNOWN_ROLES)
+    knowing = Tokenizer.load(tokenizer.folder)
+    [user, answer] = turns("2+2? ", "4")["messages"]
+    tool = dict(role="tool", content='it\n"said"')
+    assert read(knowing, dict(messages=[user, tool, answer])).first == (
+        '[user]2+2?;[tool]"it\\n\\"said\\"";[assistant]»4;«'
+    )
+    human = dict(role="human", content="Why?")
+    for number, messages in ((1, [human, answer]), (3, [user, answer, human, answer])):
+        with pytest.raises(RecipeError, match=rf"line 2: .* leaves out message {number}, 'Why\?', .* is 'human'; use"):
+            read(knowing, dict(messages=[user, answer]), dict(messages=messages))
+
+
 def test_a_prompt_becomes_the_users_turn_where_the_task_says_so(tokenizer: Tokenizer) -> None:
     assert read(tokenizer, dict(prompt="a", response="B"), chat_template=True).first == (
         "[user]a;\n[assistant]»<t></t>B;«"
@@ -104,7 +217,7 @@ def test_the_end_of_a_turn_is_the_end_of_sequence_where_the_template_writes_it(t
     (tokenizer.folder / "chat_template.jinja").write_text(template.replace("</s>", tokenizer.eos_token))
     [row] = read(Tokenizer.load(tokenizer.folder), turns("a", "B")).rows
     assert row.response[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(row.response) == "B"
+    assert tokenizer.decode(row.response.tolist()) == "B"
 
 
 def test_rows_that_are_too_long_are_counted(tokenizer: Tokenizer) -> None:
@@ -117,10 +230,21 @@ def test_rows_that_are_too_long_are_counted(tokenizer: Tokenizer) -> None:
         read(tokenizer, *rows, longest=2)
 
 
+def test_rows_take_little_more_than_their_tokens(tokenizer: Tokenizer) -> None:
+    """Every rank holds all of them: 4 bytes a token, and 1 for whether it is learned."""
+    rows = [turns("what is it? " * 500, "it is this " * 500, "why? " * 500, "so " * 500)] * 20
+    read(tokenizer, *rows[:1], longest=100_000)  # what the first reading loads is not counted
+    tracemalloc.start()
+    found = read(tokenizer, *rows, longest=100_000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 6 * sum(map(len, found.rows))
+
+
 def test_rows_of_one_prompt_are_not_parted(tokenizer: Tokenizer) -> None:
     rows = [dict(prompt=f"{number // 2}=", response=f"{number}") for number in range(400)]
     training, held_out = read(tokenizer, *rows).split(0.1)
-    prompts = [{row.prompt for row in part.rows} for part in (training, held_out)]
+    prompts = [{row.prompt.tobytes() for row in part.rows} for part in (training, held_out)]
     assert len(training.rows) + len(held_out.rows) == 400
     assert not prompts[0] & prompts[1]
     assert 16 <= len(held_out.rows) <= 70

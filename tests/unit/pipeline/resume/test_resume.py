@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from pipeline.config.recipe import Recipe
 from pipeline.data import epochs
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog, read_events
+from pipeline.data.files import remove_leftovers
 from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
 from pipeline.data.integrity.sealed import write_sealed_json
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import RunConflictError, StoreError, SupersededError
 from pipeline.resume import resume
 from pipeline.resume.resume import changes_to, go_on_with, note_changes, nothing_left, said
@@ -91,6 +94,16 @@ def test_a_step_keeps_the_learning_rate_that_it_had(tmp_path: Path) -> None:
     for _ in range(2):
         adopt_recipes(replay.path, all_recipes(run.path))
     assert build_rates(replay) == rates
+
+
+def test_where_a_decay_may_end_counts_the_steps_that_were_taken(tmp_path: Path) -> None:
+    """A fork takes 2 optimizer steps a batch from step 5 on; its parent took 1."""
+    run = whole_run(tmp_path, committed=6, published=5, saved=(2, 4), steps=8)
+    cosine = run.recipe().learner.optimizer.model_dump() | dict(decay="cosine")
+    forked = changed(run.recipe(), learner=dict(optimizer=cosine, updates_per_batch=2))
+    add_recipe(run.path, forked, first_step=5, first_batch=5)
+    with pytest.raises(RunConflictError, match=r"decay_steps=11 .* or =27 "):
+        changes_to(run, changed(forked, run=dict(steps=16)))
 
 
 def test_what_is_not_safe_changes_nothing(tmp_path: Path) -> None:
@@ -183,6 +196,22 @@ def test_a_run_without_a_batch_is_not_bound(tmp_path: Path) -> None:
     assert not run.policy_directory(0).exists()
     assert not run.evaluated_versions()
     assert not run.reference_file.exists()
+
+
+def test_a_version_0_that_cannot_be_deleted_yet_is_gone_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS, a file that an engine has open leaves its folder not empty."""
+    run = whole_run(tmp_path, committed=0, published=0, saved=(), policies=(0,))
+
+    def not_empty(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", not_empty)
+        go_on_with(run, changed(run.recipe(), model=dict(path="another")))
+    assert not run.policy_directory(0).exists()
+    assert len(remove_leftovers(run.policies, unfenced)) == 1
 
 
 def test_a_batch_that_is_committed_meanwhile_binds_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,16 @@ def test_what_is_refused_says_why_and_how_to_fork() -> None:
 
 
 def possible(before: Recipe, after: Recipe, *, settled: int = 20, published: int = 20, scored: int = 0) -> None:
-    refuse_impossible(before, after, run="runs/r", settled=settled, published=published, scored=scored)
+    optimizer_steps = before.run.steps * before.learner.updates_per_batch
+    refuse_impossible(
+        before,
+        after,
+        run="runs/r",
+        settled=settled,
+        published=published,
+        scored=scored,
+        optimizer_steps=optimizer_steps,
+    )
 
 
 def steps(number: int, **sections: Any) -> Recipe:

@@ -310,6 +310,16 @@ def test_large_samples_behind_one_that_hangs_are_scored(monkeypatch: pytest.Monk
         (r"Hence \boxed{0.5}", r"\frac{1}{2}", 1.0),
         (r"Hence \boxed{B}", "B", 1.0),
         (r"Hence \boxed{C}", "B", 0.0),
+        *(
+            (response, r"\textbf{(C)}\ 28", 1.0)
+            for response in (r"\boxed{C}", r"\boxed{28}", r"\boxed{\text{(C)}}", "28")
+        ),
+        *((response, r"\textbf{(C)}\ 28", 0.0) for response in (r"\boxed{B}", r"\boxed{27}", r"\boxed{\text{(B)} 27}")),
+        *((r"Hence $\boxed{\textbf{(C)\ } \frac{1}{2}}$.", answer, 1.0) for answer in ("C", "0.5", r"\text{(C)}~1/2")),
+        *((r"Hence $\boxed{\textbf{(C)\ } \frac{1}{2}}$.", answer, 0.0) for answer in ("B", "0.25")),
+        (r"Not \boxed{\textbf{(C)}\ 28} but \boxed{30}", "C", 0.0),
+        (r"\boxed{28}", r"So it is $4 \cdot 7$, hence $\boxed{\mathrm{(C)}\;28}$.", 1.0),
+        (r"\boxed{Friday}", r"\textbf{(A)} \text{ Friday}", 1.0),
     ],
 )
 def test_math_verify_knows_equal_mathematics(response: str, answer: str, reward: float) -> None:

@@ -15,6 +15,7 @@ from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks import Problem, Task, build_task
 from pipeline.tasks.base import is_held_out
+from pipeline.tasks.digest import digest_of_data
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -66,6 +67,14 @@ def test_jsonl_refuses_held_out_prompts_that_are_trained(tmp_path: Path) -> None
         (
             '{"prompt": "x"}\n',
             r"line 3: answer is nothing, expected text or a number; keys found: prompt; set task\.columns\.answer",
+        ),
+        (
+            '{"prompt": "x", "answer": null}\n',
+            r"line 3 has no answer: answer is null, expected a value; remove the row",
+        ),
+        (
+            '{"prompt": null, "answer": "7"}\n',
+            r"line 3 has no prompt: prompt is null, expected a value; remove the row",
         ),
         ('{"prompt": "x", "answer": true}\n', "line 3: answer is True, true or false, expected text or a number"),
         ('{"prompt": "x", "answer": [1]}\n', r"line 3: answer is \[1\], a list, expected text or a number"),
@@ -167,13 +176,37 @@ def test_rows_of_shards_keep_their_order(tmp_path: Path) -> None:
 def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     saved(tmp_path / "train", 1)
-    with pytest.raises(RecipeError, match=r"several splits \(train, test\); set task.path to the folder of one"):
+    with pytest.raises(
+        RecipeError, match=r"several splits \(train, test\); set task.path to one of them, as in \S+/train, and"
+    ):
         task_of(tmp_path)
     (tmp_path / "dataset_dict.json").unlink()
     for split in ("train-00000-of-00001", "test-00000-of-00001"):
         parquet(tmp_path / f"{split}.parquet")
-    with pytest.raises(RecipeError, match=r"several splits \(test, train\); set task.path to the file of one"):
+    with pytest.raises(
+        RecipeError, match=r"several splits \(test, train\); set task.path to one of them, as in \S+/train, and"
+    ):
         task_of(tmp_path)
+
+
+def test_a_split_of_a_folder_is_all_its_files(tmp_path: Path) -> None:
+    """The advice of the refusal above loses no rows."""
+    hub = shards(tmp_path / "hub")
+    parquet(hub / "test-00000-of-00001.parquet", [dict(question="Held out?", solution=dict(value=1))])
+    task = task_of(hub / "train", held_out_path=hub / "test", columns=COLUMNS)
+    assert [(task.problem(i).text, task.problem(i).answer) for i in range(task.num_prompts)] == EXPECTED
+    assert [task.held_out(i).text for i in range(task.num_held_out)] == ["Held out?"]
+    assert digest_of_data(hub / "train") == digest_of_data(shards(tmp_path / "alone"))
+    with pytest.raises(RecipeError, match=r"cannot read \S+/tra: No such file"):
+        task_of(hub / "tra")
+
+
+def test_held_out_rows_need_the_columns_of_the_others(tmp_path: Path) -> None:
+    path, other = write(tmp_path / "p.jsonl", *rows(5)), write(tmp_path / "h.jsonl", dict(problem="6?", answer=6))
+    with pytest.raises(
+        RecipeError, match=r"h.jsonl, line 1: prompt is nothing, .*; path and held_out_path need the same"
+    ):
+        task_of(path, held_out_path=other)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +234,7 @@ def test_parquet_that_was_cut_off(tmp_path: Path) -> None:
 def test_a_row_of_parquet_is_named(tmp_path: Path) -> None:
     path = parquet(tmp_path / "d.parquet", [*QUESTIONS, dict(question="?", solution=dict(value=None))])
     with pytest.raises(
-        RecipeError, match=r"d\.parquet, row 41: solution\.value is nothing, .* keys found: question, sol"
+        RecipeError, match=r"d\.parquet, row 41 has no answer: solution\.value is null, .* by task\.filter"
     ):
         task_of(path, columns=COLUMNS)
 

@@ -123,6 +123,36 @@ def test_what_is_no_filter_is_refused(path: Path, name: str, said: str) -> None:
         build_task(section(path, name), 0)
 
 
+def complete(prompt: str | None, answer: str | None) -> bool:
+    return bool(prompt) and answer is not None
+
+
+@pytest.mark.parametrize(
+    "lacking", [dict(answer=None), dict(prompt=None), dict(prompt=""), dict(answer={"value": None})]
+)
+def test_rows_that_lack_something_can_be_left_out(path: Path, lacking: dict[str, Any]) -> None:
+    columns = dict(answer="answer.value" if lacking.get("answer") else "answer")
+    rows: list[dict[str, Any]] = [
+        dict(prompt=f"{n}=", answer=dict(value=n) if columns["answer"] != "answer" else n) for n in range(ROWS)
+    ]
+    rows[3] |= lacking
+    rows[5] |= dict.fromkeys(lacking)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = section(path, "complete", columns=columns)
+    assert answers(task) == [n for n in range(ROWS) if n not in (3, 5)]
+    assert digest(task) != digest(task.model_copy(update=dict(filter=None)))
+    with pytest.raises(RecipeError, match=r"line 4( has no|: prompt is empty)"):
+        build_task(section(path, None, columns=columns), 0)
+
+
+def test_a_filter_that_does_not_expect_null_is_told_of_it(path: Path) -> None:
+    path.write_text(path.read_text() + json.dumps(dict(prompt="x", answer=None)) + "\n")
+    with pytest.raises(
+        RecipeError, match=rf"line {ROWS + 1}: task.filter \S+:low failed where answer is null .TypeError"
+    ):
+        build_task(section(path, "low"), 0)
+
+
 def test_one_that_keeps_nothing_leaves_no_task(path: Path) -> None:
     with pytest.raises(RecipeError, match="0 problems leave 0 to train on"):
         build_task(section(path, "prompted", held_out_path=None).model_copy(update=dict(filter=f"{__name__}:none")), 0)

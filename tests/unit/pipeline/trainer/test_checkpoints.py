@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -259,3 +260,27 @@ def test_a_save_that_was_given_up_gets_no_name(tmp_path: Path, monkeypatch: pyte
         assert isinstance(committing.exception(20.0), StoreError)
         assert removed == [save.folder]
         assert [name for name in names(tmp_path) if not is_temporary(name)] == ["000004"]
+
+
+def test_what_cannot_be_deleted_ends_no_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, a file that a reader has open leaves its folder not empty. The new checkpoint has its name by then."""
+
+    def not_empty(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    learner: Any = Learner()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(learner, 4, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", not_empty)
+        checkpoints.save(learner, 8, {})  # 4 is one too many now
+        checkpoints.save(learner, 8, {})  # a superseded learner was first
+    (tmp_path / "000012").mkdir()
+    (tmp_path / "000012" / "half").touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", not_empty)
+        checkpoints.save(learner, 12, {})  # what has the name is no checkpoint
+    assert [name for name in names(tmp_path) if not is_temporary(name)] == ["000012"]
+    assert len(names(tmp_path)) > 1
+    assert checkpoints.restore(learner) == (12, {})
+    assert names(tmp_path) == ["000012"], "the next start deletes it"

@@ -32,7 +32,8 @@ CORRECTIONS: list[Correction] = [
     MIS(level="sequence", normalized=True),
     MIS(level="geometric", low=0.9, high=1.1),
     Rejection(),
-    Rejection(level="token", veto=0.01),
+    Rejection(veto=0.01),
+    Rejection(level="sequence"),
     Rejection(level="geometric", low=0.999, high=1.001),
     IcePop(),
     OPSM(),
@@ -93,7 +94,7 @@ def test_mis_normalised_by_hand() -> None:
 
 
 def test_rejection_by_hand() -> None:
-    assert_factor(Rejection(level="token", low=0.4, high=2.1).factor(by_hand())[0], [1, 0, 1, 1, 0])
+    assert_factor(Rejection(low=0.4, high=2.1).factor(by_hand())[0], [1, 0, 1, 1, 0])
     assert_factor(Rejection(level="sequence", low=0.2, high=2.0).factor(by_hand())[0], [0, 0, 0, 1, 1])
     assert_factor(Rejection(level="geometric", low=0.9, high=1.5).factor(by_hand())[0], [1, 1, 1, 0, 0])
 

@@ -22,11 +22,19 @@ Anchor = Literal["rollout", "old"]
 ANCHORS: tuple[Anchor, ...] = ("rollout", "old")
 
 
+def test_by_default_the_engine_s_mismatch_clips_nothing() -> None:
+    """Before anything was learned s is 1, however far each response lies from the engine that sampled it."""
+    step = scored_step([[-2e-3] * 8, [1e-3] * 8], [-1.0, 1.0], old=[[0.0] * 8] * 2)
+    step = dataclasses.replace(step, old_logprobs=step.logprobs)
+    assert GSPO().prepare(step).measured["clip_hits"] == 0
+    assert GSPO(anchor="rollout").prepare(step).measured["clip_hits"] == 1
+
+
 def test_by_hand() -> None:
     # Mean log-ratios .1, -.2, .3, -.3, so s = e^.1, e^-.2, e^.3, e^-.3; bounds .8 and 1.2. The first two are kept
     # (e^-.2 = .82), the third is clipped above (A > 0, 1.35), the fourth below (A < 0, .74). N = 7.
     step = scored_step([[0.5, -0.3], [-0.2], [0.3, 0.3], [-0.1, -0.5]], [2.0, -1.0, 1.0, -1.0])
-    outcome = run(GSPO(clip_low=0.2, clip_high=0.2), step)
+    outcome = run(GSPO(clip_low=0.2, clip_high=0.2, anchor="rollout"), step)
     kept = [2 * math.exp(0.1), 2 * math.exp(0.1), -math.exp(-0.2), 0, 0, 0, 0]
     assert outcome.gradient.tolist() == pytest.approx([-x / 7 for x in kept], rel=1e-12)
     assert outcome.prepared.measured == pytest.approx(
@@ -43,7 +51,7 @@ def test_by_hand() -> None:
 
 def test_the_clip_is_pessimistic() -> None:
     # A > 0 below the floor and A < 0 above the ceiling keep their gradient, s A.
-    outcome = run(GSPO(), scored_step([[-1.0], [1.0]], [1.0, -1.0]))
+    outcome = run(GSPO(anchor="rollout"), scored_step([[-1.0], [1.0]], [1.0, -1.0]))
     assert outcome.gradient.tolist() == pytest.approx([-math.exp(-1) / 2, math.exp(1) / 2], rel=1e-12)
 
 
@@ -80,7 +88,7 @@ def test_the_clip_does_not_follow_rounding_of_the_training_pass() -> None:
     """Log-probabilities of the training pass that are off by 1e-2, thirty times the width of the clip, change nothing:
     ratios and clips are those of the scored step."""
     step = scored_step([[1e-4, -1e-4], [5e-4, 5e-4]], [1.0, -1.0])
-    objective = GSPO()
+    objective = GSPO(anchor="rollout")
     prepared = objective.prepare(step)
     assert prepared.measured["clip_hits"] == 0
     leaf = (step.logprobs + torch.tensor([0.01, -0.01, -0.01, 0.01]))[None].requires_grad_()
@@ -94,7 +102,7 @@ def test_the_clip_does_not_follow_rounding_of_the_training_pass() -> None:
 
 def test_long_responses_do_not_overflow() -> None:
     # 10,000 tokens of .1 nats: the product is e^1000, the geometric mean e^.1.
-    outcome = run(GSPO(clip_high=1.0), scored_step([[0.1] * 10_000], [1.0]))
+    outcome = run(GSPO(clip_high=1.0, anchor="rollout"), scored_step([[0.1] * 10_000], [1.0]))
     assert outcome.gradient.sum().item() == pytest.approx(-math.exp(0.1), rel=1e-9)
 
 

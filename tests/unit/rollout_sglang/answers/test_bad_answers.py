@@ -113,8 +113,58 @@ def test_an_engine_that_sends_junk_is_left_out_and_the_others_answer(
         assert bad.calls.count("POST /generate") == MOST_BAD
     assert kinds_of(changes, 0) == {"joined": 1, "admitted": 1, "bad_answer": MOST_BAD, "quarantined": 1}
     [reason] = [change["reason"] for change in changes if change["kind"] == "quarantined"]
-    assert f"3 of its last {WINDOW} answers cannot be, the last one: " in reason
+    assert f"3 of its last {WINDOW} answers are bad, the last one: " in reason
     assert "output_token_logprobs.3.0: Input should be a finite number" in reason
+
+
+def test_an_error_of_one_request_is_no_reason_to_leave_an_engine_out(tmp_path: Path) -> None:
+    """SGLang answers 500 to a request that lacks memory, 503 to one that finds the queue full, and does all others."""
+    changes: list[dict[str, Any]] = []
+    with EngineDouble() as one, EngineDouble() as other:
+        one.generate_faults = ["500", None, "500"]
+        answered = generate(fleet_of(tmp_path, [one.url, other.url], changes), 4)
+        assert one.calls.count("POST /generate") == 4
+    assert answered == {0: 2, 1: 2}
+    assert kinds_of(changes, 0) == {"joined": 1, "admitted": 1, "bad_answer": 2}
+    reasons = [change["reason"] for change in changes if change["kind"] == "bad_answer"]
+    assert all("POST" in reason and "answered 500: " in reason for reason in reasons)
+
+
+def test_an_engine_that_answers_only_errors_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FIRST_PAUSE_S", 60.0)
+    changes: list[dict[str, Any]] = []
+    with EngineDouble() as bad, EngineDouble() as good:
+        bad.generate_faults = ["500"] * 99
+        assert generate(fleet_of(tmp_path, [bad.url, good.url], changes), 6) == {1: 6}
+        assert bad.calls.count("POST /generate") == MOST_BAD
+    assert kinds_of(changes, 0) == {"joined": 1, "admitted": 1, "bad_answer": MOST_BAD, "quarantined": 1}
+
+
+@pytest.mark.parametrize("name", ["unverified-0", "someone-else"])
+def test_an_error_of_an_engine_that_was_started_again_is_reason_enough(tmp_path: Path, name: str) -> None:
+    changes: list[dict[str, Any]] = []
+    with EngineDouble() as restarted, EngineDouble() as good:
+        fleet = fleet_of(tmp_path, [restarted.url, good.url], changes)
+
+        async def main() -> int:
+            try:
+                await fleet.generate([1], 1, SAMPLING)
+                restarted.version, restarted.generate_faults = name, ["500"]
+                return (await fleet.generate([1], 1, SAMPLING))[0].engine
+            finally:
+                await fleet.close()
+
+        assert asyncio.run(main()) == 1
+    assert kinds_of(changes, 0) == {"joined": 1, "admitted": 1, "quarantined": 1}
+
+
+@pytest.mark.parametrize("fault", ["drop", "hang"])
+def test_an_engine_that_breaks_off_or_hangs_is_left_out_at_once(tmp_path: Path, fault: str) -> None:
+    changes: list[dict[str, Any]] = []
+    with EngineDouble() as bad, EngineDouble() as good:
+        bad.generate_faults = [fault] * 3  # type: ignore[list-item]
+        assert generate(fleet_of(tmp_path, [bad.url, good.url], changes), 1) == {1: 1}
+    assert kinds_of(changes, 0) == {"joined": 1, "admitted": 1, "quarantined": 1}
 
 
 def test_an_only_engine_that_sends_junk_is_named_at_the_deadline(tmp_path: Path) -> None:

@@ -194,6 +194,39 @@ def test_large_answers_are_read_beside_the_loop_small_ones_on_it(monkeypatch: py
         assert threads == [thread] * 4
 
 
+def test_an_answer_that_the_engine_cut_short_is_none_of_full_length() -> None:
+    """SGLang lowers what is asked for to what its keys and values hold, and ends with `length`."""
+    answer = recorded()["generate"]
+    assert {sample["meta_info"]["finish_reason"]["type"] for sample in answer} == {"length"}
+    longer = Sampling(max_new_tokens=7, vocab_size=VOCABULARY)
+    asked = Asked(num_prompt=len(PROMPT), num_samples=3, sampling=longer)
+    with pytest.raises(
+        BadAnswerError, match=r"sample 0: it was cut off at 6 of 7 tokens: .*max_total_num_tokens.*lower"
+    ):
+        read_completions(json.dumps(answer).encode(), asked)
+    ended = json.loads(json.dumps(answer))
+    for sample in ended:
+        sample["meta_info"]["finish_reason"] = {"type": "stop", "matched": sample["output_ids"][-1]}
+    assert [one.finish for one in read_completions(json.dumps(ended).encode(), asked)] == ["stop"] * 3
+
+
+def without_kept_sets(finish: str) -> bytes:
+    """The first sample has ended so and comes without its kept sets."""
+    answer = json.loads(json.dumps(recorded()["kept"]))
+    meta = answer[0]["meta_info"]
+    meta["finish_reason"] = {"type": finish, "message": "Abort in waiting queue"}
+    del meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    return json.dumps(answer).encode()
+
+
+def test_an_abort_without_kept_sets_is_an_abort() -> None:
+    """SGLang answers so for a request that it retracted and then aborted while it waited: it is to be asked again."""
+    aborted, whole = read("kept", without_kept_sets("abort"))
+    assert (aborted.finish, len(aborted.tokens), len(whole.tokens)) == ("abort", 0, 4)
+    with pytest.raises(BadAnswerError, match="did not say which tokens top_p and top_k left"):
+        read("kept", without_kept_sets("length"))
+
+
 def test_a_size_that_is_told_takes_no_memory() -> None:
     """10^8 versions of three tokens were expanded before they were counted."""
     answer = json.loads(json.dumps(recorded()["generate"]))

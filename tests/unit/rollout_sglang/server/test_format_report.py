@@ -159,12 +159,17 @@ def test_a_block_layer_whose_weight_is_not_e4m3_is_not_called_one() -> None:
     assert report("a.o_proj", made)["a.o_proj"].layout != "fp8_block"
 
 
-def test_packed_scales_are_not_compared() -> None:
+def test_packed_scales_are_a_layout_of_their_own_which_the_audit_refuses() -> None:
     quantized, _ = quantize_block(gaussian(128, 128))
     packed = torch.ones(128, 1, dtype=torch.int32)
     made = layer(Fp8LinearMethod([128, 128]), weight=quantized, weight_scale_inv=packed, output_partition_sizes=[128])
     held = report("a.o_proj", made)["a.o_proj"]
-    assert (held.layout, held.squares, held.scales) == ("fp8_block", None, None)
+    assert (held.squares, held.scales) == (None, None)
+    (finding,) = audit([{"a.o_proj": held}], {"a.o_proj": "fp8_block"})
+    assert str(finding) == (
+        "a.o_proj: it is fp8_block in the quant map, but the engine holds it as fp8 in blocks of [128, 128] with "
+        "packed power-of-two scales"
+    )
 
 
 def test_a_mixture_is_two_modules() -> None:

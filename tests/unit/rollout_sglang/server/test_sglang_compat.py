@@ -68,11 +68,22 @@ def test_a_version_says_what_a_server_can(version: str, pause: str, sessions: bo
         records_experts=records_experts,
         quantizes=True,
         overlaps=True,
+        stages=False,
     )
 
 
 def test_a_server_that_notes_each_step_at_once_says_so() -> None:
     assert not dialect_of(ServerInfo(version="0.5.23", disable_overlap_schedule=True)).overlaps
+
+
+@pytest.mark.parametrize(("device", "asked"), [("cpu", True), ("cuda", False), (None, False)])
+def test_only_a_server_on_a_cpu_is_asked_to_stage(tmp_path: Path, device: str | None, asked: bool) -> None:
+    """A GPU server knows no such action: it prints a traceback, which would then be read as why it died."""
+    with ReceivingDouble(4) as double:
+        double.device, double.shows_checksums = device, True
+        assert not ask(double, lambda client: client.stage(tmp_path, deadline_s=5))
+        assert not receive(double, lambda receiver: receiver.stage())
+    assert ("POST /weights_checker" in double.calls) is asked
 
 
 @pytest.mark.parametrize("release", RELEASES)

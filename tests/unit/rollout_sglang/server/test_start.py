@@ -12,8 +12,10 @@ import tempfile
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -81,7 +83,7 @@ def test_other_hosts_reach_no_server_without_a_key(tmp_path: Path, monkeypatch: 
     with pytest.raises(RecipeError, match=r"a server at 0\.0\.0\.0 needs an API key"):
         start.start(spec(tmp_path, host="0.0.0.0", api_key=None))
     with pytest.raises(RecipeError, match=r"a server at 10\.0\.0\.2 needs an API key"):
-        start.start_router(31000, None, None, "10.0.0.2")
+        start.start_router(31000, None, None, "10.0.0.2", request_deadline_s=60)
 
 
 @pytest.mark.parametrize(("context_tokens", "allowed"), [(4096, "true"), (4097, None)])
@@ -95,6 +97,92 @@ def test_a_context_as_long_as_the_model_s_positions_is_served(
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
     start.start(spec(tmp_path, port=free_port(), context_tokens=context_tokens))
     assert given.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN") == allowed
+
+
+@pytest.mark.parametrize(
+    ("precision", "generation", "said"),
+    [("fp8_block", 10, "false"), ("fp8_block", 12, "false"), ("fp8_block", 9, "users"), ("bf16", 10, "users")],
+)
+def test_scales_of_blocks_stay_as_they_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, generation: int, said: str
+) -> None:
+    """On Blackwell DeepGEMM would have them packed, and no second version could be loaded."""
+    given: dict[str, str] = {}
+    monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "users")
+    monkeypatch.setattr(start, "gpu_generation", lambda: generation)
+    monkeypatch.setattr(start, "ServerProcess", lambda *_, environment, **__: given.update(environment))
+    start.start(spec(tmp_path, port=free_port(), precision=precision))
+    assert given["SGLANG_ENABLE_JIT_DEEPGEMM"] == said
+
+
+def test_the_driver_is_asked_for_gpus_and_their_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        """Two H100."""
+
+        def cuInit(self, _: int) -> int:
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = 2
+            return 0
+
+        def cuDeviceGetAttribute(self, found: Any, attribute: int, device: int) -> int:
+            found._obj.value = {75: 9, 76: 0}[attribute] if device == 0 else -1
+            return 0
+
+    class Blind(Driver):
+        """No device is visible: CUDA_ERROR_NO_DEVICE."""
+
+        def cuInit(self, _: int) -> int:
+            return 100
+
+    def missing(_: str) -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    def without_torch(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    for library, found in (
+        (lambda _: Driver(), (2, True, 9)),
+        (lambda _: Blind(), (0, False, 0)),
+        (missing, (0, False, 0)),
+    ):
+        monkeypatch.setattr(start.ctypes, "CDLL", library)
+        monkeypatch.setattr(start, "version", lambda _: "2.11.0+cu130")
+        monkeypatch.delenv("EVENKEEL_ROLLOUT_PYTHON", raising=False)
+        assert (start.num_gpus(), start.has_cuda(), start.gpu_generation()) == found
+        monkeypatch.setattr(start, "version", lambda _: "2.13.0+cpu")
+        assert not start.has_cuda(), "a build for CPUs computes there, whatever GPUs the machine has"
+        monkeypatch.setattr(start, "version", without_torch)
+        assert start.has_cuda() == found[1], "nothing is installed that says it is for CPUs"
+        monkeypatch.setenv("EVENKEEL_ROLLOUT_PYTHON", "/gpu/bin/python")
+        assert start.has_cuda() == found[1], "engines run in another Python"
+
+
+@pytest.mark.parametrize(
+    ("variable", "users", "given"),
+    [
+        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "true", "false"),
+        ("SGLANG_SANITIZE_NAN_LOGITS", "1", "false"),
+        ("SGLANG_MAX_NEW_TOKENS_LIMIT", "16", "0"),
+        ("SGLANG_SIMULATE_UNIFORM_EXPERTS", "1", "false"),
+        ("SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS", "1", "false"),
+        ("SGLANG_SIMULATE_ACC_LEN", "3", "-1"),
+        ("SGLANG_NGRAM_FORCE_GREEDY_VERIFY", "1", "false"),
+        ("SGLANG_FORCE_FP8_MARLIN", "1", "false"),
+        ("SGLANG_FP8_IGNORED_LAYERS", "lm_head", ""),
+        ("SGLANG_LOG_MS", "1", "1"),
+    ],
+)
+def test_the_users_environment_does_not_change_what_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, users: str, given: str
+) -> None:
+    """Nor what is said about it. All else that it tells SGLang reaches the engine."""
+    told: dict[str, str] = {}
+    monkeypatch.setenv(variable, users)
+    monkeypatch.setattr(start, "ServerProcess", lambda *_, environment, **__: told.update(environment))
+    start.start(spec(tmp_path, port=free_port()))
+    assert told[variable] == given
 
 
 def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
@@ -111,7 +199,8 @@ def test_only_per_tensor_fp8_is_quantized_by_the_engine(tmp_path: Path, precisio
 
 
 def test_the_key_is_in_the_environment_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router_command(1, ("127.0.0.1", 2)))
+    router = router_command(1, ("127.0.0.1", 2), request_deadline_s=60)
+    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router)
     environment = server_environment("secret")
     assert environment["EVENKEEL_API_KEY"] == "secret"
     monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
@@ -160,7 +249,7 @@ def test_free_ports_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(start, "free_ports", lambda count: found[:count])
     commands: list[list[str]] = []
     monkeypatch.setattr(start, "ServerProcess", lambda command, **_: commands.append(command))
-    start.start_router(found[0], None, tmp_path / "log")
+    start.start_router(found[0], None, tmp_path / "log", request_deadline_s=60)
     assert commands[0][commands[0].index("--prometheus-port") + 1] == str(found[1])
 
 

@@ -45,6 +45,7 @@ def test_torch_is_told_the_interface_of_the_address(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {"ib0": [entry]})
     told = interface_environment("10.1.2.3", {"NCCL_SOCKET_IFNAME": "mine"})
     assert told == {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "ib0"}
+    assert interface_environment("10.1.2.3", {})["NCCL_SOCKET_IFNAME"] == "=ib0", "without the sign also ib01"
     assert interface_environment("10.1.2.4", {}) == {}
     assert interface_environment("127.0.0.1", {}) == {}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from launch.cluster.roles import base
+from launch.cluster.roles import addresses, base
 from launch.cluster.roles import engine as role
 from launch.cluster.roles.base import Stop, status_of
 from launch.cluster.roles.engine import EngineRole, run_engine, serve
@@ -167,6 +168,25 @@ def test_a_server_that_hangs_is_announced_as_such_and_ended_when_it_stays_so(
         serve(Server(), run, epoch, Stop(), 60, told.append, lambda: True)  # type: ignore[arg-type]
     assert told == ["", "it is stopped", "", "it is stopped again"]
     assert status_of(EngineHungError("")) == 1, "its supervisor starts it again"
+
+
+def test_an_engine_of_one_host_listens_where_the_learner_reaches_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By broadcast its ranks join groups with the learner's. Left alone, NCCL takes the first interface there is."""
+    entry = SimpleNamespace(address="10.1.2.3")
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {"docker0": [], "ib0": [entry]})
+    monkeypatch.setattr(role, "bind_address", lambda *_: "10.1.2.3")
+    monkeypatch.setattr(role, "check_engines", lambda _: None)
+    expected = dict(GLOO_SOCKET_IFNAME="mine", TP_SOCKET_IFNAME="ib0", NCCL_SOCKET_IFNAME="=ib0")
+    for name in expected:
+        monkeypatch.setenv(name, "mine")
+    for name in ("TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name)
+    given: list[dict[str, str | None]] = []
+    monkeypatch.setattr(role, "_run_start", lambda *_: given.append({name: os.environ.get(name) for name in expected}))
+    assert run_engine(EngineRole(run, 0), Stop()) == 0
+    assert given == [expected]
 
 
 class OtherHost:

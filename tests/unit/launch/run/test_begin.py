@@ -1,0 +1,65 @@
+"""Version 0 is made before anything else of a run computes, so by every core of its host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.run.begin import seed_policy
+from megatron_bridge.hf import writer
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+from tests.support import quiet_megatron  # noqa: F401
+from tests.support.runs import make_model
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    make_model(tmp_path / "model")
+    data = dict(
+        run=dict(name="r", root=str(tmp_path), steps=1),
+        model=dict(path=str(tmp_path / "model")),
+        task=dict(name="sort_digits"),
+    )
+    return recipe_from(data, source="test")
+
+
+@pytest.fixture(autouse=True)
+def threads_of_torch() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("given", "used"), [(1, 3), (2, 2)])
+def test_one_thread_is_what_a_learners_agent_was_given_and_another_number_is_the_users(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, given: int, used: int
+) -> None:
+    torch.set_num_threads(given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    run, write, seen = RunDirectory(recipe.directory), writer.write_policy, list[int]()
+    run.freeze(recipe)
+
+    def written(*arguments: object, **options: object) -> None:
+        seen.append(torch.get_num_threads())
+        write(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writer, "write_policy", written)
+    seed_policy(run, recipe)
+    assert (seen, torch.get_num_threads()) == ([used], given)
+    assert run.published_version() == 0
+
+
+def test_what_fails_leaves_the_threads_as_they_were(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(writer, "write_policy", lambda *_, **__: (_ for _ in ()).throw(OSError("disk")))
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    with pytest.raises(OSError, match="disk"):
+        seed_policy(run, recipe)
+    assert torch.get_num_threads() == 1
