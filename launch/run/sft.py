@@ -194,7 +194,7 @@ def _look_at(recipe: Recipe, source: Source) -> None:
     ):
         print(sentence, file=sys.stderr)
     if not getattr(recipe.task, "chat_template", False):
-        for sentence in start_left_out(tokenizer, training.rows[0].prompt):
+        for sentence in start_left_out(tokenizer, training.rows[0].prompt.tolist()):
             print(f"warning: {sentence}", file=sys.stderr)
     if (end := learned_end(training.rows, tokenizer)) is not None:
         print(
