@@ -259,8 +259,11 @@ class RunDirectory:
         return not steps or set(steps) <= set(self.skipped_steps())
 
     def trained_at_ns(self) -> int:
-        """Changes with every step that the learner trains, also again after a resume: each leaves its logprobs."""
-        return self.logprobs.stat().st_mtime_ns
+        """Changes with every step that the learner trains, also again after a resume: each leaves its logprobs. 0 where
+        no learner has begun the run."""
+        with suppress(FileNotFoundError):
+            return self.logprobs.stat().st_mtime_ns
+        return 0
 
     def write_evaluation(self, version: int, result: Mapping[str, Any]) -> None:
         """Keep what a version reached on the held-out prompts; it is not evaluated again."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from launch.show.run_progress import FIRST_S, LOOK_S, RunProgress
+from pipeline.data.run_directory import RunDirectory
 from tests.support.whole_runs import whole_run
 
 
@@ -33,3 +34,12 @@ def test_a_run_that_stands_still_is_told_until_it_goes_on(tmp_path: Path, monkey
     assert said[-1]["over"]
     wait(FIRST_S)
     assert len(said) == 2, "another wait as long as that is usual"
+
+
+def test_a_run_may_be_watched_before_its_learner_has_begun_it(tmp_path: Path) -> None:
+    """Under Slurm the supervisor starts the learner, whose start makes the run's folders."""
+    run = RunDirectory(tmp_path / "run")
+    RunProgress(run, lambda kind, **fields: None).look()
+    assert run.trained_at_ns() == 0
+    run.make_folders()
+    assert run.trained_at_ns() > 0
