@@ -141,7 +141,7 @@ def test_asked_to_end_and_at_the_time_limit_the_run_saves_and_goes_on(slurm: Slu
         slurm,
         "asked",
         model,
-        steps=36,
+        steps=96,  # more than a quick machine trains until Slurm has looked at the limit
         options=("--spare", "0", "--grace", "60"),
         sections=dict(checkpoint=dict(every=100)),
     )
