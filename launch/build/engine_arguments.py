@@ -34,10 +34,10 @@ _SET_HERE: Mapping[str, str] = {
     "--preferred-sampling-params": "rollout.temperature, top_p and top_k",
 }
 """Argument → what says it instead."""
-_REPLICAS = {
-    "data parallel replicas": ("--dp", "--dp-size", "--data-parallel-size"),
-    "pipeline stages": ("--pp", "--pp-size", "--pipeline-parallel-size"),
-}
+DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
+PIPELINE_PARALLEL = ("--pp", "--pp-size", "--pipeline-parallel-size")
+"""Names of the arguments by which a server takes several times its tensor parallel GPUs."""
+_REPLICAS = {"data parallel replicas": DATA_PARALLEL, "pipeline stages": PIPELINE_PARALLEL}
 _SPECULATION = "--speculative-algorithm"
 
 

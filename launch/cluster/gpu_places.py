@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launch.build.engine_arguments import DATA_PARALLEL, PIPELINE_PARALLEL
 from pipeline.config.recipe import Recipe
 from pipeline.errors import MachineError, RecipeError
 from rollout_sglang.server.capacity import option
@@ -23,8 +24,6 @@ from rollout_sglang.server.start import num_gpus
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _OWN_PLACES = ("--base-gpu-id", "--gpu-id-step")
 """SGLang's arguments that say on which GPUs a server runs. They are the same for all engines of a recipe."""
-_MULTIPLIERS = (("--pp-size", "--pipeline-parallel-size"), ("--dp-size", "--data-parallel-size"))
-"""SGLang's arguments, each with its other name, by which a server takes several times its tensor parallel GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +128,9 @@ def _of_server(tensor_parallel: int, extra_args: Sequence[str], section: str) ->
                 f"{section}.extra_args has {name} {value}, but on one machine every role is given GPUs of its own; "
                 f"leave it out, and say by {VISIBLE_VARIABLE} which GPUs the run may use"
             )
-    copies = [next((found for name in names if (found := option(extra_args, name))), "1") for names in _MULTIPLIERS]
-    if "--enable-dp-attention" in extra_args:
-        copies.pop()  # its data parallel ranks are the tensor parallel ones
+    within = "--enable-dp-attention" in extra_args  # then data parallel ranks are the tensor parallel ones
+    multipliers = (PIPELINE_PARALLEL,) if within else (PIPELINE_PARALLEL, DATA_PARALLEL)
+    copies = [next((found for name in names if (found := option(extra_args, name))), "1") for names in multipliers]
     return tensor_parallel * math.prod(int(copy) if copy.isdecimal() else 1 for copy in copies)
 
 

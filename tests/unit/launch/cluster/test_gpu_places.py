@@ -76,6 +76,7 @@ def test_engines_of_others_take_no_gpu_here(tmp_path: Path) -> None:
     ("extra", "width"),
     [
         (["--pp-size", "2"], 4),
+        (["--pp", "2", "--dp", "2"], 8),
         (["--data-parallel-size=2"], 4),
         (["--dp-size", "2", "--enable-dp-attention"], 2),
         (["--pipeline-parallel-size", "2", "--dp-size", "2"], 8),
