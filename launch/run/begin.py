@@ -20,14 +20,14 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.demonstrations.turn_end import unstopped_end
 from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
-from pipeline.tasks import Task
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.audit import formats_of
 from precision.text.short import quoted
 
 
-def preflight(recipe: Recipe) -> Task:
-    """Check what would otherwise fail minutes later, in a child process. Returns the run's task. Raises FatalError."""
+def preflight(recipe: Recipe) -> TaskPrompts:
+    """Check what would otherwise fail minutes later, in a child process. Returns the run's prompts. Raises
+    FatalError."""
     if not recipe_file(recipe.directory).exists():
         check_new_run(recipe)
     config = read_hf_config(recipe.model.path)
@@ -46,12 +46,12 @@ def preflight(recipe: Recipe) -> Task:
             f"{prompts.task.num_held_out} prompts; lower it or give more"
         )
     _check_held_out_lengths(recipe, prompts)
-    return prompts.task
+    return prompts
 
 
-def warnings(recipe: Recipe, task: Task) -> list[str]:
+def warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
     """What whoever starts the run should know of it: sentences."""
-    tokenizer = build_tokenizer(recipe)
+    task, tokenizer = prompts.task, prompts.tokenizer
     if task.chat_template:
         return [*advice(recipe), *task.notes, *_unstopped(tokenizer)]
     return [*advice(recipe), *task.notes, *start_left_out(tokenizer, tokenizer.encode(task.problem(0).text))]

@@ -48,14 +48,14 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
         gpu_places(recipe, visible_gpus())  # too few are said at once
         check_ports(recipe, metrics_port)
         check_room(recipe)
-    task = preflight(recipe)
+    prompts = preflight(recipe)
     if not nothing_left(run, recipe):
-        check_reward(run, recipe, task)
+        check_reward(run, recipe, prompts.task)
     with claimed(run) as epoch:
         _go_on(run.under(epoch), recipe, epoch)
         if source:
             print(f"recipe: {source}", file=sys.stderr)
-        for sentence in warnings(recipe, task):
+        for sentence in warnings(recipe, prompts):
             print(f"warning: {sentence}", file=sys.stderr)
         if not run.is_finished():
             seed_policy(run.under(epoch), recipe)  # the learner's agent would; engines can start beside it this way

@@ -101,8 +101,7 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
         recipe = own.run.recipe()
     else:
         recipe = with_digest(load_recipe(own.recipe), own.run)
-        task = preflight(recipe)
-        for sentence in warnings(recipe, task):
+        for sentence in warnings(recipe, preflight(recipe)):
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
     processes_a_node(recipe, own.nodes)
     key = read_api_key()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.build.components import build_prompts, build_tokenizer
 from launch.convert.new_model import new_model
 from launch.run.begin import warnings
 from launch.run.sft import Source, learn_demonstrations, sft_recipe
 from megatron_bridge.parallel.layout import leave_layout
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.tasks import build_task
 from pipeline.tasks.character_tokenizer import END_TOKEN, PAD_TOKEN
 from pipeline.tasks.tokenizer import Tokenizer
 from tests.support import quiet_megatron  # noqa: F401
@@ -75,7 +75,8 @@ def test_where_they_stop_already_nothing_changes(tmp_path: Path, closing: str, c
 )
 def test_training_says_where_engines_do_not_stop(tmp_path: Path, closing: str, chat_template: bool, said: bool) -> None:
     recipe = recipe_of(tmp_path, closing, chat_template=chat_template)
-    found = [one for one in warnings(recipe, build_task(recipe.task, 0)) if "engines do not stop" in one]
+    prompts = build_prompts(recipe, build_tokenizer(recipe))
+    found = [one for one in warnings(recipe, prompts) if "engines do not stop" in one]
     assert len(found) == said
     if said:
         assert f"ends an answer by {PAD_TOKEN}" in found[0]

@@ -55,8 +55,8 @@ def test_it_is_said_where_the_token_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], said: bool
 ) -> None:
     recipe = recipe_of(tmp_path, **settings)
-    task = build_prompts(recipe, build_tokenizer(recipe)).task
-    assert [f"read without {BEGIN}, which" in sentence for sentence in warnings(recipe, task)] == [True] * said
+    prompts = build_prompts(recipe, build_tokenizer(recipe))
+    assert [f"read without {BEGIN}, which" in sentence for sentence in warnings(recipe, prompts)] == [True] * said
     _look_at(recipe, Source(batch_size=1, data=tmp_path / "rows.jsonl"))
     assert (f"warning: prompts are read without {BEGIN}, which" in capsys.readouterr().err) == said
 
