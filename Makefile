@@ -32,8 +32,9 @@ test: install  ## The loop, the learner and the engines, real ones, three files 
 test-slow: install  ## Longer runs, tools around training, and every example of the property tests.
 	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "(slow or hypothesis) and not repeated and not cluster"
 
-test-cluster: install  ## Several hosts, out of namespaces: a run over four of them, faults, Slurm (as root; tests/cluster/README.md).
-	@$(BIN)/python -m tests.cluster.rig && $(BIN)/python -m pytest -o faulthandler_timeout=0 --durations 10 -m cluster tests/cluster
+test-cluster: install  ## Several hosts, out of namespaces: a run over four of them, faults, Slurm (as root; tests/cluster/README.md; ONLY).
+	@$(BIN)/python -m tests.cluster.rig && \
+	    $(BIN)/python -m pytest -o faulthandler_timeout=0 --durations 10 -m cluster $(or $(ONLY),tests/cluster)
 
 test-repeated: install  # further combinations of what slow tests show
 	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m repeated
