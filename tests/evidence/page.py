@@ -30,7 +30,7 @@ mechanisms, not sizes of effects):
 {practice}
 
 **{undecided} of {verdicts} answers to the claims below are “undecided”:** runs of one recipe differ from each other far
-more than prompts do, and one or two seeds say little about that. Undecided means neither yes nor no; it changes no
+more than prompts do, and two or three seeds say little about that. Undecided means neither yes nor no; it changes no
 recipe, and no recipe is supported by it.
 
 ## What was measured, and what it could have shown
@@ -47,8 +47,8 @@ the first step of Holm's correction. *Seeds for*: how many each arm needs to see
 **How numbers are made.** pass@k is held-out: prompts that no run trains on, sampled at T = 1 from the engine that
 serves the policy, in its precision; another seed has other prompts. The run is the unit: values are means over runs of
 means over prompts, and intervals are 95 % t intervals, each for itself, with the run-to-run variance pooled within the
-cells of one experiment. It is not pooled over the page: staged runs scatter more than others, and a common variance
-would flatter them. “Best” is chosen by looking at all evaluations and flatters. A run that diverged scores 0 from then
+cells of one experiment. It is not pooled over the page: experiments scatter by very different amounts (the table above),
+and a common variance would flatter those that scatter most. “Best” is chosen by looking at all evaluations and flatters. A run that diverged scores 0 from then
 on. Time to a level counts only at published, evaluated versions: no line is drawn between evaluations.
 
 **How claims are judged.** Every verdict rejects a one-sided hypothesis; each claim has two of them, one against

@@ -5,22 +5,48 @@ Everything follows from robust.yaml and the results; no sentence holds a number 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from pipeline.data.files import write_atomically
 from tests.evidence.ages import told
 from tests.evidence.matrix import Experiment, Matrix
 from tests.evidence.plots import draw, draw_shares
 from tests.evidence.results import Arm, Result
-from tests.evidence.robust_table import BAR, Results, RobustTable, Score, base_of
+from tests.evidence.robust_contrasts import asked_beforehand
+from tests.evidence.robust_mechanisms import mechanisms
+from tests.evidence.robust_repeat import REPEATS, Repeats
+from tests.evidence.robust_table import (
+    BAR,
+    CONTROL,
+    FRESH,
+    Results,
+    RobustTable,
+    Score,
+    base_of,
+    markdown_row,
+    stand_in,
+)
 from tests.evidence.statistics import ALPHA, Spread, visible_difference
 
-LATE = 0.25
-"""The last share of the steps, where a table says what became of a metric."""
+EARLY = 60
+"""The version that every run has an evaluation of: the end of the fresh ones, the middle of the others."""
+ARMS = """\
+Every arm has its own objective, or its own size of step; all else is one recipe. The learning rate is constant at
+{rate} (AdamW), and was tuned for no arm. *Ratio* is the learner's probability of a token over the engine's.
+
+| arm | what a token's gradient is weighed by |
+|---|---|
+| CISPO, cap 5 | the ratio, 5 at most |
+| GRPO, clip c | the ratio; none where it has left 1 ± c in the direction of the advantage |
+| P3O's cap alone | the ratio, at most the effective sample size (ESS) of the step, which is at most 1 |
+| P3O, official KL | the same; beside it (1 − ESS) times a KL divergence to the engine, as in the authors' code |
+| P3O, importance KL | the same with an estimate of the KL divergence that is unbiased for the engine's samples |
+| decoupled PPO | the ratio of the learner that sampled to its engine, 5 at most; a clip of 0.2 around that learner |
+| split | as CISPO; beside it a KL divergence to the learner that sampled, not to the engine |
+| …, by age | the same, and each step's learning rate is divided by √(1 + age of its samples) |
+| …, lr / √(1 + lag) | the same, at a smaller constant rate |
+| …, by ESS | the same, and the learning rate shrinks with the ESS of what the learner has changed since |"""
 
 
 def write_page(matrix: Matrix, results: Results, path: Path) -> None:
@@ -38,35 +64,32 @@ def write_page(matrix: Matrix, results: Results, path: Path) -> None:
 
 def page(matrix: Matrix, results: Results, table: RobustTable) -> str:
     """docs/robust.md: the answer, then the table of cells and arms, then what it could have shown."""
-    header = ["arm", *table.cells.values(), "worst", "worst ÷ best of the cell"]
-    lines = ["# One objective that never collapses?", "", *_answer(table), ""]
-    lines += ["## Every arm in every cell", "", _row(header), "|---" * len(header) + "|"]
-    for arm, row in table.scores.items():
-        numbers = [str(row[cell]) if cell in row else "–" for cell in table.cells]
-        worst = min(one.mean for one in row.values())
-        count = "" if arm in table.whole else f" ({len(row)} of {len(table.cells)} cells)"
-        lines.append(_row([table.titles[arm], *numbers, f"{worst:.2f}", f"{table.worst_share(arm):.2f}{count}"]))
-    lines += [
+    early = RobustTable.of(matrix, results, version=EARLY)
+    lines = [
+        "# One objective that never collapses?",
         "",
-        "Held-out pass@1 at T = 1 of the last version: the mean, and each seed in brackets; – was not run yet; = are "
-        "the runs of the arm that this one is where nothing is stale. The "
-        "best of a cell is the largest of many noisy numbers, so these shares err on the low side, most where seeds "
-        "are few.",
+        *_answer(matrix, table, early),
+        *_control(matrix, results),
+        "",
     ]
+    lines += ["## The arms", "", ARMS.format(rate=_rate(matrix)), ""]
+    lines += ["## Every arm in every cell", "", *_cells(matrix, table, early)]
     if table.scores:
         lines += ["", "![Each arm's share of the best arm of its cell](evidence/robust.png)"]
+    if asked := asked_beforehand(table):
+        lines += ["", "## What was asked before any run", "", *asked]
     for name, experiment in matrix.experiments.items():
         measured = results.get(name, [])
-        lines += ["", f"## {experiment.title}", "", experiment.text, "", _power(matrix, name, measured)]
+        lines += ["", f"## {experiment.title}", "", experiment.text, "", *_power(experiment, measured)]
         if ages := told([Arm.of(measured, c, a) for c in experiment.conditions for a in experiment.arms]):
             lines += ["", ages]
-        lines += _mechanisms(experiment, measured)
+        lines += mechanisms(matrix, name, measured)
         if _contrast(experiment, measured):
             lines += ["", f"![{experiment.title}](evidence/robust-{name}.png)"]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _answer(table: RobustTable) -> list[str]:
+def _answer(matrix: Matrix, table: RobustTable, early: RobustTable) -> list[str]:
     """The bar and who passes it; what is lacking where that cannot be said yet."""
     lines = [
         "Written by `python -m tests.evidence.robust` from `tests/evidence/robust.yaml`, which lists arms, seeds and "
@@ -76,84 +99,122 @@ def _answer(table: RobustTable) -> list[str]:
     ]
     if not table.scores:
         return [*lines, "**Nothing is measured yet.**"]
-    named = [
-        f"{table.titles[arm]} ({share:.2f}, in the mean {table.mean_share(arm):.2f}, {table.least_seeds(arm)} or more "
-        "seeds a cell)"
-        for arm, share in table.whole.items()
-    ]
-    passing = sum(share >= BAR for share in table.whole.values())
-    if not named:
+    passing = [arm for arm, share in table.whole.items() if share >= BAR]
+    if not table.whole:
         lines.append(f"**Not known yet:** no arm has been measured in all {len(table.cells)} cells.")
     elif passing:
-        lines.append(f"**Passes the bar:** {', '.join(named[:passing])}.")
+        lines += [f"**{len(passing)} of {len(table.whole)} arms pass the bar:**", ""]
     else:
-        lines.append(f"**No arm passes the bar.** The nearest is {named[0]}.")
-    fewest = min(map(table.least_seeds, table.scores))
-    if fewest < 3:
-        some = f"{fewest} seed{'s' if fewest > 1 else ''}"
-        lines += ["", f"Some scores have {some}: a screen, which ranks what to run next and decides nothing."]
+        lines += ["**No arm passes the bar.** The nearest:", ""]
+    lines += _passing(table, passing or list(table.whole)[:1])
+    late = [arm for arm, share in early.whole.items() if share >= BAR and arm in table.whole and arm not in passing]
+    if late:
+        named = "; ".join(f"{table.titles[arm]} ({early.worst_share(arm):.2f})" for arm in late)
+        lines += [
+            "",
+            f"After {EARLY} updates, half of the stale runs, these were above the bar as well: {named}. They learned, "
+            "and fell later: of such a run the best checkpoint is worth more than the last.",
+        ]
+    runs = {len(row[cell].ends) for row in table.scores.values() for cell in row}
+    declared = max(len(one.seeds) for one in matrix.experiments.values())
+    if min(runs) < declared:
+        lines += [
+            "",
+            f"Some scores have {min(runs)} of {declared} seeds. Arms that passed got their third seed first, and a "
+            "seed has prompts of its own, so compare them within seeds.",
+        ]
     return lines
 
 
-def _power(matrix: Matrix, name: str, results: Sequence[Result]) -> str:
+def _control(matrix: Matrix, results: Results) -> list[str]:
+    """Where nothing differs: whether an arm that fails elsewhere would have failed anyway."""
+    experiment, measured = matrix.experiments[CONTROL], results.get(CONTROL, [])
+    arms = [(one.title, Arm.of(measured, c, a)) for c in experiment.conditions for a, one in experiment.arms.items()]
+    ends = [f"{title} {Score.of(arm)}" for title, arm in arms if arm.results]
+    return ["", f"Where nothing differs, for comparison: {'; '.join(ends)}."] if ends else []
+
+
+def _passing(table: RobustTable, arms: Sequence[str]) -> list[str]:
+    """A table of these arms: what they reach, and how often they would again."""
+    if not arms:
+        return []
+    repeats = Repeats.of(table)
+    header = ["arm", "worst share", "in", "mean share", "seeds a cell", "cells of its own"]
+    header += ["passes again", "first again"] if repeats else []
+    lines = [markdown_row(header), "|---" * len(header) + "|"]
+    for arm in arms:
+        own, share = len(table.own_cells(arm)), f"{table.worst_share(arm):.2f}"
+        row = [table.titles[arm], share, table.cells[table.worst_cell(arm)], f"{table.mean_share(arm):.2f}"]
+        row += [f"{table.least_seeds(arm)} or more", f"{own} of {len(table.cells)}"]
+        row += [f"{repeats.passes[arm]:.0%}", f"{repeats.first[arm]:.0%}"] if repeats else []
+        lines.append(markdown_row(row))
+    lines += [
+        "",
+        "*Cells of its own*: where nothing is stale, split and decoupled PPO are CISPO and the factor by age is 1, so "
+        "that one arm's runs stand for several.",
+    ]
+    if repeats:
+        lines[-1] += (
+            f" *Passes again*, *first again*: shares of {REPEATS:,} repetitions, in which the mean of every cell is "
+            "drawn around what was measured with that cell's own scatter. The best of a cell is the largest of many "
+            "noisy numbers and counts high twice here, so an arm that is as good as it looks passes more often."
+        )
+        if repeats.first[max(repeats.first, key=lambda arm: repeats.first[arm])] < 1.0 - ALPHA:
+            lines[-1] += " Which of them is first is not decided."
+    return lines
+
+
+def _cells(matrix: Matrix, table: RobustTable, early: RobustTable) -> list[str]:
+    """The table of all scores."""
+    header = ["arm", *table.cells.values(), "worst", "worst share", f"worst share at {EARLY}"]
+    lines = [markdown_row(header), "|---" * len(header) + "|"]
+    for arm, row in table.scores.items():
+        numbers = [str(row[cell]) if cell in row else _missing(matrix, arm, cell[0]) for cell in table.cells]
+        worst = min(one.mean for one in row.values())
+        count = "" if arm in table.whole else f" ({len(row)} of {len(table.cells)} cells)"
+        before = f"{early.worst_share(arm):.2f}{count}" if arm in early.scores else "–"
+        numbers += [f"{worst:.2f}", f"{table.worst_share(arm):.2f}{count}", before]
+        lines.append(markdown_row([table.titles[arm], *numbers]))
+    spreads = [table.spread(cell) for cell in table.cells]
+    known = [f"{float(spread.sd):.3f}" if spread.df > 0 else "–" for spread in spreads]
+    lines.append(markdown_row(["*run-to-run standard deviation*", *known, "", "", ""]))
+    return [
+        *lines,
+        "",
+        "Held-out pass@1 of the last version: the mean, and each seed in brackets. The engine that serves the version "
+        "answers, in its own format and at T = 1, also where training samples at another temperature. = are the runs "
+        "of the arm that this one is where nothing is stale; … is not run yet, – is not declared. A share is that of "
+        "the best arm of the cell, the largest of many noisy numbers, so shares err on the low side, but for that of "
+        "the arm that is chosen as the best of all.",
+    ]
+
+
+def _missing(matrix: Matrix, arm: str, experiment: str) -> str:
+    """Whether a score is still to come."""
+    run = stand_in(arm) if experiment == FRESH else arm
+    return "…" if run in matrix.experiments[experiment].arms else "–"
+
+
+def _rate(matrix: Matrix) -> str:
+    (rate,) = {one.set["learner.optimizer"]["lr"] for one in matrix.models.values()}
+    return f"{rate:g}"
+
+
+def _power(experiment: Experiment, results: Sequence[Result]) -> list[str]:
     """What difference of two arms the seeds of an experiment could show."""
-    experiment = matrix.experiments[name]
     ends = [Arm.of(results, c, a) for c in experiment.conditions for a in experiment.arms]
     spread = Spread.of(one.run_curve().end for one in ends if one.results)
     if spread.df < 1 or not spread.sd > 0.0:
-        return "What the seeds could show is not known: no arm has two of them."
+        return ["What the seeds could show is not known: no arm has two of them."]
     runs = min(len(one.results) for one in ends if one.results)
     seeds = f"{runs} seeds" if runs > 1 else "one seed"
     visible = visible_difference(float(spread.sd), runs, spread.df, ALPHA)
-    return (
-        f"Run-to-run standard deviation {float(spread.sd):.3f} ({spread.df} degrees of freedom). With {seeds} a "
-        f"true difference of {visible:.2f} between two arms would be seen four times in five, one comparison at a time."
-    )
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A figure of a run, out of one metric of its steps."""
-
-    title: str
-    metric: str
-    of: Callable[[Sequence[float]], float]
-
-
-def _late(values: Sequence[float]) -> float:
-    return float(np.mean(values[-max(1, round(LATE * len(values))) :]))
-
-
-TRACES = (
-    Trace("age", "lag_mean", lambda values: float(np.mean(values))),
-    Trace("factor on lr", "lr_factor", lambda values: float(np.mean(values))),
-    Trace("lowest ESS", "ess", min),
-    Trace("ESS, late", "ess", _late),
-    Trace("entropy, late", "entropy", _late),
-    Trace("gradient norm, late", "grad_norm", _late),
-    Trace("largest gradient norm", "grad_norm", max),
-    Trace("solved in training, best", "solve_rate", max),
-    Trace("solved in training, late", "solve_rate", _late),
-)
-
-
-def _mechanisms(experiment: Experiment, results: Sequence[Result]) -> list[str]:
-    """A table a condition, best arm first: what ESS, entropy, gradient and step size did."""
-    traces = [trace for trace in TRACES if trace.metric in experiment.series]
-    header = ["arm", "pass@1 at the end", *(trace.title for trace in traces)]
-    lines: list[str] = []
-    for condition, variant in experiment.conditions.items():
-        arms = {arm: Arm.of(results, condition, arm) for arm in experiment.arms}
-        ends = {arm: Score.of(one).mean for arm, one in arms.items() if one.results}
-        if not ends:
-            continue
-        lines += ["", f"### {variant.title}", "", _row(header), "|---" * len(header) + "|"]
-        for arm in sorted(ends, key=lambda arm: -ends[arm]):
-            runs = {trace: [v for v in arms[arm].metric(trace.metric) if v] for trace in traces}
-            numbers = [f"{np.mean([t.of(run) for run in runs[t]]):.3g}" if runs[t] else "–" for t in traces]
-            lines.append(_row([experiment.arms[arm].title, f"{ends[arm]:.2f}", *numbers]))
-    late = f"*Late*: the mean over the last {LATE:.0%} of the steps. Means over seeds."
-    return [*lines, "", late] if lines else []
+    return [
+        f"Run-to-run standard deviation {float(spread.sd):.3f} ({spread.df} degrees of freedom), pooled over cells "
+        "that do not all scatter alike: the last line of the table above has each. With "
+        f"{seeds} a true difference of {visible:.2f} between two arms would be seen four times in five by a one-sided "
+        "test, one comparison at a time."
+    ]
 
 
 def _contrast(experiment: Experiment, results: Sequence[Result]) -> Experiment | None:
@@ -172,7 +233,3 @@ def _contrast(experiment: Experiment, results: Sequence[Result]) -> Experiment |
 
 def _has(results: Sequence[Result], condition: str) -> bool:
     return any(one.condition == condition for one in results)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

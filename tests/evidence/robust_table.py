@@ -15,12 +15,15 @@ import numpy as np
 
 from tests.evidence.matrix import Matrix
 from tests.evidence.results import Arm, Result, load
+from tests.evidence.statistics import Spread
 
 MATRIX = Path(__file__).with_name("robust.yaml")
 BAR = 0.8
 """An arm passes that ends at this share of the best arm, or more, in every cell."""
 FRESH = "fresh"
 """The experiment without lag."""
+CONTROL = "control"
+"""The one where nothing differs; its cells are none of the table's."""
 
 Results = Mapping[str, Sequence[Result]]
 """By experiment."""
@@ -55,13 +58,15 @@ class Score:
     """One arm in one cell."""
 
     ends: list[float]
-    """pass@1 of the last version, seed by seed; 0 for a run that diverged."""
+    """pass@1 of a version, seed by seed; 0 for a run that diverged before."""
     stands_in: bool = False
     """Whether the runs are those of another arm, which this one is without lag."""
 
     @classmethod
-    def of(cls, measured: Arm, *, stands_in: bool = False) -> Self:
-        return cls(measured.curve()[:, -1].mean(axis=1).tolist(), stands_in)
+    def of(cls, measured: Arm, *, stands_in: bool = False, version: int | None = None) -> Self:
+        """At the end, or at an evaluated version."""
+        place = -1 if version is None else measured.versions.index(version)
+        return cls(measured.curve()[:, place].mean(axis=1).tolist(), stands_in)
 
     @property
     def mean(self) -> float:
@@ -84,16 +89,19 @@ class RobustTable:
     """Arm → cell → its score, where it has one."""
 
     @classmethod
-    def of(cls, matrix: Matrix, results: Results) -> Self:
-        arms = {arm: one.title for e in reversed(matrix.experiments.values()) for arm, one in e.arms.items()}
-        order = list(dict.fromkeys(arm for e in matrix.experiments.values() for arm in e.arms))
-        cells = {(name, key): one.title for name, e in matrix.experiments.items() for key, one in e.conditions.items()}
+    def of(cls, matrix: Matrix, results: Results, *, version: int | None = None) -> Self:
+        """At the end, or at a version that is evaluated in every cell."""
+        judged = {name: one for name, one in matrix.experiments.items() if name != CONTROL}
+        arms = {arm: one.title for e in reversed(judged.values()) for arm, one in e.arms.items()}
+        order = list(dict.fromkeys(arm for e in judged.values() for arm in e.arms))
+        cells = {(name, key): one.title for name, e in judged.items() for key, one in e.conditions.items()}
         scores: dict[str, dict[Place, Score]] = {arm: {} for arm in order}
         for (name, condition), arm in ((cell, arm) for cell in cells for arm in order):
             run = arm if arm in matrix.experiments[name].arms else stand_in(arm)
             measured = Arm.of(results.get(name, []), condition, run)
-            if measured.results and (run == arm or name == FRESH):
-                scores[arm][name, condition] = Score.of(measured, stands_in=run != arm)
+            known = measured.results and (version is None or version in measured.versions)
+            if known and (run == arm or name == FRESH):
+                scores[arm][name, condition] = Score.of(measured, stands_in=run != arm, version=version)
         measured_arms = {arm: row for arm, row in scores.items() if row}
         return cls(titles={arm: arms[arm] for arm in measured_arms}, cells=cells, scores=measured_arms)
 
@@ -130,6 +138,16 @@ class RobustTable:
         """Where it was run itself."""
         return [cell for cell, score in self.scores[arm].items() if not score.stands_in]
 
+    def spread(self, cell: Place) -> Spread:
+        """Run-to-run, pooled over the arms that were run in the cell."""
+        scores = [row[cell] for row in self.scores.values() if cell in row]
+        return Spread.of(np.array(score.ends) for score in scores if not score.stands_in)
+
     def least_seeds(self, arm: str) -> int:
         """Of any of its scores."""
         return min(len(one.ends) for one in self.scores[arm].values())
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """One line of a table."""
+    return "| " + " | ".join(cells) + " |"

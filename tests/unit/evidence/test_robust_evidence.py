@@ -11,7 +11,9 @@ from pipeline.errors import RecipeError
 from tests.evidence import robust_page
 from tests.evidence.matrix import Cell, Matrix, cells_of, read_matrix
 from tests.evidence.results import SETTLED, Result, keep, load, save, unmeasured
-from tests.evidence.robust_table import MATRIX, Results, RobustTable, stand_in
+from tests.evidence.robust_contrasts import asked_beforehand
+from tests.evidence.robust_repeat import Repeats
+from tests.evidence.robust_table import FRESH, MATRIX, Place, Results, RobustTable, Score, stand_in
 from tests.support.evidence import a_result
 
 
@@ -89,16 +91,90 @@ def test_the_page_names_who_passes_the_bar_and_who_is_nearest(matrix: Matrix) ->
         }
         return page(matrix, results)
 
-    first = "**Passes the bar:** CISPO, cap 5, by age (1.00, in the mean 1.00, 3 or more seeds a cell)"
-    assert f"{first}." in written(worst=4)
-    assert f"{first}, CISPO, cap 5 (0.90, in the mean 0.99, 3 or more seeds a cell)." in written(worst=9)
-    row = next(line for line in written(worst=4).splitlines() if line.startswith("| CISPO, cap 5 |"))
+    by_age = "| CISPO, cap 5, by age | 1.00 | lag 8 | 1.00 | 3 or more | 4 of 9 | 100% | 100% |"
+    assert f"**1 of 2 arms pass the bar:**\n\n{HEADER}\n{by_age}\n\n" in written(worst=4)
+    both = f"{by_age}\n| CISPO, cap 5 | 0.90 | lag 8 and block FP8 rollouts | 0.99 | 3 or more | 9 of 9 | 100% | 0% |\n"
+    assert f"**2 of 2 arms pass the bar:**\n\n{HEADER}\n{both}" in written(worst=9)
+    assert "not decided" not in written(worst=9)
+    row = next(line for line in written(worst=4).splitlines() if line.startswith("| CISPO, cap 5 | 1.00"))
     assert "0.40 (.40 .40 .40)" in row
-    assert row.endswith("| 0.40 | 0.40 |")
+    assert row.endswith("| 0.40 | 0.40 | – |"), "nothing was evaluated at 60"
     assert "Nothing is measured yet" in page(matrix, {})
     screen = page(matrix, {"fresh": [result("t12", "cispo", 1, 6)]})
     assert "no arm has been measured in all 9 cells" in screen
-    assert "1 seed: a screen" in screen
+    assert "Some scores have 1 of 3 seeds" in screen
+    row = next(line for line in screen.splitlines() if line.startswith("| CISPO, cap 5, by ESS | …"))
+    assert "| … | … | … | = .60 | … | … | … | … | – |" in row, "what is declared nowhere, and what is to come"
+
+
+HEADER = (
+    "| arm | worst share | in | mean share | seeds a cell | cells of its own | passes again | first again |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def test_who_held_half_way_is_named(matrix: Matrix) -> None:
+    """CISPO is level with the other at version 60, and far below at 120."""
+    results = {
+        name: [
+            a_result(arm, seed, scores, condition=condition)
+            for condition in e.conditions
+            for seed in (1, 2)
+            for arm, end in (("cispo", 2), ("cispo_age", 8))
+            for scores in [[[1]] * 6 + [[8]] + [[end if name != "fresh" else 8]] * (6 * (name != "fresh"))]
+            if arm in e.arms
+        ]
+        for name, e in matrix.experiments.items()
+    }
+    written = page(matrix, results)
+    assert "After 60 updates, half of the stale runs, these were above the bar as well: CISPO, cap 5 (1.00)." in written
+    row = next(line for line in written.splitlines() if line.startswith("| CISPO, cap 5 | 0.20"))
+    assert row.endswith("| 0.20 | 0.25 | 1.00 |")
+    assert "Where nothing differs, for comparison: CISPO, cap 5 0.20 (.20 .20)." in written
+
+
+def test_repetitions_know_the_scatter_and_what_is_one_arm(matrix: Matrix) -> None:
+    """In each of 9 cells the second arm has .85 of the first, with a standard error of .02 on both."""
+
+    def row(arm: str, mean: float) -> dict[Place, Score]:
+        own = {cell: Score([mean - 0.02, mean + 0.02]) for cell in RobustTable.of(matrix, {}).cells if cell[0] != FRESH}
+        return own | {cell: Score(one.ends, stands_in=arm == "cispo_age") for cell, one in fresh(mean, arm).items()}
+
+    def fresh(mean: float, arm: str) -> dict[Place, Score]:
+        taken = 0.8 if arm == "cispo_age" else mean
+        return {
+            cell: Score([taken - 0.02, taken + 0.02]) for cell in RobustTable.of(matrix, {}).cells if cell[0] == FRESH
+        }
+
+    empty = RobustTable.of(matrix, {})
+    titles = dict(cispo="CISPO", cispo_age="by age")
+    table = RobustTable(titles, empty.cells, dict(cispo=row("cispo", 0.8), cispo_age=row("cispo_age", 0.68)))
+    repeats = Repeats.of(table)
+    assert repeats is not None
+    assert repeats.passes["cispo"] == 1.0
+    # Four cells of its own: a share of .85 ± sqrt(.02² + (.85 x .02)²) / .8 is .8 or more with .936; .936^4 = .767.
+    assert repeats.passes["cispo_age"] == pytest.approx(0.767, abs=0.02)
+    assert repeats.first["cispo"] > 0.95
+    one_seed = {
+        arm: {cell: Score(one.ends[:1], one.stands_in) for cell, one in r.items()} for arm, r in table.scores.items()
+    }
+    assert Repeats.of(RobustTable(titles, empty.cells, one_seed)) is None
+
+
+def test_what_was_asked_beforehand_is_answered(matrix: Matrix) -> None:
+    ends = dict(p3o_cap_const=3, cispo_const=8, cispo_age=7)
+    results = [
+        result(c, arm, seed, end + seed % 2) for c in ("fp32", "fp8") for arm, end in ends.items() for seed in (1, 2, 3)
+    ]
+    cap, age = asked_beforehand(RobustTable.of(matrix, {"lag8": results}))
+    assert "**P3O's cap at the ESS fails where a cap of 5 holds**" in cap
+    assert "lag 8 .37 against .87 (p < .001); lag 8 and block FP8 rollouts .37 against .87 (p < .001)" in cap
+    assert "by age less the constant is -.100 ± 0.033 (standard error) over 2 pairs" in age
+    assert "takes its place matters" in age
+    level = [result("fp32", arm, seed, 5 + seed) for arm in ends for seed in (1, 2, 3)]
+    cap, age = asked_beforehand(RobustTable.of(matrix, {"lag8": level}))
+    assert "is not shown to fail everywhere" in cap
+    assert "is not seen to matter" in age
 
 
 def test_the_page_says_what_the_runs_did_and_draws_the_extremes(matrix: Matrix, tmp_path: Path) -> None:
