@@ -201,10 +201,12 @@ def show(share: float) -> str:
     return f"{share:.3f}"
 
 
-def with_interval(estimate: Estimate, *, sign: bool = False) -> str:
-    """`0.123 (0.100 to 0.150)`, the interval of this comparison alone; without it where no spread was measured."""
+def with_interval(estimate: Estimate, *, sign: bool = False, share: bool = False) -> str:
+    """`0.123 (0.100 to 0.150)`, the interval of this comparison alone; without it where no spread was measured. That of
+    a share, which lies between 0 and 1, is cut there."""
     form = "{:+.3f}" if sign else "{:.3f}"
-    value, low, high = (form.format(float(number) + 0.0) for number in (estimate.value, *estimate.interval()))
+    interval = np.clip(estimate.interval(), *((0.0, 1.0) if share else (-math.inf, math.inf)))
+    value, low, high = (form.format(float(number) + 0.0) for number in (estimate.value, *interval))
     return value if math.isinf(estimate.interval()[1]) else f"{value} ({low} to {high})"
 
 

@@ -47,9 +47,10 @@ the first step of Holm's correction. *Seeds for*: how many each arm needs to see
 **How numbers are made.** pass@k is held-out: prompts that no run trains on, sampled at T = 1 from the engine that
 serves the policy, in its precision; another seed has other prompts. The run is the unit: values are means over runs of
 means over prompts, and intervals are 95 % t intervals, each for itself, with the run-to-run variance pooled within the
-cells of one experiment. It is not pooled over the page: experiments scatter by very different amounts (the table above),
-and a common variance would flatter those that scatter most. “Best” is chosen by looking at all evaluations and flatters. A run that diverged scores 0 from then
-on. Time to a level counts only at published, evaluated versions: no line is drawn between evaluations.
+cells of one experiment. It is not pooled over the page: experiments scatter unalike, as the table above says, and a
+common variance would flatter those that scatter most. “Best” is chosen by looking at all evaluations and flatters. A
+run that diverged scores 0 from then on. Time to a level counts only at published, evaluated versions: no line is drawn
+between evaluations.
 
 **How claims are judged.** Every verdict rejects a one-sided hypothesis; each claim has two of them, one against
 “shown” and one against “refuted”. Holm's correction (1979) over all {hypotheses} on this page keeps the chance of any
@@ -231,7 +232,7 @@ def _scores(curve: Curve, spread: Spread) -> list[str]:
     return [
         show(means[0]),
         f"{show(means[top])} ({curve.versions[top]})",
-        with_interval(spread.mean(curve.end)),
+        with_interval(spread.mean(curve.end), share=True),
     ]
 
 
