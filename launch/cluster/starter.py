@@ -14,7 +14,8 @@ from launch.cluster.roles.addresses import loopback_environment
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import LOG_VARIABLE
 from launch.run.processes import ProcessTree, child_environment
-from pipeline.config.recipe import Recipe, RolloutSection
+from pipeline.config.recipe import Recipe
+from pipeline.config.rollout_section import RolloutSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RetryableError
 from rollout_sglang.server.process import free_ports
