@@ -90,6 +90,16 @@ class RolloutSection(Section):
     extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are; none that another key says.")
 
     @property
+    def started_engines(self) -> int:
+        """Engines that are started with a run: none where `urls` names those that exist."""
+        return 0 if self.urls else self.engines
+
+    @property
+    def starts_router(self) -> bool:
+        """Whether a router is started with them."""
+        return self.started_engines > 1
+
+    @property
     def quantized_format(self) -> RolloutFormat | None:
         """The format of what engines quantize; None for fp32 and bf16."""
         return None if self.precision in ("fp32", "bf16") else RolloutFormat(self.precision)
