@@ -118,7 +118,7 @@ def run_ids(log: RunLog) -> list[str]:
     of its name: from the recipe that it began with, as it is stored, and its first event. The others are made from each
     recipe that it went by, newest first: earlier versions called it so."""
     began = log.events[0]["time"] if log.events else 0.0
-    recipes = all_recipes(log.run_dir, lambda _: None)
+    recipes = all_recipes(log.run_dir)
     texts = [recipe_file(log.run_dir).read_bytes(), *(one.recipe.to_yaml().encode() for one in reversed(recipes))]
     name = re.sub("[^A-Za-z0-9_-]", "-", log.recipe.run.name)[:40]
     digests = (hashlib.sha256(f"{began}\n".encode() + text).hexdigest() for text in texts)
