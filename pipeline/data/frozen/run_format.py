@@ -38,7 +38,7 @@ def check_format(run: Path) -> None:
         raise StoreError(
             f"{run} was made by {'an earlier' if found < RUN_FORMAT else 'a later'} version of Even Keel (run format "
             f"{found}, this version reads {RUN_FORMAT}); go on with that version, or start a new run under another "
-            "run.name. Its batches can still be read, by pipeline.data.store.BatchStore"
+            "run.name"
         )
 
 
