@@ -168,11 +168,8 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_of_the_task(cls, data: Any) -> Any:
-        """The task `data` was called jsonl while it read nothing else: recipes and runs of that time go on. A class of
-        the user's own needs no name."""
+        """A class of the user's own needs no name."""
         task = data.get("task") if isinstance(data, dict) else None
-        if isinstance(task, dict) and task.get("name") == "jsonl":
-            return {**data, "task": {**task, "name": "data"}}
         if isinstance(task, dict) and "class" in task and "name" not in task:
             return {**data, "task": {**task, "name": "own"}}
         return data
