@@ -76,7 +76,7 @@ def test_a_batch_goes_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(batch)).tokens.tolist() == batch.tokens.tolist()  # noqa: S301
 
 
-def test_an_old_file_has_no_sets_and_says_so(tmp_path: Path, make_batch: Callable[..., Batch]) -> None:
+def test_a_batch_without_sets_says_so(tmp_path: Path, make_batch: Callable[..., Batch]) -> None:
     store = BatchStore(tmp_path)
     store.commit(make_batch(0))
     found = store.read(0, None)
