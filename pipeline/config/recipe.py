@@ -78,6 +78,12 @@ class OptimizerSection(Section):
     weight_decay: float = Field(0.01, ge=0.0)
     clip_grad: float = Field(1.0, ge=0.0, description="Global norm; 0 turns clipping off.")
 
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.decay != "constant" and self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}, so that the rate would rise; lower it")
+        return self
+
 
 class LearnerSection(Section):
     """Parallel sizes multiply: processes = tensor × context × pipeline × data. Experts share these ranks."""
@@ -201,7 +207,7 @@ class Recipe(Section):
         check_distillation(self.distillation, self.advantage, refill=self.prompts.refill)
         if self.distillation is not None:
             check_whole_distributions(rollout.temperature, self.learner.temperature, rollout.top_p, rollout.top_k)
-        check_overlong(self.reward.overlong, self.rollout.max_new_tokens)
+        check_overlong(self.reward.overlong, self.advantage, self.rollout.max_new_tokens)
         check_emulation(self.learner.fp8_emulation, self.learner.precision, rollout.precision, rollout.quantized_format)
         if not self.rollout.asks_for_kept_sets:
             check_sampler(self.objective, self.correction, top_p=self.rollout.top_p, top_k=self.rollout.top_k)
