@@ -104,7 +104,7 @@ def refuse_another_recipe(run: Path, begun: Recipe, recipe: Recipe) -> None:
         )
 
 
-def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) -> Path:
+def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) -> None:
     """Store the recipe that the run goes by from now on. Raises RunConflictError when another start was first."""
     path = run / "recipes" / f"{len(_later(run)) + 1:06d}.yaml"
     make_folder(path.parent)
@@ -112,7 +112,6 @@ def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) 
         create_sealed(path, f"# from step {first_step}, batch {first_batch}\n{recipe.to_yaml()}")
     except FileExistsError:
         raise RunConflictError(f"another start of {run} has just written {path}; give the command again") from None
-    return path
 
 
 def adopt_recipes(run: Path, recipes: Sequence[RecipeInForce]) -> None:
