@@ -21,7 +21,7 @@ from pipeline.data.records import FINISH_REASONS, Batch, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.share import Share
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Files of another are refused. Raise it when arrays, attributes or their meaning change, and RUN_FORMAT
 (pipeline.data.frozen.run_format) with it: a run cannot go on behind batches that it cannot read."""
 _NAMES_BYTES = 64 << 10

@@ -45,7 +45,6 @@ class LogprobContract:
     temperature: float
     top_p: float
     top_k: int
-    scaled: bool
     tokenizer_sha256: str
     kept_set: bool = False
 

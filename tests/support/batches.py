@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.share import Share
 
-CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="ab" * 32)
 
 
 def read_by(batch: Batch, share: Share) -> Batch:

@@ -25,7 +25,6 @@ class _Contract(_Strict):
     temperature: float
     top_p: float
     top_k: int
-    scaled: bool
     tokenizer_sha256: _Text
     kept_set: bool
 

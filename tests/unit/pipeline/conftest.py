@@ -13,7 +13,7 @@ import pytest
 from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 
-CONTRACT = LogprobContract(temperature=0.7, top_p=0.95, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
+CONTRACT = LogprobContract(temperature=0.7, top_p=0.95, top_k=-1, tokenizer_sha256="ab" * 32)
 
 
 def make(

@@ -40,7 +40,7 @@ def test_ragged_operations_are_those_of_lists(
     assert kept.hold(tokens).tolist() == [token in one for token, one in zip(tokens.tolist(), sets, strict=True)]
 
 
-CONTRACT = LogprobContract(temperature=0.7, top_p=0.8, top_k=-1, scaled=True, tokenizer_sha256="", kept_set=True)
+CONTRACT = LogprobContract(temperature=0.7, top_p=0.8, top_k=-1, tokenizer_sha256="", kept_set=True)
 
 
 def batch_with_kept_sets() -> Batch:

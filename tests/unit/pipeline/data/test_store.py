@@ -436,8 +436,8 @@ def test_another_contract_is_refused_by_its_differing_fields(
 ) -> None:
     store = BatchStore(tmp_path)
     store.commit(make_batch(0))
-    with pytest.raises(ContractMismatchError, match=r"temperature 0\.7 \(expected 1\.0\), scaled True \(expected"):
-        store.read(0, replace(contract, temperature=1.0, scaled=False))
+    with pytest.raises(ContractMismatchError, match=r"temperature 0\.7 \(expected 1\.0\), top_k -1 \(expected"):
+        store.read(0, replace(contract, temperature=1.0, top_k=8))
     assert store.read(0, contract).index == 0
 
 
@@ -505,7 +505,7 @@ from pipeline.data.store import BatchStore
 store, moment = BatchStore(Path(sys.argv[1])), sys.argv[2]
 
 def batch(index):
-    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
     return Batch.from_groups(index, [], contract=contract, dropped=[], next_group=0, recipe_sha256="")
 
 def die(*args, **kwargs):
