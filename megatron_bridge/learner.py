@@ -43,7 +43,6 @@ from megatron_bridge.weight_sync.export import export_policy
 from megatron_bridge.weights import convert
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch
-from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import unfenced
 from pipeline.data.share import Share
 from pipeline.errors import NonFiniteError
@@ -177,15 +176,11 @@ class MegatronLearner:
         return logprobs
 
     def score_tokens(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        temperature: float | None = None,
-        experts: RoutedExperts | None = None,
+        self, rows: Sequence[Sequence[int]], *, temperature: float | None = None
     ) -> list[NDArray[np.float32]]:
         """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before; at the
-        sampling's or at `temperature`, with the learner's own or with `experts` [tokens of all rows]."""
-        whole = TokenRows.whole(rows, experts)
+        sampling's or at `temperature`, with the learner's own experts."""
+        whole = TokenRows.whole(rows)
         with self._tempered(temperature):
             flat = self.score_rows(whole).logprobs.cpu().numpy()
         return np.split(flat, whole.offsets[1:-1]) if rows else []

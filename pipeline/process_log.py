@@ -9,13 +9,12 @@ from pathlib import Path
 
 from pipeline.child_process import log_text
 
-_AT = r"^(?:\[[^\]]*\]\s*)*"
+_AT = r"^(?:\[[^\]]*\]:?\s*)*"
 """What logs put before a line: a rank, a time."""
 _ERROR = re.compile(
     _AT + r"(?:error: |ERROR: |[\w ./-]+: error: |Fatal Python error: |[\w.]*(?:Error|Exception|Interrupt)(?:: |$))"
 )
 """A line on which Python, argparse, uvicorn or this program says what went wrong."""
-_RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _RANK_KILLED = re.compile(r"rank\s*:\s*(\d+).*?Signal (\d+) \(\w+\) received by PID \d+", re.DOTALL)
 _LACKS_PART = re.compile(r"AttributeError: module 'sglang[\w.]*' has no attribute")
@@ -35,9 +34,15 @@ def ending(status: int) -> str:
 def first_error(text: str) -> str | None:
     """The first line of a log that says what went wrong: those after it are often its consequences."""
     for line in text.splitlines():
-        if _ERROR.match(line) and "ChildFailedError" not in line and not _LACKS_PART.search(line):
+        if _is_error(line) and not _LACKS_PART.search(line):
             return _PLACE.sub("", line).strip()
     return None
+
+
+def _is_error(line: str) -> bool:
+    """Whether a line says what went wrong. torchrun ends a log with a long account of its own, in which its exception
+    comes last and says nothing."""
+    return _ERROR.match(line) is not None and "ChildFailedError" not in line
 
 
 def last_lines(text: str, lines: int) -> str:
@@ -47,13 +52,12 @@ def last_lines(text: str, lines: int) -> str:
 
 
 def last_error(text: str, lines: int = 8) -> str:
-    """The last exception of a log, or else its last lines. Where torchrun names a rank that was killed, that."""
+    """The last line of a log that says what went wrong, or else its last lines. Where torchrun names a rank that was
+    killed, that."""
     if (killed := _RANK_KILLED.search(text.partition(_ROOT_CAUSE)[2])) is not None:
         return f"rank {killed[1]} was {ending(-int(killed[2]))}"
-    # torchrun ends a log with a long account of its own, in which its exception comes last and says nothing.
-    raised = [line.strip() for line in text.splitlines() if _RAISED.match(line.strip())]
-    raised = [line for line in raised if "ChildFailedError" not in line]
-    return raised[-1] if raised else last_lines(text, lines)
+    said = [line.strip() for line in text.splitlines() if _is_error(line.strip())]
+    return said[-1] if said else last_lines(text, lines)
 
 
 def log_tail(log: Path, lines: int = 8) -> str:

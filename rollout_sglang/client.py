@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline import spans
-from pipeline.config.recipe import MOST_KEPT
+from pipeline.config.rollout_section import MOST_KEPT
 from pipeline.data.border.attributes import problem_of
 from pipeline.data.records import Completion
 from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersionError

@@ -150,7 +150,6 @@ def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        scaled=True,
         tokenizer_sha256=tokenizer.sha256,
         kept_set=rollout.asks_for_kept_sets,
     )

@@ -8,7 +8,8 @@ from launch.build.components import build_tokenizer
 from launch.build.engines import engine_dtype
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.weight_sync.disk import WeightCheckPlan
-from pipeline.config.recipe import Recipe, RolloutPrecision
+from pipeline.config.recipe import Recipe
+from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.ports.weight_check import NUM_ROWS, NUM_ROWS_ON_CPU, ROW_TOKENS, probe_rows
 from rollout_sglang.server.start import has_cuda
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums

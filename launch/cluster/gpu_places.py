@@ -45,7 +45,7 @@ class GpuNeeds:
         rollout, teacher = recipe.rollout, recipe.started_teacher
         return GpuNeeds(
             learner=recipe.learner.num_processes,
-            engines=0 if rollout.urls else rollout.engines,
+            engines=rollout.started_engines,
             engine=_of_server(rollout.tensor_parallel, rollout.extra_args, "rollout"),
             teacher=_of_server(teacher.tensor_parallel, teacher.extra_args, "distillation") if teacher else 0,
             shared=recipe.weights.channel == "ipc",

@@ -305,11 +305,6 @@ def observers_of(metrics: RunMetrics | None) -> tuple[Observer, ...]:
     return () if metrics is None else (metrics.observe,)
 
 
-def environment_of(port: int | None, host: str = LOOPBACK) -> dict[str, str]:
-    """What to add to the environment of a role's process that shows its metrics; nothing without a port."""
-    return {} if port is None else {PORT_VARIABLE: str(port), HOST_VARIABLE: host}
-
-
 def all_labels(name: str) -> tuple[str, ...]:
     """Every metric names its run."""
     return ("run", *BY_NAME[name].labels)

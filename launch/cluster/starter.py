@@ -14,7 +14,8 @@ from launch.cluster.roles.addresses import loopback_environment
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import LOG_VARIABLE
 from launch.run.processes import ProcessTree, child_environment
-from pipeline.config.recipe import Recipe, RolloutSection
+from pipeline.config.recipe import Recipe
+from pipeline.config.rollout_section import RolloutSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RetryableError
 from rollout_sglang.server.process import free_ports
@@ -73,11 +74,11 @@ class Starter(Protocol):
 
 
 def units_of(recipe: Recipe, learner_nodes: int = 1, engine_nodes: int = 1) -> list[Unit]:
-    """What a run consists of."""
-    engines = range(recipe.rollout.engines)
+    """What is started for a run."""
+    engines = range(recipe.rollout.started_engines)
     return [
         *(Unit("engine", index, node) for index in engines for node in range(engine_nodes)),
-        *([Unit("router")] if len(engines) > 1 else []),
+        *([Unit("router")] if recipe.rollout.starts_router else []),
         *(Unit("learner", node=node) for node in range(learner_nodes)),
         Unit("collector"),
     ]
@@ -115,9 +116,10 @@ def metrics_ports(recipe: Recipe, supervisor: int | None) -> dict[str, int]:
 
 
 def ports_of(rollout: RolloutSection) -> range:
-    """The ports that a recipe names, those of its engines and then the router's; none where any are taken."""
+    """The ports that a recipe names, those of the engines that are started and then the router's; none where any are
+    taken."""
     first = rollout.port
-    return range(0) if first is None else range(first, first + rollout.engines + (rollout.engines > 1))
+    return range(0) if first is None else range(first, first + rollout.started_engines + rollout.starts_router)
 
 
 class LocalStarter:

@@ -6,8 +6,7 @@ Nothing but the destination says what was exported: there is no file beside it t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -61,19 +60,9 @@ class Destination(ABC):
 class NamedDestination(Destination):
     """One that shows what a run is called, and its recipe."""
 
-    def __init__(self, folder: Path, name: str, run_ids: Sequence[str], config: Config) -> None:
-        """`run_ids`: what the run may be called here. It is called by the first that is there already, else by the
-        first."""
+    def __init__(self, folder: Path, name: str, run_id: str, config: Config) -> None:
         super().__init__(folder)
-        self._name, self._ids, self._config = name, run_ids, config
-
-    @cached_property
-    def _id(self) -> str:
-        return next((one for one in self._ids if self._has(one)), self._ids[0])
-
-    @abstractmethod
-    def _has(self, run_id: str) -> bool:
-        """Whether a run of that name is here. Asked when it is open."""
+        self._name, self._id, self._config = name, run_id, config
 
 
 Config = Mapping[str, Any]

@@ -20,7 +20,7 @@ from launch.export.destination import Destination
 from launch.export.points import STEP, VERSION, Key, Point, RunPoints
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.files import make_folder
-from pipeline.data.frozen.recipes import all_recipes, recipe_file
+from pipeline.data.frozen.recipes import recipe_file
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 
@@ -46,7 +46,7 @@ def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[st
     folder = out or run / "exports" / target
     directory = RunDirectory(run)
     with (
-        _alone(folder, f".{run_ids(log)[0]}.lock" if target in DATABASES else ".lock"),
+        _alone(folder, f".{run_id(log)}.lock" if target in DATABASES else ".lock"),
         _opened(target, folder, log) as destination,
     ):
         exporter = Exporter(RunPoints(run), destination)
@@ -103,26 +103,23 @@ def _opened(target: str, folder: Path, log: RunLog) -> Destination:
     if target == "mlflow":
         from launch.export.mlflow import MLflowDatabase
 
-        return MLflowDatabase(folder, name, run_ids(log), config)
+        return MLflowDatabase(folder, name, run_id(log), config)
     if target == "trackio":
         from launch.export.trackio import TrackioDatabase
 
-        return TrackioDatabase(folder, name, run_ids(log), config)
+        return TrackioDatabase(folder, name, run_id(log), config)
     from launch.export.wandb import WandbFolder
 
-    return WandbFolder(folder, name, run_ids(log), config)
+    return WandbFolder(folder, name, run_id(log), config)
 
 
-def run_ids(log: RunLog) -> list[str]:
-    """What a run is called where several may be. The first is the same for all its exports, and another for another run
-    of its name: from the recipe that it began with, as it is stored, and its first event. The others are made from each
-    recipe that it went by, newest first: earlier versions called it so."""
+def run_id(log: RunLog) -> str:
+    """What a run is called where several may be: the same for all its exports, and another for another run of its name.
+    It is made from the recipe that the run began with, as it is stored, and its first event."""
     began = log.events[0]["time"] if log.events else 0.0
-    recipes = all_recipes(log.run_dir, lambda _: None)
-    texts = [recipe_file(log.run_dir).read_bytes(), *(one.recipe.to_yaml().encode() for one in reversed(recipes))]
     name = re.sub("[^A-Za-z0-9_-]", "-", log.recipe.run.name)[:40]
-    digests = (hashlib.sha256(f"{began}\n".encode() + text).hexdigest() for text in texts)
-    return [f"{name}-{digest[:8]}" for digest in digests]
+    digest = hashlib.sha256(f"{began}\n".encode() + recipe_file(log.run_dir).read_bytes()).hexdigest()
+    return f"{name}-{digest[:8]}"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell its makers what is called
@@ -32,12 +32,12 @@ _LONGEST_VALUE = 6000
 
 
 class MLflowDatabase(NamedDestination):
-    def __init__(self, folder: Path, name: str, run_ids: Sequence[str], config: Config) -> None:
-        super().__init__(folder, name, run_ids, config)
+    def __init__(self, folder: Path, name: str, run_id: str, config: Config) -> None:
+        super().__init__(folder, name, run_id, config)
         self._run: Run | None = None
 
     def held(self) -> Mapping[Key, float]:
-        self._run = self._found(self._id)
+        self._run = self._found()
         if self._run is None:
             return {}
         return {
@@ -85,11 +85,8 @@ class MLflowDatabase(NamedDestination):
     def _file(self) -> Path:
         return self._folder.resolve() / "mlflow.db"
 
-    def _has(self, run_id: str) -> bool:
-        return self._found(run_id) is not None
-
-    def _found(self, run_id: str) -> Run | None:
-        runs = self._client.search_runs([self._experiment], f"tags.`{_OF_RUN}` = '{run_id}'", max_results=1)
+    def _found(self) -> Run | None:
+        runs = self._client.search_runs([self._experiment], f"tags.`{_OF_RUN}` = '{self._id}'", max_results=1)
         return runs[0] if runs else None
 
     def _begun(self, first: Point) -> Run:

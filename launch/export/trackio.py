@@ -8,7 +8,7 @@ A point is one row, and a row is one transaction: it is there whole or not at al
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +23,8 @@ PROJECT = "evenkeel"
 
 
 class TrackioDatabase(NamedDestination):
-    def __init__(self, folder: Path, name: str, run_ids: Sequence[str], config: Config) -> None:
-        super().__init__(folder, name, run_ids, config)
+    def __init__(self, folder: Path, name: str, run_id: str, config: Config) -> None:
+        super().__init__(folder, name, run_id, config)
         self._storage = _storage_in(folder)
         self._untold: Config | None = config
         """The recipe, until a point has taken it along."""
@@ -56,9 +56,6 @@ class TrackioDatabase(NamedDestination):
 
     def flush(self) -> None:
         """Each row is committed as it is written."""
-
-    def _has(self, run_id: str) -> bool:
-        return bool(self._storage.get_logs(PROJECT, self._name, run_id=run_id))
 
     def said(self) -> str:
         return f"look at it with: TRACKIO_DIR={self._folder} trackio show --project {PROJECT}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report its errors to its makers
@@ -25,8 +25,8 @@ PROJECT = "evenkeel"
 
 
 class WandbFolder(NamedDestination):
-    def __init__(self, folder: Path, name: str, run_ids: Sequence[str], config: Config) -> None:
-        super().__init__(folder, name, run_ids, config)
+    def __init__(self, folder: Path, name: str, run_id: str, config: Config) -> None:
+        super().__init__(folder, name, run_id, config)
         self._run: wandb.Run | None = None
         self._defined: set[str] = set()
         """Names of which the run in progress knows the x axis."""
@@ -37,7 +37,7 @@ class WandbFolder(NamedDestination):
 
     def clear(self) -> None:
         self.close()
-        for path in self._folders(self._id):
+        for path in self._folders():
             shutil.rmtree(path)
 
     def write(self, point: Point) -> None:
@@ -51,7 +51,7 @@ class WandbFolder(NamedDestination):
         """W&B's process alone decides: it keeps back up to 32 KB until the exporter ends."""
 
     def said(self) -> str:
-        [path] = self._folders(self._id) or [self._folder]
+        [path] = self._folders() or [self._folder]
         return f"upload it with: wandb sync {path}"
 
     def close(self) -> None:
@@ -60,11 +60,8 @@ class WandbFolder(NamedDestination):
             self._run = None
             wandb.teardown()  # its process is awaited: the last rows may not be in the file before it has ended
 
-    def _has(self, run_id: str) -> bool:
-        return bool(self._folders(run_id))
-
-    def _folders(self, run_id: str) -> list[Path]:
-        return sorted((self._folder / "wandb").glob(f"offline-run-*-{run_id}"))
+    def _folders(self) -> list[Path]:
+        return sorted((self._folder / "wandb").glob(f"offline-run-*-{self._id}"))
 
     def _begun(self) -> wandb.Run:
         machine_is_nobodys_business = dict(

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.build.control import build_ladder
-from pipeline.config.advice import check_new_run
 from pipeline.config.algorithm import ADVANTAGES, OBJECTIVES, usual_aggregation
 from pipeline.config.loader import changed_keys, load_recipe, override_of
 from pipeline.config.recipe import Recipe
@@ -62,7 +61,6 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
     named = [override_of("run.name", target.name), override_of("run.root", target.parent)]
     overrides = [*overrides, *_aggregated_as_usual(before, overrides), *named]
     recipe = _with_own_digest(before, load_recipe(newest_recipe_file(source), overrides))
-    check_new_run(recipe)
     _refuse(run, before, recipe, target, step)
     make_folder(target.parent)
     remove_leftovers_of(target)

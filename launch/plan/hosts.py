@@ -76,11 +76,9 @@ class ClusterNeeds:
     """Seconds until version 0 is written: engines wait for it."""
 
 
-def cluster_needs(
-    planner: Planner, *, gpus_per_learner_host: int, gpus_per_engine_host: int, allowed: HostAllowance | None = None
-) -> ClusterNeeds:
+def cluster_needs(planner: Planner, *, gpus_per_learner_host: int, gpus_per_engine_host: int) -> ClusterNeeds:
     """What hosts with so many GPUs of a role need."""
-    allowed = allowed or HostAllowance()
+    allowed = HostAllowance()
     seconds_of_disk = 2 * planner.engine_model_bytes / (planner.assumed.disk_gb_s * 1e9)
     workers = planner.recipe.reward.workers
     return ClusterNeeds(

@@ -24,7 +24,6 @@ from precision.settings import Settings, name_of
 from precision.text.short import one_line
 
 Kind = Literal["objective", "correction", "advantage", "task", "reward", "filter", "group_filter"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ASKED: dict[Kind, str] = {
     "objective": "a class derived from precision.objectives.base.Objective",

@@ -30,7 +30,7 @@ def judged(
                 damage=one.damage,
                 extra_bytes=costs[one.group.name],
                 alone=figures(one.alone),
-                promoted=None if one.promoted is None else figures(one.promoted),
+                promoted=figures(one.promoted),
             )
             for one in ranked
         ],

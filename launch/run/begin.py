@@ -12,9 +12,8 @@ from launch.build.teacher import check_teacher
 from launch.plan.fitting import check_sizes
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from pipeline.config.advice import advice, check_new_run
+from pipeline.config.advice import advice
 from pipeline.config.recipe import Recipe
-from pipeline.data.frozen.recipes import recipe_file
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.demonstrations.turn_end import unstopped_end
@@ -28,8 +27,6 @@ from precision.text.short import quoted
 def preflight(recipe: Recipe) -> TaskPrompts:
     """Check what would otherwise fail minutes later, in a child process. Returns the run's prompts. Raises
     FatalError."""
-    if not recipe_file(recipe.directory).exists():
-        check_new_run(recipe)
     config = read_hf_config(recipe.model.path)
     check_sizes(config, recipe)
     build_quant_map(recipe)

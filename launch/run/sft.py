@@ -34,7 +34,7 @@ from pipeline.data.event_log import EventLog, read_metrics
 from pipeline.data.files import write_atomically
 from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import RunDirectory, committed_steps
+from pipeline.data.run_directory import RunDirectory
 from pipeline.demonstrations.rows import Demonstration, Demonstrations, Form, read_demonstrations
 from pipeline.demonstrations.turn_end import learned_end, write_with_end
 from pipeline.errors import RecipeError, RunConflictError, StoreError
@@ -83,7 +83,7 @@ class Source(Settings):
 
     @staticmethod
     def read(run: RunDirectory) -> Source:
-        """That of a run. Raises StoreError for a file that is damaged, or that another version wrote."""
+        """That of a run. Raises StoreError for a file that is damaged."""
         path = run.path / SOURCE_FILE
         try:
             return Source.model_validate_json(path.read_bytes())
@@ -97,7 +97,6 @@ class Source(Settings):
         """Raises RunConflictError for a run that was begun with another one, StoreError for a damaged file."""
         path = run.path / SOURCE_FILE
         if not path.exists():
-            self._take_up(run)
             write_atomically(path, self.model_dump_json() + "\n")
             return
         begun, now = Source.read(run).model_dump(), self.model_dump()
@@ -106,22 +105,6 @@ class Source(Settings):
             raise RunConflictError(
                 f"{run.path} was begun with {'; '.join(changed)}; repeat the command as it was, or remove the folder"
             )
-
-    def _take_up(self, run: RunDirectory) -> None:
-        """A run that was begun before it was written down what it is trained on: it had demonstrations of its task, so
-        it goes on with those. Raises RunConflictError for other data."""
-        if not committed_steps(run.checkpoints) and not read_metrics(run.path):
-            return
-        if self.data is not None:
-            raise RunConflictError(
-                f"{run.path} was begun on demonstrations of its task, by a version without --data; leave --data out to "
-                "go on with it, or give the new run another run.name"
-            )
-        print(
-            f"{run.path} was begun by a version that did not write down its batch size: it goes on with --batch-size "
-            f"{self.batch_size}; if it had another one, stop it, remove {run.path / SOURCE_FILE} and give that",
-            file=sys.stderr,
-        )
 
 
 def _held_out(given: str) -> Path | float:

@@ -44,7 +44,8 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
     changes_to(run, recipe)  # what is refused is refused at once
     if not nothing_left(run, recipe):
         check_learner_here(recipe)
-        check_engines(recipe)
+        if recipe.rollout.started_engines:
+            check_engines(recipe)
         gpu_places(recipe, visible_gpus())  # too few are said at once
         check_ports(recipe, metrics_port)
         check_room(recipe)

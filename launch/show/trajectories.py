@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from launch.progress import counted
-from pipeline.analysis.trajectories import SAMPLE_COLUMNS, logprobs_of, render_batch, sample_rows, tokenizer_of
+from pipeline.analysis.trajectories import SAMPLE_COLUMNS, render_batch, sample_rows, tokenizer_of
 from pipeline.data.files import replacing
-from pipeline.data.frozen.recipes import shown_recipe
+from pipeline.data.frozen.recipes import newest_recipe
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -70,7 +70,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self.run = RunDirectory(self.path)
-        self.model = shown_recipe(self.path).model.path
+        self.model = newest_recipe(self.path).model.path
         self.store = BatchStore(self.run.batches)
 
     def tokenizer(self, batch: Batch) -> Tokenizer:
@@ -82,7 +82,7 @@ class _Reader:
 
     def rows(self, index: int) -> Iterator[dict[str, Any]]:
         batch = self.store.read(index, None)
-        learner_logprobs = logprobs_of(self.run, index, len(batch.rollout_logprobs))
+        learner_logprobs = self.run.learner_logprobs(index, len(batch.rollout_logprobs))
         return sample_rows(batch, self.tokenizer(batch), learner_logprobs=learner_logprobs)
 
 
@@ -90,7 +90,7 @@ def show(path: Path, index: int, limit: int) -> None:
     """Print the first `limit` samples of a batch; with logprob gaps once the learner has met the batch."""
     reader = _Reader(path)
     batch = reader.store.read(index, None)
-    learner_logprobs = logprobs_of(reader.run, index, len(batch.rollout_logprobs))
+    learner_logprobs = reader.run.learner_logprobs(index, len(batch.rollout_logprobs))
     if learner_logprobs is None:
         print(f"batch {index} is not trained yet: no learner logprobs to compare with")
     samples = range(min(limit, batch.num_samples))
@@ -136,7 +136,7 @@ def export(path: Path, *, parquet: Path | None, jsonl: Path | None, chosen: Filt
 
 
 def _check_source(path: Path, source: str | None) -> None:
-    known = [one.name for one in getattr(shown_recipe(path).task, "sources", ())]
+    known = [one.name for one in getattr(newest_recipe(path).task, "sources", ())]
     if source is None or source in known:
         return
     if not known:

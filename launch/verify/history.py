@@ -11,8 +11,7 @@ from launch.fork.fork import forked_at
 from pipeline.analysis.audit import verify_history
 from pipeline.analysis.gaps import find_gaps
 from pipeline.control.files import ControlFiles
-from pipeline.data.frozen.recipes import shown_recipe
-from pipeline.data.frozen.run_format import is_sealed
+from pipeline.data.frozen.recipes import newest_recipe
 from pipeline.data.integrity.walk import damaged_files
 from pipeline.data.run_directory import RunDirectory
 from pipeline.repair.apply import repaired_paths
@@ -28,12 +27,12 @@ def check_history(path: Path) -> dict[str, Any]:
     there, the model's config.json; and every file of the run is compared with its checksum.
     """
     run = RunDirectory(path)
-    recipe, decided = shown_recipe(path), ControlFiles(run.control, run.fence).newest()
+    recipe, decided = newest_recipe(path), ControlFiles(run.control, run.fence).newest()
     if recipe.controller is None:
         decided = None  # it is of a parent: no lag of it holds for what a fork without a controller samples
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
     limits = build_limits(recipe)
-    damaged = damaged_files(path, lambda folder: verify(folder, _step(folder))) if is_sealed(path) else []
+    damaged = damaged_files(path, lambda folder: verify(folder, _step(folder)))
     audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits, forked_at(path))
     repaired = sorted(repaired_paths(run))
     gaps = find_gaps(run, repaired)

@@ -28,7 +28,7 @@ from precision.objectives.p3o import P3O
 
 STEPS, NUM_PROMPTS, SAMPLES = 3, 4, 4
 TEMPERATURE = 0.9
-CONTRACT = LogprobContract(temperature=TEMPERATURE, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+CONTRACT = LogprobContract(temperature=TEMPERATURE, top_p=1.0, top_k=-1, tokenizer_sha256="")
 
 
 def measure(folder: Path) -> None:

@@ -64,7 +64,7 @@ def complete_delta(
     target: Path,
     manifest: Mapping[str, Mapping[str, Any]],
     quant: QuantMap | None,
-    fence: Callable[[], None] = unfenced,
+    fence: Callable[[], None],
 ) -> None:
     """As `complete_policy`, for a folder that holds only what changed (pipeline.data.deltas)."""
     if quant is not None:
@@ -88,7 +88,7 @@ def complete_policy(
     manifest: Mapping[str, Mapping[str, Any]],
     source_folder: Path,
     quant: QuantMap | None,
-    fence: Callable[[], None] = unfenced,
+    fence: Callable[[], None],
 ) -> None:
     """Add everything but the weights to a folder that holds the shards of `manifest`, sync it, give it its name."""
     quantization = None

@@ -68,10 +68,10 @@ class TokenRows:
         )
 
     @staticmethod
-    def whole(rows: Sequence[Sequence[int]], experts: RoutedExperts | None = None) -> TokenRows:
+    def whole(rows: Sequence[Sequence[int]]) -> TokenRows:
         """Every token but the first predicted."""
         tokens = [np.asarray(row, np.int32) for row in rows]
-        return TokenRows(tokens=tokens, starts=np.ones(len(rows), np.int64), experts=experts)
+        return TokenRows(tokens=tokens, starts=np.ones(len(rows), np.int64))
 
     def beginnings(self, lengths: NDArray[np.int64]) -> TokenRows:
         """The first tokens of each row, `lengths` [rows] of them."""

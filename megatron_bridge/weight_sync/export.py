@@ -13,7 +13,7 @@ from megatron_bridge.parallel.gathered import exhausted
 from megatron_bridge.parallel.rank_sync import RankZero
 from pipeline.data.deltas.chain import needed
 from pipeline.data.files import remove_folder
-from pipeline.data.run_directory import numbered, numbered_folders, unfenced
+from pipeline.data.run_directory import numbered, numbered_folders
 from pipeline.errors import NonFiniteError
 from pipeline.ports.weight_check import ChecksumRecorder
 from precision.formats.quant_map import QuantMap
@@ -36,10 +36,10 @@ def export_policy(
     folder: Path,
     rank_zero: RankZero,
     *,
+    fence: Callable[[], None],
     quant: QuantMap | None = None,
     digests: ChecksumRecorder | None = None,
     beside: Callable[[Path], None] | None = None,
-    fence: Callable[[], None] = unfenced,
 ) -> None:
     """Write named HF tensors, with config and tokenizer of `model_folder`, as the policy folder `folder`; `digests` and
     `beside` as in `write_policy`.
@@ -56,9 +56,8 @@ def export_policy(
     rank_zero.everywhere(take)
 
 
-def prune(policies: Path, published: int, keep: int) -> list[int]:
-    """Delete all but the published policy, the `keep` newest before it, and those that they are made from. Returns the
-    deleted versions.
+def prune(policies: Path, published: int, keep: int) -> None:
+    """Delete all but the published policy, the `keep` newest before it, and those that they are made from.
 
     Newer ones stay: they are from a future that a resumed run will write again.
     """
@@ -67,7 +66,6 @@ def prune(policies: Path, published: int, keep: int) -> list[int]:
     doomed = [version for version in older if version not in kept]
     for version in reversed(doomed):  # a delta goes before what it was made from
         remove_folder(policies / numbered(version))
-    return doomed
 
 
 def joined_digests(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mapping[str, str], ...]:

@@ -48,8 +48,6 @@ class WeightTransport(ABC):
     """Engines that failed since `open`, and why; they are sent nothing more."""
     sent_bytes: int = field(init=False, default=0)
     """Bytes that were loaded since `open`, over all engines."""
-    num_buckets: int = field(init=False, default=0)
-    """Buckets since `open`, each sent to all engines at once."""
     transfer_s: float = field(init=False, default=0.0)
     """Seconds since `open` in which a bucket was under way."""
     wire_s: float = field(init=False, default=0.0)
@@ -68,7 +66,7 @@ class WeightTransport(ABC):
         assert not self._under_way, "finish comes first"
         reachable = [engine for engine in engines if engine.index not in unreachable]
         self._left_s = {engine.index: self._deadline_s for engine in reachable}
-        self.failures, self.sent_bytes, self.num_buckets = {}, 0, 0
+        self.failures, self.sent_bytes = {}, 0
         self.transfer_s, self.wire_s = 0.0, 0.0
         self._meet(reachable)
 
@@ -80,7 +78,6 @@ class WeightTransport(ABC):
         """Begin to have all engines that are left load a bucket of `new_buffer`, once the one before has ended."""
         self.finish()
         self._bucket = bucket
-        self.num_buckets += 1
         self._under_way = self._begin(bucket)
 
     def finish(self) -> None:

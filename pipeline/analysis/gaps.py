@@ -37,7 +37,7 @@ class Gaps:
 
 def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> Gaps:
     """`repaired` names files, relative to the run, that a repair has set aside."""
-    known, recipes = set(repaired), all_recipes(run.path, lambda _: None)  # what is unknown has been said
+    known, recipes = set(repaired), all_recipes(run.path)
     finished = run.path / "finished"
     steps = recipes[-1].recipe.run.steps if (finished / "learner").exists() else max(run.saved_steps(), default=0)
     trained = sorted(set(range(steps)) - set(run.skipped_steps()))

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, print_notice, recipe_of_step
+from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, recipe_of_step
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 
@@ -31,7 +31,7 @@ class RunLog:
         if not run_dir.is_dir():
             what = "is no folder" if run_dir.exists() else "does not exist"
             raise StoreError(f"{run_dir} {what}; give the folder of a run, for example runs/NAME")
-        recipes = all_recipes(run_dir, print_notice)
+        recipes = all_recipes(run_dir)
         return RunLog(run_dir=run_dir, recipes=recipes, metrics=read_metrics(run_dir), events=read_events(run_dir))
 
     @property

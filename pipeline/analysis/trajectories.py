@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.border.own_parts import VERIFIER_FAILED
-from pipeline.data.frozen.run_format import is_sealed
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
@@ -103,11 +102,6 @@ def _finite_gaps(batch: Batch, learner_logprobs: NDArray[np.float32] | None) -> 
     gaps = np.full(len(known), np.nan)
     np.subtract(learner_logprobs, batch.rollout_logprobs, out=gaps, where=known, dtype=np.float64)
     return gaps
-
-
-def logprobs_of(run: RunDirectory, index: int, responses: int) -> NDArray[np.float32] | None:
-    """The learner's, [responses]; None before it met the batch, and of a run whose files have no checksums."""
-    return run.learner_logprobs(index, responses) if is_sealed(run.path) else None
 
 
 def tokenizer_of(run: RunDirectory, model: Path, sha256: str) -> Tokenizer:

@@ -65,9 +65,18 @@ def check_wiring(objective: Objective, correction: Correction, advantage: Advant
                 )
 
 
-def check_overlong(overlong: OverlongPenalty | None, longest: int) -> None:
-    """Raises ValueError where a penalty for length begins before the first of `longest` tokens."""
-    if overlong is not None and overlong.buffer_tokens > longest:
+def check_overlong(overlong: OverlongPenalty | None, advantage: Advantage, longest: int) -> None:
+    """Raises ValueError where a penalty for length begins before the first of `longest` tokens, or would be taken for
+    an answer that is not solved."""
+    if overlong is None:
+        return
+    if advantage.asks_what_is_solved:
+        raise ValueError(
+            f"advantage.name is {advantage.name}, which asks how far a sample is solved, from 0 to 1: with "
+            "reward.overlong a long right answer would count as unsolved, and a long wrong one lose nothing; set "
+            "reward.overlong=null, and advantage.truncated=exclude in its place"
+        )
+    if overlong.buffer_tokens > longest:
         raise ValueError(
             f"reward.overlong.buffer_tokens {overlong.buffer_tokens} exceeds rollout.max_new_tokens {longest}: every "
             f"response would be punished; lower it, DAPO has a fifth ({max(1, longest // 5)})"

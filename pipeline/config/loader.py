@@ -10,11 +10,10 @@ the base replaces the base's section, in a file and by `--set` alike: settings o
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,41 +100,6 @@ def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
     except ValidationError as error:
         problems = [_explain(detail) for detail in error.errors(include_url=False)]
         raise RecipeError(f"{source}: {one_line(listed(problems), 480)}") from None
-
-
-def recipe_to_show(data: dict[str, Any], *, source: str, say: Callable[[str], None]) -> Recipe:
-    """Validate what another version of Even Keel may have written: what this one does not know is left out, and `say`
-    is told of it in one line. For whoever shows a run; training goes by `recipe_from`. Raises as that does when the
-    rest is no recipe."""
-    data, left_out = copy.deepcopy(data), list[str]()
-    while True:
-        try:
-            recipe = Recipe.model_validate(data)
-            break
-        except ValidationError as error:
-            unknown = [name for detail in error.errors(include_url=False) if (name := _removed(data, detail["loc"]))]
-            if not unknown:
-                return recipe_from(data, source=source)  # raises
-            left_out += unknown
-    if left_out:
-        say(f"{source} says what this version of Even Keel does not know: {one_line(listed(left_out), 300)}; left out")
-    return recipe
-
-
-def _removed(data: dict[str, Any], place: tuple[str | int, ...]) -> str | None:
-    """The key that was removed from `data`, or its nearest section that is there; None where nothing is."""
-    path = [
-        part for at, part in enumerate(place) if not (at == 1 and place[0] in _TAGGED and part not in data[place[0]])
-    ]
-    node: Any = data
-    for at, part in enumerate(path):
-        if not isinstance(node, dict) or part not in node:
-            return None
-        if at == len(path) - 1 or not isinstance(node[part], dict):
-            del node[part]
-            return ".".join(map(str, path[: at + 1]))
-        node = node[part]
-    return None
 
 
 def changed_keys(ours: Recipe, theirs: Recipe) -> dict[str, str]:

@@ -21,18 +21,12 @@ from pipeline.data.records import FINISH_REASONS, Batch, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.share import Share
 
-SCHEMA_VERSION = 6
-FIRST_SEALED = 5
-"""The schema since which the file itself has a checksum (pipeline.data.arrays.zarr_writer)."""
-FIRST_IN_CHUNKS = 6
-"""The schema since which chunks have digests, so that a part of a batch is verified without the rest."""
+SCHEMA_VERSION = 7
+"""Files of another are refused. Raise it when arrays, attributes or their meaning change, and RUN_FORMAT
+(pipeline.data.frozen.run_format) with it: a run cannot go on behind batches that it cannot read."""
 _NAMES_BYTES = 64 << 10
 _CHUNK_BYTES = 512
 """What zip and the attributes say about a chunk."""
-ADDED_IN_2 = ("loss_mask", "problem")
-"""Arrays that files of schema 1 lack. There, engines sampled every token, and problems were not recorded."""
-NAMES_BEFORE_3 = {"rollout_logprobs": "sampler_logprobs", "loss_mask": "forced"}
-"""Array → its name in files of schema 1 and 2. `forced` was the negation of `loss_mask`."""
 
 PER_TOKEN: dict[str, str] = {
     "tokens": "int32",
@@ -57,7 +51,7 @@ PER_SAMPLE: dict[str, str] = {
 """Arrays [n], with their dtypes. `reward_parts` is stored beside them as float32 [parts, n]."""
 
 KEPT = ("kept_offsets", "kept_tokens")
-"""Optional arrays since schema 4: the offsets and token ids of `Batch.kept`, int64 [responses + 1] and int32 [kept].
+"""Optional arrays: the offsets and token ids of `Batch.kept`, int64 [responses + 1] and int32 [kept].
 The attribute `optional_arrays` names those that a file has."""
 EXPERTS = ("routed_experts", "routed_experts_known")
 """Optional too: `Batch.experts`, uint8 or uint16 [total, MoE layers, experts a token] and bool [total]."""
@@ -121,19 +115,13 @@ def num_bytes(batch: Batch) -> int:
 def array_names(attributes: Mapping[str, Any]) -> list[str]:
     """Which arrays a batch stored with these attributes must have. Raises ValueError for an unreadable schema."""
     version = attributes.get("schema_version", 0)
-    if version not in range(1, SCHEMA_VERSION + 1):
+    if version != SCHEMA_VERSION:
         raise ValueError(
-            f"schema version {version}, this program reads 1 to {SCHEMA_VERSION}: "
+            f"schema version {version}, this program reads {SCHEMA_VERSION}: "
             "if the file is whole, read it with the program that wrote it"
         )
-    names = [name for name in (*PER_TOKEN, *PER_SAMPLE) if version > 1 or name not in ADDED_IN_2]
-    if version < 3:
-        names = [NAMES_BEFORE_3.get(name, name) for name in names]
-    return [
-        *names,
-        *["reward_parts"] * bool(attributes["reward_part_names"]),
-        *attributes.get("optional_arrays", ()),  # since schema 4
-    ]
+    parts = ["reward_parts"] * bool(attributes["reward_part_names"])
+    return [*PER_TOKEN, *PER_SAMPLE, *parts, *attributes["optional_arrays"]]
 
 
 def check_sizes(shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -153,15 +141,11 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     parts = arrays["reward_parts"] if names else np.empty((0, 0), np.float32)
     if len(parts) != len(names):
         raise ValueError(f"reward_parts has {len(parts)} rows, expected one for each of {names}")
-    optional = attributes.get("optional_arrays", ())
+    optional = attributes["optional_arrays"]
     if unknown := set(optional) - {*OPTIONAL}:
         raise ValueError(f"optional_arrays names {sorted(unknown)}, known are {list(OPTIONAL)}")
     fields: dict[str, Any] = {n: array for n, array in arrays.items() if n not in ("reward_parts", *optional)}
-    dropped = attributes["dropped"]
-    if attributes["schema_version"] < 3:
-        fields = _upgraded(fields)
-        dropped = [drop | {"kind": "solved"} if drop.get("kind") == "retired" else drop for drop in dropped]
-    dropped = [DroppedGroup(**drop) for drop in dropped]
+    dropped = [DroppedGroup(**drop) for drop in attributes["dropped"]]
     if PASSED_OVER[0] in optional:
         dropped = all_dropped(dropped, *(arrays[name] for name in PASSED_OVER))
     return Batch(
@@ -169,7 +153,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         contract=LogprobContract(**attributes["contract"]),
         dropped=tuple(dropped),
         next_group=attributes["next_group"],
-        open_groups=tuple(group for start, stop in attributes.get("open_groups", ()) for group in range(start, stop)),
+        open_groups=tuple(group for start, stop in attributes["open_groups"] for group in range(start, stop)),
         recipe_sha256=attributes["recipe_sha256"],
         reward_parts=dict(zip(names, parts, strict=True)),
         kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if KEPT[0] in optional else None,
@@ -179,15 +163,6 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         share=share,
         **fields,
     )
-
-
-def _upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays of a batch of schema 1 or 2 as schema 3 names and means them."""
-    found = {name: fields[name] for name in (*PER_TOKEN, *PER_SAMPLE) if name in fields}
-    found["rollout_logprobs"] = fields["sampler_logprobs"]
-    found["loss_mask"] = ~fields["forced"] if "forced" in fields else np.ones(len(fields["sampler_logprobs"]), np.bool_)
-    found.setdefault("problem", np.full(len(fields["group"]), -1, np.int64))
-    return found
 
 
 def with_digests(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
@@ -204,17 +179,6 @@ def with_digests(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any
 def attributes_sha256(attributes: Mapping[str, Any]) -> str:
     """Digest of the attributes, those of chunks among them, and so of the content."""
     return hashlib.sha256(json.dumps(attributes, sort_keys=True).encode()).hexdigest()
-
-
-def content_sha256_before_6(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Digest of the attributes and of every array's raw little-endian bytes, in a fixed order, as files of schemas 1 to
-    5 have it."""
-    digest = hashlib.sha256(json.dumps(attributes, sort_keys=True).encode())
-    rows = [arrays[name] for name in array_names(attributes) if name != "reward_parts"]
-    for array in [*rows, *arrays.get("reward_parts", ())]:
-        digest.update(f"{array.dtype.name}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
-    return digest.hexdigest()
 
 
 def check_batch(batch: Batch, *, written: bool = True) -> None:

@@ -23,7 +23,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from pipeline.data.files import NUMBER, fsync_directory, make_folder
-from pipeline.data.frozen.run_format import is_sealed
 from pipeline.data.integrity.regular import open_regular
 from pipeline.data.integrity.sealed import MAX_BYTES, seal, unseal
 from pipeline.errors import NonFiniteError, StoreError
@@ -206,12 +205,11 @@ def _cut_torn_line(path: Path) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All lines of one file but a torn last one. Raises StoreError, which names the first that is damaged."""
     lines: list[dict[str, Any]] = []
-    sealed = is_sealed(path.parents[1])
     try:
         with open_regular(path) as file:
             while line := file.readline(MAX_BYTES):
                 whole = line.endswith(b"\n")
-                if (parsed := parse_line(line if whole else line + b"\n", sealed=sealed)) is not None:
+                if (parsed := parse_line(line if whole else line + b"\n")) is not None:
                     lines.append(parsed)
                 elif whole or len(line) == MAX_BYTES or _MORE.search(line):
                     raise StoreError(
@@ -225,11 +223,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def parse_line(line: bytes, *, sealed: bool = True) -> dict[str, Any] | None:
-    """A line with its end, without its checksum; None for what a killed process left of one, or that is damaged. Lines
-    of runs of earlier formats are not sealed."""
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """A line with its end, without its checksum; None for what a killed process left of one, or that is damaged."""
     try:
-        value = json.loads(unseal(line) if sealed else line)
+        value = json.loads(unseal(line))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

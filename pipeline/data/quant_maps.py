@@ -44,15 +44,6 @@ def digest_of(file: QuantMapFile | None) -> str:
     return "" if file is None else hashlib.sha256(file.to_yaml().encode()).hexdigest()[:12]
 
 
-def folder_for(folder: Path, quant_map: str) -> Path | None:
-    """Where a version's weights lie in the formats of the map with this digest: `folder`, or one within it while
-    engines change over from an older map. None where there are none."""
-    if digest_of(read_quant_map(folder)) == quant_map:
-        return folder
-    older = older_folder(folder, quant_map)
-    return older if older.is_dir() else None
-
-
 def older_folder(folder: Path, quant_map: str) -> Path:
     """Where a publish puts the weights for engines that have an older map still."""
     return folder / "maps" / (quant_map or "none")

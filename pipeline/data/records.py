@@ -45,10 +45,8 @@ class LogprobContract:
     temperature: float
     top_p: float
     top_k: int
-    scaled: bool
     tokenizer_sha256: str
     kept_set: bool = False
-    """Files that do not say are older than kept sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,12 +278,6 @@ class Batch:
     def sample_tokens(self, sample: int) -> NDArray[np.int32]:
         """Prompt and response tokens of one sample of a batch that holds all."""
         return self.tokens[self.sample_offsets[sample] : self.sample_offsets[sample + 1]]
-
-    def hold(self, share: Share) -> Batch:
-        """The same batch as the rank of `share` reads it: of a batch that holds all."""
-        own = np.repeat(share.held, self.response_lengths)
-        numbers = self.with_numbers(lambda values: np.where(own, values, values.dtype.type(0)))
-        return replace(numbers, share=share, **self._of_held(share.held))
 
     def alone(self) -> Batch:
         """The held samples alone: a batch of them that holds all."""

@@ -216,10 +216,10 @@ class BatchStore:
             "whether it can be made again"
         )
 
-    def remove_partial(self) -> list[str]:
+    def remove_partial(self) -> None:
         """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest
-        epoch, before its first commit. Returns the names."""
-        return remove_leftovers(self.directory, self._fence)
+        epoch, before its first commit."""
+        remove_leftovers(self.directory, self._fence)
 
 
 def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobContract) -> None:

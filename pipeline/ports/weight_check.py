@@ -93,7 +93,7 @@ class WeightCheck:
                 version=int(data["version"]),
                 probe=None if probe is None else _probe_from(probe),
                 digests=tuple(dict(rank) for rank in data["digests"]),
-                formats=data.get("formats"),
+                formats=data["formats"],
             )
         except FileNotFoundError:
             return None
@@ -118,14 +118,18 @@ class ChecksumRecorder(Protocol):
 
 
 def _probe_from(data: Mapping[str, object]) -> Probe:
-    rows, logprobs, allowed = data["rows"], data["logprobs"], data["max_mean_gap_nats"]
-    quantized = data.get("quantized", [])  # absent in folders of before
-    if not isinstance(rows, list) or not isinstance(logprobs, list) or not isinstance(allowed, float | int):
+    rows, logprobs, quantized, allowed = (data[key] for key in ("rows", "logprobs", "quantized", "max_mean_gap_nats"))
+    if not (
+        isinstance(rows, list)
+        and isinstance(logprobs, list)
+        and isinstance(quantized, list)
+        and isinstance(allowed, float | int)
+    ):
         raise ValueError("its probe has fields of other kinds")
     return Probe(
         rows=tuple(tuple(int(token) for token in row) for row in rows),
         logprobs=_floats(logprobs),
-        quantized=_floats(quantized) if isinstance(quantized, list) else (),
+        quantized=_floats(quantized),
         max_mean_gap_nats=float(allowed),
     )
 

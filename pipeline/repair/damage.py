@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -97,18 +98,18 @@ def _batches(run: RunDirectory) -> Iterator[Damage]:
         if index >= steps:
             yield _foreign(store.path(index), f"a batch of another run: this one has {steps} steps")
         elif not store.lost_path(index).exists():
-            yield from _judged("batch", store.path(index), index, lambda i=index: store.read(i, None))  # type: ignore[misc]
+            yield from _judged("batch", store.path(index), index, partial(store.read, index, None))
     for index, path in numbered_files(run.batches, LOST_SUFFIX).items():
         if index >= steps:
             yield _foreign(path, f"a batch of another run: this one has {steps} steps")
         else:
-            yield from _judged("lost", path, index, lambda p=path: LostBatch.read(p))  # type: ignore[misc]
+            yield from _judged("lost", path, index, partial(LostBatch.read, path))
 
 
 def _checkpoints(run: RunDirectory) -> Iterator[Damage]:
     for step in run.saved_steps():
         folder = run.checkpoints / numbered(step)
-        yield from _judged("checkpoint", folder, step, lambda f=folder, s=step: verify(f, s))  # type: ignore[misc]
+        yield from _judged("checkpoint", folder, step, partial(verify, folder, step))
 
 
 def _policies(run: RunDirectory) -> Iterator[Damage]:
@@ -121,19 +122,19 @@ def _policies(run: RunDirectory) -> Iterator[Damage]:
     damaged = set[int]()
     for version in versions:
         folder = run.policy_directory(version)
-        for damage in _judged("policy", folder, version, lambda f=folder: read(f)):  # type: ignore[misc]
+        for damage in _judged("policy", folder, version, partial(read, folder)):
             damaged.add(version)
             yield damage
     for version in versions:
         folder = run.policy_directory(version)
         if version not in damaged and not is_whole(folder):
-            yield from _judged("policy", folder, version, lambda v=version: _check_chain(run, v, damaged))  # type: ignore[misc]
+            yield from _judged("policy", folder, version, partial(_check_chain, run, version, damaged))
     for version in announced(run.published):
         path = run.published / numbered(version)
         if version > steps:
             yield _foreign(path, f"a version of another run: this one has {steps} steps")
             continue
-        yield from _judged("published", path, version, lambda p=path: read_sealed(p, ""))  # type: ignore[misc]
+        yield from _judged("published", path, version, partial(read_sealed, path, ""))
     if versions and not run.is_published():
         yield Damage(kind="published", path=run.published, problem="it names no version")
 
@@ -148,27 +149,27 @@ def _check_chain(run: RunDirectory, version: int, damaged: Collection[int]) -> N
 def _control(run: RunDirectory) -> Iterator[Damage]:
     files, maps = ControlFiles(run.control, run.fence), NumberedMaps(run.quant_maps, run.fence)
     for step, path in numbered_files(run.control, ".json").items():
-        yield from _judged("control", path, step, lambda s=step: files.read(s))  # type: ignore[misc]
+        yield from _judged("control", path, step, partial(files.read, step))
     recipes = all_recipes(run.path)
     for step in run.saved_steps()[-1:]:
         path = run.control / f"{numbered(step - 1)}.json"
         if recipe_of_step(recipes, step).controller is not None and not path.exists():
             yield Damage(kind="control", path=path, problem="missing", number=step - 1)
     for number, path in numbered_files(run.quant_maps, ".yaml").items():
-        yield from _judged("other", path, -1, lambda n=number: maps.read(n))  # type: ignore[misc]
+        yield from _judged("other", path, -1, partial(maps.read, number))
 
 
 def _learned(run: RunDirectory) -> Iterator[Damage]:
     """What the learner and the collector leave behind of steps and versions."""
     for step, path in numbered_files(run.logprobs, ".npy").items():
-        yield from _judged("logprobs", path, step, lambda s=step: run.learner_logprobs(s))  # type: ignore[misc]
+        yield from _judged("logprobs", path, step, partial(run.learner_logprobs, step))
     for step, path in numbered_files(run.logprobs, "-old.npy").items():
-        yield from _judged("old_logprobs", path, step, lambda s=step: run.old_logprobs(s))  # type: ignore[misc]
+        yield from _judged("old_logprobs", path, step, partial(run.old_logprobs, step))
     yield from _missing_of_stage(run)
     for step, path in numbered_files(run.mismatch, ".zarr.zip").items():
-        yield from _judged("mismatch", path, step, lambda p=path: check_zip(p))  # type: ignore[misc]
+        yield from _judged("mismatch", path, step, partial(check_zip, path))
     for version, path in numbered_files(run.evaluations, ".json").items():
-        yield from _judged("evaluation", path, version, lambda p=path: read_sealed_json(p, ""))  # type: ignore[misc]
+        yield from _judged("evaluation", path, version, partial(read_sealed_json, path, ""))
 
 
 def _missing_of_stage(run: RunDirectory) -> Iterator[Damage]:
@@ -185,17 +186,17 @@ def _missing_of_stage(run: RunDirectory) -> Iterator[Damage]:
 
 def _others(run: RunDirectory) -> Iterator[Damage]:
     if run.model.is_dir():
-        yield from _judged("model", run.model, -1, lambda: verify_folder(run.model, ""))
+        yield from _judged("model", run.model, -1, partial(verify_folder, run.model, ""))
     for path in (run.path / "finished" / role for role in ("collector", "learner")):
         if os.path.lexists(path):
-            yield from _judged("finished", path, -1, lambda p=path: read_sealed(p, ""))  # type: ignore[misc]
+            yield from _judged("finished", path, -1, partial(read_sealed, path, ""))
     for folder in filter(_is_of_role, sorted((run.path / "epochs").glob("*"))):
         path = folder / "NEWEST" if folder.is_dir() else folder
-        yield from _judged("other", path, -1, lambda f=folder: newest(f))  # type: ignore[misc]
+        yield from _judged("other", path, -1, partial(newest, folder))
     engines = run.path / "engines"
     for path in (*numbered_files(engines, ".json").values(), engines / "router.json", run.path / "learner.json"):
         if os.path.lexists(path):
-            yield from _judged("other", path, -1, lambda p=path: read_sealed_json(p, ""))  # type: ignore[misc]
+            yield from _judged("other", path, -1, partial(read_sealed_json, path, ""))
 
 
 _WALKS: tuple[Callable[[RunDirectory], Iterator[Damage]], ...] = (

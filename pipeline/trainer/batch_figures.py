@@ -63,5 +63,5 @@ def asked_solve_rate(batch: Batch) -> float:
 
 
 def _mean(values: NDArray[Any]) -> float:
-    """0 where there is none: a batch of an earlier version of Even Keel may be without any reward."""
+    """0 where there is none."""
     return float(values.mean()) if len(values) else 0.0

@@ -248,12 +248,10 @@ class Commit(NamedTuple):
 
 
 def read_commit(folder: Path) -> Commit:
-    """COMMIT of a checkpoint, which may be of a version of Even Keel that did not seal it. Raises
-    CorruptCheckpointError, and OSError when the machine fails to read it."""
+    """COMMIT of a checkpoint. Raises CorruptCheckpointError, and OSError when the machine fails to read it."""
     path = folder / COMMIT
     try:
-        data = read_at_most(path, MAX_BYTES)
-        value = json.loads(unseal(data) if b"crc" in data else data)
+        value = json.loads(unseal(read_at_most(path, MAX_BYTES)))
         if set(value) != {"step", "files"}:
             raise ValueError(f"it says {sorted(map(str, value))}, expected step and files")
         files = {str(name): Fingerprint(int(one["bytes"]), str(one["sha256"])) for name, one in value["files"].items()}

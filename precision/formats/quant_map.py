@@ -115,11 +115,6 @@ class QuantMap:
         return found
 
     @property
-    def unquantized(self) -> tuple[str, ...]:
-        """The modules that could be quantized, and are not."""
-        return tuple(module for group in self.fused_groups for module in group if module not in self.formats)
-
-    @property
     def rollout_format(self) -> RolloutFormat | None:
         """The quantized format of the map; None when nothing is quantized. Raises ValueError when there are several,
         which no engine serves at once."""
@@ -190,7 +185,8 @@ class QuantMap:
         return config | ({"ignored_layers": ignored, "modules_to_not_convert": ignored} if ignored else {})
 
     def ignored_layers(self) -> tuple[str, ...]:
-        """The names of `unquantized` as engines take them: exact, a mixture by the name of all its experts.
+        """The modules that could be quantized and are not, by the names that engines take: exact, a mixture by the name
+        of all its experts.
 
         Raises ValueError when the experts of a layer differ. SGLang compares names at their dots (0.5.23,
         layers/quantization/utils.py `_module_path_match`); older releases look for substrings. Whole names are safe

@@ -44,8 +44,8 @@ class GroupSensitivity:
     group: LayerGroup
     alone: Gap
     """Only this group quantized, against nothing quantized."""
-    promoted: Gap | None
-    """Everything but this group quantized, against nothing quantized; None where that was not asked for."""
+    promoted: Gap
+    """Everything but this group quantized, against nothing quantized."""
 
     @property
     def damage(self) -> float:
@@ -99,25 +99,16 @@ def whole_layers(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
     return tuple(LayerGroup(name=name, modules=tuple(modules)) for name, modules in members.items())
 
 
-def rank_groups(
-    score: Score,
-    quant_map: QuantMap,
-    *,
-    groups: Sequence[LayerGroup] | None = None,
-    promote: bool = True,
-    chosen: Tensor | None = None,
-) -> list[GroupSensitivity]:
-    """Sensitivities, the most damaging group first. Takes one pass, and one or (`promote`) two for each group.
+def rank_groups(score: Score, quant_map: QuantMap, *, chosen: Tensor | None = None) -> list[GroupSensitivity]:
+    """Sensitivities, the most damaging group first. Takes one pass, and two for each group.
 
-    `groups` are those of `layer_groups` by default. `chosen`, bool [tokens], are the tokens to judge by. Raises
-    ValueError when a group's modules are not in the map, FloatingPointError for scores that are not finite.
+    `chosen`, bool [tokens], are the tokens to judge by. Raises FloatingPointError for scores that are not finite.
     """
     plain = score(None)
     found = []
-    for group in layer_groups(quant_map) if groups is None else groups:
-        _require_known(group, quant_map)
+    for group in layer_groups(quant_map):
         alone = gap(plain, score(quant_map.only(group.modules)), chosen)
-        rest = gap(plain, score(quant_map.promoted(group.modules)), chosen) if promote else None
+        rest = gap(plain, score(quant_map.promoted(group.modules)), chosen)
         found.append(GroupSensitivity(group=group, alone=alone, promoted=rest))
     return sorted(found, key=lambda one: -one.damage)
 
@@ -170,9 +161,3 @@ def rank_agreement(ours: Sequence[str], theirs: Sequence[str]) -> float:
 
 def _promotions(order: Sequence[GroupSensitivity]) -> Iterator[Sequence[GroupSensitivity]]:
     return (order[:count] for count in range(1, len(order) + 1))
-
-
-def _require_known(group: LayerGroup, quant_map: QuantMap) -> None:
-    unknown = [module for module in group.modules if module not in quant_map.formats]
-    if unknown:
-        raise ValueError(f"group {group.name}: {unknown[0]} is not in the quant map; take groups of the same map")

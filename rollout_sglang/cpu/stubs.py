@@ -109,8 +109,8 @@ class StubFinder(MetaPathFinder, Loader):
         """Nothing to run."""
 
 
-def install_stubs() -> tuple[str, ...]:
-    """Stub the packages that are not installed; returns their names. Calling it again changes nothing."""
+def install_stubs() -> None:
+    """Stub the packages that are not installed. Calling it again changes nothing."""
     missing = tuple(name for name in STUBBED_PACKAGES if importlib.util.find_spec(name) is None)
     if "torchvision" in missing:
         # transformers remembers its first answer: let it find out that there is no torchvision before the stub is.
@@ -120,4 +120,3 @@ def install_stubs() -> tuple[str, ...]:
         import_utils.is_torchvision_v2_available()
     if missing:
         sys.meta_path.append(StubFinder(missing))
-    return missing

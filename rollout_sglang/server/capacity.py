@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.config.recipe import RolloutSection
+from pipeline.config.rollout_section import RolloutSection
 from pipeline.errors import LayoutError, RecipeError
 
 DEFAULT_MEM_FRACTION = 0.85

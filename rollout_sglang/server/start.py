@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pipeline.config.recipe import RolloutPrecision
+from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.errors import RecipeError
 from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from precision.text.json_data import parse_object

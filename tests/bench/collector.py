@@ -161,7 +161,7 @@ def build(folder: Path, url: str, prompts: int, verifiers: Verifiers) -> Collect
         prompts=Prompts(),
         tokenizer=tokenizer,
         verifiers={"": verifiers},
-        contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=tokenizer.sha256),
+        contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256=tokenizer.sha256),
         event_log=EventLog(run.path, "collector-000001"),
         settings=CollectorSettings(
             prompts_per_batch=prompts,

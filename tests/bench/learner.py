@@ -43,7 +43,7 @@ from pipeline.data.run_directory import RunDirectory
 from precision.mismatch.statistics import Mismatch
 from precision.objectives.p3o import P3O
 
-CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
 ROUNDS = 9
 
 

@@ -90,7 +90,7 @@ def recipe_of(folder: Path, model: Path, row: Row, schedule: str, steps: int) ->
     return dict(
         run=dict(name=f"{folder.name}-{schedule}", root=str(folder / "runs"), steps=steps),
         model=dict(path=str(model)),
-        task=dict(name="jsonl", path=str(folder.parent / PROMPTS), reward="tests.support.rewards:digit_share"),
+        task=dict(name="data", path=str(folder.parent / PROMPTS), reward="tests.support.rewards:digit_share"),
         rollout=dict(
             precision="fp32",
             prompts_per_batch=row.prompts,

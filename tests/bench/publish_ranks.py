@@ -13,7 +13,7 @@ import torch
 from launch.run.learn import build_channel, build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.weight_sync.buckets import pack
+from megatron_bridge.weight_sync.buckets import Bucket, pack
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import RunDirectory
@@ -32,7 +32,7 @@ def measure(run: RunDirectory, rounds: int) -> None:
         weights = recipe.weights.model_copy(update=dict(channel=name))
         channels[name] = build_channel(run, recipe.model_copy(update=dict(weights=weights)), learner)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in (*CHANNELS, "loopback")}
-    version = 0
+    version, sent = 0, counted_buckets(channels["broadcast"])
     with Loopback() as loopback:
         for _ in range(rounds):
             for name, channel in channels.items():
@@ -42,7 +42,8 @@ def measure(run: RunDirectory, rounds: int) -> None:
                 found[name][-1] |= publish_beside(learner, channel, version)
             payload = bytearray(int(found["broadcast"][-1]["bytes"]))
             found["loopback"].append(dict(bytes=float(len(payload)), copy_s=loopback.copy(payload)))
-    asked_s = asking(channels["broadcast"], learner.model_config.hidden_size, rounds)
+    buckets = len(sent) // (2 * rounds)
+    asked_s = asking(channels["broadcast"], learner.model_config.hidden_size, rounds, buckets)
     found["broadcast"] = [one | dict(ask_s=seconds) for one, seconds in zip(found["broadcast"], asked_s, strict=True)]
     for channel in channels.values():
         channel.close()
@@ -68,12 +69,25 @@ def publish_beside(learner: MegatronLearner, channel: WeightChannel, version: in
     return dict(beside_held_s=held, beside_paused_s=paused, beside_publish_s=total)
 
 
-def asking(channel: WeightChannel, hidden: int, rounds: int) -> list[float]:
-    """Seconds until the process group has sent as many buckets as the last publish had, of one norm each: what asking
-    the engine takes. It is quarantined afterwards, without weights."""
+def counted_buckets(channel: WeightChannel) -> list[int]:
+    """The bytes of each bucket that is sent from now on."""
+    assert isinstance(channel, StreamedChannel)
+    sent, send = list[int](), channel._transport.send
+
+    def noted(bucket: Bucket) -> None:
+        sent.append(len(bucket.data))
+        send(bucket)
+
+    channel._transport.send = noted  # type: ignore[method-assign]
+    return sent
+
+
+def asking(channel: WeightChannel, hidden: int, rounds: int, num_buckets: int) -> list[float]:
+    """Seconds until the process group has sent as many buckets as a publish has, of one norm each: what asking the
+    engine takes. It is quarantined afterwards, without weights."""
     assert isinstance(channel, StreamedChannel)
     event_loop, session, transport = channel._event_loop, channel._session, channel._transport
-    num_buckets, found, norm = transport.num_buckets, [], torch.ones(hidden, dtype=torch.bfloat16)
+    found, norm = list[float](), torch.ones(hidden, dtype=torch.bfloat16)
     report = event_loop.run(session.begin_weight_update())
     for _ in range(rounds):
         transport.open(report.engines, report.failures)

@@ -46,7 +46,7 @@ SPREADS = {"nearly tied": 0.02, "as new": 1.0}
 """Router → how far the rows of its matrix lie from their mean, beside those of a new model."""
 HEAD = 8.0
 """The head of a new model makes all tokens about equally likely; this many times as large, it prefers some."""
-CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="0" * 64)
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="0" * 64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from pipeline.data.records import Batch, LogprobContract
 from precision.supervised import Supervised
 from tests.support.world import leave_world
 
-CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
 PROMPT_TOKENS = 8
 
 

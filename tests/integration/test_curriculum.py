@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         schedule=dict(kind="async", lag=1),
         evaluation=dict(prompts=1),
         task=dict(
-            name="jsonl",
+            name="data",
             path=str(make_prompts(folder / "few.jsonl", count=26)),
             reward="tests.support.rewards:low_prompts_are_easy",
         ),

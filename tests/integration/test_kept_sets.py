@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from pipeline.config.recipe import RolloutPrecision
+from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
@@ -44,7 +44,7 @@ def batch_of(groups: list[list[Completion]], kept_set: bool) -> Batch:
             for number, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=False))
         ],
         contract=LogprobContract(
-            temperature=TEMPERATURE, top_p=TOP_P, top_k=-1, scaled=True, tokenizer_sha256="", kept_set=kept_set
+            temperature=TEMPERATURE, top_p=TOP_P, top_k=-1, tokenizer_sha256="", kept_set=kept_set
         ),
         dropped=(),
         next_group=len(groups),

@@ -43,7 +43,7 @@ def test_scalerl_runs(model: Path, tmp_path: Path) -> None:
         "run.steps": 4,
         "model.path": model,
         "rollout.prompts_per_batch": 4,
-        "task.name": "jsonl",  # with a reward that a random model earns now and then
+        "task.name": "data",  # with a reward that a random model earns now and then
         "task.path": make_prompts(tmp_path / "prompts.jsonl"),
         "task.reward": "tests.support.rewards:digit_share",
         "evaluation.prompts": 2,

@@ -8,8 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.share import Share
 
-CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="ab" * 32)
+
+
+def read_by(batch: Batch, share: Share) -> Batch:
+    """A batch that holds all, as the rank of `share` reads it."""
+    own = np.repeat(share.held, batch.response_lengths)
+    numbers = batch.with_numbers(lambda values: np.where(own, values, values.dtype.type(0)))
+    return replace(numbers, share=share, **batch._of_held(share.held))
 
 
 def batch_of_rewards(

@@ -135,7 +135,7 @@ def build(
         prompts=TaskPrompts(task, tokenizer, order_of(task, 0)),
         tokenizer=tokenizer,
         verifiers={task.reward: verifiers},
-        contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=tokenizer.sha256),
+        contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256=tokenizer.sha256),
         event_log=EventLog(run.path, "collector-000001"),
         settings=CollectorSettings(**{**settings, **changes}),
     )

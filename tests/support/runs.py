@@ -45,7 +45,7 @@ def make_recipe(folder: Path, model: Path, name: str, **sections: dict[str, Any]
         run=dict(name=name, root=str(folder / "runs"), steps=4),
         model=dict(path=str(model)),
         task=dict(
-            name="jsonl",
+            name="data",
             path=str(make_prompts(folder / "prompts.jsonl")),
             reward="tests.support.rewards:digit_share",
         ),

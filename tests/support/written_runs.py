@@ -80,6 +80,8 @@ def step_metrics(step: int, seconds: dict[str, float]) -> dict[str, Any]:
         ess=ess,
         k3_kl=1e-3 * (1 + step),
         num_tokens=2000,
+        num_updated_tokens=2000,
+        num_model_tokens=4096,
         padding_share=0.25,
         lag_mean=0.5,
         lag_max=1.0,

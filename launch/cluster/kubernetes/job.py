@@ -52,7 +52,7 @@ class RunOnKubernetes:
 
     @property
     def has_router(self) -> bool:
-        return self.recipe.rollout.engines > 1
+        return self.recipe.rollout.starts_router
 
     @property
     def claim(self) -> str:

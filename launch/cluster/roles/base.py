@@ -220,15 +220,10 @@ def wait_for_engines(run: RunDirectory, recipe: Recipe, stop: Stop, count: int) 
 
 def announced(run: RunDirectory, recipe: Recipe) -> list[Member]:
     """Engines that are up as far as is known: announced by their newest start."""
-    found = run.membership(given_urls(recipe)).engines()
-    if given_urls(recipe):
+    found = run.membership(recipe.rollout.urls).engines()
+    if recipe.rollout.urls:
         return list(found)
     return [one for one in found if one.started == newest(epoch_folder(run.path, "engine", one.index))]
-
-
-def given_urls(recipe: Recipe) -> tuple[str, ...]:
-    """Engines that exist already (rollout.urls)."""
-    return recipe.rollout.urls
 
 
 def rank_epoch(run: Path) -> Epoch:

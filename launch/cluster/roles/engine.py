@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from launch.build.engines import check_engines, engine_spec
 from launch.cluster.roles.addresses import LOOPBACK, bind_address, interface_environment
@@ -25,16 +25,14 @@ from launch.cluster.roles.base import (
     POLL_S,
     Every,
     Stop,
-    finished_looks,
     grace_s,
     is_in_force,
     log_file,
-    wait_for,
     wait_for_policy,
     wait_for_recipe,
 )
 from launch.cluster.roles.environment import note_engine
-from launch.cluster.roles.rendezvous import Rendezvous, raise_other_nodes
+from launch.cluster.roles.rendezvous import Rendezvous, await_node_0
 from launch.cluster.roles.server_turn import reason_to_start_again
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.config.recipe import Recipe
@@ -42,7 +40,7 @@ from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.membership import Announcement, Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import DeadlineExceededError, EngineHungError, EngineStartError, LayoutError, RecipeError
+from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError
 from rollout_sglang.server.liveness import Liveness
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, server_url, start
@@ -231,31 +229,17 @@ def stop_server(server: ServerProcess, grace_s: float) -> None:
 def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop) -> int:
     """A host that only adds GPUs: it joins node 0, and follows it when it is started again."""
     starts = epoch_folder(own.run.path, "engine", own.index)
-
-    other: list[int] = []
-    """--nodes of the last file that does not fit. It may be of a start that is gone: the next one may fit."""
-
-    def newest_rendezvous() -> Rendezvous | Literal["finished"] | None:
-        other.clear()
-        if look_for_end() and own.run.is_finished():
-            return "finished"
-        found = Rendezvous.read(own.rendezvous)
-        if found is None or Epoch(starts, found.epoch).is_superseded():
-            return None
-        if found.nodes != own.nodes:
-            other.append(found.nodes)
-            return None
-        return found
-
-    rendezvous: Rendezvous | Literal["finished"]
-    what = f"node 0 of engine {own.index} (named in {own.rendezvous})"
     while True:
-        look_for_end = finished_looks()
-        try:
-            rendezvous = wait_for(stop, newest_rendezvous, what, recipe.rollout.start_deadline_s)
-        except DeadlineExceededError:
-            raise_other_nodes(own.nodes, other)
-            raise
+        rendezvous = await_node_0(
+            own.run,
+            own.rendezvous,
+            own.nodes,
+            is_alive=lambda found: not Epoch(starts, found.epoch).is_superseded(),
+            join=lambda found: found,
+            role=f"engine {own.index}",
+            stop=stop,
+            deadline_s=recipe.rollout.start_deadline_s,
+        )
         if rendezvous == "finished":
             return 0
         place = dict(host=address, nodes=own.nodes, node=own.node, rendezvous=f"{rendezvous.host}:{rendezvous.port}")

@@ -27,7 +27,6 @@ from launch.cluster.roles.base import (
     POLL_S,
     Every,
     Stop,
-    finished_looks,
     grace_s,
     log_file,
     wait_for,
@@ -36,7 +35,7 @@ from launch.cluster.roles.base import (
 )
 from launch.cluster.roles.heartbeat import Peer, Peers, Verdict
 from launch.cluster.roles.ranks import Ranks
-from launch.cluster.roles.rendezvous import Rendezvous, raise_other_nodes
+from launch.cluster.roles.rendezvous import Rendezvous, await_node_0
 from launch.run.begin import preflight, seed_policy, warnings
 from launch.run.fatal_notes import FatalNotes
 from launch.run.processes import child_environment, rendezvous_options, torchrun
@@ -50,7 +49,6 @@ from pipeline.errors import (
     FATAL_EXIT_CODE,
     STOPPED_EXIT_CODE,
     SUPERSEDED_EXIT_CODE,
-    DeadlineExceededError,
     LayoutError,
     PortInUseError,
     SupersededError,
@@ -180,37 +178,26 @@ def follow(own: LearnerNode, stop: Stop) -> Verdict:
 
 
 def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Rendezvous, Peer] | Literal["finished"]:
-    """Node 0 of a start after `seen` that is alive: one that answers, and knows the key. Or that the run is finished:
-    node 0 has then ended without asking for anybody."""
+    """Node 0 of a start after `seen` that is alive: one that answers, and knows the key. Or that the run is finished.
+    Raises as `await_node_0` does."""
 
-    look_for_end = finished_looks()
-    other: list[int] = []
-    """--nodes of the last file that does not fit. It may be of a start that is gone: the next one may fit."""
-
-    def joined() -> tuple[Rendezvous, Peer] | Literal["finished"] | None:
-        other.clear()
-        if look_for_end() and own.run.is_finished():
-            return "finished"
-        rendezvous = Rendezvous.read(own.rendezvous)
-        if rendezvous is None or rendezvous.epoch <= seen:
-            return None
-        if rendezvous.nodes != own.nodes:
-            other.append(rendezvous.nodes)
-            return None
+    def join(found: Rendezvous) -> tuple[Rendezvous, Peer] | None:
         try:
             key = read_api_key()
-            return rendezvous, Peer(
-                rendezvous.host, rendezvous.port + 1, node=own.node, epoch=rendezvous.epoch, key=key
-            )
+            return found, Peer(found.host, found.port + 1, node=own.node, epoch=found.epoch, key=key)
         except (OSError, ValueError, KeyError, EOFError):
             return None  # it has ended, or has not begun: the file is read again
 
-    what = f"node 0 of the learner (named in {own.rendezvous})"
-    try:
-        return wait_for(stop, joined, what, recipe.rollout.start_deadline_s)
-    except DeadlineExceededError:
-        raise_other_nodes(own.nodes, other)
-        raise
+    return await_node_0(
+        own.run,
+        own.rendezvous,
+        own.nodes,
+        is_alive=lambda found: found.epoch > seen,
+        join=join,
+        role="the learner",
+        stop=stop,
+        deadline_s=recipe.rollout.start_deadline_s,
+    )
 
 
 def _follow_one(

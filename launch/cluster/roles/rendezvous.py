@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeVar
 
+from launch.cluster.roles.base import Stop, finished_looks, wait_for
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
-from pipeline.errors import LayoutError, StoreError
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import DeadlineExceededError, LayoutError, StoreError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,42 @@ class Rendezvous:
             raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
 
 
-def raise_other_nodes(nodes: int, found: Sequence[int]) -> None:
-    """Raises LayoutError when node 0 named another number of hosts for as long as it was waited for."""
-    if found:
-        raise LayoutError(f"node 0 has --nodes {found[-1]}, this one {nodes}; give all the same number")
+def await_node_0(
+    run: RunDirectory,
+    path: Path,
+    nodes: int,
+    *,
+    is_alive: Callable[[Rendezvous], bool],
+    join: Callable[[Rendezvous], T | None],
+    role: str,
+    stop: Stop,
+    deadline_s: float,
+) -> T | Literal["finished"]:
+    """What `join` makes of the file at `path`, once that is of a start that `is_alive`; where it makes None of it, the
+    file is read again. Or that the run is finished: node 0 has then ended without asking for anybody.
+
+    Raises LayoutError when node 0 has named another number of `nodes` until the deadline, StoreError for a damaged
+    file, and as `wait_for` does.
+    """
+    look_for_end = finished_looks()
+    other: list[int] = []
+    """--nodes of the last file that does not fit. It may be of a start that is gone: the next one may fit."""
+
+    def joined() -> T | Literal["finished"] | None:
+        other.clear()
+        if look_for_end() and run.is_finished():
+            return "finished"
+        found = Rendezvous.read(path)
+        if found is None or not is_alive(found):
+            return None
+        if found.nodes != nodes:
+            other.append(found.nodes)
+            return None
+        return join(found)
+
+    try:
+        return wait_for(stop, joined, f"node 0 of {role} (named in {path})", deadline_s)
+    except DeadlineExceededError:
+        if other:
+            raise LayoutError(f"node 0 has --nodes {other[-1]}, this one {nodes}; give all the same number") from None
+        raise

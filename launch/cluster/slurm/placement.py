@@ -60,10 +60,10 @@ class Shape:
             gpus_per_node=gpus_per_node,
             learner_nodes=nodes,
             learner_gpus=gpus * ranks // nodes,
-            engines=0 if rollout_urls(recipe) else rollout.engines,
+            engines=rollout.started_engines,
             engine_nodes=spans,
             engine_gpus=gpus * rollout.tensor_parallel // spans,
-            router=rollout.engines > 1 and not rollout_urls(recipe),
+            router=rollout.starts_router,
         )
 
     def units(self) -> list[Unit]:
@@ -88,11 +88,6 @@ class Shape:
             except NoRoomError:
                 continue
             return len(nodes)
-
-
-def rollout_urls(recipe: Recipe) -> Sequence[str]:
-    """Engines that exist already and are not started with the run."""
-    return getattr(recipe.rollout, "urls", ())
 
 
 def place(shape: Shape, up: Sequence[str], kept: Mapping[Unit, str]) -> dict[Unit, str]:

@@ -6,8 +6,7 @@ trained      the same ÷ seconds of the whole step, waiting and publishing inclu
 MFU          6 · parameters · tokens of these samples, prompts included ÷ (seconds of updates · ranks · peak of a GPU)
 
 MFU is that of PaLM (arXiv 2204.02311, appendix B) without the products of attention, which makes it a little too low.
-Of a mixture, parameters are those that a token visits. Earlier versions of Even Keel did not note what was run through
-the model: there all samples count.
+Of a mixture, parameters are those that a token visits.
 """
 
 from __future__ import annotations
@@ -49,13 +48,11 @@ def why_no_mfu(run_log: RunLog) -> str:
     """Empty where the newest step has one."""
     known = at_time(learner_environments(run_log), float(run_log.metrics[-1]["time"])) if run_log.metrics else None
     if known is None:
-        return "an earlier version of Even Keel did not note what the learner ran on"
+        return "what the learner ran on was not noted"
     if not known.get("gpus"):
         return "the learner ran on a CPU, whose peak is not known"
     if number(known, "peak_tflops") is None:
         return f"the peak of {' and '.join(sorted(set(known['gpus'])))} is not known"
-    if number(run_log.metrics[-1], "prompt_tokens_mean") is None:
-        return "an earlier version of Even Keel did not note the length of prompts"
     return ""
 
 
@@ -75,36 +72,26 @@ def _speed(line: Mapping[str, Any], batch: Mapping[str, Any], known: Mapping[str
     update_s = sum(number(seconds, phase) or 0.0 for phase in ("logprobs", "update"))
     samples = number(batch, "samples")
     mean = number(line, "response_tokens_mean")
-    tokens = number(line, "num_updated_tokens" if "num_updated_tokens" in line else "num_tokens")
+    tokens = number(line, "num_updated_tokens")
     sampled = None if samples is None or mean is None else samples * mean
     found = dict(
         generated=_over(sampled, number(batch.get("seconds") or {}, "generate")),
         updated=_over(tokens, update_s),
         trained=_over(tokens, sum(number(seconds, phase) or 0.0 for phase in seconds)),
-        mfu=_mfu(line, samples, known),
+        mfu=_mfu(line, known),
     )
     return {"step": line["step"], "time": line["time"], **found}
 
 
-def _mfu(line: Mapping[str, Any], samples: float | None, known: Mapping[str, Any]) -> float | None:
+def _mfu(line: Mapping[str, Any], known: Mapping[str, Any]) -> float | None:
     """Share of the peak, 0 to 1."""
-    tokens = _model_tokens(line, samples)
+    tokens = number(line, "num_model_tokens")
     machine = [number(known, name) for name in ("active_parameters", "ranks", "peak_tflops")]
     update_s = number(line.get("seconds") or {}, "update")
     if tokens is None or update_s is None or any(value is None for value in machine):
         return None
     parameters, ranks, peak = (value or 0.0 for value in machine)
     return _over(6.0 * parameters * tokens, update_s * ranks * peak * 1e12)
-
-
-def _model_tokens(line: Mapping[str, Any], samples: float | None) -> float | None:
-    """That the updates ran through the model."""
-    lengths = [number(line, name) for name in ("prompt_tokens_mean", "response_tokens_mean")]
-    if "num_model_tokens" in line:
-        return number(line, "num_model_tokens")
-    if samples is None or any(value is None for value in lengths):
-        return None
-    return samples * sum(value or 0.0 for value in lengths)
 
 
 def learner_environments(run_log: RunLog) -> list[dict[str, Any]]:

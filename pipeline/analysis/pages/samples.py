@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pipeline.analysis.pages.chosen_samples import ChosenSamples, choose, shares_of, spread_over, token_gaps
 from pipeline.analysis.pages.style import page_style
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.trajectories import logprobs_of, tokenizer_of, visible
+from pipeline.analysis.trajectories import tokenizer_of, visible
 from pipeline.data.files import write_atomically
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
@@ -75,7 +75,7 @@ def _find(run: RunDirectory, committed: list[int]) -> _Found:
     for index in spread_over(committed):
         try:
             batch = store.read(index, None)
-            found.chosen.append(choose(batch, logprobs_of(run, index, batch.num_response_tokens)))
+            found.chosen.append(choose(batch, run.learner_logprobs(index, batch.num_response_tokens)))
         except EvenKeelError as error:
             found.unread.append(f"Batch {index}: {visible(str(error))}")
     return found

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from pipeline.data.arrays.zarr_reader import ZarrFile
 from pipeline.data.batch_format import (
     EXPERTS,
-    FIRST_IN_CHUNKS,
-    FIRST_SEALED,
     KEPT,
     PER_TOKEN,
     TEACHER_LOGPROBS,
@@ -26,7 +24,6 @@ from pipeline.data.batch_format import (
     batch_from,
     check_batch,
     check_sizes,
-    content_sha256_before_6,
 )
 from pipeline.data.border.attributes import check_attributes
 from pipeline.data.records import PER_RESPONSE_TOKEN, Batch
@@ -47,29 +44,23 @@ def require_readable(file: ZarrFile) -> None:
 
 
 def read_batch(file: ZarrFile) -> Batch:
-    """All of a batch, of any schema. Raises whatever damage makes the checks raise."""
-    attributes, expected, digests = _attributes(file)
-    arrays = {name: file.whole(name, digests.get(name)) for name in array_names(attributes)}
-    batch = batch_from(attributes, arrays)
+    """All of a batch. Raises whatever damage makes the checks raise."""
+    attributes, digests = _attributes(file)
+    batch = batch_from(attributes, {name: file.whole(name, digests[name]) for name in array_names(attributes)})
     check_batch(batch, written=False)
-    if not digests and content_sha256_before_6(attributes, arrays) != expected:
-        raise ValueError("content digest differs: a chunk is missing or foreign")
     return batch
 
 
 def read_num_samples(file: ZarrFile) -> int:
-    """How many samples a batch has, of any schema; no array is read. Raises as `read_batch`."""
+    """How many samples a batch has; no array is read. Raises as `read_batch`."""
     _attributes(file)
     return file.arrays["prompt_lengths"].shape[0]
 
 
 def read_share(file: ZarrFile, choose: Choose) -> Batch:
-    """A batch that holds the chosen samples alone (Batch.share): of the tokens of the others, of a file of schema 6,
-    nothing is read but how many they are. Raises as `read_batch`."""
-    attributes, _, digests = _attributes(file)
-    if not digests:
-        whole = read_batch(file)
-        return whole.hold(choose(whole))
+    """A batch that holds the chosen samples alone (Batch.share): of the tokens of the others nothing is read but how
+    many they are. Raises as `read_batch`."""
+    attributes, digests = _attributes(file)
     names = array_names(attributes)
     arrays = {name: file.whole(name, digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
     offsets = arrays["sample_offsets"] = file.whole("sample_offsets", digests["sample_offsets"])
@@ -105,24 +96,20 @@ def _of_tokens(
     return found | (_kept(file, of_responses, digests) if KEPT[0] in names else {})
 
 
-def _attributes(file: ZarrFile) -> tuple[dict[str, Any], str | None, dict[str, list[str]]]:
-    """The attributes, the content digest and, since schema 6, the digests of chunks, by array. Raises ValueError when
-    attributes, dtypes or shapes are not those that were written."""
+def _attributes(file: ZarrFile) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The attributes, and the digests of chunks, by array. Raises ValueError when attributes, dtypes or shapes are not
+    those that were written."""
     attributes = dict(file.attributes)
     names = array_names(attributes)
-    if attributes["schema_version"] >= FIRST_SEALED and not file.sealed:
-        raise ValueError("it does not end in its checksum")
     check_attributes(attributes)
     for name in names:
         if name not in file.arrays:
             raise ValueError(f"array {name} is missing")
     check_sizes({name: file.arrays[name].shape for name in names})
     expected = attributes.pop("content_sha256", None)
-    if attributes["schema_version"] < FIRST_IN_CHUNKS:
-        return attributes, expected, {}
     if attributes_sha256(attributes) != expected:
         raise ValueError("content digest differs: the attributes were changed")
-    return attributes, expected, _digests(file, names, attributes.pop("arrays"))
+    return attributes, _digests(file, names, attributes.pop("arrays"))
 
 
 def _digests(file: ZarrFile, names: Sequence[str], described: Mapping[str, Any]) -> dict[str, list[str]]:

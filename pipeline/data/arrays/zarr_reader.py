@@ -27,8 +27,7 @@ from pipeline.data.arrays.zarr_writer import MAX_RATIO, SMALL_BYTES, zip_comment
 from pipeline.data.integrity.regular import open_regular, read_if_it_ends
 from pipeline.data.integrity.sealed import TRAILER, TRAILER_BYTES
 
-_END_OF_ZIP, _END_BYTES = b"PK\5\6", 18
-_NO_ZIP = "File is not a zip file: it does not end as one"
+_NOT_SEALED = "it does not end in its checksum"
 _METADATA = "zarr.json"
 _METADATA_BYTES = 16 << 20
 _CODECS = ["bytes", "zstd", "crc32c"]
@@ -65,17 +64,16 @@ class ZarrFile:
     """The group in an open file. Raises ValueError when its arrays claim more than MAX_RATIO allows, and what zipfile
     raises for a file that is none."""
 
-    def __init__(self, file: BinaryIO, num_bytes: int, *, sealed: bool) -> None:
-        """`file` has `num_bytes`. Those of older schemas are not `sealed`: they lack the chunks that are all zero."""
-        self.sealed = sealed
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        """`file` has `num_bytes`."""
         self._archive = zipfile.ZipFile(file)
         members = self._archive.infolist()
         _check_members(members, num_bytes)
-        self._names = {member.filename for member in members}
+        names = {member.filename for member in members}
         self.arrays: dict[str, ArrayLayout] = {}
         self.attributes: dict[str, Any] = self._group_attributes()
         left = SMALL_BYTES + MAX_RATIO * num_bytes
-        for key in sorted(self._names):
+        for key in sorted(names):
             name, _, last = key.rpartition("/")
             if last != _METADATA or not name:
                 continue
@@ -83,8 +81,8 @@ class ZarrFile:
             if layout.num_bytes > left:
                 raise ValueError(f"{name} claims {layout.num_bytes} bytes, {left} are left for a file of this size")
             left -= layout.num_bytes
-            for place in range(layout.num_chunks if sealed else 0):  # lazily: the first that is missing ends it
-                if _chunk_key(name, layout, place) not in self._names:
+            for place in range(layout.num_chunks):  # lazily: the first that is missing ends it
+                if _chunk_key(name, layout, place) not in names:
                     raise ValueError(f"{name} lacks its chunk {place}")
             self.arrays[name] = layout
 
@@ -112,9 +110,8 @@ class ZarrFile:
         return self.rows(name, [(0, self.arrays[name].shape[0])], digests)
 
     def _chunk(self, name: str, layout: ArrayLayout, place: int, digests: Sequence[str] | None) -> NDArray[Any]:
-        key = _chunk_key(name, layout, place)
-        num_bytes = layout.chunk_rows * layout.row_bytes
-        raw = _unpacked(name, place, self._archive.read(key), num_bytes) if key in self._names else bytes(num_bytes)
+        stored = self._archive.read(_chunk_key(name, layout, place))
+        raw = _unpacked(name, place, stored, layout.chunk_rows * layout.row_bytes)
         if digests is not None:
             real = min(layout.chunk_rows, layout.shape[0] - place * layout.chunk_rows) * layout.row_bytes
             if hashlib.sha256(memoryview(raw)[:real]).hexdigest() != digests[place]:
@@ -135,14 +132,11 @@ class ZarrFile:
 
 
 def open_zarr_zip(path: Path) -> ZarrFile:
-    """A file, read into memory and compared with its checksum where it is sealed. Raises ValueError when that
-    differs, and as ZarrFile."""
-    endings, most = (b"crc32 ", _END_OF_ZIP), len(_END_OF_ZIP) + _END_BYTES
-    data = read_if_it_ends(path, endings, most, _NO_ZIP)
-    sealed = TRAILER.search(data[-TRAILER_BYTES:]) is not None
-    if sealed and data[-TRAILER_BYTES - 2 :] != zip_comment(memoryview(data)[: -TRAILER_BYTES - 2]):
+    """A file, read into memory and compared with its checksum. Raises ValueError when that differs, and as ZarrFile."""
+    data = read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, _NOT_SEALED)
+    if data[-TRAILER_BYTES - 2 :] != zip_comment(memoryview(data)[: -TRAILER_BYTES - 2]):
         raise ValueError("its checksum differs")
-    return ZarrFile(io.BytesIO(data), len(data), sealed=sealed)
+    return ZarrFile(io.BytesIO(data), len(data))
 
 
 @contextmanager
@@ -152,7 +146,9 @@ def seek_zarr_zip(path: Path) -> Iterator[ZarrFile]:
     with open_regular(path) as file:
         num_bytes = file.seek(0, io.SEEK_END)
         file.seek(max(0, num_bytes - TRAILER_BYTES))
-        yield ZarrFile(file, num_bytes, sealed=TRAILER.search(file.read(TRAILER_BYTES)) is not None)
+        if TRAILER.fullmatch(file.read(TRAILER_BYTES)) is None:
+            raise ValueError(_NOT_SEALED)
+        yield ZarrFile(file, num_bytes)
 
 
 def _check_members(members: list[zipfile.ZipInfo], num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What the attributes of a batch must look like, of any schema: kinds and bounds, before anything is made of them."""
+"""What the attributes of a batch must look like: kinds and bounds, before anything is made of them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ class _Contract(_Strict):
     temperature: float
     top_p: float
     top_k: int
-    scaled: bool
     tokenizer_sha256: _Text
-    kept_set: bool = False
+    kept_set: bool
 
 
 class _Dropped(_Strict):
     group: _Number
     reason: _Text
-    kind: _Text = "unfit"
-    problem: int = -1
-    samples: _Number = 0
-    solved: _Number = 0
+    kind: _Text
+    problem: int
+    samples: _Number
+    solved: _Number
 
 
 class _Array(_Strict):
@@ -53,11 +52,11 @@ class _Attributes(_Strict):
     contract: _Contract
     dropped: list[_Dropped]
     next_group: _Number
-    open_groups: list[_Range] = []
+    open_groups: list[_Range]
     reward_part_names: list[_Text]
-    optional_arrays: list[_Text] = []
+    optional_arrays: list[_Text]
     sources: dict[Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], _Range] = {}
-    arrays: dict[_Text, _Array] = {}
+    arrays: dict[_Text, _Array]
 
 
 def check_attributes(attributes: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,12 +184,3 @@ def state_of(manifest: Manifest) -> str:
     """Digest of the weights of a version: of the names, kinds and bytes of all tensors, wherever they lie."""
     lines = (json.dumps([name, *(manifest[name][key] for key in sorted(_DIGITS))]) for name in sorted(manifest))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def changed_bytes(delta: Delta) -> int:
-    """What an engine reads of a delta."""
-    return sum(one.num_bytes for one in _payloads(delta))
-
-
-def _payloads(delta: Delta) -> Iterator[Payload]:
-    return (one for runs in delta.payloads.values() for one in runs)

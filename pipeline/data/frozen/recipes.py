@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.loader import differing_keys, recipe_from, recipe_to_show
+from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.files import NUMBER, make_folder
-from pipeline.data.frozen.run_format import begin_format, check_format, is_sealed, known_in_part
+from pipeline.data.frozen.run_format import begin_format, check_format
 from pipeline.data.integrity.regular import read_at_most
 from pipeline.data.integrity.sealed import checksum_line, create_sealed, read_sealed
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from precision.text.short import one_line
 from precision.text.yaml_data import MOST_BYTES, YamlError, parse_yaml
 
-Say = Callable[[str], None]
 _FILE = re.compile(rf"({NUMBER})\.yaml")
 _HEAD = re.compile(r"# from step (\d{1,9}), batch (\d{1,9})\n")
 
@@ -65,23 +63,9 @@ def recipe_in_force(run: Path) -> RecipeInForce:
     return _read(run, newest_recipe_file(run))
 
 
-def all_recipes(run: Path, say: Say | None = None) -> list[RecipeInForce]:
-    """Every recipe that the run went by, in order. Raises as `newest_recipe` does. With `say`, which is told of it,
-    those of a run that another version of Even Keel made, as far as this one knows them."""
-    if say is not None and (notice := known_in_part(run)) is not None:
-        say(notice)
-    return [_read(run, path, say) for path in (recipe_file(run), *_later(run))]
-
-
-def shown_recipe(run: Path) -> Recipe:
-    """The recipe that the run goes by, for whoever shows it. What this version of Even Keel does not know is said to
-    stderr and left out."""
-    return all_recipes(run, print_notice)[-1].recipe
-
-
-def print_notice(text: str) -> None:
-    """To stderr, as a warning."""
-    print(f"warning: {text}", file=sys.stderr)
+def all_recipes(run: Path) -> list[RecipeInForce]:
+    """Every recipe that the run went by, in order. Raises as `newest_recipe` does."""
+    return [_read(run, path) for path in (recipe_file(run), *_later(run))]
 
 
 def recipe_of_batch(recipes: Sequence[RecipeInForce], index: int) -> Recipe:
@@ -106,7 +90,7 @@ def begin_recipe(run: Path, recipe: Recipe) -> None:
     """Store the recipe that a run begins with, unless it has one: of two that start at once, one wins."""
     make_folder(run)
     if not recipe_file(run).exists():
-        begin_format(run)  # first: a recipe without it is of format 1
+        begin_format(run)  # first: a recipe without it is refused
         with suppress(FileExistsError):
             create_sealed(recipe_file(run), recipe.to_yaml())
 
@@ -120,7 +104,7 @@ def refuse_another_recipe(run: Path, begun: Recipe, recipe: Recipe) -> None:
         )
 
 
-def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) -> Path:
+def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) -> None:
     """Store the recipe that the run goes by from now on. Raises RunConflictError when another start was first."""
     path = run / "recipes" / f"{len(_later(run)) + 1:06d}.yaml"
     make_folder(path.parent)
@@ -128,7 +112,6 @@ def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) 
         create_sealed(path, f"# from step {first_step}, batch {first_batch}\n{recipe.to_yaml()}")
     except FileExistsError:
         raise RunConflictError(f"another start of {run} has just written {path}; give the command again") from None
-    return path
 
 
 def adopt_recipes(run: Path, recipes: Sequence[RecipeInForce]) -> None:
@@ -154,24 +137,20 @@ def _later(run: Path) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
-def _read(run: Path, path: Path, say: Say | None = None) -> RecipeInForce:
+def _read(run: Path, path: Path) -> RecipeInForce:
     if not os.path.lexists(recipe_file(run)):
         raise StoreError(
             f"{one_line(run, 300)} is not a run directory: it has no recipe.yaml; give one such as runs/NAME"
         )
-    if say is None:
-        check_format(run)
-    text = _text(path) if is_sealed(run) else path.read_text(errors="replace")
+    check_format(run)
+    text = _text(path)
     try:
         data = parse_yaml(text)
     except YamlError as error:
         raise RecipeError(f"{path} is damaged ({error}); put back a copy of it, or start a new run") from None
     head = _HEAD.match(text)
     first_step, first_batch = map(int, head.groups()) if head else (0, 0)
-    if say is not None and isinstance(data, dict):
-        recipe = recipe_to_show(data, source=str(path), say=say)
-    else:
-        recipe = recipe_from(data, source=str(path))
+    recipe = recipe_from(data, source=str(path))
     return RecipeInForce(first_step=first_step, first_batch=first_batch, recipe=recipe, path=path)
 
 

@@ -48,13 +48,13 @@ def read_at_most(path: Path, num_bytes: int) -> bytes:
     return data
 
 
-def read_if_it_ends(path: Path, endings: tuple[bytes, ...], num_bytes: int, otherwise: str) -> bytes:
-    """A whole file of any size, of which only the last `num_bytes` are read unless one of `endings` is in them. Raises
-    as `open_regular` does, and ValueError, which says `otherwise`."""
+def read_if_it_ends(path: Path, ending: bytes, num_bytes: int, otherwise: str) -> bytes:
+    """A whole file of any size, of which only the last `num_bytes` are read unless `ending` is in them. Raises as
+    `open_regular` does, and ValueError, which says `otherwise`."""
     with open_regular(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         last = file.read(num_bytes)
-        if not any(ending in last for ending in endings):
+        if ending not in last:
             raise ValueError(otherwise)
         file.seek(0)
         return file.read()

@@ -134,7 +134,7 @@ def write_sealed_array(path: Path, values: NDArray[np.float32]) -> None:
 def read_sealed_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
     """The values [n]; None where there is no file. Raises StoreError. What its header claims allocates nothing."""
     try:
-        return _array(read_if_it_ends(path, (b"crc32 ",), TRAILER_BYTES, "its checksum differs"))
+        return _array(read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, "its checksum differs"))
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -27,7 +27,7 @@ def write_recipe(folder: Path, model: Path, plan: Plan) -> Path:
     data: dict[str, Any] = dict(
         run=dict(name="run", root=str(folder / "runs"), steps=plan.steps, max_restarts=12),
         model=dict(path=str(model)),
-        task=dict(name="jsonl", path=str(prompts), reward="tests.support.rewards:digit_share"),
+        task=dict(name="data", path=str(prompts), reward="tests.support.rewards:digit_share"),
         schedule=SCHEDULES[plan.schedule],
         rollout=dict(
             precision="fp32",

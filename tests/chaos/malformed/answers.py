@@ -38,7 +38,7 @@ IN_MAKE_TEST = 80
 VOCABULARY = 512
 DEADLINE_S = 5.0
 EXPERTS = ExpertShape(num_layers=2, moe_layers=(1,), num_experts=16, per_token=2)
-CONTRACT = dict(temperature=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+CONTRACT = dict(temperature=1.0, top_k=-1, tokenizer_sha256="")
 _WORKERS = {"workers": [{"id": "a", "url": "http://127.0.0.1:1", "is_healthy": True}], "total": 1}
 _HUNG_UP = (asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError)
 _UPDATED = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}

@@ -97,7 +97,7 @@ def goods() -> tuple[Batch, ...]:
 
     def batch(kept: bool, experts: bool) -> Batch:
         contract = LogprobContract(
-            temperature=1.0, top_p=0.9 if kept else 1.0, top_k=-1, scaled=True, tokenizer_sha256="", kept_set=kept
+            temperature=1.0, top_p=0.9 if kept else 1.0, top_k=-1, tokenizer_sha256="", kept_set=kept
         )
         groups = [
             Group(

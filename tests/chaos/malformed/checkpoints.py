@@ -17,7 +17,7 @@ from typing import Any
 
 from launch.convert.inspect import inspect_folder
 from launch.convert.sources import check_committed
-from pipeline.data.integrity.sealed import unseal, write_sealed
+from pipeline.data.integrity.sealed import seal, unseal, write_sealed
 from pipeline.errors import EvenKeelError
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints
 from tests.chaos.malformed.mutations import judged, mutated_bytes, mutated_data
@@ -44,6 +44,10 @@ _COMMITS = (
     b'{"step": 4, "files": {"../../x": {"bytes": 1, "sha256": ""}}}',
     b"\0" * 300,
 )
+
+
+def _sealed_or_not(rng: random.Random, data: bytes) -> bytes:
+    return seal(f"{data.decode()}\n").encode() if rng.random() < 0.7 else data
 
 
 class Learner(OneRank):
@@ -229,4 +233,4 @@ def _misplace(rng: random.Random, checkpoints: Path, newest: Path) -> None:
             (newest / "loop_state.json").unlink()
             (newest / "loop_state.json").mkdir()
         case _:
-            (newest / COMMIT).write_bytes(rng.choice(_COMMITS))
+            (newest / COMMIT).write_bytes(_sealed_or_not(rng, rng.choice(_COMMITS)))

@@ -25,7 +25,6 @@ class QuickFile:
     def __init__(self, path: Path) -> None:
         head, _, body = Path(path).read_bytes().partition(b"\n")
         described = json.loads(head)
-        self.sealed = True
         self.attributes: dict[str, Any] = described["attributes"]
         self.arrays: dict[str, ArrayLayout] = {}
         self._values: dict[str, NDArray[Any]] = {}

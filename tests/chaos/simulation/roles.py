@@ -40,7 +40,7 @@ from tests.chaos.simulation.turns import run_loop
 from tests.chaos.simulation.world import Process, World
 
 WAIT_DEADLINE_S = 120.0
-CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="ab" * 32)
 NUM_PROBLEMS = 9
 
 

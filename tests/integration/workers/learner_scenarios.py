@@ -28,7 +28,7 @@ from precision.objectives.p3o import P3O
 from precision.supervised import Supervised
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
-CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
 TEMPERATURE = 0.8
 
 

@@ -56,7 +56,7 @@ def batch(index: int, rows: int, width: int) -> Batch:
         engine=np.zeros(rows, np.uint16),
         queued_s=np.zeros(rows, np.float32),
         generated_s=np.zeros(rows, np.float32),
-        contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=""),
+        contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256=""),
         dropped=(),
         next_group=rows,
         recipe_sha256="",

@@ -21,6 +21,7 @@ ADAPTERS_MAY_USE = (
     *(
         "pipeline.errors",
         "pipeline.config.recipe",
+        "pipeline.config.rollout_section",
         "pipeline.child_process",
         "pipeline.process_log",
         "pipeline.scratch",

@@ -13,7 +13,7 @@ import pytest
 from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 
-CONTRACT = LogprobContract(temperature=0.7, top_p=0.95, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
+CONTRACT = LogprobContract(temperature=0.7, top_p=0.95, top_k=-1, tokenizer_sha256="ab" * 32)
 
 
 def make(
@@ -25,20 +25,20 @@ def make(
     next_group: int | None = None,
     versions: tuple[int, ...] = (0, 0, 0),
     open_groups: tuple[int, ...] = (),
-    golden: bool = False,
+    aborted: bool = False,
 ) -> Batch:
-    """`num_groups` groups of three samples; one of the three has reward parts. In the `golden` files one was aborted
-    before its first token, which is not committed any more."""
+    """`num_groups` groups of three samples; one of the three has reward parts. With `aborted` one ended
+    before its first token, which is not committed."""
 
     def sample(group: int, member: int) -> Sample:
-        length = (len(versions), 0 if golden else 1, 1)[member]
+        length = (len(versions), 0 if aborted else 1, 1)[member]
         return Sample(
             completion=Completion(
                 tokens=7 + group + np.arange(length, dtype=np.int32),
                 logprobs=-0.5 * np.arange(1, length + 1, dtype=np.float32),
                 versions=np.array(versions[:length], np.int32),
                 loss_mask=np.ones(length, np.bool_),
-                finish=("stop", "abort" if golden else "stop", "length")[member],  # type: ignore[arg-type]
+                finish=("stop", "abort" if aborted else "stop", "length")[member],  # type: ignore[arg-type]
                 engine=member,
                 queued_s=0.25,
                 generated_s=1.5,

@@ -43,6 +43,8 @@ Root Cause (first observed failure):
         ("loading\nerror: the model folder is gone\nbye\n", "error: the model folder is gone"),
         ("KeyError: 'a'\nduring that, another:\nmegatron.core.CheckpointingException: no such key\n",
          "megatron.core.CheckpointingException: no such key"),
+        ("[rank0]: KeyboardInterrupt\nbye\n", "[rank0]: KeyboardInterrupt"),
+        ("usage: role [--help]\nrole: error: unrecognized: --x\n", "role: error: unrecognized: --x"),
         ("one\n\ntwo\nkilled\n", "one | two | killed"),
         ("", ""),
     ],

@@ -31,7 +31,7 @@ from pipeline.data.share import Share
 from pipeline.errors import NonFiniteError
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
-from tests.support.batches import CONTRACT, batch_of_rewards
+from tests.support.batches import CONTRACT, batch_of_rewards, read_by
 
 
 class Learner:
@@ -201,7 +201,7 @@ def test_ranks_hold_evidence_of_their_own_samples() -> None:
     ranks = np.arange(batch.num_samples) // 3 % 2
     held: list[list[list[int]]] = []
     for rank in range(2):
-        share = replace(batch.hold(Share(ranks=ranks, rank=rank)), loss_mask=batch.loss_mask)
+        share = replace(read_by(batch, Share(ranks=ranks, rank=rank)), loss_mask=batch.loss_mask)
         found, marked = evidence_of(share, 30)
         assert torch.equal(marked, chosen)
         assert found.lengths.tolist() == expected.lengths.tolist()

@@ -191,7 +191,7 @@ def test_a_recipes_map_is_checked_against_the_model_before_anything_starts(tmp_p
         build_quant_map(mapped(tmp_path, "fp8_block", QuantMapFile(base="fp8_block", exceptions={"down_proj": "full"})))
     found = build_quant_map(mapped(tmp_path, "fp8_block", QuantMapFile(base="fp8_block", exceptions={DOWN: "full"})))
     assert found is not None
-    assert found.unquantized == (DOWN,)
+    assert found.ignored_layers() == (DOWN,)
 
 
 def test_a_recipes_map_and_its_precision_are_one_format(tmp_path: Path) -> None:

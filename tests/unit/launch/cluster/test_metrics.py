@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.cluster.metric_names import ALL, METRICS, markdown
-from launch.cluster.metrics import HOST_VARIABLE, PORT_VARIABLE, RunMetrics, environment_of, metrics_of
+from launch.cluster.metrics import HOST_VARIABLE, PORT_VARIABLE, RunMetrics, metrics_of
 from pipeline.errors import EvenKeelError, PortInUseError
 from tests.support.metric_feed import fed, run_with_every_file, scraped
 from tests.support.promql import shown
@@ -112,10 +112,8 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 def test_the_environment_says_whether_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (PORT_VARIABLE, HOST_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    assert environment_of(None) == {}
     assert metrics_of("learner", tmp_path) is None
-    for name, value in environment_of(0).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(PORT_VARIABLE, "0")
     metrics = metrics_of("learner", tmp_path)
     assert metrics is not None
     assert metrics.role == "learner"

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from launch.cluster import starter
-from launch.cluster.starter import LocalStarter, Unit, role_command, units_of
+from launch.cluster.gpu_places import gpu_places
+from launch.cluster.slurm.placement import Shape
+from launch.cluster.starter import LocalStarter, Unit, metrics_ports, ports_of, role_command, units_of
 from launch.doctor.needs import check_ports
+from launch.run import train
 from launch.run.processes import child_environment
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import PortInUseError
 from rollout_sglang.server.process import free_port
@@ -41,6 +45,44 @@ def test_units_have_names_of_their_own(tmp_path: Path) -> None:
         "collector",
     ]
     assert "router" not in [unit.name for unit in units_of(a_recipe(tmp_path, engines=1))]
+
+
+def test_engines_that_exist_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SeenError(Exception):
+        """Nothing is started."""
+
+    def supervisor_of(*given: object) -> None:
+        raise SeenError(given[5])
+
+    port = free_port()
+    recipe = a_recipe(tmp_path, engines=2, urls=["http://a:1", "http://b:1"], port=port)
+    units = [Unit("learner"), Unit("collector")]
+    assert units_of(recipe) == Shape.of(recipe, 0).units() == units
+    assert len(gpu_places(recipe, ("0",)).engines) == 0
+    assert metrics_ports(recipe, 9000).keys() == {"supervisor", "learner", "collector"}
+    assert len(ports_of(recipe.rollout)) == 0
+    monkeypatch.setattr(train, "Supervisor", supervisor_of)
+    monkeypatch.setattr(train, "visible_gpus", lambda: ())
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(SeenError) as seen:
+        train._supervise(run, recipe, claim(run.path, "supervisor"), None)
+    assert seen.value.args == (units,)
+
+
+def test_engines_that_exist_need_no_sglang_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SeenError(Exception):
+        """What is asked of the machine was looked at."""
+
+    def checked(_: object) -> None:
+        raise SeenError
+
+    recipe = a_recipe(tmp_path, urls=["http://a:1"])
+    for name in ("check_learner_here", "check_ports", "check_room"):
+        monkeypatch.setattr(train, name, lambda *_: None)
+    monkeypatch.setattr(train, "check_engines", lambda _: pytest.fail("it looks for SGLang"))
+    monkeypatch.setattr(train, "preflight", checked)
+    with pytest.raises(SeenError):
+        train.train_run(recipe)
 
 
 def test_commands_name_the_run_and_the_place(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.layout_names import layout_name
 from pipeline.config.loader import load_recipe
-from pipeline.config.recipe import LearnerSection, RolloutSection
+from pipeline.config.recipe import LearnerSection
+from pipeline.config.rollout_section import RolloutSection
 from pipeline.errors import FatalError, LayoutError, ModelError, RecipeError
 from rollout_sglang.server.capacity import engine_capacity, option, weight_bytes
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from launch.plugins.listing import KINDS, Plugin, of_modules, shipped
+from launch.plugins.listing import Kind, Plugin, of_modules, shipped
 from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import load_recipe
 from pipeline.config.task_sections import DataTask
@@ -121,7 +122,7 @@ def test_all_of_mine_are_found_as_a_recipe_names_them(tmp_path: Path) -> None:
         "short": "filter",
         "mixed": "group_filter",
     }
-    assert {plugin.kind for plugin in found.values()} == {*KINDS}
+    assert {plugin.kind for plugin in found.values()} == {*get_args(Kind)}
     assert (found["Half"].says, found["Half"].key) == ("Half of everything.", "correction.class")
     assert found["Lossless"].lacks == "it lacks loss"
     assert "write in the class" in found["Nameless"].lacks

@@ -88,7 +88,7 @@ def test_a_recipe_starts_from_its_own_format_and_prompts(model: Path) -> None:
 
 
 def test_a_run_gives_rows_from_all_over_its_newest_batch(tmp_path: Path) -> None:
-    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
     run = RunDirectory(tmp_path)
     assert recorded_rows(run, 4, 5) is None
     for index in range(2):
@@ -104,7 +104,7 @@ def test_a_run_gives_rows_from_all_over_its_newest_batch(tmp_path: Path) -> None
 
 
 def run_of(folder: Path, groups: list[tuple[list[int], list[Response]]]) -> RunDirectory:
-    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
     run = RunDirectory(folder)
     BatchStore(run.batches).commit(given_batch(0, groups, contract))
     return run

@@ -1,4 +1,4 @@
-"""What a supervised run is trained on stays the same when it is resumed, also where no file says what it was."""
+"""What a supervised run is trained on stays the same when it is resumed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from launch.run.sft import SOURCE_FILE, Source
-from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError, StoreError
 from tests.support.written_runs import write_run
@@ -33,27 +32,7 @@ def test_another_source_is_refused(run: RunDirectory, tmp_path: Path) -> None:
         Source.of(8, rows(tmp_path), None).freeze(run)
 
 
-def test_a_run_of_before_the_file_goes_on_with_demonstrations(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    EventLog(run.path, "sft").metrics(0, loss=1.0)
-    Source.of(8, None, None).freeze(run)
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "it goes on with --batch-size 8; if it had another one, stop it, remove" in told
-    assert Source.read(run).batch_size == 8
-    Source.of(8, None, None).freeze(run)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_run_of_before_the_file_takes_no_other_data(run: RunDirectory, tmp_path: Path) -> None:
-    EventLog(run.path, "sft").metrics(0, loss=1.0)
-    with pytest.raises(RunConflictError, match=r"was begun on demonstrations of its task.*leave --data out"):
-        Source.of(8, rows(tmp_path), None).freeze(run)
-    assert not (run.path / SOURCE_FILE).exists()
-
-
-def test_a_run_that_has_not_trained_takes_any(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_new_run_takes_any(run: RunDirectory, tmp_path: Path) -> None:
     Source.of(8, rows(tmp_path), None).freeze(run)
     assert Source.read(run).sha256 is not None
 

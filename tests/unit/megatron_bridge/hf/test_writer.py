@@ -145,5 +145,5 @@ def test_truncated_files_and_bad_indexes_are_named(source: Path) -> None:
 def test_pruning_keeps_the_published_the_newest_and_the_future(tmp_path: Path) -> None:
     for version in (1, 3, 4, 6, 9):
         (tmp_path / f"{version:06}").mkdir()
-    assert prune(tmp_path, 6, keep=1) == [1, 3]
+    prune(tmp_path, 6, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000004", "000006", "000009"]

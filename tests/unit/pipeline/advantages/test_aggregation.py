@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipeline.advantages.aggregation import batch_normalized, token_advantages
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 
-CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="ab" * 32)
 
 Layout = list[list[list[bool]]]
 """Groups of samples of tokens, each one that was not sampled (T) or one that was (F)."""

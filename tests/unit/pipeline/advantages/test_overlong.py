@@ -14,7 +14,6 @@ from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.advantages.methods.grpo import GRPO
 from pipeline.advantages.overlong import OverlongPenalty
-from pipeline.config.advice import check_new_run
 from pipeline.config.loader import load_recipe
 from pipeline.data.records import Batch
 from pipeline.errors import RecipeError
@@ -132,19 +131,19 @@ def test_a_buffer_longer_than_any_response_is_refused() -> None:
     + [(name, False) for name in ("pass_at_k", "maxrl", "power", "fade", "f_grpo")],
 )
 def test_who_asks_what_is_solved_takes_no_penalty(name: str, fits: bool) -> None:
-    """pass_at_k would take a right answer three tokens into the buffer for a wrong one. A run that began so is read."""
+    """pass_at_k would take a right answer three tokens into the buffer for a wrong one."""
     overrides = [f"advantage={{name: {name}}}", "reward.overlong={buffer_tokens: 4}", "rollout.group_size=8"]
-    recipe = load_recipe(Path("grpo"), overrides)
     refused = pytest.raises(RecipeError, match=rf"advantage.name is {name}, which asks how far a sample is solved")
     with nullcontext() if fits else refused:
-        check_new_run(recipe)
+        load_recipe(Path("grpo"), overrides)
 
 
 def test_a_rate_that_would_rise_is_refused() -> None:
-    recipe = load_recipe(Path("demo"), ["learner.optimizer.lr=1e-5"])
-    with pytest.raises(RecipeError, match="min_lr 5e-05 is above lr 1e-05, so that the rate would rise"):
-        check_new_run(recipe)
-    check_new_run(load_recipe(Path("demo"), ["learner.optimizer.lr=1e-5", "learner.optimizer.decay=constant"]))
+    with pytest.raises(
+        RecipeError, match=r"learner\.optimizer: min_lr 5e-05 is above lr 1e-05, so that the rate would"
+    ):
+        load_recipe(Path("demo"), ["learner.optimizer.lr=1e-5"])
+    assert load_recipe(Path("demo"), ["learner.optimizer.lr=1e-5", "learner.optimizer.decay=constant"])
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))

@@ -31,7 +31,7 @@ def test_buckets_are_means_over_the_tokens_of_the_last_steps(write_run: WriteRun
     assert old.abs_gap == 0.3
 
 
-def test_a_run_of_an_earlier_version_has_no_such_figures(write_run: WriteRun) -> None:
+def test_a_run_without_these_numbers_has_no_such_figures(write_run: WriteRun) -> None:
     run_log = RunLog.read(write_run(3))
     old = {"step", "time", "num_tokens", "seconds"}
     plain = [{key: value for key, value in line.items() if key in old} for line in run_log.metrics]

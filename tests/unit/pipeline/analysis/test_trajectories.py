@@ -48,7 +48,7 @@ def test_golden(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
 
 
 def test_an_empty_response(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
-    lines = list(render_batch(make_batch(0, golden=True), tokenizer, samples=[1]))
+    lines = list(render_batch(make_batch(0, aborted=True), tokenizer, samples=[1]))
     assert lines[4:] == [
         "  response  ",
         "  reward    0",

@@ -19,7 +19,8 @@ from pipeline.config.loader import (
     recipe_from,
     taken_from,
 )
-from pipeline.config.recipe import MOST_KEPT, Recipe
+from pipeline.config.recipe import Recipe
+from pipeline.config.rollout_section import MOST_KEPT
 from pipeline.errors import RecipeError
 
 RECIPES = sorted((Path(__file__).parents[4] / "pipeline" / "recipes").glob("*.yaml"))

@@ -122,14 +122,11 @@ def test_each_flipped_bit_of_a_zip_is_found(tmp_path: Path) -> None:
     with path.open("wb") as file:
         write_zarr_zip(file, {"index": 3}, {"tokens": np.arange(4, dtype=np.int32)})
     found = open_zarr_zip(path)
-    assert found.sealed
     assert found.whole("tokens").tolist() == [0, 1, 2, 3]
     for damaged in flipped(path.read_bytes(), every=1 if profile() == "thorough" else 5):
         path.write_bytes(damaged)
-        try:
-            assert not open_zarr_zip(path).sealed, "a damaged comment: the schema says that there must be one"
-        except (ValueError, OSError, zipfile.BadZipFile, KeyError, NotImplementedError):
-            continue
+        with pytest.raises((ValueError, OSError, zipfile.BadZipFile, KeyError, NotImplementedError)):
+            open_zarr_zip(path)
 
 
 BOMBS: dict[str, Callable[[dict[str, bytes]], None]] = {
@@ -173,6 +170,7 @@ def test_a_zip_that_zip_compresses_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("zarr.json", bytes(SMALL_BYTES))
+    path.write_bytes(sealed_zip(path.read_bytes()))
     with pytest.raises(ValueError, match="compressed by zip"):
         open_zarr_zip(path)
 

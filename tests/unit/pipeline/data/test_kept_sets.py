@@ -40,7 +40,7 @@ def test_ragged_operations_are_those_of_lists(
     assert kept.hold(tokens).tolist() == [token in one for token, one in zip(tokens.tolist(), sets, strict=True)]
 
 
-CONTRACT = LogprobContract(temperature=0.7, top_p=0.8, top_k=-1, scaled=True, tokenizer_sha256="", kept_set=True)
+CONTRACT = LogprobContract(temperature=0.7, top_p=0.8, top_k=-1, tokenizer_sha256="", kept_set=True)
 
 
 def batch_with_kept_sets() -> Batch:
@@ -76,7 +76,7 @@ def test_a_batch_goes_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(batch)).tokens.tolist() == batch.tokens.tolist()  # noqa: S301
 
 
-def test_an_old_file_has_no_sets_and_says_so(tmp_path: Path, make_batch: Callable[..., Batch]) -> None:
+def test_a_batch_without_sets_says_so(tmp_path: Path, make_batch: Callable[..., Batch]) -> None:
     store = BatchStore(tmp_path)
     store.commit(make_batch(0))
     found = store.read(0, None)

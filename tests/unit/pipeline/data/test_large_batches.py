@@ -14,7 +14,7 @@ from pipeline.data.border.values import Limits
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.store import BatchStore
 
-CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
 
 
 def groups_of(samples: int, tokens: int) -> list[Group]:

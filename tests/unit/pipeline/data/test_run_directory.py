@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +19,12 @@ from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim, newest
 from pipeline.data.files import OLD_S, remove_leftovers, remove_old_leftovers, temporary_name
+from pipeline.data.frozen.recipes import begin_recipe
 from pipeline.data.frozen.run_format import RUN_FORMAT
 from pipeline.data.integrity.sealed import read_sealed, seal
 from pipeline.data.run_directory import RunDirectory, numbered_folders
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, RunConflictError, StoreError, SupersededError
-
-FORMAT_1 = Path(__file__).parents[3] / "golden" / "store" / "run_format_1.yaml"
-"""The frozen recipe of a run that was begun before runs had a format."""
 
 
 @pytest.fixture
@@ -40,9 +37,9 @@ def recipe(tmp_path: Path) -> Recipe:
 
 @pytest.fixture
 def former(recipe: Recipe) -> Path:
-    """A run directory of format 1."""
-    recipe.directory.mkdir()
-    shutil.copy(FORMAT_1, recipe.directory / "recipe.yaml")
+    """A run directory of an earlier format."""
+    begin_recipe(recipe.directory, recipe)
+    (recipe.directory / "FORMAT").write_text(seal(f"{RUN_FORMAT - 1}\n"))
     return recipe.directory
 
 
@@ -60,6 +57,12 @@ def test_a_frozen_run_is_read_and_resumed(recipe: Recipe) -> None:
     [
         ("train", "--replay"),
         ("repair",),
+        ("runs", "show"),
+        ("report",),
+        ("verify", "history"),
+        ("trajectories", "show", "RUN", "0"),
+        ("export", "RUN", "--to", "tensorboard"),
+        ("mismatch",),
     ],
 )
 def test_commands_that_work_on_a_run_refuse_a_run_of_an_earlier_version_in_one_line(
@@ -70,12 +73,11 @@ def test_commands_that_work_on_a_run_refuse_a_run_of_an_earlier_version_in_one_l
     error = CliRunner().invoke(app, arguments).exception
     assert isinstance(error, StoreError), error
     assert str(error).startswith(
-        f"{former} was made by an earlier version of Even Keel (run format 1, this version reads"
+        f"{former} was made by an earlier version of Even Keel (run format {RUN_FORMAT - 1}, this version reads"
     )
     assert "start a new run" in str(error)
-    assert "BatchStore" in str(error)
     assert "\n" not in str(error)
-    assert [path.name for path in former.iterdir()] == ["recipe.yaml"]
+    assert sorted(path.name for path in former.iterdir()) == ["FORMAT", "recipe.yaml"]
 
 
 def test_training_does_not_go_on_with_a_run_of_an_earlier_version(
@@ -92,9 +94,9 @@ def test_training_does_not_go_on_with_a_run_of_an_earlier_version(
     ("text", "said"),
     [
         (seal("99\n"), "made by a later version"),
-        ("4\n", r"made by an earlier version of Even Keel \(run format 4"),
-        ("99\n", "FORMAT is damaged"),
-        ("two\n", r"FORMAT is damaged .* write 5\\n# crc32 [0-9a-f]{8}\\n into it"),
+        (seal("4\n"), r"made by an earlier version of Even Keel \(run format 4"),
+        (f"{RUN_FORMAT}\n", "FORMAT is damaged"),
+        ("two\n", rf"FORMAT is damaged .* write {RUN_FORMAT}\\n# crc32 [0-9a-f]{{8}}\\n into it"),
     ],
 )
 def test_other_formats_are_named(recipe: Recipe, text: str, said: str) -> None:
@@ -102,6 +104,9 @@ def test_other_formats_are_named(recipe: Recipe, text: str, said: str) -> None:
     run.freeze(recipe)
     (run.path / "FORMAT").write_text(text)
     with pytest.raises(StoreError, match=said):
+        run.recipe()
+    (run.path / "FORMAT").unlink()
+    with pytest.raises(StoreError, match=r"FORMAT is missing; if this version .* write .*# crc32"):
         run.recipe()
 
 

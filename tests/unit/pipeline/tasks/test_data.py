@@ -286,15 +286,6 @@ def test_repeated_prompts_stay_and_are_counted(tmp_path: Path) -> None:
     assert "'What is 0+1?' comes 3 times in an epoch" in note
 
 
-def test_what_was_called_jsonl_is_data(tmp_path: Path) -> None:
-    from pipeline.config.recipe import Recipe
-
-    data = dict(run=dict(name="r", steps=1), model=dict(path="m"), task=dict(name="jsonl", path="p.jsonl"))
-    recipe = Recipe.model_validate(data)
-    assert recipe.task == DataTask(name="data", path=Path("p.jsonl"))
-    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
-
-
 def asked(content: str, role: str = "user") -> dict[str, str]:
     return dict(role=role, content=content)
 

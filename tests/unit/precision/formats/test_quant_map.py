@@ -112,7 +112,7 @@ def test_a_share_keeps_its_exceptions() -> None:
         .promoted([down])
         .restricted(name.removesuffix(".weight") for name in second)
     )
-    assert share.unquantized == (down,)
+    assert share.ignored_layers() == (down,)
     assert torch.equal(dict(quantize_state(second.items(), share))[f"{down}.weight"], second[f"{down}.weight"])
     del second[f"{down}.weight"]
     with pytest.raises(ValueError, match=r"1 modules .* first model\.layers\.1\.mlp\.down_proj"):
@@ -155,7 +155,7 @@ def test_exceptions_pass_both_streams_unchanged(rollout_format: str) -> None:
     quant_map = QuantMap.for_decoder(2, rollout_format).promoted(full)
     for stream in (quantize_state, fake_quantize_state):
         made = dict(stream(state().items(), quant_map))
-        for module in quant_map.unquantized:
+        for module in quant_map.ignored_layers():
             assert torch.equal(made[module + ".weight"], state()[module + ".weight"])
         assert {name for name in made if name.endswith("_scale_inv")} <= {
             f"{module}.weight_scale_inv" for module in quant_map.formats

@@ -22,7 +22,7 @@ def test_a_base_and_named_exceptions(tmp_path: Path) -> None:
     path = tmp_path / "map.yaml"
     path.write_text(f"base: fp8_block\nexceptions:\n  {DOWN}: full\n")
     quant_map = QuantMap.from_file(QuantMapFile.read(path), num_layers=12)
-    assert quant_map.unquantized == (DOWN,)
+    assert quant_map.ignored_layers() == (DOWN,)
     assert len(quant_map.formats) == 12 * 7 - 1
     assert quant_map.formats["model.layers.11.mlp.down_proj"] is RolloutFormat.FP8_BLOCK
 
@@ -31,7 +31,7 @@ def test_quantized_exceptions_of_an_unquantized_base() -> None:
     quant_map = QuantMap.from_file(QuantMapFile(base="full", exceptions={DOWN: "fp8_block"}), 2)
     assert set(quant_map.formats) == {DOWN}
     assert quant_map.to_file() == QuantMapFile(
-        base="fp8_block", exceptions=dict.fromkeys(quant_map.unquantized, "full")
+        base="fp8_block", exceptions=dict.fromkeys(quant_map.ignored_layers(), "full")
     )
 
 
@@ -61,7 +61,6 @@ def test_a_part_of_a_stack_is_refused() -> None:
 def test_experts_are_named_together_and_not_apart() -> None:
     file = QuantMapFile(base="fp8_block", exceptions={"model.layers.1.mlp.experts": "full"})
     quant_map = QuantMap.from_file(file, 2, num_experts=3)
-    assert len(quant_map.unquantized) == 9
     assert quant_map.to_file() == file
     assert quant_map.ignored_layers() == ("model.layers.1.mlp.experts",)
     one = QuantMapFile(base="fp8_block", exceptions={"model.layers.1.mlp.experts.0.down_proj": "full"})
@@ -117,7 +116,7 @@ def test_every_map_comes_back_from_its_file(full: set[str], base: RolloutFormat,
 def test_promoting_and_keeping() -> None:
     whole = QuantMap.for_decoder(2, "fp8_block")
     promoted = whole.promoted(["model.layers.0.self_attn.k_proj", DOWN])
-    assert promoted.unquantized == (*(f"model.layers.0.self_attn.{part}_proj" for part in "qkv"), DOWN)
+    assert promoted.ignored_layers() == (*(f"model.layers.0.self_attn.{part}_proj" for part in "qkv"), DOWN)
     assert promoted.promoted(["model.layers.0.self_attn.qkv_proj", DOWN], to="fp8_block") == whole
     only = whole.only([DOWN])
     assert only.formats == {DOWN: "fp8_block"}

@@ -21,7 +21,7 @@ def test_a_reward_that_cannot_be_imported_is_said_before_engines_are_up(
     data = dict(
         run=dict(name="x", root=str(tmp_path), steps=1),
         model=dict(path="m"),
-        task=dict(name="jsonl", path=str(prompts), reward="nowhere.at_all:reward"),
+        task=dict(name="data", path=str(prompts), reward="nowhere.at_all:reward"),
         rollout=dict(start_deadline_s=600.0),
         evaluation=dict(prompts=1),
         reward=dict(sandbox="none"),

@@ -78,7 +78,7 @@ def test_data_that_was_mended_before_the_first_batch_is_waited_for_by_who_reads_
     data = dict(
         run=dict(name="x", root=str(tmp_path), steps=1),
         model=dict(path="m"),
-        task=dict(name="jsonl", path=str(prompts), reward="match"),
+        task=dict(name="data", path=str(prompts), reward="match"),
         evaluation=dict(prompts=1),
     )
     given, recipe, run = tmp_path / "given.yaml", Recipe.model_validate(data), RunDirectory(tmp_path / "x")

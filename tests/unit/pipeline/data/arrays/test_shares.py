@@ -21,6 +21,7 @@ from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError
+from tests.support.batches import read_by
 from tests.support.counted_file import CountedFile
 from tests.unit.pipeline.data.test_store import assert_same, rewrite
 
@@ -110,7 +111,7 @@ def test_a_share_is_what_selecting_from_the_whole_gives(tmp_path: Path, make_bat
     for held in ([1, 1, 0, 0, 1, 1], [0, 1, 0, 1, 0, 1], [0] * 6, [1] * 6):
         chosen = np.array(held, np.bool_)
         share = store.read(0, None, choose=choosing(chosen))
-        expected = batch.hold(share_of(chosen))
+        expected = read_by(batch, share_of(chosen))
         for found, wanted in ((share, expected), (share.alone(), batch.select(chosen))):
             assert found.kept is not None
             assert wanted.kept is not None

@@ -89,7 +89,7 @@ def test_a_response_that_is_empty_or_too_long(make_batch: MakeBatch) -> None:
     assert list(batch_faults(batch, LIMITS)) == []
     [fault] = batch_faults(batch, replace(LIMITS, max_response_tokens=2))
     assert str(fault) == "sample 0: the response has 3 tokens, at most 2 were asked for"
-    [empty, aborted] = batch_faults(make_batch(0, golden=True), LIMITS)
+    [empty, aborted] = batch_faults(make_batch(0, aborted=True), LIMITS)
     assert (empty.sample, empty.what[:21]) == (1, "the response is empty")
     assert aborted.sample == 1
 
