@@ -84,6 +84,7 @@ class Trainer:
         saves what is trained and raises StoppedError, on every rank."""
         for folder in (self.run.policies, self.run.mismatch, self.run.logprobs):
             self.learner.tell(partial(remove_leftovers, folder, self.run.fence))
+        self.checkpoints.remove_partial(self.learner)
         first, state = self.checkpoints.restore(self.learner, self._versions)
         self._saved = first
         self.advantage_computer.estimator.restore(state)
