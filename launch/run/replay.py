@@ -136,5 +136,7 @@ def _reopen(run: RunDirectory) -> None:
 
 def _train(run: RunDirectory, recipe: Recipe, source: Path) -> None:
     command = torchrun(recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source))
-    with LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view:
+    with LiveView(
+        run.path, recipe.run.steps, stage=recipe.build_schedule().updates_per_stage, quantized=samples_coarser(recipe)
+    ) as view:
         run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)

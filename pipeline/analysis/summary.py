@@ -63,7 +63,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         dropped=sum(int(event.get("dropped", 0)) for event in committed),
         **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
-        bottleneck=bottleneck(timeline(run_log)),
+        bottleneck=bottleneck(timeline(run_log), stage=recipe.build_schedule().updates_per_stage),
         teacher_failures=int(sum(run_log.series("teacher_failures")[1])),
         warnings=[*advice(recipe), *_failed_rewards(run_log, samples), *_failed_teacher(run_log, samples)],
         alarms=[history.text for history in alarm_history(run_log)],

@@ -170,8 +170,8 @@ class Trainer:
 
     def _update(self, batch: Batch, watch: Stopwatch) -> Update:
         """The optimizer steps of one batch."""
+        old_logprobs = self.old_logprobs.of(batch, watch, self._look_at_save) if self.old_logprobs else None
         with watch.phase("logprobs"):
-            old_logprobs = self.old_logprobs.of(batch) if self.old_logprobs else None
             batch = with_reference(self.reference, batch)
             if self._versions is not None:
                 self._versions.keep(batch.index)
