@@ -6,7 +6,9 @@
                     └▶ loss < comfortable? ──▶ give back what costs most and is not needed any more
 
 *Allowed* is the loss -ln ESS at the floor, *comfortable* a part of it (ControllerSettings.headroom): between the two
-nothing moves. What counts is the median of the latest batches, so that a single odd one moves nothing.
+nothing moves. What counts is the median of the latest batches, so that a single odd one moves nothing. In a staged run
+the batches of a stage are ever older from its first to its last. There a window is whole stages, and what is decided is
+decided at the end of one: windows of other parts of a stage are no measure of what a rung does.
 
 It climbs the cheapest rung that can help. A rung can help when its cause alone explains what is too much; otherwise the
 larger cause comes first. Where both together explain less than half of it (the rest is kernels and decoding), no rung
@@ -34,7 +36,7 @@ from precision.controller.records import Climb, Decision, Evidence, Failure, Obs
 from precision.controller.settings import ControllerSettings
 
 WINDOW = 3
-"""Batches whose median counts."""
+"""Batches whose median counts; in a staged run at least so many."""
 ENOUGH = 0.5
 """Of what is too much: causes that explain less are not worth a rung, which would not bring the ESS near the floor.
 More is not asked for, as a term is measured on some tokens only."""
@@ -50,8 +52,11 @@ def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     Where the outcome `needs` a measurement, measure it on this batch, put it into the evidence, and ask again with the
     same state. Decisions are at least `settings.cooldown_steps` steps apart.
     """
+    settings = settings.model_copy(update=dict(cooldown_steps=ladder.whole_stages(settings.cooldown_steps)))
     seen = _observed(settings, ladder, state, evidence)
-    if len(seen.window) < WINDOW or _is_cooling(settings, seen, evidence.step):
+    if len(seen.window) < ladder.whole_stages(WINDOW) or (evidence.step + 1) % ladder.stage:
+        return Outcome(state=seen)
+    if _is_cooling(settings, seen, evidence.step):
         return Outcome(state=seen)
     seen = memory.settled(settings, seen, evidence.step)
     loss = _typical(seen)
@@ -72,7 +77,7 @@ def _observed(settings: ControllerSettings, ladder: Ladder, state: State, eviden
     if step < state.quiet_until:
         return state.model_copy(update=dict(window=()))
     observation = Observation(loss=_loss_but_for_suspects(settings, state, evidence), engines=evidence.engines)
-    return state.model_copy(update=dict(window=(*state.window, observation)[-WINDOW:]))
+    return state.model_copy(update=dict(window=(*state.window, observation)[-ladder.whole_stages(WINDOW) :]))
 
 
 def _loss_but_for_suspects(settings: ControllerSettings, state: State, evidence: Evidence) -> float:
@@ -249,7 +254,7 @@ def _one_bad_engine(settings: ControllerSettings, state: State) -> int | None:
         ]
         if len(bad) == 1:
             count[bad[0]] = count.get(bad[0], 0) + 1
-    often = [index for index, times in count.items() if 2 * times > WINDOW]
+    often = [index for index, times in count.items() if 2 * times > len(state.window)]
     return often[0] if often else None
 
 

@@ -105,7 +105,7 @@ class State(Settings):
     quiet_until: int = 0
     """The first step whose batch shows what the last decision did."""
     window: tuple[Observation, ...] = ()
-    """The latest batches since then."""
+    """The latest batches since then; in a staged run, of whole stages."""
     trials: Mapping[str, Trial] = {}
     """By rung or group: what was given back a short while ago, the latest last."""
     failures: Mapping[str, Failure] = {}
