@@ -32,7 +32,17 @@ from statistics import median
 
 from precision.controller import memory
 from precision.controller.ladder import Ladder
-from precision.controller.records import Climb, Decision, Evidence, Failure, Observation, Outcome, State
+from precision.controller.records import (
+    MEASUREMENTS,
+    Climb,
+    Decision,
+    Evidence,
+    Failure,
+    Measurement,
+    Observation,
+    Outcome,
+    State,
+)
 from precision.controller.settings import ControllerSettings
 
 WINDOW = 3
@@ -77,7 +87,9 @@ def _observed(settings: ControllerSettings, ladder: Ladder, state: State, eviden
     if step < state.quiet_until:
         return state.model_copy(update=dict(window=()))
     observation = Observation(loss=_loss_but_for_suspects(settings, state, evidence), engines=evidence.engines)
-    return state.model_copy(update=dict(window=(*state.window, observation)[-ladder.whole_stages(WINDOW) :]))
+    window = (*state.window, observation)[-ladder.whole_stages(WINDOW) :]
+    measured = {what: step for what in MEASUREMENTS if evidence.unmeasurable or getattr(evidence, what) is not None}
+    return state.model_copy(update=dict(window=window, measured={**state.measured, **measured}))
 
 
 def _loss_but_for_suspects(settings: ControllerSettings, state: State, evidence: Evidence) -> float:
@@ -95,9 +107,9 @@ def _is_cooling(settings: ControllerSettings, state: State, step: int) -> bool:
     return state.acted is not None and step - state.acted < settings.cooldown_steps
 
 
-def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int) -> bool:
+def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int, what: Measurement) -> bool:
     """Once in a cool-down: a measurement costs passes over the model."""
-    return (step - (state.acted or 0)) % settings.cooldown_steps == 0
+    return what not in state.measured or step - state.measured[what] >= settings.cooldown_steps
 
 
 def _typical(state: State) -> float:
@@ -124,7 +136,7 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     elif climb is not None and climb.loss > settings.clear_loss and _is_in_vain(settings, climb.loss, loss, HELPS):
         return _give_up(settings, ladder, state, evidence.step, loss, certain=False)
     if evidence.quantization is None and not evidence.unmeasurable:
-        if state.cannot_help and not _is_turn_to_measure(settings, state, evidence.step):
+        if state.cannot_help and not _is_turn_to_measure(settings, state, evidence.step, "quantization"):
             return Outcome(state=state)
         return Outcome(state=state, needs="quantization")
     excess = loss - settings.allowed_loss
@@ -291,13 +303,13 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     ready = [group for group in state.promoted if memory.may_try(state, group, step)]
     # What they would cost is measured, so that half of the headroom is enough.
     room = 0.5 * (settings.comfortable_loss + settings.allowed_loss) - loss
-    if ready and _is_turn_to_measure(settings, state, step):
-        if evidence.unmeasurable:
-            return _demote(settings, ladder, state, evidence, loss, ready)
-        if evidence.groups is None:
-            return Outcome(state=state, needs="groups", groups=tuple(ready))
-        if chosen := _least_damaging({group: evidence.groups[group] for group in ready}, room):
-            return _demote(settings, ladder, state, evidence, loss, chosen)
+    if ready and evidence.unmeasurable:
+        return _demote(settings, ladder, state, evidence, loss, ready)
+    if ready and evidence.groups is None and _is_turn_to_measure(settings, state, step, "groups"):
+        return Outcome(state=state, needs="groups", groups=tuple(ready))
+    damage = {} if evidence.groups is None else {group: evidence.groups[group] for group in ready}
+    if chosen := _least_damaging(damage, room):
+        return _demote(settings, ladder, state, evidence, loss, chosen)
     if state.staleness > 0 and memory.may_try(state, memory.staleness_key(state.staleness - 1), step):
         left = ladder.in_force(state)
         lower = state.model_copy(update=dict(staleness=state.staleness - 1))

@@ -104,7 +104,7 @@ def test_where_nothing_helps_it_is_measured_once_in_a_cool_down() -> None:
             asked.append(step)
             outcome = decide(FLOOR, SYNC, outcome.state, evidence.model_copy(update=dict(quantization=0.01)))
         assert outcome.decision is None
-    assert asked == [2, 4, 8, 12, 16]
+    assert asked == [2, 6, 10, 14, 18]
 
 
 def run_with(losses: list[float], steps: int, **known: Any) -> tuple[State, list[tuple[int, Decision]]]:
@@ -318,3 +318,22 @@ def test_a_window_is_whole_stages(stage: int, window: int) -> None:
     ladder = Ladder(lag=stage - 1, stage=stage, has_age=stage > 1)
     state = follow(ladder, [0.04] * 40, age=1.0).state
     assert len(state.window) == window
+
+
+def test_a_promotion_is_given_back_before_the_lag_that_is_cheaper() -> None:
+    """After a climb against staleness the batches are comfortable, at a step that is no multiple of a cool-down."""
+    state = State(staleness=1, promoted=("b", "d"), quant_map=1, acted=0)
+    for last in range(8, 12):
+        outcome = follow(ASYNC, [0.04] * (last - 2) + [0.02] * 2, state, first=1, age=4.0)
+        assert (outcome.decision, outcome.needs, outcome.groups) == (None, "groups", ("b", "d")), last
+
+
+def test_what_a_promotion_would_cost_is_measured_once_in_a_cool_down_and_the_lag_goes_meanwhile() -> None:
+    state = State(staleness=1, promoted=("b", "d"), quant_map=1, acted=0)
+    outcome = follow(ASYNC, [0.02] * 8, state, first=1, age=4.0)
+    assert outcome.needs == "groups"
+    known = Evidence(step=8, loss=0.02, age=4.0, groups=dict(b=0.2, d=0.3))
+    before = follow(ASYNC, [0.02] * 7, state, first=1, age=4.0).state
+    outcome = decide(FLOOR, ASYNC, before, known)
+    assert outcome.decision is not None
+    assert (outcome.decision.cause, outcome.state.staleness, outcome.state.measured) == ("staleness", 0, {"groups": 8})
