@@ -300,7 +300,8 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     step = evidence.step
     if state.acted is not None and step - state.acted < 2 * settings.cooldown_steps:
         return Outcome(state=state)
-    ready = [group for group in state.promoted if memory.may_try(state, group, step)]
+    # Groups that are no longer on the ladder belong to engines that keep their formats.
+    ready = [group for group in state.promoted if group in ladder.groups and memory.may_try(state, group, step)]
     # What they would cost is measured, so that half of the headroom is enough.
     room = 0.5 * (settings.comfortable_loss + settings.allowed_loss) - loss
     if ready and evidence.unmeasurable:

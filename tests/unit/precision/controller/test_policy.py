@@ -337,3 +337,11 @@ def test_what_a_promotion_would_cost_is_measured_once_in_a_cool_down_and_the_lag
     outcome = decide(FLOOR, ASYNC, before, known)
     assert outcome.decision is not None
     assert (outcome.decision.cause, outcome.state.staleness, outcome.state.measured) == ("staleness", 0, {"groups": 8})
+
+
+def test_what_is_not_on_the_ladder_is_not_given_back() -> None:
+    """As of engines that keep their formats since the run goes on with rollout.urls."""
+    state = State(staleness=1, promoted=("b",), quant_map=1, acted=0)
+    outcome = follow(replace(ASYNC, groups=()), [0.02] * 8, state, first=1, age=4.0)
+    assert outcome.decision is not None
+    assert (outcome.decision.cause, outcome.state.promoted) == ("staleness", ("b",))
