@@ -109,10 +109,11 @@ def describe_schedule(recipe: Recipe) -> str:
 
 
 def _held_out(run_log: RunLog) -> dict[str, Any]:
-    """First and last evaluation: pass@1 with its interval, pass@k of the largest k that was measured, and rewards."""
+    """First and last evaluation: pass@1 with its interval, pass@k of the largest k that both measured, and rewards."""
     evaluations = run_log.evaluations
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-    k = max((int(k) for k in last.get("pass_at_k") or {}), default=None)
+    measured = [{int(k) for k in event["pass_at_k"]} for event in (first, last) if event.get("pass_at_k")]
+    k = max(set[int]().union(*measured).intersection(*measured), default=None)
     values: dict[str, Any] = dict(k=k)
     for which, event in (("first", first), ("last", last)):
         values |= {

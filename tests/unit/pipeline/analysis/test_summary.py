@@ -44,6 +44,15 @@ def test_finished_run(write_run: Callable[..., Path]) -> None:
     json.dumps(numbers, allow_nan=False)
 
 
+def test_first_and_last_pass_at_k_are_of_one_k(write_run: Callable[..., Path]) -> None:
+    """At the last version too few samples of a prompt were judged for pass@8."""
+    run = write_run(4)
+    event_log = EventLog(run, "collector-000002")
+    event_log.event("evaluated", version=5, pass_at_1=0.5, pass_at_k={"1": 0.5, "2": 0.625, "4": 0.75}, time=1e12)
+    numbers = summary(run)
+    assert (numbers["k"], numbers["pass_at_k_first"], numbers["pass_at_k_last"]) == (2, pytest.approx(0.225), 0.625)
+
+
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
