@@ -25,7 +25,8 @@ from pipeline.config.layout_names import layout_name
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import LearnerSection, RolloutSection
 from pipeline.errors import FatalError, LayoutError, ModelError, RecipeError
-from rollout_sglang.server.capacity import engine_capacity, option, weight_bytes
+from pipeline.server_arguments import option
+from rollout_sglang.server.capacity import engine_capacity, weight_bytes
 
 ROOT = Path(__file__).parents[4]
 RECIPES = ROOT / "pipeline" / "recipes"
