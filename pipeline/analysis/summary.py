@@ -25,7 +25,8 @@ asked because their problem was solved, samples that were told to end."""
 def summary(run_dir: Path) -> dict[str, Any]:
     """Headline numbers of one run; a number that is not known yet is None. Raises StoreError (no run directory).
 
-    `wall_s` runs from the first line of the logs to the last, `tokens` counts trained response tokens.
+    `wall_s` runs from the first line of the logs to the last, `tokens` counts trained response tokens. `tokens_per_s`
+    is of the seconds of the steps: without start-up, and without pauses between two sessions or before a fork.
     """
     return summarize(RunLog.read(run_dir))
 
@@ -44,7 +45,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         wall_s=run_log.wall_s,
         samples=samples,
         tokens=int(tokens),
-        tokens_per_s=tokens / run_log.wall_s if run_log.wall_s > 0 else None,
+        tokens_per_s=_tokens_per_s(run_log),
         learner_layout=layout_name(recipe.learner).replace("one", "one process"),
         learner_precision=recipe.learner.precision + (", FP8 emulated" if recipe.learner.fp8_emulation else ""),
         engines=f"{recipe.rollout.engines} × TP{recipe.rollout.tensor_parallel}",
@@ -68,6 +69,13 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         warnings=[*advice(recipe), *_failed_rewards(run_log, samples), *_failed_teacher(run_log, samples)],
         alarms=[history.text for history in alarm_history(run_log)],
     )
+
+
+def _tokens_per_s(run_log: RunLog) -> float | None:
+    """Of the steps whose seconds are known."""
+    timed = [line for line in run_log.metrics if line.get("seconds")]
+    seconds = sum(float(spent) for line in timed for spent in line["seconds"].values())
+    return sum(number(line, "num_tokens") or 0.0 for line in timed) / seconds if seconds > 0 else None
 
 
 def _failed_rewards(run_log: RunLog, samples: int) -> list[str]:
