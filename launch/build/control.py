@@ -45,11 +45,11 @@ def build_ladder(recipe: Recipe) -> Ladder:
     schedule, section = recipe.schedule, recipe.learner
     quant = build_quant_map(recipe)
     fixed = bool(recipe.rollout.urls) or section.fp8_emulation or quant is None or shares_gpus(recipe)
-    lag = schedule.lag if isinstance(schedule, AsyncSchedule) else 0
-    if isinstance(schedule, StagedSchedule):
-        lag = schedule.updates_per_stage - 1
+    stage = schedule.updates_per_stage if isinstance(schedule, StagedSchedule) else 1
+    lag = schedule.lag if isinstance(schedule, AsyncSchedule) else stage - 1
     return Ladder(
         lag=lag,
+        stage=stage,
         lag_may_change=isinstance(schedule, AsyncSchedule),
         has_age=lag > 0 or section.updates_per_batch > 1,
         lr_may_change=section.optimizer.lr_by_lag != "sqrt",

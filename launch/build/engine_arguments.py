@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
-from rollout_sglang.server.capacity import option
+from pipeline.server_arguments import DATA_PARALLEL, PIPELINE_PARALLEL, option
 
 _LAUNCHER = "where the launcher puts the engine's hosts"
 _SET_HERE: Mapping[str, str] = {
@@ -34,9 +34,6 @@ _SET_HERE: Mapping[str, str] = {
     "--preferred-sampling-params": "rollout.temperature, top_p and top_k",
 }
 """Argument → what says it instead."""
-DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
-PIPELINE_PARALLEL = ("--pp", "--pp-size", "--pipeline-parallel-size")
-"""Names of the arguments by which a server takes several times its tensor parallel GPUs."""
 _REPLICAS = {"data parallel replicas": DATA_PARALLEL, "pipeline stages": PIPELINE_PARALLEL}
 _SPECULATION = "--speculative-algorithm"
 

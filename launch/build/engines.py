@@ -12,9 +12,9 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
+from pipeline.server_arguments import option
 from precision.formats.quant_map_file import QuantMapFile
 from precision.formats.rollout_format import RolloutFormat
-from rollout_sglang.server.capacity import option
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.sglang_compat import ServerInfo, dialect_of
 from rollout_sglang.server.start import EngineSpec, has_cuda

@@ -10,66 +10,19 @@ since it opens the learner's memory. On several hosts the scheduler, or whoever 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.build.engine_arguments import DATA_PARALLEL, PIPELINE_PARALLEL
 from pipeline.config.recipe import Recipe
 from pipeline.errors import MachineError, RecipeError
-from rollout_sglang.server.capacity import option
+from pipeline.gpu_needs import GpuNeeds
+from pipeline.server_arguments import option
 from rollout_sglang.server.start import num_gpus
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _OWN_PLACES = ("--base-gpu-id", "--gpu-id-step")
 """SGLang's arguments that say on which GPUs a server runs. They are the same for all engines of a recipe."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuNeeds:
-    """How many GPUs a run takes on one machine, and whose they are."""
-
-    learner: int
-    engines: int
-    """Engines that are started with the run."""
-    engine: int
-    """Of one of them."""
-    teacher: int
-    shared: bool
-    """Whether learner and engines have the same ones."""
-
-    @staticmethod
-    def of(recipe: Recipe) -> GpuNeeds:
-        """Raises RecipeError for extra_args that place a server themselves."""
-        rollout, teacher = recipe.rollout, recipe.started_teacher
-        return GpuNeeds(
-            learner=recipe.learner.num_processes,
-            engines=rollout.started_engines,
-            engine=_of_server(rollout.tensor_parallel, rollout.extra_args, "rollout"),
-            teacher=_of_server(teacher.tensor_parallel, teacher.extra_args, "distillation") if teacher else 0,
-            shared=recipe.weights.channel == "ipc",
-        )
-
-    @property
-    def beside(self) -> int:
-        """Of learner and engines together."""
-        both = self.learner, self.engines * self.engine
-        return max(both) if self.shared else sum(both)
-
-    @property
-    def total(self) -> int:
-        return self.beside + self.teacher
-
-    def __str__(self) -> str:
-        engines = f"{self.engines} engine{'s' if self.engines > 1 else ''} × {self.engine}"
-        parts = [
-            f"a learner × {self.learner}",
-            *([engines] if self.engines else []),
-            *([f"a teacher × {self.teacher}"] if self.teacher else []),
-        ]
-        shared = " (weights.channel ipc: learner and engines share theirs)" if self.shared else ""
-        return f"{', '.join(parts)} need {self.total} GPUs{shared}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +54,11 @@ def gpu_places(recipe: Recipe, gpus: Sequence[str]) -> GpuPlaces:
     """Where each role of a run goes on a machine with these GPUs; without any, all run on its CPU.
 
     The same recipe and GPUs give the same places, so that a role is started again where it was. Raises MachineError
-    where they are too few, RecipeError as GpuNeeds.of does.
+    where they are too few, RecipeError for extra_args that place a server themselves.
     """
     if not gpus:
         return GpuPlaces()
+    _refuse_own_places(recipe)
     needs = GpuNeeds.of(recipe)
     if needs.total > len(gpus):
         raise MachineError(_too_few(recipe, needs, gpus))
@@ -121,17 +75,17 @@ def gpu_places(recipe: Recipe, gpus: Sequence[str]) -> GpuPlaces:
     )
 
 
-def _of_server(tensor_parallel: int, extra_args: Sequence[str], section: str) -> int:
-    for name in _OWN_PLACES:
-        if (value := option(extra_args, name)) is not None:
-            raise RecipeError(
-                f"{section}.extra_args has {name} {value}, but on one machine every role is given GPUs of its own; "
-                f"leave it out, and say by {VISIBLE_VARIABLE} which GPUs the run may use"
-            )
-    within = "--enable-dp-attention" in extra_args  # then data parallel ranks are the tensor parallel ones
-    multipliers = (PIPELINE_PARALLEL,) if within else (PIPELINE_PARALLEL, DATA_PARALLEL)
-    copies = [next((found for name in names if (found := option(extra_args, name))), "1") for names in multipliers]
-    return tensor_parallel * math.prod(int(copy) if copy.isdecimal() else 1 for copy in copies)
+def _refuse_own_places(recipe: Recipe) -> None:
+    """Raises RecipeError for extra_args that place a server themselves."""
+    teacher = recipe.started_teacher
+    given = {"rollout": recipe.rollout.extra_args, "distillation": teacher.extra_args if teacher else ()}
+    for section, extra_args in given.items():
+        for name in _OWN_PLACES:
+            if (value := option(extra_args, name)) is not None:
+                raise RecipeError(
+                    f"{section}.extra_args has {name} {value}, but on one machine every role is given GPUs of its own; "
+                    f"leave it out, and say by {VISIBLE_VARIABLE} which GPUs the run may use"
+                )
 
 
 def _too_few(recipe: Recipe, needs: GpuNeeds, gpus: Sequence[str]) -> str:

@@ -159,11 +159,13 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     made.make_folders()
     if recipe.reference is not None and recipe.reference == run.recipe().reference and run.reference_file.exists():
         _link(run.reference_file, made.reference_file)
-    afresh = _controls_afresh(taken[-1].recipe, recipe)
-    for old in _files(run, step, decided=not afresh):
+    controlled, afresh = recipe.controller is not None, _controls_afresh(taken[-1].recipe, recipe)
+    decided = None if afresh else ControlFiles(run.control, run.fence).read(step - 1)
+    for old in _files(run, step, decided, controlled=controlled):
         _link(old, folder / old.relative_to(run.path))
-    if afresh:
-        ControlFiles(made.control, unfenced).create(ControlRecord(step=step - 1, state=State()))
+    if controlled and (afresh or decided is not None):
+        begun = ControlRecord(step=step - 1, state=State()) if decided is None else _without_engines(decided)
+        ControlFiles(made.control, unfenced).create(begun)
     log = f"{PARENT}.jsonl"
     _write_lines(folder / "metrics" / log, [line for line in read_metrics(run.path) if line["step"] < step])
     _write_lines(folder / "events" / log, [event for event in read_events(run.path) if _is_of(event, step)])
@@ -187,20 +189,28 @@ def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
     return formats[0] != formats[1] or build_ladder(before) != build_ladder(recipe)
 
 
-def _files(run: RunDirectory, step: int, *, decided: bool) -> Iterator[Path]:
-    """What is linked; `decided`: with what the controller has decided for the steps to come."""
+def _without_engines(record: ControlRecord) -> ControlRecord:
+    """What holds of a parent's record. Its engines are none of the fork's, whose starts are counted anew: the first of
+    them would be taken for one that is to be started again."""
+    window = tuple(one.model_copy(update=dict(engines={})) for one in record.state.window)
+    state = record.state.model_copy(update=dict(suspects={}, window=window))
+    return record.model_copy(update=dict(state=state, restarts={}, first_seen={}))
+
+
+def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, controlled: bool) -> Iterator[Path]:
+    """What is linked. `decided` is what the controller goes on from, unless it begins afresh; where there is one in the
+    fork, its last record is written anew."""
     yield from (one for one in (run.checkpoints / numbered(step)).rglob("*") if one.is_file())
     for folder, endings, last in (
         (run.batches, (".zarr.zip", ".lost.json"), step - 1),
         (run.logprobs, (".npy", "-old.npy"), step - 1),
         (run.mismatch, (".zarr.zip",), step - 1),
-        (run.control, (".json",), step - 1 if decided else step - 2),
+        (run.control, (".json",), step - 2 if controlled else step - 1),
         (run.evaluations, (".json",), step),
     ):
         for ending in endings:
             yield from (path for number, path in numbered_files(folder, ending).items() if number <= last)
-    record = ControlFiles(run.control, run.fence).read(step - 1) if decided else None
-    last_map = -1 if record is None else record.state.quant_map  # later ones are decided anew
+    last_map = -1 if decided is None else decided.state.quant_map  # later ones are decided anew
     yield from (path for number, path in numbered_files(run.quant_maps, ".yaml").items() if number <= last_map)
     if run.skipped.is_dir():
         yield from (run.skipped / numbered(one) for one in numbered_folders(run.skipped) if one < step)

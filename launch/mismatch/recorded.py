@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,16 +29,18 @@ from launch.mismatch.fresh import moved
 from launch.mismatch.rows import SampledRows
 from launch.mismatch.scoring import MOST_ROWS, Job, VersionRows, responses_of, score_in_ranks
 from launch.run.processes import child_environment, run_ranks, torchrun
+from launch.run.replay import learned_otherwise
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.writer import write_policy
 from pipeline.analysis.mismatch.measured import Audit, Measured
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.data.files import NUMBER
+from pipeline.data.frozen.recipes import RecipeInForce, all_recipes
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
-from pipeline.errors import StoreError
+from pipeline.errors import RunConflictError, StoreError
 from pipeline.ports.weight_check import WeightCheck
 
 WEIGHTS = "weights"
@@ -79,14 +82,17 @@ class Recorded:
 def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
     """Attribute batch `batch` of a run, by default the last that was trained on. Raises FatalError."""
     source = RunDirectory(path)
-    recipe = source.recipe()
-    check_engines(recipe)
     recorded = read(source, batch)
+    recipes = all_recipes(path)
+    sampled_by = [one for one in recipes if one.first_batch <= recorded.index][-1]  # of a fork, perhaps its parent's
+    recipe = sampled_by.recipe
+    check_engines(recipe)
+    require_first_map(source, recorded, sampled_by)
+    refuse_learned_otherwise(source, recorded, recipes, sampled_by)
     with tempfile.TemporaryDirectory(prefix="evenkeel-mismatch-") as scratch:
         local = moved(recipe, Path(scratch))
         run = RunDirectory(local.directory)
         run.freeze(local)
-        require_first_map(source, recorded)
         folders = weights_of(source, run, local, recorded.versions)
         job = _job(recorded, folders, locate)
         learner = score_in_ranks(run, local, job, recorded.batch.experts)
@@ -140,11 +146,16 @@ def bounded(recorded: Recorded) -> Recorded:
     return replace(recorded, now=now, rows_left_out=len(every) - len(chosen))
 
 
-def require_first_map(source: RunDirectory, recorded: Recorded) -> None:
+def require_first_map(source: RunDirectory, recorded: Recorded, sampled_by: RecipeInForce) -> None:
     """Raises StoreError when the ESS controller may have changed the engines' formats before the batch was sampled:
     engines change over one by one, so that the formats of a token are not known afterwards."""
+    if sampled_by.recipe.controller is None:
+        return  # records that a fork has are its parent's
     control = ControlFiles(source.control, source.fence)
     changed = [record for record in control.decisions() if record.state.quant_map > 0]
+    begun = control.read(sampled_by.first_step - 1) if sampled_by.first_step else None
+    if begun is not None and begun.state.quant_map == 0:  # a fork's controller began afresh
+        changed = [record for record in changed if record.step >= sampled_by.first_step]
     first = changed[0].step + 1 if changed else math.inf  # the version that the decision came with
     if max(recorded.versions) >= first:
         raise StoreError(
@@ -152,6 +163,21 @@ def require_first_map(source: RunDirectory, recorded: Recorded) -> None:
             f"{max(recorded.versions)}, and from version {first} on the controller changed the engines' formats; "
             "measured afterwards are batches of earlier versions alone; give --batch an earlier one, or measure a "
             f"recipe with rollout.quant_map={source.quant_maps / f'{changed[0].state.quant_map:06d}.yaml'}"
+        )
+
+
+def refuse_learned_otherwise(
+    source: RunDirectory, recorded: Recorded, recipes: Sequence[RecipeInForce], sampled_by: RecipeInForce
+) -> None:
+    """Raises RunConflictError when steps would be trained again by a recipe that they were not trained by."""
+    if not (wanted := [version for version in recorded.versions if version > 0]):
+        return
+    first = checkpoint_before(source, min(wanted)) or 0
+    if (changed := learned_otherwise(recipes, range(first, max(wanted)), sampled_by)) is not None:
+        raise RunConflictError(
+            f"batch {recorded.index} of {source.path} cannot be measured: what sampled it is made by training steps "
+            f"{first} to {max(wanted) - 1} again, but {changed}; give --batch one with a checkpoint since then at or "
+            "before its versions, or measure the run that it is a fork of"
         )
 
 
@@ -166,6 +192,11 @@ def weights_of(source: RunDirectory, run: RunDirectory, recipe: Recipe, versions
         )
         run_ranks(run, command, log=run.logs / "replay.log", env=child_environment())
     return {version: found.get(version, recipe.model.path.absolute()) for version in versions}
+
+
+def checkpoint_before(source: RunDirectory, version: int) -> int | None:
+    """The step of the newest checkpoint that is not after `version`; None: all is trained again."""
+    return max((step for step in source.saved_steps() if step <= version), default=None)
 
 
 def _job(recorded: Recorded, folders: dict[int, Path], locate: bool) -> Job:

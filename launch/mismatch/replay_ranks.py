@@ -12,15 +12,16 @@ from pathlib import Path
 from launch.build.components import build_contract, build_limits, build_tokenizer
 from launch.build.control import build_controller
 from launch.build.trainer import build_rates, build_trainer
+from launch.mismatch.recorded import checkpoint_before
 from launch.run.learn import build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from pipeline.child_process import die_with_parent, see_own_classes
 from pipeline.data.event_log import EventLog
 from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
-from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
+from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
-from pipeline.trainer.checkpoints import COMMIT, Checkpoints
+from pipeline.trainer.checkpoints import Checkpoints
 
 
 class AllExportedError(Exception):
@@ -89,11 +90,9 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
 
 def _bring_checkpoint(source: RunDirectory, run: RunDirectory, version: int) -> None:
     """Copy the newest checkpoint that is not after `version`, and what the learner kept of the stages before it."""
-    steps = numbered_folders(source.checkpoints) if source.checkpoints.is_dir() else []
-    usable = [step for step in steps if step <= version and (source.checkpoints / numbered(step) / COMMIT).exists()]
-    if not usable:
+    if (step := checkpoint_before(source, version)) is None:
         return
-    shutil.copytree(source.checkpoints / numbered(usable[-1]), run.checkpoints / numbered(usable[-1]))
+    shutil.copytree(source.checkpoints / numbered(step), run.checkpoints / numbered(step))
     for kept in source.logprobs.glob("*-old.npy"):
         shutil.copy(kept, run.logprobs / kept.name)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.data.store import BatchStore
 from precision.torch_on_use import Tensor, torch
 
 if TYPE_CHECKING:
@@ -30,6 +31,25 @@ class ScoredRow:
     def prompt_length(self) -> int:
         """Tokens."""
         return len(self.tokens) - len(self.sampled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRows:
+    """The beginnings of some samples of a batch that a run recorded. Ranks read the batch for what it has beside the
+    tokens, kept sets and experts, which are many numbers for JSON."""
+
+    batch: int
+    samples: list[int]
+    """Of each row, ascending."""
+    rows: list[ScoredRow]
+
+    def token_rows(self, store: BatchStore) -> TokenRows:
+        """Their responses predicted, over the kept sets and with the experts that the learner trains with."""
+        from megatron_bridge.step.micro_batches import TokenRows
+
+        batch = store.read(self.batch, None)
+        chosen = batch.select(np.isin(np.arange(batch.num_samples), self.samples))
+        return TokenRows.of_batch(chosen).beginnings(np.array([len(row.tokens) for row in self.rows], np.int64))
 
 
 def token_rows(rows: Sequence[ScoredRow]) -> TokenRows:

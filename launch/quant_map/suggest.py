@@ -18,7 +18,7 @@ from typing import Any
 
 from launch.build.components import build_prompts, build_tokenizer, quant_map_of
 from launch.convert.jobs import run_job
-from launch.quant_map.scored_rows import ScoredRow
+from launch.quant_map.scored_rows import RecordedRows, ScoredRow
 from launch.run.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.loader import load_recipe, recipe_from
@@ -58,7 +58,7 @@ def suggest(
     prompts = [] if recorded else prompts_of(source, recipe, num_rows)
     child: dict[str, Any] = dict(
         source=str(recipe.model.path.resolve()),
-        rows=None if recorded is None else [asdict(row) for row in recorded],
+        rows=None if recorded is None else [asdict(row) for row in recorded.rows],
         prompts=prompts,
         row_tokens=row_tokens,
         temperature=recipe.rollout.temperature,
@@ -67,8 +67,9 @@ def suggest(
     size = sum(path.stat().st_size for path in recipe.model.path.glob("*.safetensors"))
     found = run_job("launch.quant_map.rows", child, None, size * num_rows) if modelopt or recorded is None else {}
     rows: list[dict[str, Any]] = found["rows"] if recorded is None else child["rows"]
-    checkpoints = None if run is None else str(run.checkpoints.resolve())
-    result = in_ranks(recipe, dict(rows=rows, ess_floor=ess_floor, checkpoints=checkpoints))
+    source_run = None if run is None else str(run.path.resolve())
+    recorded_in = {} if recorded is None else dict(batch=recorded.batch, samples=recorded.samples)
+    result = in_ranks(recipe, dict(rows=rows, ess_floor=ess_floor, run=source_run, **recorded_in))
     scored = sum(sum(row["sampled"]) for row in rows)
     result["rows"] = dict(count=len(rows), tokens=scored, sampled_by="engine" if recorded else "model")
     if modelopt:
@@ -101,7 +102,7 @@ def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, ove
     return recipe.model_copy(update=dict(rollout=rollout, learner=recipe.learner.model_copy(update=plain)))
 
 
-def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> list[ScoredRow] | None:
+def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> RecordedRows | None:
     """Samples of the newest batch, of long responses the beginning; None: nothing is committed yet. Raises RecipeError
     for a batch with sampled tokens of fewer than two prompts."""
     store = BatchStore(run.batches)
@@ -109,21 +110,21 @@ def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> list[Sco
     if not committed:
         return None
     batch = store.read(committed[-1], None)
-    rows = []
+    rows = {}
     for sample, (first, last) in enumerate(pairwise(batch.response_offsets.tolist())):
         sampled = batch.loss_mask[first:last][:row_tokens].tolist()
         tokens = batch.sample_tokens(sample)[: batch.prompt_lengths[sample] + row_tokens].tolist()
         if any(sampled):
-            rows.append(ScoredRow(tokens=tokens, sampled=sampled, group=int(batch.group[sample])))
+            rows[sample] = ScoredRow(tokens=tokens, sampled=sampled, group=int(batch.group[sample]))
     # Samples of one prompt are adjacent: take them from all over the batch.
-    places = sorted({index * len(rows) // num_rows for index in range(num_rows)}) if rows else []
-    chosen = [rows[place] for place in places]
-    if (count := len({row.group for row in chosen})) < 2:
+    samples, places = list(rows), {index * len(rows) // num_rows for index in range(num_rows)} if rows else set[int]()
+    chosen = {samples[place]: rows[samples[place]] for place in sorted(places)}
+    if (count := len({row.group for row in chosen.values()})) < 2:
         raise RecipeError(
             f"{num_rows} rows of batch {batch.index} have sampled tokens of {count} prompts, expected at least 2, as "
             "every other prompt is held out; raise --rows, wait for another batch, or name the run's recipe"
         )
-    return chosen
+    return RecordedRows(batch=batch.index, samples=list(chosen), rows=list(chosen.values()))
 
 
 def prompts_of(source: Path, recipe: Recipe, num_rows: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ import torch
 
 from launch.build.components import quant_map_of
 from launch.quant_map.judgment import judged
-from launch.quant_map.scored_rows import ScoredRow, token_rows
+from launch.quant_map.scored_rows import RecordedRows, ScoredRow, token_rows
 from launch.run.learn import build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
@@ -21,6 +21,7 @@ from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
 from pipeline.trainer.checkpoints import Checkpoints
 from precision.formats.quant_map import QuantMap
 from precision.formats.quant_map_file import QuantMapFile
@@ -35,12 +36,16 @@ def measure(run: RunDirectory) -> dict[str, Any]:
     recipe, job = run.recipe(), json.loads((run.path / "job.json").read_text())
     # Formats are emulated in Megatron's own layers, also where there are others.
     learner = build_learner(recipe, layers="megatron")
-    version = 0
-    if job["checkpoints"] is not None:
-        version, _ = Checkpoints(Path(job["checkpoints"]), keep=1).restore(learner)
-    rows = [ScoredRow(**row) for row in job["rows"]]
+    version, rows = 0, [ScoredRow(**row) for row in job["rows"]]
+    scored = token_rows(rows)
+    if job["run"] is not None:
+        source = RunDirectory(Path(job["run"]))
+        version, _ = Checkpoints(source.checkpoints, keep=1).restore(learner)
+        if "batch" in job:
+            recorded = RecordedRows(batch=job["batch"], samples=job["samples"], rows=rows)
+            scored = recorded.token_rows(BatchStore(source.batches))
     quant = quant_map_of(recipe, QuantMapFile(base=recipe.rollout.precision))
-    score, costs = row_scorer(learner, token_rows(rows)), extra_bytes(recipe, learner, quant)
+    score, costs = row_scorer(learner, scored), extra_bytes(recipe, learner, quant)
     return dict(version=version, **judged(score, quant, rows, costs=costs, ess_floor=job["ess_floor"]))
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
-from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares
+from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares, whole_stages
 from pipeline.analysis.flight.timeline import learner_spans
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
@@ -96,6 +96,8 @@ class Progress:
     """What the view shows, kept up to date by `take`."""
 
     steps: int
+    stage: int = 1
+    """Steps of a stage, of a staged run."""
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS + 1))
     """The newest lines of metrics, of one start of the learner: the time between two starts is nobody's step."""
     start: str = ""
@@ -195,13 +197,16 @@ class LiveView:
         run_dir: Path,
         steps: int,
         *,
+        stage: int = 1,
         quantized: bool = False,
         console: Console | None = None,
         every_steps: int = 10,
     ) -> None:
-        """`quantized`: engines sample in a coarser format than the learner trains in, and alarms allow for it."""
+        """`stage`: steps of a stage, of a staged run. `quantized`: engines sample in a coarser format than the learner
+        trains in, and alarms allow for it."""
         self.console = console or Console(stderr=True)
-        self.progress = Progress(steps, quantized=quantized)
+        recent = deque[dict[str, Any]](maxlen=whole_stages(WINDOW_STEPS, stage) + 1)
+        self.progress = Progress(steps, stage, recent, quantized=quantized)
         self._metrics, self._events = LogTail(run_dir, "metrics"), LogTail(run_dir, "events")
         self._every_steps = every_steps
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
@@ -285,15 +290,16 @@ def render(progress: Progress) -> RenderableType:
     if progress.alarms:
         blocks += [Text(), *(_alarm(alarm) for alarm in progress.alarms)]
     spans = learner_spans(progress.recent)
-    if shares := phase_shares(spans):
-        blocks += [Text(), _phases(shares, progress.step_s), Text(bottleneck(spans), style="italic")]
+    if shares := phase_shares(spans, stage=progress.stage):
+        verdict = bottleneck(spans, stage=progress.stage)
+        blocks += [Text(), _phases(shares, progress.step_s), Text(verdict, style="italic")]
     return Padding(Group(*blocks), (1, 1))
 
 
 def step_line(progress: Progress) -> str:
     """One step as plain text."""
     last = progress.last
-    shares = phase_shares(learner_spans(progress.recent))
+    shares = phase_shares(learner_spans(progress.recent), stage=progress.stage)
     slowest = max(shares, key=shares.__getitem__) if shares else None
     parts = [
         f"step {progress.num_steps}/{progress.steps}",

@@ -85,18 +85,29 @@ def _manifest_file(run: RunDirectory) -> Path:
 def _refuse_learned_otherwise(source: Path, recipes: Sequence[RecipeInForce]) -> None:
     """Raises RunConflictError for a fork whose steps before and since learned by other rules: a learner goes by one
     recipe, of which the learning rate alone may change with the steps."""
-    learned = [one for one, after in pairwise(recipes) if one.first_step < after.first_step]
-    for before, after in pairwise([*learned, recipes[-1]]):
+    newest = recipes[-1]
+    if (changed := learned_otherwise(recipes, range(newest.first_step), newest)) is not None:
+        raise RunConflictError(
+            f"{source} cannot be replayed: {changed}, and a replay trains all steps by one; replay the run that it is "
+            "a fork of"
+        )
+
+
+def learned_otherwise(recipes: Sequence[RecipeInForce], steps: range, by: RecipeInForce) -> str | None:
+    """Where a run of `all_recipes` changed what a learner goes by, within `steps` or between them and recipe `by`, for
+    a message; None: whoever trains `steps` by the recipe `by` learns what the run did, but for the learning rate."""
+    ends = [*(after.first_step for after in recipes[1:]), steps.stop]
+    trained = [max(one.first_step, steps.start) < min(end, steps.stop) for one, end in zip(recipes, ends, strict=True)]
+    chosen = [one for one, has in zip(recipes, trained, strict=True) if has or one is by]
+    for before, after in pairwise(chosen):
         learned_from = {
             key: change for key, change in changed_keys(before.recipe, after.recipe).items() if _is_learned_from(key)
         }
         if changes := unsafe(learned_from):
             names_first = sorted(changes, key=lambda key: not key.endswith(".name"))
             said = listed([f"{key}: {changes[key]}" for key in names_first], most=3)
-            raise RunConflictError(
-                f"{source} cannot be replayed: at step {after.first_step} its recipe changed ({said}), and a replay "
-                "trains all steps by one; replay the run that it is a fork of"
-            )
+            return f"at step {after.first_step} its recipe changed ({said})"
+    return None
 
 
 def _is_learned_from(key: str) -> bool:
@@ -125,5 +136,7 @@ def _reopen(run: RunDirectory) -> None:
 
 def _train(run: RunDirectory, recipe: Recipe, source: Path) -> None:
     command = torchrun(recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source))
-    with LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view:
+    with LiveView(
+        run.path, recipe.run.steps, stage=recipe.build_schedule().updates_per_stage, quantized=samples_coarser(recipe)
+    ) as view:
         run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)

@@ -284,6 +284,7 @@ def learn_demonstrations(run: RunDirectory, out: Path) -> None:
         EventLog(run.path, SFT_SOURCE),
         Checkpoints(run.checkpoints, keep=1, first_bytes=checkpoint_bytes(learner.model_config, recipe)),
     )
+    checkpoints.remove_partial(learner)
     first, _ = checkpoints.restore(learner)
     for step in range(first, recipe.run.steps):
         batch = make(step)

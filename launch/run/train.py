@@ -81,7 +81,15 @@ def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: in
         metrics.serve(metrics_port)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port, visible_gpus())
-    with stop_requested() as stop, LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view:
+    with (
+        stop_requested() as stop,
+        LiveView(
+            run.path,
+            recipe.run.steps,
+            stage=recipe.build_schedule().updates_per_stage,
+            quantized=samples_coarser(recipe),
+        ) as view,
+    ):
         with Supervisor(run, recipe, view, event_log, starter, units_of(recipe), epoch, stop) as supervisor:
             outcome = supervisor.supervise()
         if outcome == "finished":

@@ -36,7 +36,7 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{numbers['steps']} of {numbers['steps_planned']}"),
         ("wall time", f"{duration(numbers['wall_s'])}, first to last event"),
         ("samples", count(numbers["samples"])),
-        ("trained tokens", f"{count(numbers['tokens'])}, {count(numbers['tokens_per_s'])} a second"),
+        ("trained tokens", f"{count(numbers['tokens'])}, {count(numbers['tokens_per_s'])} a second of the steps"),
         ("learner", f"{numbers['learner_layout']}, {numbers['learner_precision']}"),
         ("engines", f"{numbers['engines']}, {numbers['rollout_precision']}"),
         ("objective", str(numbers["objective"])),

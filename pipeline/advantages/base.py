@@ -43,7 +43,8 @@ class Advantage(Settings, ABC):
         "keep",
         description="Groups of equal rewards, which have no policy gradient. keep: trained on like the others. skip: "
         "not run through the learner, but counted in every denominator and batch statistic; the gradient is that of "
-        "keep. exclude: no part of the loss, its denominators and the batch statistics (ScaleRL's effective batch).",
+        "keep (refused with fade, which follows the entropy of all groups). exclude: no part of the loss, its "
+        "denominators and the batch statistics (ScaleRL's effective batch).",
     )
     truncated: Literal["keep", "exclude"] = Field(
         "keep",
@@ -55,7 +56,8 @@ class Advantage(Settings, ABC):
     asks_what_is_solved: ClassVar[bool] = False
     """Whether the formula compares rewards with 1, or clips them to [0, 1]: nothing may be added to those."""
     moving_parts: ClassVar[tuple[str, ...]] = ()
-    """What of the formula changes during a run, by the names that a report gives it."""
+    """What of the formula changes during a run, by the names that a report gives it. With any, zero_variance skip is
+    refused: `observe` would be told the entropy of some groups alone."""
     measures: ClassVar[tuple[Measure, ...]] = ()
     """How a report draws what the estimator's `measured` returns."""
 

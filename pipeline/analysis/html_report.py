@@ -65,7 +65,9 @@ def render_page(run_log: RunLog, *, samples: bool = False) -> str:
         samples=samples,
         summary=summarize(run_log),
         sections=sections(run_log),
-        shares=share_bar(phase_shares(timeline(run_log))),
+        shares=share_bar(
+            phase_shares(timeline(run_log), stage=run_log.recipe.build_schedule().updates_per_stage),
+        ),
         alarms=alarm_rows(run_log),
         events=listed[-MAX_LISTED_EVENTS:],
         num_events=len(listed),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.analysis.run_log import RunLog, number
@@ -18,6 +18,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory, numbered_files
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
+from pipeline.gpu_needs import GpuNeeds
 
 COMPUTE_AXES = ("samples", "tokens", "hours")
 """Compute of a run: samples trained on; response tokens trained on; accelerator-hours of its steps."""
@@ -32,7 +33,8 @@ class Step:
     """Of responses."""
     hours: float | None
     """Every accelerator of the run, of learner, engines and a teacher that it starts, over all phases of the step,
-    waiting included; start-up and the pauses between two sessions are not. On a CPU machine a process is one."""
+    waiting included; start-up and the pauses between two sessions are not. With weights.channel ipc learner and engines
+    have the same ones. On a CPU machine a process is one."""
     ended: float | None
     """Seconds since 1970."""
 
@@ -95,6 +97,5 @@ def _seconds(line: Mapping[str, Any]) -> float:
 
 
 def _accelerators(recipe: Recipe) -> int:
-    rollout, teacher = recipe.rollout, recipe.started_teacher
-    engines = rollout.engines * rollout.tensor_parallel
-    return recipe.learner.num_processes + engines + (0 if teacher is None else teacher.tensor_parallel)
+    """Also those of engines that the run did not start (rollout.urls): they work for it."""
+    return replace(GpuNeeds.of(recipe), engines=recipe.rollout.engines).total

@@ -25,7 +25,8 @@ asked because their problem was solved, samples that were told to end."""
 def summary(run_dir: Path) -> dict[str, Any]:
     """Headline numbers of one run; a number that is not known yet is None. Raises StoreError (no run directory).
 
-    `wall_s` runs from the first line of the logs to the last, `tokens` counts trained response tokens.
+    `wall_s` runs from the first line of the logs to the last, `tokens` counts trained response tokens. `tokens_per_s`
+    is of the seconds of the steps: without start-up, and without pauses between two sessions or before a fork.
     """
     return summarize(RunLog.read(run_dir))
 
@@ -44,7 +45,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         wall_s=run_log.wall_s,
         samples=samples,
         tokens=int(tokens),
-        tokens_per_s=tokens / run_log.wall_s if run_log.wall_s > 0 else None,
+        tokens_per_s=_tokens_per_s(run_log),
         learner_layout=layout_name(recipe.learner).replace("one", "one process"),
         learner_precision=recipe.learner.precision + (", FP8 emulated" if recipe.learner.fp8_emulation else ""),
         engines=f"{recipe.rollout.engines} × TP{recipe.rollout.tensor_parallel}",
@@ -63,11 +64,18 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         dropped=sum(int(event.get("dropped", 0)) for event in committed),
         **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
-        bottleneck=bottleneck(timeline(run_log)),
+        bottleneck=bottleneck(timeline(run_log), stage=recipe.build_schedule().updates_per_stage),
         teacher_failures=int(sum(run_log.series("teacher_failures")[1])),
         warnings=[*advice(recipe), *_failed_rewards(run_log, samples), *_failed_teacher(run_log, samples)],
         alarms=[history.text for history in alarm_history(run_log)],
     )
+
+
+def _tokens_per_s(run_log: RunLog) -> float | None:
+    """Of the steps whose seconds are known."""
+    timed = [line for line in run_log.metrics if line.get("seconds")]
+    seconds = sum(float(spent) for line in timed for spent in line["seconds"].values())
+    return sum(number(line, "num_tokens") or 0.0 for line in timed) / seconds if seconds > 0 else None
 
 
 def _failed_rewards(run_log: RunLog, samples: int) -> list[str]:
@@ -109,10 +117,11 @@ def describe_schedule(recipe: Recipe) -> str:
 
 
 def _held_out(run_log: RunLog) -> dict[str, Any]:
-    """First and last evaluation: pass@1 with its interval, pass@k of the largest k that was measured, and rewards."""
+    """First and last evaluation: pass@1 with its interval, pass@k of the largest k that both measured, and rewards."""
     evaluations = run_log.evaluations
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-    k = max((int(k) for k in last.get("pass_at_k") or {}), default=None)
+    measured = [{int(k) for k in event["pass_at_k"]} for event in (first, last) if event.get("pass_at_k")]
+    k = max(set[int]().union(*measured).intersection(*measured), default=None)
     values: dict[str, Any] = dict(k=k)
     for which, event in (("first", first), ("last", last)):
         values |= {

@@ -63,6 +63,11 @@ def check_wiring(objective: Objective, correction: Correction, advantage: Advant
                     f"advantage.{key} is {value}, but objective {objective.name} has a term without advantage that is "
                     f"a mean over all tokens; set advantage.{key}={usual}"
                 )
+    if advantage.moving_parts and advantage.zero_variance == "skip":
+        raise ValueError(
+            f"advantage.zero_variance is skip, but advantage {advantage.name} follows the entropy of all groups, and "
+            "it would be that of the groups with an advantage alone; set advantage.zero_variance to keep, or to exclude"
+        )
 
 
 def check_overlong(overlong: OverlongPenalty | None, advantage: Advantage, longest: int) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
+from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import ROLES, supersede
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.files import fsync_present, remove_folder
@@ -32,7 +33,7 @@ from pipeline.data.frozen.recipes import (
 )
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
-from pipeline.resume.rules import RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
+from pipeline.resume.rules import MAY_FIX_FORMATS, RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
 from pipeline.tasks.digest import DIGEST_KEYS
 
 
@@ -55,8 +56,14 @@ def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
             published=published,
             scored=scored,
             optimizer_steps=num_optimizer_steps(all_recipes(run.path), before.run.steps),
+            num_promoted=_num_promoted(run) if changes.keys() & MAY_FIX_FORMATS else 0,
         )
     return changes
+
+
+def _num_promoted(run: RunDirectory) -> int:
+    record = ControlFiles(run.control, run.fence).newest()
+    return 0 if record is None else len(record.promoted)
 
 
 def nothing_left(run: RunDirectory, recipe: Recipe) -> bool:

@@ -119,6 +119,9 @@ CUTS_MICRO_BATCHES = (
 )
 """Safe keys that say which samples are in a micro-batch together."""
 
+MAY_FIX_FORMATS = ("rollout.urls", "weights.channel")
+"""Safe keys that say whether the ESS controller may change the formats of the engines (launch.build.control)."""
+
 NOT_IN_A_CHECKPOINT = {
     "model.path": "the checkpoint holds the weights of that model",
     "learner.precision": RULES["learner.precision"],
@@ -161,12 +164,20 @@ def refuse_what_no_checkpoint_carries(run: str, changes: dict[str, str]) -> None
 
 
 def refuse_impossible(
-    before: Recipe, after: Recipe, *, run: str, settled: int, published: int, scored: int, optimizer_steps: int
+    before: Recipe,
+    after: Recipe,
+    *,
+    run: str,
+    settled: int,
+    published: int,
+    scored: int,
+    optimizer_steps: int,
+    num_promoted: int = 0,
 ) -> None:
     """Raises RunConflictError for safe keys whose new value does not fit what the run holds: `settled` steps that are
     sampled, trained or published, of which the engines serve version `published`. The newest checkpoint holds `scored`
     steps; 0 where the batches of a stage are not scored at its beginning. Up to its last step by `before`, the run
-    takes `optimizer_steps`."""
+    takes `optimizer_steps`. The ESS controller has the engines hold `num_promoted` modules unquantized."""
     old, new = before.run.steps, after.run.steps
     if new < settled:
         raise RunConflictError(
@@ -181,7 +192,16 @@ def refuse_impossible(
             f"and {old} is no multiple of schedule.updates_per_stage {stage}; `evenkeel fork {run} NEW --at {last}` "
             "goes on from before it"
         )
-    moved = [key for key in changed_keys(before, after) if key in CUTS_MICRO_BATCHES]
+    changed = changed_keys(before, after)
+    keep_formats = (bool(after.rollout.urls), after.weights.channel == "ipc")
+    fixed = [key for key, keeps in zip(MAY_FIX_FORMATS, keep_formats, strict=True) if keeps and key in changed]
+    if num_promoted and fixed:
+        raise RunConflictError(
+            f"{listed(fixed)}: engines of rollout.urls, and those on the learner's GPUs (weights.channel ipc), keep "
+            f"their formats, but the ESS controller of {run} holds {num_promoted} modules unquantized; restore what "
+            f"it was, or `evenkeel fork {run} NEW --at STEP`, whose controller begins afresh"
+        )
+    moved = [key for key in changed if key in CUTS_MICRO_BATCHES]
     if moved and after.objective.depends_on_micro_batches:
         raise RunConflictError(
             f"{listed(moved)}: they cut micro-batches otherwise, and objective {after.objective.name} learns from each "

@@ -15,6 +15,8 @@ from pipeline.data.border.own_parts import TEACHER_FAILED
 from pipeline.data.records import SOLVED_REWARD, Sample
 
 _Z_95 = 1.959963984540054
+MOST_SHORT = 0.1
+"""Of the prompts of an estimate of pass@k: the share that may have fewer than k samples with a verdict."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -48,8 +50,9 @@ def summarize(num_correct: Sequence[int], num_judged: Sequence[int]) -> dict[str
     """`pass_at_1` with its 95 % bounds `pass_at_1_low` and `pass_at_1_high`, and `pass_at_k`: {"1": …, "2": …, "4": …}
     up to the most samples of a prompt; from the correct and the judged samples of each prompt.
 
-    Means over the prompts of which at least k samples were judged; empty where none was. Raises ValueError when there
-    is no prompt.
+    Means over the prompts of which a sample was judged, the same ones for every k; empty where none was. A prompt with
+    fewer than k judged samples counts with all that it has, which is at most its pass@k; a k of which more than
+    MOST_SHORT of the prompts are short is left out. Raises ValueError when there is no prompt.
     """
     if len(num_correct) == 0:
         raise ValueError("there are no prompts to summarize, expected at least one")
@@ -57,7 +60,8 @@ def summarize(num_correct: Sequence[int], num_judged: Sequence[int]) -> dict[str
     most = max(num_judged)
     curve = {}
     for k in sorted({*(1 << i for i in range(most.bit_length())), most}) if counts else ():
-        curve[str(k)] = float(np.mean([pass_at_k(judged, correct, k) for correct, judged in counts if judged >= k]))
+        if sum(judged < k for _, judged in counts) <= MOST_SHORT * len(counts):
+            curve[str(k)] = float(np.mean([pass_at_k(judged, correct, min(k, judged)) for correct, judged in counts]))
     if not curve:
         return {}
     low, high = clustered_wilson(*zip(*counts, strict=True))

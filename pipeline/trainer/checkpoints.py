@@ -140,9 +140,15 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)  # what gets no name must not fill the disk
             raise
 
+    def remove_partial(self, learner: Learner) -> None:
+        """Collective. Delete what killed saves left behind, or superseded ones may still write; for the learner of the
+        newest epoch, before its first save."""
+        tell_when_done(learner, lambda: remove_leftovers(self.directory, self.fence))
+
     def restore(self, learner: Learner, versions: KeptVersions | None = None) -> tuple[int, dict[str, float]]:
         """Collective. Load the newest committed checkpoint, and its `versions`; returns the step to go on at (0 when
-        there is none) and the state of the loop that was saved with it."""
+        there is none) and the state of the loop that was saved with it. Deletes nothing: another learner may be
+        writing there."""
         newest = tell_when_done(learner, self._newest)
         if newest is None:
             return 0, {}
@@ -191,7 +197,6 @@ class Checkpoints:
     def _newest(self) -> tuple[int, dict[str, float]] | None:
         """Step and state of the newest checkpoint, verified."""
         look_anew(self.directory)  # an older checkpoint would do as well, for twice the work
-        remove_leftovers(self.directory, self.fence)
         committed = committed_steps(self.directory)
         if not committed:
             return None

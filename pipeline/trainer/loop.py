@@ -84,6 +84,7 @@ class Trainer:
         saves what is trained and raises StoppedError, on every rank."""
         for folder in (self.run.policies, self.run.mismatch, self.run.logprobs):
             self.learner.tell(partial(remove_leftovers, folder, self.run.fence))
+        self.checkpoints.remove_partial(self.learner)
         first, state = self.checkpoints.restore(self.learner, self._versions)
         self._saved = first
         self.advantage_computer.estimator.restore(state)
@@ -169,8 +170,8 @@ class Trainer:
 
     def _update(self, batch: Batch, watch: Stopwatch) -> Update:
         """The optimizer steps of one batch."""
+        old_logprobs = self.old_logprobs.of(batch, watch, self._look_at_save) if self.old_logprobs else None
         with watch.phase("logprobs"):
-            old_logprobs = self.old_logprobs.of(batch) if self.old_logprobs else None
             batch = with_reference(self.reference, batch)
             if self._versions is not None:
                 self._versions.keep(batch.index)

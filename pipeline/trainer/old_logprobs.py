@@ -12,6 +12,7 @@ async, learner.old_logprobs_at    the weights of the version that sampled each t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeline.data.files import await_visible
@@ -20,6 +21,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.ports.learner import Learner
 from pipeline.schedule import Schedule
+from pipeline.stopwatch import Stopwatch
 from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.kept_versions import KeptVersions
 from precision.torch_on_use import Tensor, torch
@@ -39,32 +41,38 @@ class OldLogprobs:
     _stage: dict[int, Tensor] = field(default_factory=dict)
     """What this process has scored of the stage that is under way, on the learner's device; the same on every rank."""
 
-    def of(self, batch: Batch) -> Tensor | None:
+    def of(self, batch: Batch, watch: Stopwatch, meanwhile: Callable[[], None]) -> Tensor | None:
         """[responses], None where they are those of the scored step. Collective; called before the first update.
 
-        The first batch of a stage that was not lost waits for all batches of the stage, and scores them. Raises what
-        that wait raises, and StoreError when those of a stage that is under way are missing.
+        The first batch of a stage that was not lost waits for all batches of the stage, and scores them; while it
+        waits, `meanwhile` is called as BatchSource.wait does. `watch` tells waiting from scoring. Raises what that
+        wait raises, and StoreError when those of a stage that is under way are missing.
         """
-        if self.versions is not None and (sampled := self.versions.logprobs(batch)) is not None:
-            return sampled
         if self.schedule.kind != "staged":
-            return self.learner.score(batch) if self.updates_per_batch > 1 else None
+            with watch.phase("logprobs"):
+                if self.versions is not None and (sampled := self.versions.logprobs(batch)) is not None:
+                    return sampled
+                return self.learner.score(batch) if self.updates_per_batch > 1 else None
         step = batch.index
         first = self.schedule.required_version(step)
         # A batch that a step was trained on may be lost later: only one that was skipped has left the weights alone.
         if step not in self._stage and self.learner.tell(lambda: self.run.all_skipped(range(first, step))):
-            self._score_stage(step, min(first + self.schedule.updates_per_stage, self.schedule.steps))
-        return self._stage[step] if step in self._stage else self._kept(batch)
+            end = min(first + self.schedule.updates_per_stage, self.schedule.steps)
+            self._score_stage(range(step, end), watch, meanwhile)
+        with watch.phase("logprobs"):
+            return self._stage[step] if step in self._stage else self._kept(batch)
 
-    def _score_stage(self, step: int, end: int) -> None:
-        """From `step` on, which is the first one that is trained; the stage ends before `end`."""
+    def _score_stage(self, steps: range, watch: Stopwatch, meanwhile: Callable[[], None]) -> None:
+        """From the first step of the stage that is trained to its last."""
         self._stage.clear()
-        for index in range(step, end):
-            batch = self.batches.wait(index)
+        for index in steps:
+            with watch.phase("wait"):
+                batch = self.batches.wait(index, meanwhile)
             if batch is None:
                 continue
-            self._stage[index] = self.learner.score(batch)
-            self.learner.tell(lambda index=index: self._keep(index))  # type: ignore[misc]
+            with watch.phase("logprobs"):
+                self._stage[index] = self.learner.score(batch)
+                self.learner.tell(lambda index=index: self._keep(index))  # type: ignore[misc]
 
     def _keep(self, index: int) -> None:
         self.run.write_old_logprobs(index, self._stage[index].cpu().numpy())

@@ -34,6 +34,8 @@ class Ladder:
     """Versions, of the run's schedule."""
     lag_may_change: bool = False
     """Whether the schedule has a lag (`async`)."""
+    stage: int = 1
+    """Batches of a stage, of a `staged` run; their ages rise from its first to its last."""
     has_age: bool = False
     """Whether batches are ever trained with other weights than sampled them."""
     lr_may_change: bool = True
@@ -54,6 +56,10 @@ class Ladder:
             lag //= 2
             rungs.append(StalenessRung(f"lag {lag}", True, lag))
         return tuple(rungs)
+
+    def whole_stages(self, batches: int) -> int:
+        """Batches of as many stages as hold so many."""
+        return -(-batches // self.stage) * self.stage
 
     def in_force(self, state: State) -> StalenessRung:
         """The rung against staleness that a run is on."""

@@ -6,7 +6,9 @@
                     └▶ loss < comfortable? ──▶ give back what costs most and is not needed any more
 
 *Allowed* is the loss -ln ESS at the floor, *comfortable* a part of it (ControllerSettings.headroom): between the two
-nothing moves. What counts is the median of the latest batches, so that a single odd one moves nothing.
+nothing moves. What counts is the median of the latest batches, so that a single odd one moves nothing. In a staged run
+the batches of a stage are ever older from its first to its last. There a window is whole stages, and what is decided is
+decided at the end of one: windows of other parts of a stage are no measure of what a rung does.
 
 It climbs the cheapest rung that can help. A rung can help when its cause alone explains what is too much; otherwise the
 larger cause comes first. Where both together explain less than half of it (the rest is kernels and decoding), no rung
@@ -30,11 +32,21 @@ from statistics import median
 
 from precision.controller import memory
 from precision.controller.ladder import Ladder
-from precision.controller.records import Climb, Decision, Evidence, Failure, Observation, Outcome, State
+from precision.controller.records import (
+    MEASUREMENTS,
+    Climb,
+    Decision,
+    Evidence,
+    Failure,
+    Measurement,
+    Observation,
+    Outcome,
+    State,
+)
 from precision.controller.settings import ControllerSettings
 
 WINDOW = 3
-"""Batches whose median counts."""
+"""Batches whose median counts; in a staged run at least so many."""
 ENOUGH = 0.5
 """Of what is too much: causes that explain less are not worth a rung, which would not bring the ESS near the floor.
 More is not asked for, as a term is measured on some tokens only."""
@@ -50,8 +62,11 @@ def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     Where the outcome `needs` a measurement, measure it on this batch, put it into the evidence, and ask again with the
     same state. Decisions are at least `settings.cooldown_steps` steps apart.
     """
+    settings = settings.model_copy(update=dict(cooldown_steps=ladder.whole_stages(settings.cooldown_steps)))
     seen = _observed(settings, ladder, state, evidence)
-    if len(seen.window) < WINDOW or _is_cooling(settings, seen, evidence.step):
+    if len(seen.window) < ladder.whole_stages(WINDOW) or (evidence.step + 1) % ladder.stage:
+        return Outcome(state=seen)
+    if _is_cooling(settings, seen, evidence.step):
         return Outcome(state=seen)
     seen = memory.settled(settings, seen, evidence.step)
     loss = _typical(seen)
@@ -72,7 +87,9 @@ def _observed(settings: ControllerSettings, ladder: Ladder, state: State, eviden
     if step < state.quiet_until:
         return state.model_copy(update=dict(window=()))
     observation = Observation(loss=_loss_but_for_suspects(settings, state, evidence), engines=evidence.engines)
-    return state.model_copy(update=dict(window=(*state.window, observation)[-WINDOW:]))
+    window = (*state.window, observation)[-ladder.whole_stages(WINDOW) :]
+    measured = {what: step for what in MEASUREMENTS if evidence.unmeasurable or getattr(evidence, what) is not None}
+    return state.model_copy(update=dict(window=window, measured={**state.measured, **measured}))
 
 
 def _loss_but_for_suspects(settings: ControllerSettings, state: State, evidence: Evidence) -> float:
@@ -90,9 +107,9 @@ def _is_cooling(settings: ControllerSettings, state: State, step: int) -> bool:
     return state.acted is not None and step - state.acted < settings.cooldown_steps
 
 
-def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int) -> bool:
+def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int, what: Measurement) -> bool:
     """Once in a cool-down: a measurement costs passes over the model."""
-    return (step - (state.acted or 0)) % settings.cooldown_steps == 0
+    return what not in state.measured or step - state.measured[what] >= settings.cooldown_steps
 
 
 def _typical(state: State) -> float:
@@ -119,7 +136,7 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     elif climb is not None and climb.loss > settings.clear_loss and _is_in_vain(settings, climb.loss, loss, HELPS):
         return _give_up(settings, ladder, state, evidence.step, loss, certain=False)
     if evidence.quantization is None and not evidence.unmeasurable:
-        if state.cannot_help and not _is_turn_to_measure(settings, state, evidence.step):
+        if state.cannot_help and not _is_turn_to_measure(settings, state, evidence.step, "quantization"):
             return Outcome(state=state)
         return Outcome(state=state, needs="quantization")
     excess = loss - settings.allowed_loss
@@ -249,7 +266,7 @@ def _one_bad_engine(settings: ControllerSettings, state: State) -> int | None:
         ]
         if len(bad) == 1:
             count[bad[0]] = count.get(bad[0], 0) + 1
-    often = [index for index, times in count.items() if 2 * times > WINDOW]
+    often = [index for index, times in count.items() if 2 * times > len(state.window)]
     return often[0] if often else None
 
 
@@ -283,16 +300,17 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     step = evidence.step
     if state.acted is not None and step - state.acted < 2 * settings.cooldown_steps:
         return Outcome(state=state)
-    ready = [group for group in state.promoted if memory.may_try(state, group, step)]
+    # Groups that are no longer on the ladder belong to engines that keep their formats.
+    ready = [group for group in state.promoted if group in ladder.groups and memory.may_try(state, group, step)]
     # What they would cost is measured, so that half of the headroom is enough.
     room = 0.5 * (settings.comfortable_loss + settings.allowed_loss) - loss
-    if ready and _is_turn_to_measure(settings, state, step):
-        if evidence.unmeasurable:
-            return _demote(settings, ladder, state, evidence, loss, ready)
-        if evidence.groups is None:
-            return Outcome(state=state, needs="groups", groups=tuple(ready))
-        if chosen := _least_damaging({group: evidence.groups[group] for group in ready}, room):
-            return _demote(settings, ladder, state, evidence, loss, chosen)
+    if ready and evidence.unmeasurable:
+        return _demote(settings, ladder, state, evidence, loss, ready)
+    if ready and evidence.groups is None and _is_turn_to_measure(settings, state, step, "groups"):
+        return Outcome(state=state, needs="groups", groups=tuple(ready))
+    damage = {} if evidence.groups is None else {group: evidence.groups[group] for group in ready}
+    if chosen := _least_damaging(damage, room):
+        return _demote(settings, ladder, state, evidence, loss, chosen)
     if state.staleness > 0 and memory.may_try(state, memory.staleness_key(state.staleness - 1), step):
         left = ladder.in_force(state)
         lower = state.model_copy(update=dict(staleness=state.staleness - 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from precision.settings import Settings
 Cause = Literal["staleness", "quantization", "engine"]
 Measurement = Literal["quantization", "groups"]
 """What evidence may lack until it is asked for: it costs passes over the model."""
+MEASUREMENTS: tuple[Measurement, ...] = get_args(Measurement)
 
 
 class EngineEvidence(Settings):
@@ -105,7 +106,9 @@ class State(Settings):
     quiet_until: int = 0
     """The first step whose batch shows what the last decision did."""
     window: tuple[Observation, ...] = ()
-    """The latest batches since then."""
+    """The latest batches since then; in a staged run, of whole stages."""
+    measured: Mapping[Measurement, int] = {}
+    """The step at which each measurement was last made, or found to be impossible."""
     trials: Mapping[str, Trial] = {}
     """By rung or group: what was given back a short while ago, the latest last."""
     failures: Mapping[str, Failure] = {}

@@ -18,7 +18,9 @@ class ControllerSettings(Settings):
     """
 
     ess_floor: float = Field(0.95, gt=0.0, lt=1.0, description="Lowest token ESS of a batch that is accepted.")
-    cooldown_steps: PositiveInt = Field(5, description="Steps between two decisions, at least.")
+    cooldown_steps: PositiveInt = Field(
+        5, description="Steps between two decisions, at least; in a staged run, whole stages that hold them."
+    )
     headroom: float = Field(
         0.3,
         gt=0.0,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from pipeline.config.rollout_section import RolloutSection
 from pipeline.errors import LayoutError, RecipeError
+from pipeline.server_arguments import option
 
 DEFAULT_MEM_FRACTION = 0.85
 """Assumed when the recipe's extra_args do not set it. SGLang itself chooses by GPU and settings."""
@@ -122,16 +123,3 @@ def _max_total_tokens(extra_args: Sequence[str]) -> int | None:
     if text is not None and not (text.isdecimal() and int(text)):
         raise RecipeError(f"rollout.extra_args: --max-total-tokens is {text!r}, expected a positive number")
     return None if text is None else int(text)
-
-
-def option(extra_args: Sequence[str], name: str) -> str | None:
-    """The value of `--name value` or `--name=value`; the last one wins, as with argparse. RecipeError without one."""
-    found: str | None = None
-    for place, argument in enumerate(extra_args):
-        if argument.startswith(f"{name}="):
-            found = argument.partition("=")[2]
-        elif argument == name:
-            if place + 1 == len(extra_args):
-                raise RecipeError(f"rollout.extra_args ends with {name}, which needs a value; add it")
-            found = extra_args[place + 1]
-    return found

@@ -215,7 +215,12 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
         event_log = EventLog(run.path, epoch.name, observers_of(metrics))
         try:
             with (
-                LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view,
+                LiveView(
+                    run.path,
+                    recipe.run.steps,
+                    stage=recipe.build_schedule().updates_per_stage,
+                    quantized=samples_coarser(recipe),
+                ) as view,
                 Supervisor(run, recipe, view, event_log, starter, shape.units(), epoch, asked, logs) as supervisor,
             ):
                 outcome = supervisor.supervise()

@@ -22,7 +22,11 @@ NUM_POINTS = 201
 
 
 def advantage_figures(run_log: RunLog) -> list[Named]:
-    """What the advantage weighs, and how that moved."""
+    """What the advantage weighs, and how that moved; nothing where a teacher judges alone, whose weights are those of
+    tokens."""
+    distillation = run_log.recipe.distillation
+    if distillation is not None and distillation.judges_alone:
+        return []
     drawn = _drawn(run_log, run_log.recipe.advantage.measures)
     return [("Weight by solve rate", weight_curve_points(run_log)), *drawn]
 

@@ -1,6 +1,7 @@
 """The figures of a report that say how fast a run is: tokens a second on both sides, and the use of the learner's GPUs.
 
-generated    response tokens of a batch ÷ seconds in which the collector generated it
+generated    response tokens of a batch ÷ seconds in which it was generated, from when the batch that was done before it
+             was done: batches of async and staged runs are under way together
 updated      response tokens that the updates ran through the model ÷ seconds of log-probabilities and updates
 trained      the same ÷ seconds of the whole step, waiting and publishing included
 MFU          6 · parameters · tokens of these samples, prompts included ÷ (seconds of updates · ranks · peak of a GPU)
@@ -11,6 +12,7 @@ Of a mixture, parameters are those that a token visits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,22 +62,42 @@ def speeds(run_log: RunLog) -> list[dict[str, Any]]:
     """Of each step `generated`, `updated` and `trained`, response tokens a second, and `mfu`; what is not known is
     missing."""
     committed = {int(event["batch"]): event for event in run_log.of_kind("committed")}
-    noted = learner_environments(run_log)
+    samples = {batch: number(event, "samples") for batch, event in committed.items()}
+    generating_s, noted = _generating_s(committed), learner_environments(run_log)
     return [
-        _speed(line, committed.get(int(line["step"]), {}), at_time(noted, float(line["time"])) or {})
+        _speed(
+            line,
+            samples.get(int(line["step"])),
+            generating_s.get(int(line["step"])),
+            at_time(noted, float(line["time"])) or {},
+        )
         for line in run_log.metrics
     ]
 
 
-def _speed(line: Mapping[str, Any], batch: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+def _generating_s(committed: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+    """Batch → seconds from when it was begun, or a batch that was done before it was done, to when it was generated."""
+    spans = []
+    for batch, event in committed.items():
+        started, spent = number(event, "started"), number(event.get("seconds") or {}, "generate")
+        if started is not None and spent is not None:
+            spans.append((started + spent, started, batch))
+    ends = [-math.inf, *(end for end, *_ in sorted(spans))]
+    return {
+        batch: end - max(started, before) for before, (end, started, batch) in zip(ends, sorted(spans), strict=False)
+    }
+
+
+def _speed(
+    line: Mapping[str, Any], samples: float | None, generating_s: float | None, known: Mapping[str, Any]
+) -> dict[str, Any]:
     seconds = line.get("seconds") or {}
     update_s = sum(number(seconds, phase) or 0.0 for phase in ("logprobs", "update"))
-    samples = number(batch, "samples")
     mean = number(line, "response_tokens_mean")
     tokens = number(line, "num_updated_tokens")
     sampled = None if samples is None or mean is None else samples * mean
     found = dict(
-        generated=_over(sampled, number(batch.get("seconds") or {}, "generate")),
+        generated=_over(sampled, generating_s),
         updated=_over(tokens, update_s),
         trained=_over(tokens, sum(number(seconds, phase) or 0.0 for phase in seconds)),
         mfu=_mfu(line, known),

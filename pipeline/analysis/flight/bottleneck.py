@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pipeline.analysis.flight.timeline import COLLECTOR, COLLECTOR_PHASES, LEARNER_PHASES, RANK_ZERO, STEP, Span
 
 WINDOW_STEPS = 20
-"""Verdicts look at this many of the last steps: long enough to hold a checkpoint, short enough to follow a change."""
+"""Verdicts look at this many of the last steps, or at some more, which are whole stages: long enough to hold a
+checkpoint, short enough to follow a change."""
 
 CLOSE = 0.1
 """A second group whose share is this near the first is named too: it would be the next bottleneck."""
@@ -29,26 +30,34 @@ _ADVICE = {
 }
 
 
-def phase_shares(spans: Sequence[Span], *, window: int = WINDOW_STEPS) -> dict[str, float]:
-    """Share (0 to 1) of each phase of learner rank 0 in the last `window` steps; empty when nothing was timed.
+def whole_stages(window: int, stage: int) -> int:
+    """Steps of as many stages as hold `window` steps. The learner waits for a whole stage at its beginning, so that the
+    steps within it say nothing about rollouts."""
+    return -(-window // stage) * stage
 
-    The very first step is left out as soon as there is another: it is slow, because everything is set up in it.
+
+def phase_shares(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int = 1) -> dict[str, float]:
+    """Share (0 to 1) of each phase of learner rank 0 in the last `window` steps, up to whole stages of `stage` steps;
+    empty when nothing was timed.
+
+    The very first step is left out as soon as there is a stage without it: it is slow, because everything is set up in
+    it.
     """
     seconds = dict.fromkeys(LEARNER_PHASES, 0.0)
-    for span in _recent(spans, window):
+    for span in _recent(spans, window, stage):
         seconds[span.name] += span.end - span.start
     total = sum(seconds.values())
     return {phase: spent / total for phase, spent in seconds.items()} if total > 0 else {}
 
 
-def wait_shares(spans: Sequence[Span], *, window: int = WINDOW_STEPS) -> dict[str, float]:
+def wait_shares(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int = 1) -> dict[str, float]:
     """Share (0 to 1) of the learner's waiting in which the batch that it waited for was in each of the collector's
     phases; what is missing to 1 is time in which it was not begun, or nothing is known of it."""
     batches = defaultdict[int, list[Span]](list)
     for span in spans:
         if span.part == COLLECTOR and span.name in COLLECTOR_PHASES and span.lane.startswith("batches"):
             batches[span.number].append(span)
-    waits = [span for span in _recent(spans, window) if span.name == "wait"]
+    waits = [span for span in _recent(spans, window, stage) if span.name == "wait"]
     seconds = dict.fromkeys(COLLECTOR_PHASES, 0.0)
     for wait in waits:
         for phase in batches[wait.number]:
@@ -57,9 +66,10 @@ def wait_shares(spans: Sequence[Span], *, window: int = WINDOW_STEPS) -> dict[st
     return {phase: min(1.0, spent / total) if total > 0 else 0.0 for phase, spent in seconds.items()}
 
 
-def bottleneck(spans: Sequence[Span], *, window: int = WINDOW_STEPS) -> str:
-    """A verdict over the last `window` steps: what takes most of a step, how much, and what to change."""
-    shares, waits = phase_shares(spans, window=window), wait_shares(spans, window=window)
+def bottleneck(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int = 1) -> str:
+    """A verdict over the last `window` steps, up to whole stages: what takes most of a step, how much, and what to
+    change."""
+    shares, waits = (of(spans, window=window, stage=stage) for of in (phase_shares, wait_shares))
     if not shares:
         return "nothing to judge yet: no step has finished"
     groups = {
@@ -77,11 +87,13 @@ def bottleneck(spans: Sequence[Span], *, window: int = WINDOW_STEPS) -> str:
     return verdict + (f" (next: {runner_up}, {_percent(groups[runner_up])})" if close else "")
 
 
-def _recent(spans: Sequence[Span], window: int) -> list[Span]:
+def _recent(spans: Sequence[Span], window: int, stage: int) -> list[Span]:
     """Phases of rank 0 in the last steps."""
     phases = [s for s in spans if s.part == RANK_ZERO and s.lane == STEP and s.name in LEARNER_PHASES]
     steps = sorted({span.number for span in phases})
-    chosen = set(steps[1:][-window:] or steps)
+    settled = steps[1:] if len(steps) > stage else steps
+    whole = max(stage, len(settled) // stage * stage)
+    chosen = set(settled[-min(whole, whole_stages(window, stage)) :])
     return [span for span in phases if span.number in chosen]
 
 

@@ -34,6 +34,7 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
     numbers = sorted({span.number for span in chosen})
     shown = [s for s in spans if s.start < end and s.end > begin and (s.lane != STEP or s.number in numbers)]
     until_then = [s for s in spans if s.part != RANK_ZERO or s.number <= numbers[-1]]
+    window = dict(window=len(numbers), stage=run_log.recipe.build_schedule().updates_per_stage)
     instants = [event for event in run_log.of_kind(*_INSTANTS) if begin <= float(event["time"]) <= end]
     return {
         "traceEvents": [*_events([_in_microseconds(span, begin) for span in shown]), *_instant_events(instants, begin)],
@@ -42,8 +43,8 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
             "run": run_log.recipe.run.name,
             "began": begin,
             "steps": [numbers[0], numbers[-1] + 1],
-            "shares": phase_shares(until_then, window=len(numbers)),
-            "bottleneck": bottleneck(until_then, window=len(numbers)),
+            "shares": phase_shares(until_then, **window),
+            "bottleneck": bottleneck(until_then, **window),
         },
     }
 

@@ -80,7 +80,9 @@ def verdict(result: Mapping[str, Any], found: list[Finding]) -> str:
         for term, statistics in sorted(result["terms"].items(), key=lambda item: -abs(item[1]["share"]))
         if abs(statistics["share"]) >= 0.005
     ]
-    return " ".join([size, f"Of that, {', '.join(shares)}.", *(one.text for one in found), *result["remarks"]])
+    return " ".join(
+        [size, f"Of the squared gap, {', '.join(shares)}.", *(one.text for one in found), *result["remarks"]]
+    )
 
 
 def _words(result: Mapping[str, Any], term: str) -> str:

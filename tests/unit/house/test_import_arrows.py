@@ -27,7 +27,7 @@ ADAPTERS_MAY_USE = (
         "pipeline.scratch",
     ),
     *("pipeline.spans", "pipeline.stopwatch", "pipeline.background"),
-    "pipeline.beside_loop",
+    *("pipeline.beside_loop", "pipeline.server_arguments"),
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""
 LOOPS = ("pipeline.rollout.collector", "pipeline.trainer.loop")

@@ -83,6 +83,19 @@ def test_a_learning_rate_that_goes_by_age_anyhow_is_no_rung(tmp_path: Path) -> N
     assert names == ["objective's cap", "lag 1", "lag 0"]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "lag", "stage"),
+    [
+        (dict(kind="sync"), 0, 1),
+        (dict(kind="async", lag=2), 2, 1),
+        (dict(kind="staged", updates_per_stage=4), 3, 4),
+    ],
+)
+def test_a_ladder_knows_the_stages_of_its_run(tmp_path: Path, schedule: dict[str, Any], lag: int, stage: int) -> None:
+    ladder = build_ladder(recipe_of(tmp_path, schedule=schedule))
+    assert (ladder.lag, ladder.stage) == (lag, stage)
+
+
 def test_with_transformer_engine_layers_nothing_is_measured() -> None:
     base = QuantMap.for_decoder(2, RolloutFormat.FP8_BLOCK)
     meter = EmulationMeter(Learner("transformer_engine"), base, 64)  # type: ignore[arg-type]

@@ -115,7 +115,7 @@ def test_a_batch_is_scored_as_often_as_plan_counts(
 ) -> None:
     monkeypatch.setattr(module, "build_versions", lambda recipe, of: Versions(of) if recipe.num_kept_versions else None)
     monkeypatch.setattr(module, "build_reference", lambda _, recipe, of: Reference(of) if recipe.reference else None)
-    monkeypatch.setattr(module, "BatchSource", lambda **_: SimpleNamespace(wait=batch_of))
+    monkeypatch.setattr(module, "BatchSource", lambda **_: SimpleNamespace(wait=lambda index, _: batch_of(index)))
     run = RunDirectory(tmp_path)
     run.make_folders()
     counted = {recipe.sha256(): (scoring_passes(recipe), taken(recipe, run)) for recipe in recipes(objective)}

@@ -22,14 +22,21 @@ from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.ports.learner import Update
 from pipeline.repair.damage import find_damage
 from pipeline.repair.plan import plan_repair
-from precision.controller.records import State
+from precision.controller.records import EngineEvidence, Failure, Observation, State
 from tests.support.batches import batch_of_rewards
 from tests.support.one_rank import OneRank
 from tests.support.whole_runs import damage, whole_run
 
 AT = 4
 LAGS = ((4, 2), (6, 1))
-PARENT_STATE = State(staleness=3, quant_map=1, promoted=("a",))
+BAD = EngineEvidence(loss=0.5, loss_of_others=0.1, start=3)
+PARENT_STATE = State(
+    staleness=3,
+    quant_map=1,
+    promoted=("a",),
+    suspects={0: Failure(times=1, retry_at=9)},
+    window=(Observation(loss=0.2, engines={0: BAD}),),
+)
 CONTROLLER = 'controller={"ess_floor":0.9}'
 
 
@@ -41,7 +48,8 @@ def parent(folder: Path, *, controlled: bool = True) -> RunDirectory:
         record = files.read(AT - 1)
         assert record is not None
         (run.control / f"{AT - 1:06d}.json").unlink()
-        files.create(record.model_copy(update=dict(state=PARENT_STATE, lags=LAGS, lr_by_age=True, restarts={0: 1})))
+        engines = dict(restarts={0: 1}, first_seen={0: (1, 0)})
+        files.create(record.model_copy(update=dict(state=PARENT_STATE, lags=LAGS, lr_by_age=True, **engines)))
         run.quant_maps.mkdir()
         write_sealed(run.quant_maps / "000001.yaml", "base: fp8_block\n")
     return run
@@ -113,11 +121,31 @@ def test_the_same_controller_on_the_same_ladder_goes_on(tmp_path: Path) -> None:
     run, used = RunDirectory(tmp_path / "new"), list[int]()
     own = controller(run, used)
     own.restore(AT)
-    assert (own.state, used) == (PARENT_STATE, [1])
+    expected = PARENT_STATE.model_copy(update=dict(suspects={}, window=(Observation(loss=0.2),)))
+    assert (own.state, used) == (expected, [1])
     decided = lags_of(run, run.recipe())
     assert decided is not None
     assert decided(AT) == LAGS
     assert (run.quant_maps / "000001.yaml").exists()
+
+
+def test_what_the_parent_decided_of_its_engines_is_not_carried_out_on_the_forks(tmp_path: Path) -> None:
+    """Starts are counted anew: the parent's first start of engine 0 was bad, and is not that of the fork."""
+    source = parent(tmp_path)
+    before = {path.name: path.read_bytes() for path in source.control.iterdir()}
+    fork_run(source.path, Path("new"), AT, ["learner.optimizer.lr=0.5"])
+    run = RunDirectory(tmp_path / "new")
+    assert plan_repair(run, find_damage(run), "by a test").repairs == []
+    record = ControlFiles(run.control, unfenced).newest()
+    assert record is not None
+    assert (record.step, record.restarts, record.first_seen) == (AT - 1, {}, {})
+    own = controller(run, [])
+    own.restore(AT)
+    train_one(own, AT)
+    later = ControlFiles(run.control, unfenced).read(AT)
+    assert later is not None
+    assert (later.lags, later.restarts) == (LAGS, {})
+    assert {path.name: path.read_bytes() for path in source.control.iterdir()} == before
 
 
 def test_a_fork_without_a_controller_needs_no_record_and_has_the_lag_of_its_recipe(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import LearnerSection
 from pipeline.config.rollout_section import RolloutSection
 from pipeline.errors import FatalError, LayoutError, ModelError, RecipeError
-from rollout_sglang.server.capacity import engine_capacity, option, weight_bytes
+from pipeline.server_arguments import option
+from rollout_sglang.server.capacity import engine_capacity, weight_bytes
 
 ROOT = Path(__file__).parents[4]
 RECIPES = ROOT / "pipeline" / "recipes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,14 @@ import yaml
 from launch.convert.new_model import new_model
 from launch.quant_map.judgment import judged
 from launch.quant_map.rows import sampled
-from launch.quant_map.scored_rows import ScoredRow, halves, token_rows
+from launch.quant_map.scored_rows import RecordedRows, ScoredRow, halves, token_rows
 from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of, recorded_rows, suggest
 from launch.quant_map.view import print_suggestion, read_map
 from pipeline.config.recipe import Recipe
 from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import LogprobContract
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import ModelError, RecipeError
@@ -100,7 +103,26 @@ def test_a_run_gives_rows_from_all_over_its_newest_batch(tmp_path: Path) -> None
     expected = [
         ScoredRow(tokens=[100 + 10 * group, 1, 2, 0, 0], sampled=[True, True], group=group) for group in range(4)
     ]
-    assert recorded_rows(run, 4, 2) == expected
+    assert recorded_rows(run, 4, 2) == RecordedRows(batch=1, samples=[0, 2, 4, 6], rows=expected)
+
+
+def test_recorded_rows_are_scored_over_their_kept_sets_with_their_experts() -> None:
+    """As the learner trains on them: six samples of a prompt of 3 and a response of 5 tokens, of which 2 are scored."""
+    groups = [([group, 1, 2], [response(5)] * 2) for group in range(3)]
+    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+    batch = given_batch(0, groups, contract)
+    total, numbers = len(batch.tokens), range(batch.num_response_tokens)
+    experts = RoutedExperts(ids=np.arange(total, dtype=np.uint16).reshape(-1, 1, 1), known=np.ones(total, np.bool_))
+    batch = replace(batch, kept=KeptSets.of([[number] for number in numbers]), experts=experts)
+    store: Any = SimpleNamespace(read=lambda index, contract: batch)
+    rows = [ScoredRow(tokens=[group, 1, 2, 5, 5], sampled=[True, True], group=group) for group in (0, 2)]
+    found = RecordedRows(batch=0, samples=[1, 4], rows=rows).token_rows(store)
+    assert [row.tolist() for row in found.tokens] == [row.tokens for row in rows]
+    assert found.offsets.tolist() == token_rows(rows).offsets.tolist()
+    assert found.kept is not None
+    assert found.experts is not None
+    assert found.kept.tokens.tolist() == [5 * sample + i for sample in (1, 4) for i in range(2)]
+    assert found.experts.ids.ravel().tolist() == [8 * sample + i for sample in (1, 4) for i in range(5)]
 
 
 def run_of(folder: Path, groups: list[tuple[list[int], list[Response]]]) -> RunDirectory:
@@ -117,8 +139,9 @@ def response(length: int, learned: list[bool] | None = None) -> Response:
 
 def test_long_prompts_leave_the_response_to_be_judged(tmp_path: Path) -> None:
     run = run_of(tmp_path, [([group] * 400, [response(200)] * 8) for group in range(16)])
-    rows = recorded_rows(run, 32, 64)
-    assert rows is not None
+    recorded = recorded_rows(run, 32, 64)
+    assert recorded is not None
+    rows = recorded.rows
     assert {(len(row.tokens), row.prompt_length) for row in rows} == {(464, 400)}
     chosen, held_out = halves(rows)
     assert (int(chosen.sum()), int(held_out.sum())) == (16 * 64, 16 * 64)
@@ -131,9 +154,10 @@ def test_long_prompts_leave_the_response_to_be_judged(tmp_path: Path) -> None:
 def test_tokens_that_no_engine_sampled_are_not_judged(tmp_path: Path) -> None:
     mask = [True, False, True, True]
     groups = [([group], [response(4, learned=mask), response(4, learned=[False] * 4)]) for group in range(2)]
-    rows = recorded_rows(run_of(tmp_path, groups), 8, 64)
-    assert rows is not None
-    chosen, held_out = halves(rows)
+    recorded = recorded_rows(run_of(tmp_path, groups), 8, 64)
+    assert recorded is not None
+    assert recorded.samples == [0, 2]
+    chosen, held_out = halves(recorded.rows)
     assert chosen.tolist() == mask + [False] * 4
     assert held_out.tolist() == [False] * 4 + mask
 

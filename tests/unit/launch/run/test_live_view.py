@@ -127,15 +127,15 @@ def test_a_run_without_files_renders(tmp_path: Path) -> None:
     assert "starting" in out.getvalue()
 
 
-@pytest.mark.parametrize("steps", [1, 500])
-def test_memory_is_bounded(tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize(("steps", "stage", "held"), [(1, 1, 1), (500, 1, 21), (500, 32, 33)])
+def test_memory_is_bounded(tmp_path: Path, steps: int, stage: int, held: int) -> None:
     event_log = EventLog(tmp_path, "learner-000001")
     for step in range(steps):
         log_step(event_log, step, float(step))
-    view = LiveView(tmp_path, 500, console=plain_console()[0])
+    view = LiveView(tmp_path, 500, stage=stage, console=plain_console()[0])
     view.refresh()
     assert view.progress.num_steps == steps
-    assert len(view.progress.recent) == min(steps, 21)
+    assert len(view.progress.recent) == held
 
 
 def test_alarms_are_said_when_they_begin_and_end(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_step_copies_no_log_probabilities_to_the_host(tmp_path: Path, updates:
                 scoring=Scoring(prepares=True, reads_step=True, reads_old=True),
                 updates_per_batch=updates,
                 step_size=StepSize(),
-                old_logprobs=SimpleNamespace(of=learner.score, versions=None),
+                old_logprobs=SimpleNamespace(of=lambda batch, *_: learner.score(batch), versions=None),
             )
         )
         batch = make_batch(0, learner.model_config.vocab_size)

@@ -76,7 +76,7 @@ def test_the_verdict_is_a_paragraph_that_says_what_to_do() -> None:
     quiet = said(sizes=dict(quantization=0.0))
     assert quiet.endswith("That is rounding, and nothing need be done.")
     usual = said()
-    assert "100 % quantization" in usual
+    assert "Of the squared gap, 100 % quantization" in usual
     assert "nothing need be done about it" in usual
     assert "about 1.20 where the learner has 1" in said(tempered=0.2)
     assert "lower the lag" in said(sizes=dict(staleness=0.5))

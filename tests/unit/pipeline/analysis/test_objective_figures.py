@@ -123,6 +123,16 @@ def test_a_symmetric_advantage_has_one_line_and_no_schedule(write_run: WriteRun)
     assert [title for title, _ in objective.advantage_figures(run_log)] == ["Weight by solve rate"]
 
 
+@pytest.mark.parametrize(("coefficient", "titles"), [(0.0, []), (1.0, ["Weight by solve rate"])])
+def test_where_a_teacher_judges_alone_no_prompt_is_weighed_by_its_solve_rate(
+    write_run: WriteRun, coefficient: float, titles: list[str]
+) -> None:
+    overrides = dict(distillation=dict(path="t", reward_coefficient=coefficient), objective=dict(name="cispo"))
+    run_log = RunLog.read(write_run(3, overrides=overrides))
+    assert [title for title, _ in objective.advantage_figures(run_log)] == titles
+    assert ("Weight by solve rate" in render_page(run_log)) == bool(titles)
+
+
 def test_a_user_s_own_class_has_its_name_and_its_figure(
     write_run: WriteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

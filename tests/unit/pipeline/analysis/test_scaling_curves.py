@@ -122,6 +122,23 @@ def test_hours_are_those_of_the_layout_in_which_a_step_was_trained(run: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("changed", "accelerators"),
+    [
+        (dict(rollout=dict(engines=2, tensor_parallel=2)), 4 + 4),
+        (dict(rollout=dict(engines=2, tensor_parallel=2), weights=dict(channel="ipc")), 4),
+        (dict(rollout=dict(engines=3, tensor_parallel=2), weights=dict(channel="ipc")), 6),
+        (dict(rollout=dict(engines=2, extra_args=["--pp-size", "2", "--dp=3"])), 4 + 12),
+        (dict(rollout=dict(engines=2, urls=["http://a:1", "http://b:1"])), 4 + 2),
+    ],
+)
+def test_hours_count_each_accelerator_once(run: Path, changed: dict[str, Any], accelerators: int) -> None:
+    recipe = recipe_from(recipe_data(run.parent) | dict(learner=dict(tensor_parallel=4)) | changed, source="test")
+    add_recipe(run, recipe, first_step=2, first_batch=3)
+    hours = [0, 8 * 30 / 3600, (8 * 30 + accelerators * 70) / 3600]
+    np.testing.assert_allclose(read_curve(run, "hours", None).compute, hours)
+
+
+@pytest.mark.parametrize(
     ("x", "y", "error", "message"),
     [
         ("steps", None, RecipeError, "--x steps is not known for a run, expected one of samples, tokens, hours"),

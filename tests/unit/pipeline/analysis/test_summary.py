@@ -36,12 +36,29 @@ def test_finished_run(write_run: Callable[..., Path]) -> None:
     # EventLog from START to the end of step 23: 10 s, 23 steps of 2 s before it, and its own 2 s.
     assert numbers["wall_s"] == pytest.approx(10 + 23 * 2 + 2)
     assert (numbers["samples"], numbers["tokens"]) == (24 * 256, 48_000)
-    assert numbers["tokens_per_s"] == pytest.approx(48_000 / 58)
+    assert numbers["tokens_per_s"] == pytest.approx(48_000 / (24 * 2.0))
     assert numbers["ess_last"] == pytest.approx(0.976)
     assert numbers["ess_min"] == pytest.approx(0.976)
     assert numbers["bottleneck"] == "rollouts: the learner waits 55 % of each step; add engines or allow lag"
     assert (numbers["restarts"], numbers["dropped"]) == (0, 0)
     json.dumps(numbers, allow_nan=False)
+
+
+def test_a_pause_between_two_sessions_makes_no_run_slower(write_run: Callable[..., Path]) -> None:
+    run = write_run(2)
+    EventLog(run, "learner-000002").metrics(2, num_tokens=2000, seconds=dict(wait=1.0, update=1.0), time=1e12)
+    numbers = summary(run)
+    assert numbers["wall_s"] > 1e6
+    assert numbers["tokens_per_s"] == pytest.approx(1000.0)
+
+
+def test_first_and_last_pass_at_k_are_of_one_k(write_run: Callable[..., Path]) -> None:
+    """At the last version too few samples of a prompt were judged for pass@8."""
+    run = write_run(4)
+    event_log = EventLog(run, "collector-000002")
+    event_log.event("evaluated", version=5, pass_at_1=0.5, pass_at_k={"1": 0.5, "2": 0.625, "4": 0.75}, time=1e12)
+    numbers = summary(run)
+    assert (numbers["k"], numbers["pass_at_k_first"], numbers["pass_at_k_last"]) == (2, pytest.approx(0.225), 0.625)
 
 
 @pytest.mark.parametrize(

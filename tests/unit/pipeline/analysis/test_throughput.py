@@ -34,6 +34,23 @@ def test_speeds_by_hand(write_run: WriteRun) -> None:
     assert speed["mfu"] is None
 
 
+def test_batches_that_are_generated_together_share_the_time(write_run: WriteRun) -> None:
+    """Three batches from second 100 on; the engines make 1,000 tokens a second all the while. The second batch is done
+    before the first, as its answers are short; a fourth is begun after a pause."""
+    run = write_run(0)
+    log = EventLog(run, "collector-000002")
+    for batch, started, done, samples in (
+        (0, 100, 105, 200),
+        (1, 100, 103, 300),
+        (2, 100, 110, 500),
+        (3, 120, 122, 200),
+    ):
+        seconds = dict(generate=float(done - started), hold=1.0)
+        log.event("committed", batch=batch, samples=samples, started=float(started), seconds=seconds)
+        log.metrics(batch, num_tokens=10, response_tokens_mean=10.0, seconds=dict(update=1.0))
+    assert [line["generated"] for line in speeds(RunLog.read(run))] == pytest.approx([1000.0] * 4)
+
+
 def test_mfu_by_hand(tmp_path: Path) -> None:
     run_log = noted(write_run(tmp_path, 2), **H100)
     assert speeds(run_log)[1]["mfu"] == pytest.approx(6 * 1e9 * 4096 / (0.4 * 2 * 989e12))

@@ -62,6 +62,10 @@ def data(**changes: Any) -> dict[str, Any]:
         (dict(correction=dict(name="opsm"), objective=dict(name="topr")), ["opsm", "cispo, clipped or gspo", "topr"]),
         (dict(advantage=dict(name="grpo", aggregation="prompt")), ["aggregation is prompt", "objective p3o"]),
         (dict(advantage=dict(name="fade", zero_variance="skip")), ["zero_variance is skip", "objective p3o"]),
+        (
+            dict(advantage=dict(name="fade", zero_variance="skip"), objective=dict(name="cispo")),
+            ["zero_variance is skip", "advantage fade follows the entropy", "to keep, or to exclude"],
+        ),
         (dict(objective=dict(name="p3o", ess_unit="sequence", ess_scope="micro_batch")), ["ess_scope step"]),
         (dict(objective=dict(name="mu_grpo", trigger="above")), ["kappa 0.3", "trigger above", "1.5"]),
         (dict(objective=dict(name="decoupled", mismatch_cap=0.5)), ["mismatch_cap", "1"]),

@@ -70,7 +70,9 @@ def test_what_is_refused_says_why_and_how_to_fork() -> None:
     refuse_unsafe("runs/r", {key: change for key, change in changes.items() if "group" not in key})
 
 
-def possible(before: Recipe, after: Recipe, *, settled: int = 20, published: int = 20, scored: int = 0) -> None:
+def possible(
+    before: Recipe, after: Recipe, *, settled: int = 20, published: int = 20, scored: int = 0, num_promoted: int = 0
+) -> None:
     optimizer_steps = before.run.steps * before.learner.updates_per_batch
     refuse_impossible(
         before,
@@ -80,6 +82,7 @@ def possible(before: Recipe, after: Recipe, *, settled: int = 20, published: int
         published=published,
         scored=scored,
         optimizer_steps=optimizer_steps,
+        num_promoted=num_promoted,
     )
 
 
@@ -131,3 +134,25 @@ def test_deltas_are_not_made_from_whole_policies_of_another_channel() -> None:
     possible(steps(20), steps(20, weights=dict(channel="broadcast")))
     with pytest.raises(RunConflictError, match=r"weights.channel: disk → delta"):
         possible(steps(20), steps(20, weights=dict(channel="delta")))
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        (dict(rollout=dict(urls=["http://other:30000"])), "rollout.urls"),
+        (dict(weights=dict(channel="ipc")), "weights.channel"),
+    ],
+)
+def test_what_keeps_engines_in_their_formats_is_refused_once_the_controller_has_changed_them(
+    changed: dict[str, Any], key: str
+) -> None:
+    controller = dict(controller=dict(ess_floor=0.9))
+    before, after = recipe(**controller), recipe(**controller, **changed)
+    possible(before, after)
+    possible(before, recipe(**controller, weights=dict(channel="broadcast")), num_promoted=2)
+    possible(after, after, num_promoted=2)
+    with pytest.raises(
+        RunConflictError, match=rf"^{key}: engines .* of runs/r holds 2 modules unquantized; "
+    ) as refused:
+        possible(before, after, num_promoted=2)
+    assert "\n" not in str(refused.value)

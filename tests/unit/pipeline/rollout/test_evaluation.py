@@ -110,17 +110,36 @@ def test_a_sample_without_a_reward_is_in_no_mean() -> None:
 
 
 def test_a_sample_without_a_verdict_is_neither_right_nor_wrong() -> None:
-    """Of 1, 1 of 2 and none of 0 judged samples that many are right; pairs are there of the second prompt alone."""
+    """Of 1, 1 of 2 and none of 0 judged samples that many are right; of the first prompt there is no pair."""
     right, wrong = rewarded(1.0), rewarded(0.0)
     found = evaluate([[right, FAILED], [right, wrong], [FAILED, FAILED]])
     assert (found["correct"], found["judged"], found["prompts"], found["samples"]) == ([1, 1, 0], [1, 2, 0], 3, 2)
-    assert found["pass_at_k"] == pytest.approx({"1": 0.75, "2": 1.0})
+    assert found["pass_at_k"] == pytest.approx({"1": 0.75})
     assert found["pass_at_1"] == pytest.approx(0.75)
     assert (found["pass_at_1_low"], found["pass_at_1_high"]) == clustered_wilson([1, 1], [1, 2])
     assert found["verifier_failures"] == 3
     alone = evaluate([[right, right], [right, wrong]])
     judged = evaluate([[right, right, FAILED], [right, wrong, FAILED]])
     assert {key for key in alone if alone[key] != judged[key]} == {"samples", "verifier_failures"}
+
+
+@pytest.mark.parametrize(("short", "known"), [(1, True), (50, True), (51, False)])
+def test_every_k_is_of_the_same_prompts(short: int, known: bool) -> None:
+    """The verifier fails on one sample of the hardest prompts, which nobody solves: without them pass@8 would be 1."""
+    right, wrong = rewarded(1.0), rewarded(0.0)
+    easy, hard = [right, *[wrong] * 7], [FAILED, *[wrong] * 7]
+    found = evaluate([*[easy] * (500 - short), *[hard] * short])["pass_at_k"]
+    assert ("8" in found) == known
+    assert found["4"] == pytest.approx(0.5 * (500 - short) / 500)
+    assert not known or found["8"] == pytest.approx((500 - short) / 500)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=20))
+def test_what_is_short_of_samples_makes_no_curve_fall_and_none_too_high(counts: list[tuple[int, int]]) -> None:
+    correct, judged = [min(pair) for pair in counts], [max(pair) for pair in counts]
+    curve = [*summarize(correct, judged).get("pass_at_k", {}).values()]
+    assert curve == sorted(curve)
+    assert bool(curve) == any(judged)
 
 
 def test_a_verifier_that_always_failed_leaves_no_score() -> None:

@@ -124,7 +124,7 @@ def test_a_thawed_learner_commits_no_checkpoint(tmp_path: Path) -> None:
     thawed = Checkpoints(folder, keep=1, fence=old.check)
     thawed.save(learner, 4, {})
     new = Checkpoints(folder, keep=1, fence=claim(tmp_path, "learner").check)
-    for attempt in (lambda: thawed.save(learner, 8, {}), lambda: thawed.restore(learner)):
+    for attempt in (lambda: thawed.save(learner, 8, {}), lambda: thawed.remove_partial(learner)):
         with pytest.raises(SupersededError):
             attempt()
     assert names(folder) == ["000004"], "what gets no name fills no disk"
@@ -171,13 +171,28 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert learner.weights == "of step 4"
 
 
+def test_who_only_reads_leaves_what_a_learner_is_writing(tmp_path: Path) -> None:
+    """`evenkeel quant-map suggest RUN` restores the newest checkpoint of a run that may be training."""
+    learner: Any = Slow(pieces=2)
+    training = Checkpoints(tmp_path, keep=2)
+    training.save(learner, 4, {})
+    learner.pieces = 2
+    training.begin_save(learner, 8, {})
+    assert Checkpoints(tmp_path, keep=1).restore(Learner()) == (4, {})  # type: ignore[arg-type]
+    assert training.advance(learner, to_the_end=True) is not None
+    assert names(tmp_path) == ["000004", "000008"]
+
+
 def test_a_kill_while_a_checkpoint_is_written_costs_that_one_alone(tmp_path: Path) -> None:
     learner: Any = Slow(pieces=2)
     killed = Checkpoints(tmp_path, keep=2)
     killed.save(learner, 4, {"entropy": 1.0})
     killed.begin_save(learner, 8, {"entropy": 2.0})
     killed.advance(learner)
-    assert Checkpoints(tmp_path, keep=2).restore(learner) == (4, {"entropy": 1.0})
+    started_again = Checkpoints(tmp_path, keep=2)
+    started_again.remove_partial(learner)
+    assert names(tmp_path) == ["000004"]
+    assert started_again.restore(learner) == (4, {"entropy": 1.0})
 
 
 def test_one_save_is_under_way_at_most(tmp_path: Path) -> None:
@@ -283,4 +298,5 @@ def test_what_cannot_be_deleted_ends_no_learner(tmp_path: Path, monkeypatch: pyt
     assert [name for name in names(tmp_path) if not is_temporary(name)] == ["000012"]
     assert len(names(tmp_path)) > 1
     assert checkpoints.restore(learner) == (12, {})
+    checkpoints.remove_partial(learner)
     assert names(tmp_path) == ["000012"], "the next start deletes it"

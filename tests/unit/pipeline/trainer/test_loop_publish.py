@@ -133,6 +133,8 @@ class Steps(Recorder):
             raise StoppedError("asked to end")
         return SimpleNamespace()
 
+    def remove_partial(self, learner: Any) -> None: ...
+
     def restore(self, learner: Any, versions: Any = None) -> tuple[int, dict[str, float]]:
         return 0, {}
 

@@ -117,7 +117,7 @@ def test_one_update_gets_the_batch_itself() -> None:
 def test_each_update_gets_whole_groups_scored_at_its_own_weights_and_old_logprobs_of_the_whole_batch() -> None:
     batch = batch_of_rewards([MIXED] * 5, seed=3)
     whole = torch.arange(batch.num_response_tokens).float()
-    learner, update = trained(batch, 2, old=SimpleNamespace(versions=None, of=lambda _: whole))
+    learner, update = trained(batch, 2, old=SimpleNamespace(versions=None, of=lambda *_: whole))
     first, second = learner.given
     assert learner.calls == ["score", "update"] * 2
     assert first["batch"].group.tolist() == [0, 0, 1, 1, 2, 2]
@@ -131,9 +131,9 @@ def test_each_update_gets_whole_groups_scored_at_its_own_weights_and_old_logprob
 def test_what_is_prepared_from_old_logprobs_alone_is_not_scored_again() -> None:
     batch = batch_of_rewards([MIXED] * 4)
     whole = torch.zeros(batch.num_response_tokens)
-    learner, _ = trained(batch, 2, reads=False, old=SimpleNamespace(versions=None, of=lambda _: whole))
+    learner, _ = trained(batch, 2, reads=False, old=SimpleNamespace(versions=None, of=lambda *_: whole))
     assert learner.calls == ["update"] * 2
-    learner, _ = trained(batch, 1, reads=False, old=SimpleNamespace(versions=None, of=lambda _: None))
+    learner, _ = trained(batch, 1, reads=False, old=SimpleNamespace(versions=None, of=lambda *_: None))
     assert learner.calls == ["score", "update"], "with one update the old policy is that of the step"
 
 
@@ -276,7 +276,7 @@ def test_by_ess_each_step_is_sized_by_its_own_mini_batch(scores: bool) -> None:
     kept: list[int] = []
     versions = SimpleNamespace(keep=kept.append)
     learner, update = trained(
-        batch, 1, scores=scores, reads=False, old=SimpleNamespace(versions=versions, of=lambda _: old), lr_by_lag="ess"
+        batch, 1, scores=scores, reads=False, old=SimpleNamespace(versions=versions, of=lambda *_: old), lr_by_lag="ess"
     )
     assert learner.calls == ["score", "update"]
     assert kept == [batch.index], "once, before the weights change"
@@ -290,7 +290,7 @@ def test_by_ess_each_step_is_sized_by_its_own_mini_batch(scores: bool) -> None:
 
 def test_by_ess_a_fresh_batch_has_the_whole_step_and_is_not_scored_for_it() -> None:
     batch = batch_of_rewards([MIXED, MIXED])
-    old = SimpleNamespace(versions=None, of=lambda _: None)
+    old = SimpleNamespace(versions=None, of=lambda *_: None)
     learner, update = trained(batch, 1, scores=False, old=old, lr_by_lag="ess")
     assert learner.calls == ["update"]
     assert update.metrics["lr_factor"] == update.metrics["staleness_ess"] == 1.0

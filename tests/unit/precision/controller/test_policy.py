@@ -104,7 +104,7 @@ def test_where_nothing_helps_it_is_measured_once_in_a_cool_down() -> None:
             asked.append(step)
             outcome = decide(FLOOR, SYNC, outcome.state, evidence.model_copy(update=dict(quantization=0.01)))
         assert outcome.decision is None
-    assert asked == [2, 4, 8, 12, 16]
+    assert asked == [2, 6, 10, 14, 18]
 
 
 def run_with(losses: list[float], steps: int, **known: Any) -> tuple[State, list[tuple[int, Decision]]]:
@@ -271,3 +271,77 @@ def test_records_survive_json_bit_by_bit() -> None:
 def test_settings_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         ControllerSettings(**wrong)  # type: ignore[arg-type]
+
+
+STAGED = Ladder(lag=7, stage=8, has_age=True)
+
+
+def staged_run(
+    steps: int, *, helps: bool, by_age: float = 0.02, first: int = 0
+) -> tuple[State, list[tuple[int, Decision]]]:
+    """Stages of 8 batches whose loss rises with their age; the learning rate by age halves that, or does nothing."""
+    state, decisions = State(), list[tuple[int, Decision]]()
+    for step in range(first, steps):
+        age = float(step % 8)
+        loss = by_age * age * (0.5 if helps and state.staleness else 1.0)
+        outcome = decide(FLOOR, STAGED, state, Evidence(step=step, loss=loss, age=age, quantization=0.0))
+        state = outcome.state
+        if outcome.decision is not None:
+            decisions.append((step, outcome.decision))
+    return state, decisions
+
+
+def test_in_a_staged_run_whole_stages_are_compared() -> None:
+    """The median batch of a stage is 3.5 versions old: a loss of .07, or .035 by the rung. Allowed is .05."""
+    state, decisions = staged_run(400, helps=True)
+    assert [(step, decision.rung) for step, decision in decisions] == [(7, "learning rate by age")]
+    assert (state.staleness, state.failures) == (1, {})
+    state, decisions = staged_run(400, helps=False)
+    assert {decision.rung for _, decision in decisions} == {"learning rate by age", "objective's cap"}
+    assert all((step + 1) % 8 == 0 for step, _ in decisions)
+    climbed = [step for step, decision in decisions if decision.action == "climb"]
+    assert [later - earlier for earlier, later in itertools.pairwise(climbed)] == [48, 80, 144], "ever more seldom"
+
+
+def test_a_staged_run_above_the_floor_is_left_alone_though_its_oldest_batches_are_below_it() -> None:
+    assert staged_run(400, helps=True, by_age=0.012)[1] == []  # .042 in the middle, .084 at the end
+
+
+def test_a_stage_that_is_seen_in_part_is_no_window() -> None:
+    """A run that begins within a stage, as a fork that controls afresh may."""
+    assert staged_run(15, helps=True, first=5)[1] == []
+    assert [step for step, _ in staged_run(40, helps=True, first=5)[1]] == [15]
+
+
+@pytest.mark.parametrize(("stage", "window"), [(1, 3), (2, 4), (3, 3), (8, 8)])
+def test_a_window_is_whole_stages(stage: int, window: int) -> None:
+    ladder = Ladder(lag=stage - 1, stage=stage, has_age=stage > 1)
+    state = follow(ladder, [0.04] * 40, age=1.0).state
+    assert len(state.window) == window
+
+
+def test_a_promotion_is_given_back_before_the_lag_that_is_cheaper() -> None:
+    """After a climb against staleness the batches are comfortable, at a step that is no multiple of a cool-down."""
+    state = State(staleness=1, promoted=("b", "d"), quant_map=1, acted=0)
+    for last in range(8, 12):
+        outcome = follow(ASYNC, [0.04] * (last - 2) + [0.02] * 2, state, first=1, age=4.0)
+        assert (outcome.decision, outcome.needs, outcome.groups) == (None, "groups", ("b", "d")), last
+
+
+def test_what_a_promotion_would_cost_is_measured_once_in_a_cool_down_and_the_lag_goes_meanwhile() -> None:
+    state = State(staleness=1, promoted=("b", "d"), quant_map=1, acted=0)
+    outcome = follow(ASYNC, [0.02] * 8, state, first=1, age=4.0)
+    assert outcome.needs == "groups"
+    known = Evidence(step=8, loss=0.02, age=4.0, groups=dict(b=0.2, d=0.3))
+    before = follow(ASYNC, [0.02] * 7, state, first=1, age=4.0).state
+    outcome = decide(FLOOR, ASYNC, before, known)
+    assert outcome.decision is not None
+    assert (outcome.decision.cause, outcome.state.staleness, outcome.state.measured) == ("staleness", 0, {"groups": 8})
+
+
+def test_what_is_not_on_the_ladder_is_not_given_back() -> None:
+    """As of engines that keep their formats since the run goes on with rollout.urls."""
+    state = State(staleness=1, promoted=("b",), quant_map=1, acted=0)
+    outcome = follow(replace(ASYNC, groups=()), [0.02] * 8, state, first=1, age=4.0)
+    assert outcome.decision is not None
+    assert (outcome.decision.cause, outcome.state.promoted) == ("staleness", ("b",))

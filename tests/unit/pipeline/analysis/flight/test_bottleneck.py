@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.analysis.flight.bottleneck import bottleneck, phase_shares, wait_shares
+from pipeline.analysis.flight.bottleneck import bottleneck, phase_shares, wait_shares, whole_stages
 from pipeline.analysis.flight.timeline import LEARNER_PHASES, Span, collector_spans, learner_spans
 
 
@@ -71,6 +71,19 @@ def test_warm_up_step_and_old_steps_do_not_count() -> None:
     seconds = [dict(wait=1.0)] * 50 + [dict(update=1.0)] * 4
     lines = [{"step": step, "time": 2000.0 + step, "seconds": each} for step, each in enumerate(seconds)]
     assert phase_shares(learner_spans(lines), window=4)["update"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("count", [25, 32, 33, 50, 64, 90])
+def test_a_verdict_looks_at_whole_stages(count: int) -> None:
+    """Of a stage of 32 steps, the first waits for rollouts until all are there: 80 % of the time."""
+    seconds = [dict(wait=0.0 if step % 32 else 128.0, update=1.0) for step in range(count)]
+    lines = [{"step": step, "time": 9000.0 + 200.0 * step, "seconds": each} for step, each in enumerate(seconds)]
+    spans = learner_spans(lines)
+    expected = 128 / (128 + min(count, 32))
+    assert phase_shares(spans, stage=32)["wait"] == pytest.approx(expected)
+    assert bottleneck(spans, stage=32).startswith("rollouts: the learner waits 8")
+    assert whole_stages(20, 32) == 32
+    assert [whole_stages(20, stage) for stage in (1, 4, 8)] == [20, 20, 24]
 
 
 def test_the_only_step_counts_and_no_step_is_no_verdict() -> None:
