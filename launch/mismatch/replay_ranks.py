@@ -38,13 +38,17 @@ class ExportChannel:
         self.begin(version)
         return self.finish()
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:  # noqa: ARG002
         """Write the version if it is wanted. Raises AllExportedError after the last."""
         if version in self._wanted:
             self._learner.export(self._folder / numbered(version))
             self._wanted.discard(version)
         if not self._wanted:
             raise AllExportedError
+
+    def is_over(self, wait_s: float) -> bool:  # noqa: ARG002
+        """`begin` has done everything."""
+        return True
 
     def finish(self) -> dict[str, float]:
         """`begin` has done everything."""
