@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Literal, Self
 
 from launch.cluster.roles.base import EPOCH_POLL_S, FINISHED_POLL_S, Every, announced, grace_s
@@ -27,7 +28,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
-from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, FatalError, SupersededError
+from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, DiskFullError, FatalError, SupersededError
 from pipeline.process_log import ending, log_tail
 from pipeline.scratch import remove_left_scratch
 
@@ -97,7 +98,13 @@ class Supervisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Whatever ended the run, a healthy learner saves first, but for who cannot or may not, or was asked to end at
+        once."""
+        if not isinstance(error, DiskFullError | SupersededError | KeyboardInterrupt):
+            self._stop()
         self._end(list(self.running), SERVERS_GRACE_S)
         remove_left_scratch()  # of roles that had to be killed
         if not self.elsewhere:
@@ -158,7 +165,7 @@ class Supervisor:
             self.elsewhere |= status == SUPERSEDED_EXIT_CODE
             return
         if status == FATAL_EXIT_CODE:
-            raise FatalError(self.notes.message() or _said(started).removeprefix("error: "))
+            raise self.notes.error() or FatalError(_said(started).removeprefix("error: "))
         killed = not 0 < status < 128
         reason = ending(status) if killed else _said(started).removeprefix("error: ")
         if unit.role == "engine" and unit.node == 0 and unit.index not in self.came_up:
