@@ -21,6 +21,7 @@ from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.data.store import BatchStore
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints
+from pipeline.trainer.long_actions import tell_when_done
 
 
 class AllExportedError(Exception):
@@ -67,7 +68,7 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
     learner = build_learner(recipe)
     learner.rates = build_rates(source)
     checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep)
-    learner.tell(lambda: _bring_checkpoint(source, run, min(wanted)))
+    tell_when_done(learner, lambda: _bring_checkpoint(source, run, min(wanted)))  # all of it is copied
     channel = ExportChannel(learner, run.path / "weights", wanted)
     event_log, store = EventLog(run.path, "replay"), BatchStore(source.batches, limits=build_limits(recipe))
     trainer = build_trainer(
