@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_bridge.hf.writer import complete_policy
+from megatron_bridge.hf.writer import complete_policy, expected_bytes
 from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests
 from megatron_bridge.weight_sync.buckets import bucket_size, pack
@@ -51,6 +51,7 @@ from megatron_bridge.weights import convert
 from pipeline import spans
 from pipeline.background import in_background, is_over
 from pipeline.data.files import temporary_name
+from pipeline.data.integrity.space import require_space
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
@@ -277,6 +278,8 @@ class StreamedChannel:
     def _open(self, publish: _Publish) -> Any:
         if self._rank_sync.rank:
             return None
+        num_bytes = expected_bytes(publish.folder, self._learner.model_folder, publish.quant)
+        require_space(self._run.policies, num_bytes, f"version {publish.version}")  # of its folder, before all else
         report = self._event_loop.run(self._session.begin_weight_update(serving=not publish.learner_waits))
         if len(report.staging) < len(report.engines) - len(report.failures):
             publish.paused_at = time.monotonic() - report.measured.get("pause_s", 0.0)
