@@ -38,9 +38,14 @@ from pipeline.tasks.digest import DIGEST_KEYS
 
 def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
     """What the recipe would change of the run, key → `old → new`; nothing for a run that has not begun. Raises
-    RunConflictError for what the run cannot go on with."""
+    RunConflictError for what the run cannot go on with, and StoreError for a fork without its checkpoint."""
     if not recipe_file(run.path).exists():
         return {}
+    if (forked_at := run.forked_at()) > max(run.saved_steps(), default=0):
+        raise StoreError(
+            f"{run.path} is a fork at step {forked_at}, and holds no checkpoint of that step or a later one: it would "
+            "train its parent's steps again; remove it and fork again, at a step that the parent still holds"
+        )
     before = run.recipe()
     changes = changed_keys(before, recipe)
     if settled := run.num_settled():
