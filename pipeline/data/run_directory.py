@@ -132,6 +132,11 @@ class RunDirectory:
         return self.path / "model"
 
     @property
+    def model_manifest(self) -> Path:
+        """Every tensor of the final policy. Without it the folder is that of an earlier end, of fewer steps."""
+        return self.model / "manifest.json"
+
+    @property
     def sandbox_file(self) -> Path:
         """Names the sandbox that the run's reward code began in."""
         return self.path / "SANDBOX"

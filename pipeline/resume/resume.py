@@ -30,6 +30,7 @@ from pipeline.data.frozen.recipes import (
     num_optimizer_steps,
     recipe_file,
 )
+from pipeline.data.integrity.folders import remove_listed
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.resume.rules import RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
@@ -70,8 +71,10 @@ def nothing_left(run: RunDirectory, recipe: Recipe) -> bool:
 
 
 def reopen(run: RunDirectory) -> None:
-    """A finished run has steps to train again; roles that find it finished would end."""
+    """A finished run has steps to train again; roles that find it finished would end. Its model is that of fewer steps,
+    and is believed no more."""
     _remove_files(run.path / "finished")
+    remove_listed(run.model, run.model_manifest.name)
 
 
 def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
