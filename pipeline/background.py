@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -16,3 +16,8 @@ def in_background(action: Callable[[], T], name: str) -> Future[T]:
     work = threads.submit(action)
     threads.shutdown(wait=False)
     return work
+
+
+def is_over(work: Future[Any] | None, wait_s: float) -> bool:
+    """Whether the work has ended, well or not, or there is none; it is waited for no longer than `wait_s`."""
+    return work is None or bool(wait([work], wait_s).done)

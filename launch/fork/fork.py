@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,9 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume.rules import refuse_what_no_checkpoint_carries
 from pipeline.tasks.digest import with_digest_of_now
-from pipeline.trainer.checkpoints import verify
+from pipeline.trainer.checkpoints import COMMIT, verify
 from precision.controller.records import State
 from precision.text.short import listed
-
-PARENT_FILE = f"{PARENT}.json"
 
 
 def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -83,14 +82,6 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
     return dict(run=str(target), parent=str(source), step=step, changes=changes, recipe=str(newest_recipe_file(target)))
 
 
-def forked_at(run: Path) -> int:
-    """The step at which a run begins; 0 for one that is no fork."""
-    try:
-        return int(json.loads((run / PARENT_FILE).read_text())["step"])
-    except FileNotFoundError:
-        return 0
-
-
 def _aggregated_as_usual(before: Recipe, overrides: Sequence[str]) -> list[str]:
     """With another objective, the aggregation of its paper, as in a new recipe: the frozen one of the parent spells out
     that of the old objective. One that the parent was given stays, and so does one that is given here."""
@@ -114,8 +105,7 @@ def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, ste
     if target.exists():
         raise RunConflictError(f"{target} exists already; name another folder")
     if step not in run.saved_steps():
-        saved = ", ".join(map(str, run.saved_steps())) or "none"
-        raise StoreError(f"{run.path} has no checkpoint of step {step}; there are: {saved} (checkpoint.keep)")
+        raise _no_checkpoint(run, step)
     refuse_what_no_checkpoint_carries(str(run.path), changed_keys(before, recipe))
     if recipe.run.steps < step:
         raise RunConflictError(f"run.steps is {recipe.run.steps}, but the fork begins at step {step}; raise it")
@@ -133,6 +123,11 @@ def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, ste
         raise StoreError(
             f"{run.path} lacks batch {missing[0]}, which the checkpoint has learned from; `evenkeel repair`"
         )
+
+
+def _no_checkpoint(run: RunDirectory, step: int) -> StoreError:
+    saved = ", ".join(map(str, run.saved_steps())) or "none"
+    return StoreError(f"{run.path} has no checkpoint of step {step}; there are: {saved} (checkpoint.keep)")
 
 
 def _renumbers(before: Recipe, recipe: Recipe) -> str | None:
@@ -159,6 +154,7 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     made.make_folders()
     if recipe.reference is not None and recipe.reference == run.recipe().reference and run.reference_file.exists():
         _link(run.reference_file, made.reference_file)
+    _link_checkpoint(run, made, step)
     controlled, afresh = recipe.controller is not None, _controls_afresh(taken[-1].recipe, recipe)
     decided = None if afresh else ControlFiles(run.control, run.fence).read(step - 1)
     for old in _files(run, step, decided, controlled=controlled):
@@ -169,9 +165,21 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     log = f"{PARENT}.jsonl"
     _write_lines(folder / "metrics" / log, [line for line in read_metrics(run.path) if line["step"] < step])
     _write_lines(folder / "events" / log, [event for event in read_events(run.path) if _is_of(event, step)])
-    write_sealed_json(folder / PARENT_FILE, dict(run=str(run.path.resolve()), step=step))
+    write_sealed_json(made.parent_file, dict(run=str(run.path.resolve()), step=step))
     for path in [folder, *(one for one in folder.rglob("*") if one.is_dir())]:
         fsync_directory(path)
+
+
+def _link_checkpoint(run: RunDirectory, made: RunDirectory, step: int) -> None:
+    """Raises StoreError when a run that goes on deletes it meanwhile: it loses its name as a whole, so what is there
+    at the end was there before."""
+    folder = run.checkpoints / numbered(step)
+    with suppress(FileNotFoundError):
+        for old in (one for one in folder.rglob("*") if one.is_file()):
+            _link(old, made.path / old.relative_to(run.path))
+        if (folder / COMMIT).exists():
+            return
+    raise _no_checkpoint(run, step)
 
 
 def _renamed(recipe: Recipe, new: Recipe) -> Recipe:
@@ -198,9 +206,8 @@ def _without_engines(record: ControlRecord) -> ControlRecord:
 
 
 def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, controlled: bool) -> Iterator[Path]:
-    """What is linked. `decided` is what the controller goes on from, unless it begins afresh; where there is one in the
-    fork, its last record is written anew."""
-    yield from (one for one in (run.checkpoints / numbered(step)).rglob("*") if one.is_file())
+    """What is linked beside the checkpoint. `decided` is what the controller goes on from, unless it begins afresh; where
+    there is one in the fork, its last record is written anew."""
     for folder, endings, last in (
         (run.batches, (".zarr.zip", ".lost.json"), step - 1),
         (run.logprobs, (".npy", "-old.npy"), step - 1),

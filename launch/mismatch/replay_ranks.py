@@ -22,6 +22,7 @@ from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
 from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.long_actions import tell_when_done
 
 
 class AllExportedError(Exception):
@@ -39,13 +40,17 @@ class ExportChannel:
         self.begin(version)
         return self.finish()
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:  # noqa: ARG002
         """Write the version if it is wanted. Raises AllExportedError after the last."""
         if version in self._wanted:
             self._learner.export(self._folder / numbered(version))
             self._wanted.discard(version)
         if not self._wanted:
             raise AllExportedError
+
+    def is_over(self, wait_s: float) -> bool:  # noqa: ARG002
+        """`begin` has done everything."""
+        return True
 
     def finish(self) -> dict[str, float]:
         """`begin` has done everything."""
@@ -64,7 +69,7 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
     learner = build_learner(recipe)
     learner.rates = build_rates(source)
     checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep)
-    learner.tell(lambda: _bring_checkpoint(source, run, min(wanted)))
+    tell_when_done(learner, lambda: _bring_checkpoint(source, run, min(wanted)))  # all of it is copied
     channel = ExportChannel(learner, run.path / "weights", wanted)
     event_log, store = EventLog(run.path, "replay"), BatchStore(source.batches, limits=build_limits(recipe))
     trainer = build_trainer(

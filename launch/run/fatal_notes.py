@@ -6,10 +6,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from pipeline import errors
 from pipeline.data.files import unique_suffix
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import StoreError
+from pipeline.errors import FatalError, StoreError
 
 
 def leave_fatal_note(run: RunDirectory, process: str, error: Exception) -> None:
@@ -33,13 +34,19 @@ class FatalNotes:
 
     def message(self, process: str = "") -> str | None:
         """The message of a new note, of the process whose name begins so; None when there is none."""
+        error = self.error(process)
+        return None if error is None else str(error)
+
+    def error(self, process: str = "") -> FatalError | None:
+        """The same as the error that it was."""
         for name in sorted(self._names() - self._before):
             if name.startswith(process):
                 try:
                     note = read_sealed_json(self.run.logs / "fatal" / name, "it is only shown")
-                    return str(note["message"])
+                    kind, message = getattr(errors, str(note["error"]), None), str(note["message"])
                 except (OSError, StoreError, KeyError):
                     continue
+                return (kind if isinstance(kind, type) and issubclass(kind, FatalError) else FatalError)(message)
         return None
 
     def _names(self) -> set[str]:

@@ -23,9 +23,8 @@ from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
-from pipeline.data.files import fsync_present
 from pipeline.data.frozen.recipes import RecipeInForce, adopt_recipes, all_recipes
-from pipeline.data.integrity.folders import verify_folder
+from pipeline.data.integrity.folders import remove_listed, verify_folder
 from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
 from pipeline.data.ledger.replayed import Replayed
 from pipeline.data.run_directory import RunDirectory
@@ -68,7 +67,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def manifest(run: RunDirectory) -> dict[str, Any]:
     """tensor name → {sha256, shape, dtype} of the final policy, whose files are compared with it. Raises StoreError."""
-    path = _manifest_file(run)
+    path = run.model_manifest
     try:
         if path.exists():
             verify_folder(run.model, f"`evenkeel repair {run.path}`, then the run started again, exports it anew")
@@ -76,10 +75,6 @@ def manifest(run: RunDirectory) -> dict[str, Any]:
     except OSError as error:
         raise StoreError(f"{path} is missing: {run.path} was not trained to its end; finish it first") from error
     return tensors
-
-
-def _manifest_file(run: RunDirectory) -> Path:
-    return run.model / "manifest.json"
 
 
 def _refuse_learned_otherwise(source: Path, recipes: Sequence[RecipeInForce]) -> None:
@@ -125,13 +120,12 @@ def _unfinished(source: Path, replayed: Replayed, steps: int) -> Path:
 def _is_finished(folder: Path, replayed: Replayed, steps: int) -> bool:
     replayed.refuse_another(folder)
     run = RunDirectory(folder)
-    return max(run.saved_steps(), default=0) >= steps and _manifest_file(run).exists()
+    return max(run.saved_steps(), default=0) >= steps and run.model_manifest.exists()
 
 
 def _reopen(run: RunDirectory) -> None:
     """A manifest says that the replay is finished, and it may be that of fewer steps."""
-    _manifest_file(run).unlink(missing_ok=True)
-    fsync_present(run.model)
+    remove_listed(run.model, run.model_manifest.name)
 
 
 def _train(run: RunDirectory, recipe: Recipe, source: Path) -> None:

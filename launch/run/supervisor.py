@@ -1,7 +1,8 @@
 """Supervise the roles of one run: engines, router, learner, collector, wherever its starter starts them.
 
 Any of them may die at any time, also while it starts for the first time. It is started again, after a pause that grows
-from death to death, and reads from the run directory what it has to do. The run ends when one dies again and again
+from death to death, and reads from the run directory what it has to do. A file system that does not answer for some
+minutes ends nothing here. The run ends when one dies again and again
 without progress of the run, or when a role says that starting it again cannot help. An engine alone never ends a run
 that another engine serves. The same command then resumes the run.
 """
@@ -14,8 +15,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Literal, Self
 
+from launch.cluster.outage import Outage
 from launch.cluster.roles.base import EPOCH_POLL_S, FINISHED_POLL_S, Every, announced, grace_s
 from launch.cluster.starter import Started, Starter, Unit
 from launch.run.fatal_notes import FatalNotes
@@ -23,11 +26,11 @@ from launch.run.live_view import LiveView
 from launch.show.run_progress import RunProgress
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
-from pipeline.data.event_log import EventLog
+from pipeline.data.event_log import EventKind, EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
-from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, FatalError, SupersededError
+from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, DiskFullError, FatalError, SupersededError
 from pipeline.process_log import ending, log_tail
 from pipeline.scratch import remove_left_scratch
 
@@ -36,6 +39,8 @@ SERVERS_GRACE_S = 3.0
 """Nothing is in flight when servers are asked to end: this is for taking back what they have announced."""
 SPARE_S = 10.0
 """What a unit gets beyond its own grace before it is killed."""
+NO_LOG_PAUSE_S = 5.0
+"""Before a unit is started again for which no log could be opened, since the file system does not answer."""
 LONGEST_PAUSE_S = 30.0
 """Before a unit is started again that dies again and again. The first pauses are shorter."""
 Outcome = Literal["finished", "stopped"]
@@ -93,11 +98,18 @@ class Supervisor:
         self.notes = FatalNotes(self.run)
         self._finished_elsewhere = Every(FINISHED_POLL_S)
         self._superseded = Every(EPOCH_POLL_S)
+        self._outage = Outage("the supervisor")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Whatever ended the run, a healthy learner saves first, but for who cannot or may not, or was asked to end at
+        once."""
+        if not isinstance(error, DiskFullError | SupersededError | KeyboardInterrupt):
+            self._stop()
         self._end(list(self.running), SERVERS_GRACE_S)
         remove_left_scratch()  # of roles that had to be killed
         if not self.elsewhere:
@@ -109,21 +121,21 @@ class Supervisor:
         for unit in self.units:
             self._start(unit)
         progress = RunProgress(self.run, self.event_log.event)
-        while not self._is_finished():
+        while not self._outage.bridged(self._is_finished, False):
             if self._superseded():
-                self.epoch.check()
+                self._outage.bridged(self.epoch.check, None)
             if self.stop_requested():
                 self._stop()
                 return "finished" if self.run.is_finished() else "stopped"
-            self._note_engines()
+            self._outage.bridged(self._note_engines, None)
             for unit, started in list(self.running.items()):
                 if (status := started.poll()) is not None:
                     self._take(unit, started, status)
             for unit in [unit for unit, at in self.due.items() if at <= time.monotonic()]:
                 del self.due[unit]
                 self._start(unit)
-            progress.look()
-            self.view.refresh()
+            self._outage.bridged(progress.look, None)
+            self._outage.bridged(self.view.refresh, None)
             time.sleep(POLL_S)
         self.view.refresh()
         return "finished"
@@ -135,8 +147,15 @@ class Supervisor:
         return self._finished_elsewhere() and self.run.is_finished()
 
     def _start(self, unit: Unit) -> None:
-        self.running[unit] = self.starter.start(unit, self._log(unit))
-        self.event_log.event("started", process=unit.name)
+        started = self._outage.bridged(lambda: self.starter.start(unit, self._log(unit)), None)
+        if started is None:
+            self.due[unit] = time.monotonic() + NO_LOG_PAUSE_S
+            return
+        self.running[unit] = started
+        self._note("started", process=unit.name)
+
+    def _note(self, kind: EventKind, **fields: str) -> None:
+        self._outage.bridged(lambda: self.event_log.event(kind, **fields), None)
 
     def _log(self, unit: Unit) -> Path:
         """A file of its own for each start, with the number that the start will have, or a later one."""
@@ -158,7 +177,7 @@ class Supervisor:
             self.elsewhere |= status == SUPERSEDED_EXIT_CODE
             return
         if status == FATAL_EXIT_CODE:
-            raise FatalError(self.notes.message() or _said(started).removeprefix("error: "))
+            raise self._outage.bridged(self.notes.error, None) or FatalError(_said(started).removeprefix("error: "))
         killed = not 0 < status < 128
         reason = ending(status) if killed else _said(started).removeprefix("error: ")
         if unit.role == "engine" and unit.node == 0 and unit.index not in self.came_up:
@@ -167,17 +186,19 @@ class Supervisor:
 
     def _spend(self, unit: Unit, reason: str) -> None:
         """Plan another start. Raises FatalError when there were too many, unless another engine serves."""
-        self.event_log.event("restarted", process=unit.name, reason=reason)
-        progress = BatchStore(self.run.batches).next_index + (
-            self.run.published_version() if self.run.is_published() else 0
-        )
+        self._note("restarted", process=unit.name, reason=reason)
         budget = self.budgets.setdefault(unit.name, RestartBudget(self.recipe.run.max_restarts))
+        progress = self._outage.bridged(self._progress, budget.progress)
         try:
             budget.spend(unit.name, progress, reason)
         except FatalError:
-            if unit.role != "engine" or not self._another_serves(unit):
+            if unit.role != "engine" or not self._outage.bridged(lambda: self._another_serves(unit), True):
                 raise
         self.due[unit] = time.monotonic() + budget.pause_s
+
+    def _progress(self) -> int:
+        published = self.run.published_version() if self.run.is_published() else 0
+        return BatchStore(self.run.batches).next_index + published
 
     def _another_serves(self, unit: Unit) -> bool:
         """Whether an engine beside this one runs and has announced itself."""

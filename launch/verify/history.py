@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.build.components import build_limits, build_solved_prompt_rule
-from launch.fork.fork import forked_at
 from pipeline.analysis.audit import verify_history
 from pipeline.analysis.gaps import find_gaps
 from pipeline.control.files import ControlFiles
@@ -33,7 +32,9 @@ def check_history(path: Path) -> dict[str, Any]:
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
     limits = build_limits(recipe)
     damaged = damaged_files(path, lambda folder: verify(folder, _step(folder)))
-    audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits, forked_at(path))
+    audit = verify_history(
+        path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits, RunDirectory(path).forked_at()
+    )
     repaired = sorted(repaired_paths(run))
     gaps = find_gaps(run, repaired)
     return dict(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.data.integrity.regular import machine_failure
 from pipeline.errors import CorruptCheckpointError
 from precision.text.short import one_line, quoted
 
@@ -76,7 +77,8 @@ class StoredTensor:
 
 
 class CheckpointIndex:
-    """The tensors of a checkpoint folder, by Megatron's names. Raises CorruptCheckpointError for a damaged folder."""
+    """The tensors of a checkpoint folder, by Megatron's names. Raises CorruptCheckpointError for a damaged folder, and
+    OSError when the machine fails to read it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -125,6 +127,8 @@ class CheckpointIndex:
         except MemoryError:
             raise
         except Exception as error:
+            if machine_failure(error) is not None:
+                raise
             raise CorruptCheckpointError(
                 f"{path} is damaged at byte {place.start} ({one_line(error, 200)}); use another checkpoint"
             ) from error
@@ -175,6 +179,8 @@ def _read(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, _Place]]:
             f"{directory} has no {INDEX_FILE}: it is no distributed checkpoint; name the folder that was saved"
         ) from None
     except Exception as error:  # a damaged pickle raises whatever its opcodes come to, MemoryError too
+        if machine_failure(error) is not None:
+            raise
         raise CorruptCheckpointError(
             f"{path} is not the index of a distributed checkpoint ({type(error).__name__}: {one_line(error, 200)}); "
             "use another checkpoint"

@@ -26,6 +26,7 @@ from megatron_bridge.checkpoint.optimizer_shares import share_optimizer_state
 from megatron_bridge.checkpoint.shard_writers import write_in_threads
 from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_weights
 from megatron_bridge.parallel.layout import Layout
+from pipeline.data.integrity.regular import machine_failure
 from pipeline.errors import CorruptCheckpointError
 from precision.text.short import one_line
 
@@ -61,7 +62,8 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
     """Restore model, optimizer and, when layout and kind of device are those that saved, RNG. Returns the step.
     Collective.
 
-    Raises CorruptCheckpointError when the directory does not hold such a checkpoint.
+    Raises CorruptCheckpointError when the directory does not hold such a checkpoint. What another rank or the machine
+    raises is not taken for damage.
     """
     index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
     for part in _distributed_parts(optimizer):
@@ -90,6 +92,8 @@ def _said_by_the_learner(directory: Path, layout: Layout) -> tuple[int, bool]:
     except MemoryError:
         raise
     except Exception as error:  # what a damaged pickle raises depends on its bytes
+        if machine_failure(error) is not None:
+            raise
         raise CorruptCheckpointError(
             f"{directory} is not a complete checkpoint (common.pt: {type(error).__name__}: {one_line(error, 300)}); "
             "use an older one"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megatron_bridge.hf.folders import complete_folder, replace_folder, write_manifest
 from megatron_bridge.hf.model_config import read_hf_config
-from megatron_bridge.hf.shard_writer import SHARD_BYTES, whole_tensors, write_shards
+from megatron_bridge.hf.shard_writer import SHARD_BYTES, Manifest, whole_tensors, write_shards
 from pipeline.data.files import temporary_name
 from pipeline.data.integrity.space import require_space, size_of
 from pipeline.data.quant_maps import write_quant_map
@@ -43,6 +44,46 @@ def write_policy(
     stand in place of those of `source_folder`.
     manifest.json holds `{"tensors": …}`, a `shard_writer.Manifest`. Needs no Megatron and no process group.
     """
+    weights = write_weights(named_tensors, source_folder, target, quant, digests=digests, shard_bytes=shard_bytes)
+    weights.complete(beside, fence)
+
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    """The weights of a policy folder that has no name yet."""
+
+    temporary: Path
+    target: Path
+    manifest: Manifest
+    source_folder: Path
+    quant: QuantMap | None
+
+    def complete(self, beside: Callable[[Path], None] | None, fence: Callable[[], None] = unfenced) -> None:
+        """Add what `write_policy` says, and give the folder its name. All of it is read and synced, which may take
+        many minutes. It is removed on failure."""
+        try:
+            if beside is not None:
+                beside(self.temporary)
+            complete_policy(self.temporary, self.target, self.manifest, self.source_folder, self.quant, fence)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """On a full disk it would be in its own way."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def write_weights(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    source_folder: Path,
+    target: Path,
+    quant: QuantMap | None,
+    *,
+    digests: ChecksumRecorder | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> WrittenWeights:
+    """The first part of `write_policy`."""
     require_space(target.parent, expected_bytes(target, source_folder, quant), f"the weights in {target.name}")
     temporary = temporary_name(target)
     temporary.mkdir(parents=True)
@@ -51,12 +92,10 @@ def write_policy(
         stream = digests.watch(stream)
     try:
         manifest = write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
-        if beside is not None:
-            beside(temporary)
-        complete_policy(temporary, target, manifest, source_folder, quant, fence)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # on a full disk it would be in its own way
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
+    return WrittenWeights(temporary, target, manifest, source_folder, quant)
 
 
 def complete_delta(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -35,7 +36,8 @@ class FolderWriter:
         complete: Callable[[], None] | None = None,
     ) -> None:
         """Begin to write `tensors`, which must not change meanwhile. `temporary` is the folder that all stages write
-        into; whoever comes first makes it. `complete` runs in the thread after the last shard (rank 0)."""
+        into; whoever comes first makes it, and whoever fails removes it. `complete` runs in the thread after the last
+        shard (rank 0)."""
         self._temporary = temporary
         self._stage = stage
         self._tensors = tensors
@@ -67,6 +69,7 @@ class FolderWriter:
                 self._complete()
             self._seconds = time.monotonic() - began
         except Exception as error:  # noqa: BLE001 (raised by wait, in the main thread)
+            shutil.rmtree(self._temporary, ignore_errors=True)  # what gets no name must not fill the disk
             self._failure = error
 
 

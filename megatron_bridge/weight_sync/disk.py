@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.weight_sync.export import export_policy, prune
 from megatron_bridge.weight_sync.probe import ProbeScorer
-from pipeline.background import in_background
+from pipeline.background import in_background, is_over
 from pipeline.data.quant_maps import digest_of, older_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines
@@ -93,8 +93,8 @@ class DiskChannel:
         self.begin(version, older)
         return self.finish()
 
-    def begin(self, version: int, older: Sequence[QuantMap] = ()) -> None:
-        """See WeightChannel: the policy folder is what is taken."""
+    def begin(self, version: int, older: Sequence[QuantMap] = (), *, learner_waits: bool = False) -> None:  # noqa: ARG002
+        """See WeightChannel: the policy folder is what is taken, whether the learner waits or not."""
         watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
@@ -111,6 +111,10 @@ class DiskChannel:
             return {**watch.seconds, **terms, **seconds, "publish_s": watch.total_s}
 
         self._delivery = in_background(deliver, "delivery")
+
+    def is_over(self, wait_s: float) -> bool:
+        """See WeightChannel."""
+        return is_over(self._delivery, wait_s)
 
     def finish(self) -> dict[str, float]:
         """See WeightChannel; measured as `publish` says."""

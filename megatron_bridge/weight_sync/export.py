@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_bridge.hf.writer import write_policy
+from megatron_bridge.hf.writer import WrittenWeights, write_weights
 from megatron_bridge.parallel.gathered import exhausted
 from megatron_bridge.parallel.rank_sync import RankZero
 from pipeline.data.deltas.chain import needed
@@ -45,15 +45,23 @@ def export_policy(
     `beside` as in `write_policy`.
 
     Collective: each tensor is gathered from all ranks when it is asked for, so every rank exhausts `tensors`. What
-    fails on one rank is raised on every rank, after all ranks have finished gathering.
+    fails on one rank is raised on every rank, after all ranks have finished gathering. Then rank 0 hashes and syncs the
+    whole folder, which for a large model takes longer than the others may wait in one collective.
     """
+    written: list[WrittenWeights] = []
 
     def take() -> None:
         with taking(tensors):
             if rank_zero.is_rank_zero:
-                write_policy(tensors, model_folder, folder, quant, digests=digests, beside=beside, fence=fence)
+                written.append(write_weights(tensors, model_folder, folder, quant, digests=digests))
 
-    rank_zero.everywhere(take)
+    try:
+        rank_zero.everywhere(take)
+    except BaseException:
+        for weights in written:
+            weights.remove()
+        raise
+    rank_zero.tell_when_done(lambda: written[0].complete(beside, fence))
 
 
 def prune(policies: Path, published: int, keep: int) -> None:

@@ -51,17 +51,20 @@ class MapTransition:
 
     def publish(self, version: int) -> dict[str, float]:
         """See WeightChannel. Also measured: quant_maps_served."""
-        older = self._choose()
-        measured = self._disk.publish(version, older) if older else self._usual.publish(version)
-        return self._with_maps(measured)
+        self.begin(version, learner_waits=True)
+        return self.finish()
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:
         """See WeightChannel."""
         older = self._choose()
         if older:
-            self._disk.begin(version, older)
+            self._disk.begin(version, older, learner_waits=learner_waits)
         else:
-            self._usual.begin(version)
+            self._usual.begin(version, learner_waits=learner_waits)
+
+    def is_over(self, wait_s: float) -> bool:
+        """See WeightChannel."""
+        return self._active.is_over(wait_s)
 
     def finish(self) -> dict[str, float]:
         """See WeightChannel; measured as `publish` says."""

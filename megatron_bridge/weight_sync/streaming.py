@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_bridge.hf.writer import complete_policy
+from megatron_bridge.hf.writer import complete_policy, expected_bytes
 from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests
 from megatron_bridge.weight_sync.buckets import bucket_size, pack
@@ -49,8 +49,9 @@ from megatron_bridge.weight_sync.snapshot import HostSnapshot
 from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
 from pipeline import spans
-from pipeline.background import in_background
+from pipeline.background import in_background, is_over
 from pipeline.data.files import temporary_name
+from pipeline.data.integrity.space import require_space
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
@@ -154,12 +155,29 @@ class StreamedChannel:
         (of the folder of the publish before), transfer_bytes (all engines), engines_failed, and what ProbeScorer.score
         measures; {} but on rank 0. Raises EngineUnavailableError on every rank when no engine serves the version.
         """
-        self._begin(version, learner_waits=True)
+        self.begin(version, learner_waits=True)
         return self.finish()
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:
         """See WeightChannel."""
-        self._begin(version, learner_waits=False)
+        self.wait_for_folder()
+        publish = _Publish(version, self._run.policy_directory(version), self._quant, learner_waits)
+        self._snapshot.begin()
+        if learner_waits:
+            self._delivery = in_background(lambda: self._deliver(publish), "delivery")
+        failure: Exception | None = RuntimeError(f"version {version} was not taken from the learner; see its log")
+        try:
+            with spans.span("publish", "take", version=version):
+                failure = self._take(publish.watch)
+        finally:
+            self._snapshot.end(failure)
+        self._score(publish)
+        if not learner_waits:
+            self._delivery = in_background(lambda: self._deliver(publish), "delivery")
+
+    def is_over(self, wait_s: float) -> bool:
+        """See WeightChannel."""
+        return is_over(self._delivery, wait_s)
 
     def finish(self) -> dict[str, float]:
         """See WeightChannel; measured as `publish` says. What failed is raised on every rank."""
@@ -178,22 +196,6 @@ class StreamedChannel:
         self._transport.close()
         self._event_loop.run(self._session.close())
         self._event_loop.close()
-
-    def _begin(self, version: int, *, learner_waits: bool) -> None:
-        self.wait_for_folder()
-        publish = _Publish(version, self._run.policy_directory(version), self._quant, learner_waits)
-        self._snapshot.begin()
-        if learner_waits:
-            self._delivery = in_background(lambda: self._deliver(publish), "delivery")
-        failure: Exception | None = RuntimeError(f"version {version} was not taken from the learner; see its log")
-        try:
-            with spans.span("publish", "take", version=version):
-                failure = self._take(publish.watch)
-        finally:
-            self._snapshot.end(failure)
-        self._score(publish)
-        if not learner_waits:
-            self._delivery = in_background(lambda: self._deliver(publish), "delivery")
 
     def _score(self, publish: _Publish) -> None:
         """After the weights were taken: engines need them first, and the probe at the end."""
@@ -276,6 +278,8 @@ class StreamedChannel:
     def _open(self, publish: _Publish) -> Any:
         if self._rank_sync.rank:
             return None
+        num_bytes = expected_bytes(publish.folder, self._learner.model_folder, publish.quant)
+        require_space(self._run.policies, num_bytes, f"version {publish.version}")  # of its folder, before all else
         report = self._event_loop.run(self._session.begin_weight_update(serving=not publish.learner_waits))
         if len(report.staging) < len(report.engines) - len(report.failures):
             publish.paused_at = time.monotonic() - report.measured.get("pause_s", 0.0)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pipeline.data.files import NUMBER, make_folder
-from pipeline.data.integrity.replaced import read_replaced
+from pipeline.data.integrity.replaced import asked_again, read_replaced
 from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, reason, unseal, write_sealed
 from pipeline.errors import DeadlineExceededError, StoreError, SupersededError
 
@@ -113,12 +113,12 @@ def epoch_folder(run: Path, role: Role, index: int | None = None) -> Path:
 
 
 def newest(folder: Path) -> int:
-    """The newest epoch; 0 when the role never started.
+    """The newest epoch; 0 when the role never started. Raises OSError where the folder cannot be listed for a while.
 
     Both the listing and the pointer are read: file systems that cache, cache the one or the other.
     """
     with suppress(FileNotFoundError):
-        listed = (int(name) for name in os.listdir(folder) if _NUMBER.fullmatch(name))
+        listed = (int(name) for name in asked_again(lambda: os.listdir(folder)) if _NUMBER.fullmatch(name))
         return max(_pointer(folder), *listed, 0)
     return 0
 
@@ -142,7 +142,7 @@ def _recipe_of(folder: Path, number: int) -> str | None:
 
 
 def _pointer(folder: Path) -> int:
-    pointer = folder / _NEWEST
+    pointer, cause = folder / _NEWEST, None
     try:
         data = read_replaced(pointer, _POINTER_BYTES)
         if data:
@@ -151,9 +151,9 @@ def _pointer(folder: Path) -> int:
     except FileNotFoundError:
         return 0
     except OSError as error:
-        trouble = str(error)
+        trouble, cause = str(error), error
     except ValueError as error:
         raise StoreError(f"{pointer} is damaged ({reason(error)}); remove it: starts are counted without it") from error
     raise DeadlineExceededError(
         f"{pointer} cannot be read ({trouble}); it is read again at the next start; remove it if it stays so"
-    )
+    ) from cause

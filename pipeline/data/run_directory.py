@@ -54,6 +54,7 @@ from pipeline.data.frozen.recipes import begin_recipe, newest_recipe, refuse_ano
 from pipeline.data.integrity.sealed import (
     read_sealed,
     read_sealed_array,
+    read_sealed_json,
     write_sealed,
     write_sealed_array,
     write_sealed_json,
@@ -131,6 +132,11 @@ class RunDirectory:
         return self.path / "model"
 
     @property
+    def model_manifest(self) -> Path:
+        """Every tensor of the final policy. Without it the folder is that of an earlier end, of fewer steps."""
+        return self.model / "manifest.json"
+
+    @property
     def sandbox_file(self) -> Path:
         """Names the sandbox that the run's reward code began in."""
         return self.path / "SANDBOX"
@@ -139,6 +145,17 @@ class RunDirectory:
     def reference_file(self) -> Path:
         """Digests of the reference policy's files."""
         return self.path / "reference.json"
+
+    @property
+    def parent_file(self) -> Path:
+        """Of which run, and at which of its steps, this one is a fork."""
+        return self.path / "parent.json"
+
+    def forked_at(self) -> int:
+        """The step at which the run begins; 0 for one that is no fork."""
+        with suppress(FileNotFoundError):
+            return int(read_sealed_json(self.parent_file, "put back a copy, or fork the parent again")["step"])
+        return 0
 
     def sandbox(self) -> str | None:
         """The sandbox that the run's reward code began in; None before, or where there is none."""

@@ -20,8 +20,8 @@ from pipeline.ports.weight_check import WeightCheck
 class WeightChannel(Protocol):
     """Moves the learner's weights to every engine. Collective.
 
-    The learner waits for `publish`. Or it goes on training after `begin`, and calls `finish` before it begins the next
-    version, waits for a folder, or ends.
+    The learner waits for `publish`. Or it goes on after `begin`, and calls `finish` before it begins the next version,
+    or waits for a folder. One that is asked to end may leave without: the next start publishes again.
     """
 
     def publish(self, version: int) -> dict[str, float]:
@@ -32,8 +32,14 @@ class WeightChannel(Protocol):
         """
         ...
 
-    def begin(self, version: int) -> None:
-        """Take the weights as they are now; they go to the engines while the caller changes its own."""
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:
+        """Take the weights as they are now; they go to the engines while the caller changes its own. With
+        `learner_waits` it waits instead, and engines may be paused at once."""
+        ...
+
+    def is_over(self, wait_s: float) -> bool:
+        """Whether `finish` would return or raise at once; waits no longer than `wait_s` for that. Not collective: asked
+        on rank 0."""
         ...
 
     def finish(self) -> dict[str, float]:

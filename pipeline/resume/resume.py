@@ -31,6 +31,7 @@ from pipeline.data.frozen.recipes import (
     num_optimizer_steps,
     recipe_file,
 )
+from pipeline.data.integrity.folders import remove_listed
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.resume.rules import MAY_FIX_FORMATS, RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
@@ -39,9 +40,14 @@ from pipeline.tasks.digest import DIGEST_KEYS
 
 def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
     """What the recipe would change of the run, key → `old → new`; nothing for a run that has not begun. Raises
-    RunConflictError for what the run cannot go on with."""
+    RunConflictError for what the run cannot go on with, and StoreError for a fork without its checkpoint."""
     if not recipe_file(run.path).exists():
         return {}
+    if (forked_at := run.forked_at()) > max(run.saved_steps(), default=0):
+        raise StoreError(
+            f"{run.path} is a fork at step {forked_at}, and holds no checkpoint of that step or a later one: it would "
+            "train its parent's steps again; remove it and fork again, at a step that the parent still holds"
+        )
     before = run.recipe()
     changes = changed_keys(before, recipe)
     if settled := run.num_settled():
@@ -72,8 +78,10 @@ def nothing_left(run: RunDirectory, recipe: Recipe) -> bool:
 
 
 def reopen(run: RunDirectory) -> None:
-    """A finished run has steps to train again; roles that find it finished would end."""
+    """A finished run has steps to train again; roles that find it finished would end. Its model is that of fewer steps,
+    and is believed no more."""
     _remove_files(run.path / "finished")
+    remove_listed(run.model, run.model_manifest.name)
 
 
 def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:

@@ -9,7 +9,8 @@ train     consumes: batch `step` of the store, in order
           unblocked by: the collector's commit, or a request to stop
 publish   consumes: the weights as they are after a step; then the next step may change them
           waits for: the version before, and in sync for this one (Schedule.overlaps)
-          unblocked by: the engines; what failed is raised at the next `finish`, before anything else is published
+          unblocked by: the engines; what failed is raised at the next `finish`, before anything else is published; or a
+          request to stop: engines may have been asked to end, too, and the next start publishes its checkpoint
 after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
 trained again; versions that the engines already serve are not published a second time. What reports and diagnoses
 need of a step is written before its checkpoint: a step that is not trained again has left it.
@@ -18,10 +19,12 @@ rank 0 alone looks at the run directory and writes to it; the others do as it te
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline import spans
 from pipeline.advantages.compute import AdvantageComputer
@@ -31,7 +34,7 @@ from pipeline.data.files import remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import StoppedError
+from pipeline.errors import EngineUnavailableError, StoppedError
 from pipeline.ports.learner import Learner, Update
 from pipeline.ports.weight_update import WeightChannel
 from pipeline.schedule import Schedule
@@ -40,12 +43,20 @@ from pipeline.trainer.batch_figures import asked_solve_rate, describe
 from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.kept_versions import KeptVersions
+from pipeline.trainer.long_actions import ANSWER_S
 from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
 from pipeline.trainer.reference import Reference, with_reference
 from pipeline.trainer.replay_effect import ReplayEffect
 from pipeline.trainer.scoring import Scoring
 from pipeline.trainer.step_size import StepSize
+
+LAST_PUBLISH_S = 15.0
+"""For what is on its way to the engines, once the process was asked to end and everything is saved."""
+STOP_SPREAD_S = 10.0
+"""A request to stop may reach the engines so long before the learner, where it goes to all."""
+_POLL_S = 0.25
+T = TypeVar("T")
 
 
 @dataclass
@@ -76,6 +87,8 @@ class Trainer:
     """What the steps waited for checkpoints since the last line of metrics; the rest of a save is beside them."""
     _moving: int | None = field(init=False, default=None)
     """The version that is on its way to the engines."""
+    _refused: bool = field(init=False, default=False)
+    """Whether no engine took that version, and the process was asked to end: so were they."""
     _published: dict[str, float] = field(init=False, default_factory=dict)
     """What was measured of the version whose publish ended since the last line of metrics."""
 
@@ -102,10 +115,12 @@ class Trainer:
                 if step > self._saved:
                     self._save(step)
                     self._finish_save()
-                self._finish()
+                self._finish(LAST_PUBLISH_S)
                 raise
         self._finish()
         self._finish_save()
+        if self.learner.tell(self.batches.stop_requested):  # and then the last version may not be published
+            raise StoppedError("asked to end before the final policy was exported; start the run again to go on")
         self.learner.export(self.run.model, self.run.fence)
 
     def _train_on(self, step: int) -> None:
@@ -205,25 +220,67 @@ class Trainer:
         return None if self.old_logprobs is None else self.old_logprobs.versions
 
     def _publish(self, step: int) -> None:
-        """Give version `step + 1` to the engines when the schedule says so and it is not published already. The last
-        one is waited for: no step follows to be trained meanwhile."""
+        """Give version `step + 1` to the engines when the schedule says so and it is not published already, unless the
+        process is asked to end. The last one is waited for: no step follows to be trained meanwhile."""
         version = step + 1
         if self.channel is None or not self.schedule.publishes_after(step):
             return
-        if self.learner.tell(lambda: self._is_published(version)):
+        if self.learner.tell(lambda: self.batches.stop_requested() or self._is_published(version)):
             return
-        if self.schedule.overlaps and version < self.schedule.steps:
-            self.channel.begin(version)
-            self._moving = version
-        else:
-            self._note(version, self.channel.publish(version))
+        learner_waits = not self.schedule.overlaps or version == self.schedule.steps
+        self.channel.begin(version, learner_waits=learner_waits)
+        self._moving = version
+        if learner_waits:
+            self._finish()
 
-    def _finish(self) -> None:
-        """Wait for the version that is on its way. Raises on every rank what failed."""
+    def _finish(self, after_stop_s: float = 0.0) -> None:
+        """Wait for the version that is on its way, but for no longer than `after_stop_s` once the process is asked to
+        end: it stays `_moving` then. Raises on every rank what failed, unless engines were asked to end as well."""
+        if self._moving is None:
+            return
+        assert self.channel is not None
+        began = time.monotonic()
+        if not self._asked_on(lambda: self._is_over(began + after_stop_s)):
+            return
         version, self._moving = self._moving, None
-        if version is not None:
-            assert self.channel is not None
-            self._note(version, self.channel.finish())
+        try:
+            measured = self.channel.finish()
+        except EngineUnavailableError:
+            ends = time.monotonic() + STOP_SPREAD_S
+            if not self._asked_on(lambda: self._stop_comes(ends)):
+                raise
+            self._refused = True
+        else:
+            self._note(version, measured)
+
+    def _asked_on(self, look: Callable[[], T | None]) -> T:
+        """What `look` says on rank 0, which is asked again and again until it says something. Collective."""
+
+        def answer() -> T | None:
+            ends = time.monotonic() + ANSWER_S
+            while (found := look()) is None and time.monotonic() < ends:
+                pass
+            return found
+
+        while (told := self.learner.tell(answer)) is None:
+            pass
+        return told
+
+    def _is_over(self, after_stop: float) -> bool | None:
+        """Whether what moves has ended; False when it is not waited for any more. Waits a moment. On rank 0."""
+        assert self.channel is not None
+        if self.channel.is_over(_POLL_S):
+            return True
+        return False if time.monotonic() >= after_stop and self.batches.stop_requested() else None
+
+    def _stop_comes(self, ends: float) -> bool | None:
+        """Whether the process is asked to end before the time `ends`. Waits a moment. On rank 0."""
+        if self.batches.stop_requested():
+            return True
+        if time.monotonic() >= ends:
+            return False
+        time.sleep(_POLL_S)
+        return None
 
     def _note(self, version: int, measured: dict[str, float]) -> None:
         # The run's last line has room for one of its two versions; the event keeps every one.
@@ -241,10 +298,15 @@ class Trainer:
     def _save(self, step: int) -> None:
         """A checkpoint of the first `step` steps: it is copied now, and written while the next steps are trained. An
         older version than its own must be served and kept by then: a learner that goes on from it could not publish
-        that again."""
+        that again. For one that is asked to end this holds within a stage alone, and without it nothing is saved:
+        elsewhere the next start publishes the checkpoint's own version."""
+        within_stage = not self.schedule.publishes_after(step - 1)
         if self.channel is not None and self._moving != step:
-            self._finish()
-            self.channel.wait_for_folder()
+            self._finish(math.inf if within_stage else 0.0)
+            if within_stage and self._refused:
+                return
+            if self._moving is None:
+                self.channel.wait_for_folder()
         started = time.monotonic()
         with spans.span("step", "save", step=step - 1):
             self._finish_save()

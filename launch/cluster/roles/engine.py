@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.build.engines import check_engines, engine_spec
+from launch.cluster.outage import Outage
 from launch.cluster.roles.addresses import LOOPBACK, bind_address, interface_environment
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.roles.base import (
@@ -185,20 +186,20 @@ def serve(
     """
     look, look_for_end, look_alive = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S), Every(ALIVE_POLL_S)
     liveness, told = Liveness(server.pid, server.is_ready), ""
-    ends, up = time.monotonic() + start_deadline_s, False
+    ends, up, outage = time.monotonic() + start_deadline_s, False, Outage("an engine's role")
     while not stop.asked:
         if (status := server.poll()) is not None:
             if status == USAGE_STATUS and not up:
                 raise RecipeError(f"SGLang does not take its arguments ({server.why()}); correct rollout.extra_args")
             raise EngineStartError(f"server {server.how_it_ended()}{'' if up else ' before it was up'}; {server.why()}")
         if look():
-            epoch.check()
-        if (due := look_for_end()) and run.is_finished():
+            outage.bridged(epoch.check, None)
+        if (due := look_for_end()) and outage.bridged(run.is_finished, False):
             return None
-        if up and due and (why := wants_another()) is not None:
+        if up and due and (why := outage.bridged(wants_another, None)) is not None:
             return why
         hung = check_alive(liveness) if up and look_alive() else told
-        if hung != told or (up and due and not is_listed()) or (not up and server.is_ready()):
+        if hung != told or (up and due and not outage.bridged(is_listed, True)) or (not up and server.is_ready()):
             epoch.check()
             up, told = True, hung
             announce(hung)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from launch.build.engines import shares_gpus
+from launch.cluster.outage import Outage
 from launch.cluster.roles.addresses import LOOPBACK, bind_address, interface_environment
 from launch.cluster.roles.api_key import API_KEY_VARIABLE, read_api_key
 from launch.cluster.roles.base import (
@@ -232,11 +233,11 @@ def attend(
     master: Rendezvous | None = None,
 ) -> Verdict:
     """Run this node's ranks to their end. Raises SupersededError when a later start has begun."""
-    notes, look, ends = FatalNotes(own.run), Every(EPOCH_POLL_S), None
+    notes, look, outage, ends = FatalNotes(own.run), Every(EPOCH_POLL_S), Outage("the learner's agent"), None
     with Ranks(rank_command(own, recipe, address, master), rank_environment(own, address, epoch)) as ranks:
         while (status := ranks.poll()) is None:
             if look():
-                epoch.check()
+                outage.bridged(epoch.check, None)
             if others is not None and (found := others.trouble()) is not None:
                 epoch.check()  # first: who was superseded is not started again
                 return found

@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import GRACE_VARIABLE
-from launch.cluster.slurm.allocation import Allocation
+from launch.cluster.slurm.allocation import Allocation, SlurmError
 from launch.cluster.slurm.placement import Shape
 from launch.cluster.slurm.render import RECIPE, SCRIPT
 from launch.cluster.slurm.srun import Guard, Images, SrunStarter
@@ -59,6 +60,11 @@ REQUEUES = "requeues.json"
 """In the job's folder: how often it has requeued itself in a row without progress."""
 OWN_S = 20
 """Of the notice before the time limit, what this program keeps for itself; the roles get the rest, or half."""
+ASK_PAUSE_S = 5.0
+NO_ROOM_S = 1800.0
+"""Longest time in which Slurm's controller is asked to requeue a job that too few nodes are left of: nothing ends it
+meanwhile."""
+T = TypeVar("T")
 
 
 class Signals:
@@ -67,6 +73,8 @@ class Signals:
     def __init__(self) -> None:
         self.end = False
         self.time_limit = False
+        self.first_at: float | None = None
+        """When the first of them came, by time.monotonic."""
 
     def install(self) -> Signals:
         """Take over SIGUSR1 and SIGTERM."""
@@ -76,11 +84,20 @@ class Signals:
 
     def _limit(self, *_: object) -> None:
         self.time_limit = True  # first: the output may lie on a disk that is full
+        self._note_time()
         self._say("the time limit is near: ending in order")
 
     def _end(self, *_: object) -> None:
         self.end = True
+        self._note_time()
         self._say("asked to end: ending in order")
+
+    def _note_time(self) -> None:
+        self.first_at = time.monotonic() if self.first_at is None else self.first_at
+
+    def left_s(self, grace_s: float) -> float:
+        """Of a notice of `grace_s`, what is left; what this program keeps of it where only the roles had it."""
+        return OWN_S if self.first_at is None else max(0.0, self.first_at + grace_s - time.monotonic())
 
     @staticmethod
     def _say(text: str) -> None:
@@ -248,13 +265,13 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
             outcome = attempt(job, allocation, signals, key)
     except NoRoomError as error:
         count_requeue(job, before, str(error))
-        return requeue(allocation, str(error))
+        return requeue(allocation, str(error), NO_ROOM_S)
     print(f"{allocation.name}: {outcome}", flush=True)
     (job.folder / REQUEUES).unlink(missing_ok=True)
     if outcome == "finished":
         return 0
-    if allocation.is_preempted():  # told by SIGTERM to the roles, or by the signal for the time limit
-        return requeue(allocation, "Slurm preempts the job")
+    if is_preempted(allocation, signals.left_s(job.grace_s) / 2):
+        return requeue(allocation, "Slurm preempts the job", signals.left_s(job.grace_s))
     if not signals.time_limit or not job.resubmit:
         return 0
     if progress(job) == before:
@@ -262,8 +279,34 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
             "the time limit came before the run had sampled a batch, saved a checkpoint or published a version, so the "
             "job is not submitted again; raise --time"
         )
-    print(f"submitted job {allocation.submit_next(job.script)}, which goes on", flush=True)
+    # One that Slurm took without saying so is submitted twice: whichever is started second is refused.
+    following = answered(lambda: allocation.submit_next(job.script), signals.left_s(job.grace_s))
+    print(f"submitted job {following}, which goes on", flush=True)
     return 0
+
+
+def answered(order: Callable[[], T], within_s: float) -> T:
+    """What Slurm answers. Its controller may be away for a moment, for a restart: it is asked again, for `within_s` at
+    most. Raises SlurmError."""
+    ends = time.monotonic() + within_s
+    while True:
+        try:
+            return order()
+        except SlurmError as error:
+            if time.monotonic() + ASK_PAUSE_S > ends:
+                raise
+            print(f"warning: {error}; it is asked again", file=sys.stderr, flush=True)
+        time.sleep(ASK_PAUSE_S)
+
+
+def is_preempted(allocation: Allocation, within_s: float) -> bool:
+    """Whether Slurm preempts the job: by SIGTERM to the roles, or by the signal for the time limit. Not where it does
+    not say so: what is left of the notice is then for submitting the next job."""
+    try:
+        return answered(allocation.is_preempted, within_s)
+    except SlurmError as error:
+        print(f"warning: {error}; the job is taken not to be preempted", file=sys.stderr, flush=True)
+        return False
 
 
 def count_requeue(job: Job, before: tuple[int, ...], reason: str) -> None:
@@ -290,10 +333,11 @@ def _requeues_at(path: Path, reached: tuple[int, ...]) -> int:
         return 0
 
 
-def requeue(allocation: Allocation, reason: str) -> int:
-    """Queue the job again, for other nodes or another time; Slurm ends this process meanwhile."""
+def requeue(allocation: Allocation, reason: str, within_s: float) -> int:
+    """Queue the job again, for other nodes or another time; Slurm ends this process meanwhile. It is asked for
+    `within_s`."""
     print(f"{reason}: the job requeues itself", flush=True)
-    allocation.requeue()
+    answered(allocation.requeue, within_s)
     time.sleep(REQUEUED_S)
     print(f"error: job {allocation.job} was requeued {REQUEUED_S} s ago, and still runs; submit it again", flush=True)
     return 1

@@ -35,7 +35,7 @@ from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.export import joined_digests, prune, taking
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weights import convert
-from pipeline.background import in_background
+from pipeline.background import in_background, is_over
 from pipeline.data.deltas.delta import Delta, DeltaWriter, list_of, payload_name, payload_of, state_of
 from pipeline.data.files import temporary_name
 from pipeline.data.integrity.space import require_space
@@ -110,8 +110,8 @@ class DeltaChannel:
         self.begin(version)
         return self.finish()
 
-    def begin(self, version: int) -> None:
-        """See WeightChannel: every rank keeps its share."""
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:  # noqa: ARG002
+        """See WeightChannel: every rank keeps its share, whether the learner waits or not."""
         watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
@@ -124,6 +124,10 @@ class DeltaChannel:
         self._delivery = in_background(
             lambda: terms | self._deliver(version, watch, probe, base, begun, shares), "delivery"
         )
+
+    def is_over(self, wait_s: float) -> bool:
+        """See WeightChannel."""
+        return is_over(self._delivery, wait_s)
 
     def finish(self) -> dict[str, float]:
         """See WeightChannel; measured as `publish` says."""

@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +70,22 @@ def verify_folder(folder: Path, remedy: str, *, required: bool = True) -> None:
         if found is None or found.sha256 != expected[name]:
             what = "missing" if found is None else f"damaged (its SHA-256 is not that in {CHECKSUMS})"
             raise StoreError(f"{folder / name} is {what}; {remedy}")
+
+
+def remove_listed(folder: Path, name: str) -> None:
+    """Delete a file of a folder, and then its line in the list: the others stay as they are. Nothing where it is gone;
+    one that is killed between is completed by the next call. A list that is damaged stays so."""
+    if not folder.is_dir():
+        return
+    (folder / name).unlink(missing_ok=True)
+    with suppress(FileNotFoundError, StoreError):
+        lines = read_sealed(folder / CHECKSUMS, "").splitlines(keepends=True)
+        kept = [line for line in lines if line.rstrip("\n").partition("  ")[2] != name]
+        if not kept:
+            (folder / CHECKSUMS).unlink()
+        elif kept != lines:
+            write_sealed(folder / CHECKSUMS, "".join(kept))
+    fsync_directory(folder)
 
 
 def sync_files(paths: Iterable[Path]) -> None:

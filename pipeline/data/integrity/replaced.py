@@ -1,15 +1,32 @@
-"""Small files that are replaced again and again, as other hosts see them."""
+"""Small files that are replaced again and again, and their folders, as other hosts see them."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from pipeline.data.integrity.regular import read_at_most
 
 REREAD_S = 1.0
 """How long a file that cannot be read is read again: file systems of several hosts may show it empty, or answer with an
 error, for a moment while it is replaced."""
+T = TypeVar("T")
+
+
+def asked_again(look: Callable[[], T]) -> T:
+    """What `look` returns. Raises FileNotFoundError at once, and another OSError where it stays for REREAD_S."""
+    give_up = time.monotonic() + REREAD_S
+    while True:
+        try:
+            return look()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if time.monotonic() > give_up:
+                raise
+        time.sleep(REREAD_S / 20)
 
 
 def read_replaced(path: Path, num_bytes: int) -> bytes:

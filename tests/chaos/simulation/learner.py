@@ -118,7 +118,7 @@ class SimulatedChannel:
         self.begin(version)
         return self.finish()
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:
         world = self._room.world
         world.point("publish", str(version))
         self._asked(version)
@@ -132,6 +132,12 @@ class SimulatedChannel:
             return 0
 
         self._delivery = world.start("delivery", deliver, 0.0, self._owner.host, self._owner)
+
+    def is_over(self, wait_s: float) -> bool:
+        ends = time.monotonic() + wait_s
+        while (running := self._delivery is not None and self._delivery.status is None) and time.monotonic() < ends:
+            time.sleep(0.05)
+        return not running
 
     def finish(self) -> dict[str, float]:
         delivery, self._delivery = self._delivery, None

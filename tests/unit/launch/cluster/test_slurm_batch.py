@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from launch.cluster.slurm import batch
-from launch.cluster.slurm.allocation import Allocation
+from launch.cluster.slurm.allocation import Allocation, SlurmError
 from launch.cluster.slurm.batch import Job, Signals, api_key, role_environment, role_program, run_job
 from launch.cluster.slurm.placement import Shape
 from launch.cluster.starter import NoRoomError, Unit
@@ -30,14 +30,24 @@ class Said(Allocation):
 
     orders: list[str]
     preempted = False
+    away = 0
+    """So often the controller does not answer."""
+
+    def _ask(self) -> None:
+        if self.away:
+            self.away -= 1
+            raise SlurmError("scontrol ended with 1: Unable to contact slurm controller (connect failure)")
 
     def is_preempted(self) -> bool:
+        self._ask()
         return self.preempted
 
     def requeue(self) -> None:
+        self._ask()
         self.orders.append("requeue")
 
     def submit_next(self, script: Path) -> str:
+        self._ask()
         self.orders.append(f"submit {script.name}")
         return "8"
 
@@ -131,6 +141,66 @@ def test_a_preempted_job_saves_and_requeues_itself(
     for _ in range(7):
         run_job(given, allocation, signals)
     assert allocation.orders == ["requeue"] * 7
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.parametrize("away", [1, 3])
+def test_a_controller_that_is_away_for_a_moment_is_asked_again(
+    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch, preempted: bool, away: int
+) -> None:
+    """Else the chain of jobs would end there, and nobody would say so."""
+    monkeypatch.setattr(batch, "REQUEUED_S", 0)
+    monkeypatch.setattr(batch, "ASK_PAUSE_S", 0.0)
+    signals = Signals()
+
+    def stopped() -> str:
+        published(job, 3)
+        signals._limit()
+        allocation.away, allocation.preempted = away, preempted
+        return "stopped"
+
+    attempt(monkeypatch, stopped)
+    run_job(job, allocation, signals)
+    assert allocation.orders == (["requeue"] if preempted else ["submit job.sbatch"])
+
+
+def test_a_controller_that_does_not_say_whether_it_preempts_gets_the_next_job(
+    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(batch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(batch.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+
+    def go_on(version: int, away: int) -> int:
+        signals = Signals()
+
+        def stopped() -> str:
+            published(job, version)
+            signals._limit()
+            now[0] += 40.0  # of a grace time of 60 s
+            allocation.away = away
+            return "stopped"
+
+        attempt(monkeypatch, stopped)
+        return run_job(job, allocation, signals)
+
+    assert (go_on(3, away=3), allocation.orders) == (0, ["submit job.sbatch"])
+    assert now[0] < 60.0
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        go_on(4, away=99)
+
+
+def test_too_few_nodes_wait_for_a_controller_that_is_away(
+    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room() -> str:
+        allocation.away = 50
+        raise NoRoomError("engine-0 has room on none of the nodes that are up")
+
+    monkeypatch.setattr(batch.time, "sleep", lambda seconds: None)
+    attempt(monkeypatch, no_room)
+    run_job(job, allocation, Signals())
+    assert allocation.orders == ["requeue"]
 
 
 def test_a_preempted_job_of_a_finished_run_ends(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:

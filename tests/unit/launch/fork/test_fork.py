@@ -11,17 +11,19 @@ import pytest
 
 from launch.build.trainer import build_rates
 from launch.export.points import RunPoints
-from launch.fork.fork import fork_run, forked_at
+from launch.fork import fork
+from launch.fork.fork import fork_run
 from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.data.event_log import EventLog, read_events, read_metrics
-from pipeline.data.files import temporary_name
+from pipeline.data.files import remove_folder, temporary_name
 from pipeline.data.frozen.recipes import add_recipe, all_recipes
 from pipeline.data.integrity.sealed import write_sealed, write_sealed_json
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
+from pipeline.resume.resume import go_on_with
 from precision.controller.records import State
 from precision.reference import ReferenceSection
 from tests.support.runs import evenkeel
@@ -41,7 +43,7 @@ def test_a_fork_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "new")
     assert made["changes"].keys() == {"rollout.group_size", "learner.optimizer.lr"}
     assert json.loads((run.path / "parent.json").read_text())["run"] == str(source.path)
-    assert forked_at(run.path) == 4
+    assert run.forked_at() == 4
     assert (run.saved_steps(), BatchStore(run.batches).committed()) == ([4], [0, 1, 2, 3])
     assert BatchStore(run.batches).groups_to_ask() == (8, ()), "prompts go on where they were"
     assert not run.is_published()
@@ -173,6 +175,42 @@ def test_what_is_damaged_is_not_taken_over(tmp_path: Path, kind: str) -> None:
     with pytest.raises(StoreError, match="cannot be forked at step 4"):
         fork_run(source.path, Path("new"), 4)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("linked", [0, 1])
+def test_a_checkpoint_that_the_parent_deletes_meanwhile_leaves_no_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: int
+) -> None:
+    """A run that goes on keeps its newest checkpoints alone. Nothing of the folder is found then, or half of it."""
+    source = whole_run(tmp_path)
+    checkpoint, link, calls = source.checkpoints / "000002", fork._link, 0
+
+    def prune() -> None:
+        if checkpoint.exists():
+            remove_folder(checkpoint)
+
+    def linking(old: Path, new: Path) -> None:
+        nonlocal calls
+        if checkpoint in old.parents:
+            calls += 1
+            if calls > linked:
+                prune()
+        link(old, new)
+
+    monkeypatch.setattr(fork, "_link", linking)
+    with pytest.raises(StoreError, match=r"has no checkpoint of step 2; there are: 4 \(checkpoint.keep\)"):
+        fork_run(source.path, Path("new"), 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_fork_without_its_checkpoint_is_not_begun(tmp_path: Path) -> None:
+    """It would train the steps of its parent again."""
+    fork_run(whole_run(tmp_path).path, Path("new"), 4)
+    run = RunDirectory(tmp_path / "new")
+    go_on_with(run, run.recipe())
+    remove_folder(run.checkpoints / "000004")
+    with pytest.raises(StoreError, match="is a fork at step 4, and holds no checkpoint of that step"):
+        go_on_with(run, run.recipe())
 
 
 def test_without_hard_links_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from pipeline.data.epochs import claim
 from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import FatalError, RecipeError, SupersededError
+from pipeline.errors import DiskFullError, FatalError, RecipeError, RewardError, SupersededError
 
 LEARNER, COLLECTOR, ENGINE = Unit("learner"), Unit("collector"), Unit("engine", 0)
 
@@ -248,6 +249,67 @@ def test_asked_to_stop_the_loops_end_before_the_engines(case: Case) -> None:
         assert asked_before == [False, False]
         assert case.starter.processes(LEARNER)[0].asked
     assert case.starter.processes(ENGINE)[0].asked
+
+
+@pytest.mark.parametrize(
+    ("error", "saves"), [(RewardError("it fails"), True), (OSError("gone"), True), (DiskFullError("full"), False)]
+)
+def test_whatever_ends_the_run_a_healthy_learner_saves_first(
+    case: Case, monkeypatch: pytest.MonkeyPatch, error: Exception, saves: bool
+) -> None:
+    """But on a full disk, where it cannot."""
+
+    def fail() -> None:
+        if isinstance(error, OSError):
+            raise error
+        leave_fatal_note(case.run, "collector-000001", error)
+        case.end(COLLECTOR, 64)()
+
+    def end_slowly(process: Process) -> None:
+        if process is case.starter.processes(LEARNER)[0]:
+            case.script = [*[lambda: None] * 5, lambda: setattr(process, "status", 143)]
+        else:
+            process.status = 143
+
+    monkeypatch.setattr(supervising, "SERVERS_GRACE_S", 0.0)
+    monkeypatch.setattr(Process, "terminate", end_slowly)
+    case.script = [fail]
+    with pytest.raises(type(error)), case.supervisor as supervisor:
+        supervisor.supervise()
+    assert (case.starter.processes(LEARNER)[0].status == 143) == saves
+    assert all(process.status or process.killed for _, process in case.starter.started)
+
+
+def test_a_file_system_that_does_not_answer_for_a_while_ends_nothing(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "NO_LOG_PAUSE_S", 0.0)
+    listed, finished, stale = supervising.newest, case.run.is_finished, OSError(errno.ESTALE, "Stale file handle")
+    down = False
+
+    def asked(look: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*given: Any) -> Any:
+            if down:
+                raise stale
+            return look(*given)
+
+        return ask
+
+    def switch(to: bool) -> Callable[[], None]:
+        def act() -> None:
+            nonlocal down
+            down = to
+
+        return act
+
+    monkeypatch.setattr(supervising, "newest", asked(listed))
+    monkeypatch.setattr(supervising, "announced", asked(lambda run, recipe: []))
+    monkeypatch.setattr(RunDirectory, "is_finished", asked(lambda self: finished()))
+    monkeypatch.setattr("pipeline.data.epochs.newest", asked(listed))
+    case.script = [switch(True), case.end(COLLECTOR, -9), lambda: None, switch(False), lambda: None, case.finish]
+    with case.supervisor as supervisor:
+        assert supervisor.supervise() == "finished"
+    assert [len(case.starter.processes(unit)) for unit in (LEARNER, COLLECTOR, ENGINE)] == [1, 2, 1]
 
 
 def test_a_supervisor_ends_when_another_has_taken_over(case: Case) -> None:

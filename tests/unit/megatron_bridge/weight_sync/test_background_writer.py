@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from pathlib import Path
@@ -40,6 +41,19 @@ def test_what_stops_a_writer_is_raised_where_it_is_waited_for(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         FolderWriter(tmp_path / "file" / "folder", 0, []).wait(10)
+
+
+def test_a_folder_that_a_full_disk_cut_short_is_removed(tmp_path: Path) -> None:
+    """As large as a policy, it would be in the way of whatever is to be written once there is room."""
+    temporary = tmp_path / ".000013.host-0123456789ab.tmp"
+
+    def fills() -> None:
+        assert any(temporary.iterdir())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        FolderWriter(temporary, 0, [("a", torch.ones(2))], fills).wait(10)
+    assert not temporary.exists()
 
 
 def test_a_slow_disk_is_not_waited_for_for_ever(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import DiskFullError
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
@@ -40,6 +41,31 @@ class NoEngines:
 
     async def close(self) -> None:
         pass
+
+
+def test_a_disk_without_room_for_the_folder_is_said_before_the_engines_are_asked(
+    learner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "RankSync", lambda _deadline_s: LikeRanks(0))
+    monkeypatch.setattr(streaming, "expected_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(ProbeScorer, "score", lambda *_: (None, {}))
+    plan = WeightCheckPlan(rows=((1, 2, 3, 4),), max_mean_gap_nats=1.0, new_checksums=None)
+    settings: dict[str, Any] = dict(num_engines=1, keep=1, bucket_bytes=1 << 20, deadline_s=10.0)
+    run, session = RunDirectory(tmp_path / "run"), NoEngines()
+    run.make_folders()
+    channel = StreamedChannel(
+        learner,
+        session,
+        run,
+        None,
+        plan,
+        ProbeScorer(learner),
+        ProcessGroupTransport,
+        **settings,  # type: ignore[arg-type]
+    )
+    with pytest.raises(DiskFullError, match="too full for version 13"):
+        channel.publish(13)
+    channel.close()
 
 
 @pytest.mark.parametrize(("num_engines", "senders"), [(1, 1), (3, 3), (9, 4)])

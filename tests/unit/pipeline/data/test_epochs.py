@@ -104,6 +104,28 @@ def test_a_pointer_that_cannot_be_read_while_it_is_replaced_is_read_again(
     assert times == 3
 
 
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+def test_a_listing_that_fails_for_a_moment_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Healthy work looks every two seconds whether it is superseded."""
+    epoch = claim(tmp_path, "learner")
+    listed, failures = os.listdir, [OSError(code, os.strerror(code))] * 2
+
+    def listdir(path: Path) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    epoch.check()
+    assert failures == []
+    failures.extend([OSError(code, os.strerror(code))] * 100)
+    monkeypatch.setattr(replaced, "REREAD_S", 0.1)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        epoch.check()
+
+
 @pytest.mark.parametrize(("code", "raised"), [(errno.EOPNOTSUPP, StoreError), (errno.ENOSPC, OSError)])
 def test_hard_links_are_blamed_only_where_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, raised: type[Exception]

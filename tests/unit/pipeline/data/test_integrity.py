@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pipeline.data.arrays.zarr_reader import open_zarr_zip
 from pipeline.data.arrays.zarr_writer import SMALL_BYTES, sealed_zip, write_zarr_zip
 from pipeline.data.integrity import walk
-from pipeline.data.integrity.folders import CHECKSUMS, list_checksums, verify_folder
+from pipeline.data.integrity.folders import CHECKSUMS, list_checksums, remove_listed, verify_folder
 from pipeline.data.integrity.sealed import (
     create_sealed,
     read_sealed,
@@ -192,6 +192,20 @@ def test_a_folder_is_compared_with_its_list_which_sha256sum_reads(tmp_path: Path
     write_sealed(tmp_path / CHECKSUMS, f"{'0' * 64}  ../x\n")
     with pytest.raises(StoreError, match="names files outside"):
         verify_folder(tmp_path, "")
+
+
+def test_a_file_leaves_a_folder_with_its_line_in_the_list(tmp_path: Path) -> None:
+    remove_listed(tmp_path / "nothing", "a")
+    for name in ("config.json", "manifest.json"):
+        (tmp_path / name).write_text(name)
+    list_checksums(tmp_path)
+    (tmp_path / "manifest.json").unlink()  # as one that was killed then left it
+    remove_listed(tmp_path, "manifest.json")
+    verify_folder(tmp_path, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", CHECKSUMS}
+    (tmp_path / CHECKSUMS).write_text("damaged")
+    remove_listed(tmp_path, "config.json")
+    assert [path.name for path in tmp_path.iterdir()] == [CHECKSUMS]
 
 
 def test_every_file_of_a_run_is_read(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.files import remove_leftovers
 from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
+from pipeline.data.integrity.folders import list_checksums, verify_folder
 from pipeline.data.integrity.sealed import write_sealed_json
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import RunConflictError, StoreError, SupersededError
@@ -115,14 +116,22 @@ def test_what_is_not_safe_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_with_more_steps_is_not_finished(tmp_path: Path) -> None:
+    """Nor is its model that of its end. What is left of that is whole."""
     run = whole_run(tmp_path, committed=8, published=8, saved=(8,), policies=(8,))
     finish(run)
+    run.model.mkdir(exist_ok=True)
+    for name in ("config.json", "manifest.json"):
+        (run.model / name).write_text("{}")
+    list_checksums(run.model)
     assert nothing_left(run, run.recipe())
     longer = changed(run.recipe(), run=dict(steps=16))
     assert not nothing_left(run, longer)
     go_on_with(run, longer)
     assert not run.is_finished()
     assert run.recipe().run.steps == 16
+    assert not run.model_manifest.exists()
+    assert (run.model / "config.json").exists()
+    verify_folder(run.model, "")
 
 
 def test_who_works_by_the_old_recipe_is_superseded(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog, read_events, read_metrics
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import StoppedError, SupersededError
+from pipeline.errors import EngineHungError, StoppedError, SupersededError
 from pipeline.ports.learner import Update
 from pipeline.schedule import Schedule
 from pipeline.trainer.checkpoints import Saved
@@ -29,15 +29,21 @@ class Recorder(OneRank):
         self.calls: list[str] = []
         self.under_way: int | None = None
         self.written: Saved | None = None
+        self.learner_waits = False
 
-    def publish(self, version: int) -> dict[str, float]:
-        self.calls.append(f"publish {version}")
-        return {"publish_s": 0.25, "load_s": 0.125, "transfer_bytes": 8.0}
+    def stop_requested(self) -> bool:
+        return False
 
-    def begin(self, version: int) -> None:
-        self.calls.append(f"begin {version}")
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:
+        self.calls.append(f"{'publish' if learner_waits else 'begin'} {version}")
+        self.learner_waits = learner_waits
+
+    def is_over(self, wait_s: float) -> bool:
+        return True
 
     def finish(self) -> dict[str, float]:
+        if self.learner_waits:
+            return {"publish_s": 0.25, "load_s": 0.125, "transfer_bytes": 8.0}
         self.calls.append("finish")
         return {"publish_s": 0.5}
 
@@ -65,10 +71,9 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
-    unused: Any = SimpleNamespace()
     return Trainer(
         run=run,
-        batches=unused,
+        batches=recorder,  # type: ignore[arg-type]
         learner=recorder,  # type: ignore[arg-type]
         schedule=Schedule(kind="sync", steps=4),
         advantage_computer=SimpleNamespace(  # type: ignore[arg-type]
@@ -291,6 +296,104 @@ def test_a_request_to_stop_waits_for_what_moves(run: RunDirectory, monkeypatch: 
     with pytest.raises(StoppedError):
         beside(run, steps, monkeypatch, kind="async", lag=1).train()
     assert steps.calls == ["batch 0", "begin 1", "batch 1", "save 1", "finish"]
+
+
+class Ending(Beside):
+    """The process is asked to end while batch `last` is trained on, or once rank 0 has looked `late_looks` times since.
+    The engines are asked to end with it: a version that is on its way then fails, or never arrives where it `hangs`."""
+
+    def __init__(self, run: RunDirectory, last: int, *, hangs: bool = False, late_looks: int = 0) -> None:
+        super().__init__(run)
+        self.last, self.hangs, self.late_looks = last, hangs, late_looks
+        self.gone, self.looks, self.inside = False, 0, False
+
+    def tell(self, action: Callable[[], Any]) -> Any:
+        self.inside = True
+        try:
+            return super().tell(action)
+        finally:
+            self.inside = False
+
+    def stop_requested(self) -> bool:
+        assert self.inside, "rank 0 alone knows it"
+        self.looks += self.gone
+        return self.looks > self.late_looks
+
+    def wait(self, index: int, meanwhile: Callable[[], None]) -> Any:
+        if self.gone:
+            raise StoppedError("asked to end")
+        return super().wait(index, meanwhile)
+
+    def update(self, batch: Any, watch: Any) -> Update:
+        self.gone = self.calls[-1] == f"batch {self.last}"
+        return Update(metrics={"entropy": 0.5}, histogram=[1.0], device_logprobs=torch.zeros(2))
+
+    def is_over(self, wait_s: float) -> bool:
+        return not (self.gone and self.hangs)
+
+    def finish(self) -> dict[str, float]:
+        measured = super().finish()
+        if self.gone:
+            raise EngineHungError("engine 0: it has withdrawn")
+        return measured
+
+
+def ended(run: RunDirectory, steps: Ending, monkeypatch: pytest.MonkeyPatch, **schedule: Any) -> list[str]:
+    """The calls of a run that was asked to end, and did so in order."""
+    loop = beside(run, steps, monkeypatch, **schedule)
+    monkeypatch.setattr(loop, "_update", steps.update)
+    monkeypatch.setattr("pipeline.trainer.loop.LAST_PUBLISH_S", 0.0)
+    with pytest.raises(StoppedError, match="asked to end"):
+        loop.train()
+    return steps.calls
+
+
+def test_a_learner_that_is_asked_to_end_with_its_engines_does_not_publish(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be no engine any more, and one would be waited for until the grace time is over."""
+    calls = ended(run, Ending(run, last=1), monkeypatch, kind="sync")
+    assert calls == ["batch 0", "publish 1", "batch 1", "wait_for_folder", "save 2"]
+    assert [line["step"] for line in read_metrics(run.path)] == [0, 1]
+
+
+@pytest.mark.parametrize("late_looks", [0, 2])
+def test_a_version_that_no_engine_took_because_all_end_does_not_keep_from_saving(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, late_looks: int
+) -> None:
+    """Also where the engines were asked to end a moment before the learner."""
+    calls = ended(run, Ending(run, last=1, late_looks=late_looks), monkeypatch, kind="async", lag=1)
+    assert calls == ["batch 0", "begin 1", "batch 1", "finish", "wait_for_folder", "save 2"]
+
+
+def test_a_version_that_never_arrives_is_left_behind(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = ended(run, Ending(run, last=1, hangs=True), monkeypatch, kind="async", lag=1)
+    assert calls == ["batch 0", "begin 1", "batch 1", "save 2"]
+
+
+def test_the_last_version_is_published_by_the_next_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = ended(run, Ending(run, last=3), monkeypatch, kind="sync")
+    assert calls[-3:] == ["batch 3", "wait_for_folder", "save 4"]
+
+
+def test_no_checkpoint_within_a_stage_whose_version_no_engine_took(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who went on from it would publish nothing before the stage ends, and the collector waits for that version."""
+    calls = ended(run, Ending(run, last=2), monkeypatch, kind="staged", updates_per_stage=2)
+    assert calls == ["batch 0", "batch 1", "begin 2", "batch 2", "finish"]
+
+
+def test_engines_that_fail_end_a_learner_that_nobody_asked_to_end(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Ending(run, last=1, late_looks=99)
+    loop = beside(run, steps, monkeypatch, kind="async", lag=1)
+    monkeypatch.setattr(loop, "_update", steps.update)
+    monkeypatch.setattr("pipeline.trainer.loop.STOP_SPREAD_S", 0.0)
+    with pytest.raises(EngineHungError, match="it has withdrawn"):
+        loop.train()
+    assert not [call for call in steps.calls if call.startswith("save")]
 
 
 def test_sync_trains_nothing_while_weights_move() -> None:
