@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pipeline.rewards.channel import BadMessageError
+from precision.text.secret import without
 
 MAX_TEXTS_BYTES = 64 * 2**20
 """Of one request's texts and metadata."""
@@ -64,10 +65,11 @@ def failure(reason: str, detail: str) -> Judgment:
 
 def without_secrets(text: str) -> str:
     """Keys and passwords of the environment by their variables' names: errors of HTTP clients name the address with its
-    query."""
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_SECRET and _SECRET.search(name):
-            text = text.replace(value, f"${name}")
+    query. The longest go first, since one may be the beginning of another."""
+    hidden = [(value.strip(), name) for name, value in os.environ.items() if _SECRET.search(name)]
+    for value, name in sorted(hidden, key=lambda pair: len(pair[0]), reverse=True):
+        if len(value) >= _SHORTEST_SECRET:
+            text = without(text, value, f"${name}")
     return text
 
 

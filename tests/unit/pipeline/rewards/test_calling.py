@@ -227,6 +227,16 @@ def test_secrets_of_the_environment_are_not_said(monkeypatch: pytest.MonkeyPatch
         assert "sk-01" not in as_judgment("x" * cut + "sk-0123456789").detail
 
 
+def test_nor_are_they_said_in_an_address_or_in_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key may be the beginning of another."""
+    monkeypatch.setenv("A_KEY", "ab/cd+efgh==")
+    monkeypatch.setenv("B_KEY", "ab/cd+efgh==ijkl\n")
+    monkeypatch.setenv("PASSWORD", "it's\\two")
+    asked = httpx.Request("GET", "https://judge/", params=dict(a="ab/cd+efgh==", b="ab/cd+efgh==ijkl"))
+    assert failure("raised", f"401 for {asked.url}").detail == "401 for https://judge/?a=$A_KEY&b=$B_KEY"
+    assert as_judgment(dict(reward="it's\\two")).detail.startswith("returned {'reward': \"$PASSWORD\"}")
+
+
 class Judge(BaseHTTPRequestHandler):
     """Of every three requests the first is refused for a moment. A question with "wrong" gets no number."""
 
