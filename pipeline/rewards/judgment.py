@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from pipeline.rewards.channel import BadMessageError
 from precision.text.secret import without
+from precision.text.short import one_line
 
 MAX_TEXTS_BYTES = 64 * 2**20
 """Of one request's texts and metadata."""
@@ -59,8 +60,8 @@ def together(judgments: Sequence[Judgment]) -> Judgment:
 
 
 def failure(reason: str, detail: str) -> Judgment:
-    """No score, and why, without secrets: it goes into logs."""
-    return Judgment(0.0, {}, reason, without_secrets(detail))
+    """No score, and why, on one line without secrets: it goes into logs."""
+    return Judgment(0.0, {}, reason, one_line(without_secrets(detail), _MAX_DETAIL))
 
 
 def without_secrets(text: str) -> str:
@@ -139,7 +140,7 @@ def _decoded(fields: Any) -> Judgment:
     if not (failed is None or failed in FAILURES) or not isinstance(detail, str):
         raise BadMessageError("an unknown failure")
     numbers = {name: float(part) for name, part in parts.items()}
-    return Judgment(float(reward), numbers, failed, detail[:_MAX_DETAIL])
+    return Judgment(float(reward), numbers, failed, one_line(detail, _MAX_DETAIL))
 
 
 def _is_number(value: Any) -> bool:

@@ -169,10 +169,19 @@ def test_a_call_that_ends_the_process_costs_its_own_sample(response: str, reason
 def test_judgments_of_a_request() -> None:
     several = together([Judgment(1.0, {"a": 2.0}), failure("raised", "x" * 600), Judgment(0.0, {})])
     read = decode_judgment("k", encode_judgment("k", several))
-    assert read.of_each(3) == [Judgment(1.0, {"a": 2.0}), failure("raised", "x" * 500), Judgment(0.0, {})]
+    assert read.of_each(3) == [Judgment(1.0, {"a": 2.0}), several.rest[0], Judgment(0.0, {})]
     assert [one.failed for one in failure("timeout", "").of_each(2)] == ["timeout"] * 2
     assert [one.failed for one in several.of_each(2)] == ["bad_result"] * 2
     assert len(encode_judgment("k", together([Judgment(0.1, {"part": 0.1})] * 1000))) < judgments.MAX_JUDGMENT_BYTES
+
+
+@pytest.mark.parametrize("detail", ["no\nerror: the disk is full\x1b[2J", "a\r\nb\u2028c\x9b"])
+def test_what_failed_is_one_line_without_control_characters(detail: str) -> None:
+    """It goes into the log, whose lines are read as errors of ours, and from there to a terminal."""
+    forged = Judgment(0.0, {}, "raised", detail)
+    for shown in (failure("raised", detail).detail, decode_judgment("k", encode_judgment("k", forged)).detail):
+        assert shown.isprintable()
+        assert len(shown) <= 500
 
 
 def answered(status: int) -> httpx.HTTPStatusError:
