@@ -161,6 +161,11 @@ class Transport:
                         "see the log of the server"
                     ) from error
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            except httpx.LocalProtocolError:
+                # httpx quotes the header that it does not send, and the key is in it.
+                raise EngineUnavailableError(
+                    f"{what} cannot be sent; is the API key printable ASCII without blanks?"
+                ) from None
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise EngineUnavailableError(
                     f"{what}: {type(error).__name__} {one_line(error, 300)}; see the log of the server"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from launch.build.components import TaskPrompts
 from launch.build.engines import engine_dtype
+from launch.cluster.roles.api_key import key_of_variable
 from megatron_bridge.hf.model_config import read_config, size_of
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
@@ -61,7 +61,7 @@ async def teacher_of(
         yield None
         return
     async with AsyncExitStack() as stack:
-        process, urls, key = None, section.urls, os.environ.get(API_KEY_VARIABLE)
+        process, urls, key = None, section.urls, key_of_variable(API_KEY_VARIABLE)
         if section.path is not None:
             spec = _spec(run, recipe, section.path)
             process, urls, key = start(spec), (spec.url,), spec.api_key

@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pipeline.rewards.channel import BadMessageError
+from precision.text.secret import without
+from precision.text.short import one_line
 
 MAX_TEXTS_BYTES = 64 * 2**20
 """Of one request's texts and metadata."""
@@ -58,16 +60,17 @@ def together(judgments: Sequence[Judgment]) -> Judgment:
 
 
 def failure(reason: str, detail: str) -> Judgment:
-    """No score, and why, without secrets: it goes into logs."""
-    return Judgment(0.0, {}, reason, without_secrets(detail))
+    """No score, and why, on one line without secrets: it goes into logs."""
+    return Judgment(0.0, {}, reason, one_line(without_secrets(detail), _MAX_DETAIL))
 
 
 def without_secrets(text: str) -> str:
     """Keys and passwords of the environment by their variables' names: errors of HTTP clients name the address with its
-    query."""
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_SECRET and _SECRET.search(name):
-            text = text.replace(value, f"${name}")
+    query. The longest go first, since one may be the beginning of another."""
+    hidden = [(value.strip(), name) for name, value in os.environ.items() if _SECRET.search(name)]
+    for value, name in sorted(hidden, key=lambda pair: len(pair[0]), reverse=True):
+        if len(value) >= _SHORTEST_SECRET:
+            text = without(text, value, f"${name}")
     return text
 
 
@@ -137,7 +140,7 @@ def _decoded(fields: Any) -> Judgment:
     if not (failed is None or failed in FAILURES) or not isinstance(detail, str):
         raise BadMessageError("an unknown failure")
     numbers = {name: float(part) for name, part in parts.items()}
-    return Judgment(float(reward), numbers, failed, detail[:_MAX_DETAIL])
+    return Judgment(float(reward), numbers, failed, one_line(detail, _MAX_DETAIL))
 
 
 def _is_number(value: Any) -> bool:

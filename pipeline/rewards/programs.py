@@ -19,6 +19,7 @@ import re
 import select
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -31,8 +32,6 @@ from pipeline.rewards.sandbox.confine import Confinement
 from pipeline.rewards.sandbox.limits import WATCH_EVERY_S, OverLimitError
 
 MAX_OUTPUT_BYTES = 2**20
-_FENCED = re.compile(r"^(?:(?!```)[^\n])*(`{3,})([^`\n]*)\n(.*?)(?:\1`*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
-"""A block: its fence, what the fence says, and the code. One that is never closed ends with the response."""
 _PYTHON = re.compile(r"\W*py(?:thon)?[\d.]*\b", re.IGNORECASE)
 _CALLER = """\
 import json
@@ -55,10 +54,35 @@ class ProgramTest:
 def program_in(response: str) -> str:
     """The last fenced block that says it is Python, or else the last that says nothing, or else the whole response.
     Blocks of other languages show output, or how to call the program."""
-    blocks = [(said.strip(), code) for _, said, code in _FENCED.findall(response.replace("\r\n", "\n")) if code.strip()]
+    blocks = [(said.strip(), code) for said, code in blocks_in(response.replace("\r\n", "\n")) if code.strip()]
     python = [code for said, code in blocks if _PYTHON.match(said)]
     found = python or [code for said, code in blocks if not said]
     return dedent(found[-1]) if found else response  # a block in a list is indented
+
+
+def blocks_in(text: str) -> Iterator[tuple[str, str]]:
+    """What the fence says, and the code, of each fenced block. A fence is the first run of three backticks or more in a
+    line that has no others behind it. The block ends before a run as long at the end of a line, or with the text.
+
+    Each line is looked at once: a pattern took the square of their number for a run of backticks.
+    """
+    fence, said = 0, ""
+    code: list[str] = []
+    for line in text.split("\n"):
+        if not fence:
+            run = line[line.find("```") :] if "```" in line else ""
+            said = run.lstrip("`")
+            fence, code = (0 if "`" in said else len(run) - len(said)), []
+            continue
+        ended = line.rstrip(" \t")
+        before = ended.rstrip("`")
+        if len(ended) - len(before) < fence:
+            code.append(line)
+            continue
+        yield said, "\n".join([*code, before])
+        fence = 0
+    if fence:
+        yield said, "\n".join(code)
 
 
 def parse_tests(answer: str) -> list[ProgramTest]:
@@ -125,12 +149,13 @@ class ProgramJudge:
     def judge(self, texts: bytes) -> Judgment:
         """Reward 1 if all tests pass. Parts: `passed`, the share of tests before the first that fails; `cut`, 1 where a
         limit ended that one."""
+        give_up = time.monotonic() + self._deadline_s
         (sample,) = decode_texts(texts)
         try:
             tests = parse_tests(sample["answer"])
         except ValueError as error:
             return failure("raised", str(error))
-        program, give_up = program_in(sample["response"]), time.monotonic() + self._deadline_s
+        program = program_in(sample["response"])
         passed = cut = 0
         for test in tests:
             output = self._run(program, test, give_up)

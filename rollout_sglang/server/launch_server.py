@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from precision.text.secret import without
 from rollout_sglang.server.parentage import be_a_parent, be_a_spawned_child
 from rollout_sglang.server.torch_groups import bind_stores, bound_groups
 
@@ -34,8 +35,9 @@ def hide_in_logs(secret: str) -> None:
 
     def make_without_secret(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
-        if secret in str(record.msg) or secret in str(record.args):
-            record.msg, record.args = record.getMessage().replace(secret, "***"), ()
+        parts = (record.msg, record.args, *(record.args if isinstance(record.args, tuple) else ()))
+        if any(without(said, secret) != said for said in map(str, parts)):
+            record.msg, record.args = without(record.getMessage(), secret), ()
         return record
 
     logging.setLogRecordFactory(make_without_secret)

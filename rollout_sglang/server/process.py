@@ -16,6 +16,7 @@ from pipeline.child_process import ChildProcess
 from pipeline.errors import EngineStartError, PortInUseError
 from pipeline.process_log import ending, first_error, last_lines
 from pipeline.scratch import remove_scratch
+from precision.text.secret import without
 
 LOG_LINES = 12
 """Last lines of the log that an EngineStartError carries, where no line of it says what went wrong."""
@@ -93,7 +94,7 @@ class ServerProcess(ChildProcess):
         said = self.said()
         error = first_error(said)
         text = f"the first error in {self.log}: {error}" if error else f"{self.log} ends: {last_lines(said, LOG_LINES)}"
-        return text.replace(self._secret, "***") if self._secret else text
+        return without(text, self._secret) if self._secret else text
 
     def _answers(self, http: httpx.Client) -> bool:
         try:

@@ -13,12 +13,11 @@ here, and nothing that a kill leaves behind is ever loaded: the next start of th
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -29,12 +28,16 @@ from pipeline.data.files import temporary_name
 from pipeline.data.integrity.space import require_space, size_of
 from pipeline.data.run_directory import numbered
 from pipeline.errors import StoreError
+from precision.text.json_data import parse_object
+from precision.text.short import one_line, quoted
 
 _KEPT = 2
 _OF_THE_VERSION = ("SHA256SUMS", "manifest.json", "weight_check.json")
 """Files of a policy folder that describe one version; no engine reads them."""
 _REMEDY = "its next whole version is taken"
 _HEADER_LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 100_000_000
+"""Of a file of safetensors, as its library has it."""
 
 
 def replica_name(version: int, state: str) -> str:
@@ -132,7 +135,7 @@ def _overwrite(folder: Path, chain: Sequence[Link]) -> None:
     for name in sorted(changed):
         if name not in places or name not in last:
             raise StoreError(f"{chain[-1].folder}: its deltas change {name}, which is no tensor of the model")
-        target = places[name].map()
+        target = places[name].map("r+")
         for link in chain[1:]:
             assert link.delta is not None, "chain_to ends where there is none"
             link.delta.overwrite(link.folder, name, target)
@@ -150,11 +153,11 @@ class TensorPlace(NamedTuple):
     offset: int
     num_bytes: int
 
-    def map(self) -> Bytes:
-        """The bytes in the file's own memory: what is written there is in the file."""
+    def map(self, mode: Literal["r", "r+"] = "r") -> Bytes:
+        """The bytes in the file's own memory: with `r+`, what is written there is in the file."""
         if not self.num_bytes:
             return np.empty(0, np.uint8)
-        return np.memmap(self.file, np.uint8, "r+", self.offset, (self.num_bytes,))
+        return np.memmap(self.file, np.uint8, mode, self.offset, (self.num_bytes,))
 
 
 def tensor_places(folder: Path) -> dict[str, TensorPlace]:
@@ -162,16 +165,30 @@ def tensor_places(folder: Path) -> dict[str, TensorPlace]:
     found: dict[str, TensorPlace] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
+            size = path.stat().st_size
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
-                header = json.loads(file.read(min(length, path.stat().st_size)))
+                most = min(MOST_HEADER_BYTES, size - _HEADER_LENGTH_BYTES)
+                if length > most:
+                    raise ValueError(f"its header has {length} bytes, at most {most} are possible")
+                header = parse_object(file.read(length))
+            data = _HEADER_LENGTH_BYTES + length
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
-                found[name] = TensorPlace(path, _HEADER_LENGTH_BYTES + length + begin, end - begin)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"{path} is no safetensors file ({error})") from error
+                _check_place(name, begin, end, size - data)
+                found[name] = TensorPlace(path, data + begin, end - begin)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{path} is no safetensors file ({one_line(error, 200)})") from error
     return found
+
+
+def _check_place(name: str, begin: object, end: object, num_bytes: int) -> None:
+    """A place beyond the file would make it longer as soon as it is mapped to write. Raises ValueError."""
+    if not (type(begin) is type(end) is int and 0 <= begin <= end <= num_bytes):
+        raise ValueError(
+            f"tensor {quoted(name)} lies at {quoted(begin)} to {quoted(end)} of {num_bytes} bytes of values"
+        )
 
 
 def _sha256(data: Bytes) -> str:

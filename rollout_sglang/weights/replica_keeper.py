@@ -19,7 +19,7 @@ from pathlib import Path
 from pipeline.data.deltas.chain import read_link
 from pipeline.data.deltas.delta import MANIFEST_FILE
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
-from pipeline.errors import DiskFullError, EvenKeelError, StoreError
+from pipeline.errors import EvenKeelError, StoreError, SupersededError
 from pipeline.scratch import make_scratch, remove_scratch
 from precision.text.short import one_line
 from rollout_sglang.server.start import EngineSpec
@@ -93,9 +93,12 @@ class ReplicaKeeper:
             self._seen, self._again = seen, math.inf
             try:
                 self._replica.make(version)
-            except (StoreError, DiskFullError, OSError) as error:
+            except SupersededError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, nobody must wait for this replica
                 self._again = time.monotonic() + RETRY_S
-                self._announce(stuck=f"{self._name(version)}: {one_line(error, 1000)}")
+                why = str(error) if isinstance(error, EvenKeelError | OSError) else repr(error)
+                self._announce(stuck=f"{self._name(version)}: {one_line(why, 1000)}")
 
     def _name(self, version: int) -> str:
         try:

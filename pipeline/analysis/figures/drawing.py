@@ -10,6 +10,7 @@ import io
 import logging
 import re
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any
 
 import matplotlib as mpl
@@ -94,7 +95,7 @@ def render(name: str, size: tuple[float, float], draw: Callable[[Axes], None]) -
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
     for color, placeholder in COLORS.items():
         svg = svg.replace(placeholder, f"var(--{color})")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
 
 
 def curve(

@@ -18,6 +18,7 @@ def escapes(prompt: str, response: str, answer: str) -> tuple[float, dict[str, f
         "reads a hidden file": hidden.read_bytes,
         "writes beside it": lambda: hidden.with_name("written").touch(),
         "changes its mode": lambda: hidden.chmod(0o600),
+        "shortens it": lambda: os.close(os.open(hidden, os.O_ACCMODE | os.O_TRUNC)),
         "makes a socket": lambda: socket.socket().close(),
         "reads another process": lambda: Path(f"/proc/{process}/environ").read_bytes(),
         "signals another process": lambda: os.kill(process, signal.SIGCONT),

@@ -160,7 +160,9 @@ _SHARED_ANONYMOUS = 0x21
 _ALL = 0xFFFFFFFF
 _SIGNAL_OWNERS, _SIGNAL_OWNER_REQUESTS = (8, 15), (0x8901, 0x8902, 0x5412)
 """fcntl's F_SETOWN and F_SETOWN_EX, ioctl's FIOSETOWN, SIOCSPGRP and TIOCSTI: ways to send a signal, or keys."""
-_TRUNCATES_WHAT_IT_READS = (os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC | os.O_RDONLY)
+_WAYS_TO_SHORTEN = ((os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC | os.O_RDONLY), (os.O_ACCMODE, os.O_ACCMODE))
+"""O_TRUNC shortens what is opened for reading, too. Access mode 3 opens for neither reading nor writing, so that
+Landlock before version 3 asks for no right at all."""
 
 
 def _conditions(own_pid: int | None) -> Iterator[_When]:
@@ -180,9 +182,9 @@ def _conditions(own_pid: int | None) -> Iterator[_When]:
         yield _When(_FCNTL, 1, _ALL, request)
     for request in _SIGNAL_OWNER_REQUESTS:
         yield _When(_IOCTL, 1, _ALL, request)
-    mask, value = _TRUNCATES_WHAT_IT_READS
-    yield _When(_OPEN, 1, mask, value)
-    yield _When(_OPENAT, 2, mask, value)
+    for mask, value in _WAYS_TO_SHORTEN:
+        yield _When(_OPEN, 1, mask, value)
+        yield _When(_OPENAT, 2, mask, value)
 
 
 _LOAD, _JUMP_EQUAL, _JUMP_ABOVE, _AND, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x06

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2]
-"""Our own package `pipeline`, of which the processes in the sandbox run a part."""
+"""Our own package `pipeline`, of which the processes in the sandbox run a part, with texts of `precision` beside it."""
 
 _SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/localtime"),
@@ -91,7 +91,7 @@ def _python() -> Iterator[Path]:
     while link.is_symlink():
         link = link.parent / link.readlink()
         yield link.parent if link.parent != Path("/") else link
-    yield PACKAGE
+    yield from (PACKAGE, PACKAGE.with_name("precision"))
 
 
 def _packages() -> Iterator[str]:

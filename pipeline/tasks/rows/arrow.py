@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RecipeError
-from pipeline.tasks.rows.row import Row
+from pipeline.tasks.rows.row import MOST_BYTES, Row
+from pipeline.tasks.rows.sizes import num_bytes, pieces, rows_at_once
 from precision.text.short import one_line
 
 PARQUET_MAGIC = b"PAR1"
 ARROW_MAGIC = b"ARROW1"
-_ROWS_AT_ONCE = 1024
 
 
 def arrow_rows(path: Path) -> Iterator[Row]:
-    """All rows. Raises RecipeError naming the file, also where there is no pyarrow."""
+    """All rows. Raises RecipeError naming the file, also where there is no pyarrow, and the row that is too long."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -27,7 +27,12 @@ def arrow_rows(path: Path) -> Iterator[Row]:
         ) from None
     number = 0
     try:
-        for batch in _batches(path):
+        for batch in (piece for whole in _batches(path) for piece in pieces(whole)):
+            if num_bytes(batch) > MOST_BYTES:
+                raise RecipeError(
+                    f"{path}, row {number + 1}: longer than {MOST_BYTES >> 20} MiB; no context holds such a prompt: "
+                    "leave it out"
+                )
             for values in batch.to_pylist():
                 number += 1
                 yield Row(f"{path}, row {number}", values)
@@ -38,15 +43,14 @@ def arrow_rows(path: Path) -> Iterator[Row]:
 
 
 def _batches(path: Path) -> Iterator[Any]:
-    """Record batches without the columns that hold bytes."""
+    """Record batches without the columns that are not read. The file's own (of Parquet: its pages) are decompressed
+    whole."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     with path.open("rb") as file:
         first = file.read(len(ARROW_MAGIC))
     if first.startswith(PARQUET_MAGIC):
-        with closing(pq.ParquetFile(path)) as parquet:
-            yield from parquet.iter_batches(_ROWS_AT_ONCE, columns=_readable(parquet.schema_arrow))
+        yield from _parquet_batches(path)
         return
     with pa.OSFile(str(path)) as source:
         if first.startswith(ARROW_MAGIC):
@@ -56,22 +60,42 @@ def _batches(path: Path) -> Iterator[Any]:
             found = batches = pa.ipc.open_stream(source)
         columns = _readable(found.schema)
         for batch in batches:
-            yield from _slices(batch.select(columns))
+            yield batch.select(columns)
 
 
-def _slices(batch: Any) -> Iterator[Any]:
-    """A batch as pieces that become few Python objects at once."""
-    for first in range(0, batch.num_rows, _ROWS_AT_ONCE):
-        yield batch.slice(first, _ROWS_AT_ONCE)
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    with closing(pq.ParquetFile(path)) as parquet:
+        columns, leaves = _readable(parquet.schema_arrow), map(parquet.schema.column, range(len(parquet.schema)))
+        texts = [
+            leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type != "DECIMAL"
+        ]
+        with closing(pq.ParquetFile(path, read_dictionary=texts)) as compact:
+            for group in range(parquet.num_row_groups):
+                at_once = rows_at_once(compact, group, columns)
+                yield from parquet.iter_batches(at_once, row_groups=[group], columns=columns)
+
+
+_READ = (
+    *("boolean", "integer", "floating", "decimal", "temporal", "null", "string", "large_string"),
+    *("struct", "list", "large_list", "fixed_size_list", "map"),
+)
+"""Kinds of columns, as pyarrow.types names them. Not bytes, and not what holds a text once and names it many times
+(views, runs), apart from dictionaries."""
 
 
 def _readable(schema: Any) -> list[str]:
-    return [column.name for column in schema if not _holds_bytes(column.type)]
+    return [column.name for column in schema if _is_read(column.type)]
 
 
-def _holds_bytes(kind: Any) -> bool:
-    from pyarrow import types
+def _is_read(kind: Any) -> bool:
+    from pyarrow import BaseExtensionType, types
 
-    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
-        return True
-    return any(_holds_bytes(kind.field(index).type) for index in range(kind.num_fields))
+    if isinstance(kind, BaseExtensionType):
+        return _is_read(kind.storage_type)
+    if types.is_dictionary(kind):
+        return _is_read(kind.value_type)
+    if not any(getattr(types, f"is_{name}")(kind) for name in _READ):
+        return False
+    return all(_is_read(kind.field(index).type) for index in range(kind.num_fields))

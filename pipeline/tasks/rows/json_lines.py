@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.errors import RecipeError
-from pipeline.tasks.rows.row import Row
+from pipeline.tasks.rows.row import MOST_BYTES, Row
 from precision.text.json_data import JsonError, parse_json
-
-_MOST_BYTES = 16 << 20
-"""Longest line."""
 
 
 def json_rows(path: Path) -> Iterator[Row]:
@@ -26,11 +23,11 @@ def json_rows(path: Path) -> Iterator[Row]:
 def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
     """Lines end with \\n alone. A file without line ends is not read into memory as one."""
     number = 0
-    while line := file.readline(_MOST_BYTES + 1):
+    while line := file.readline(MOST_BYTES + 1):
         number += 1
-        if len(line) > _MOST_BYTES:
+        if len(line) > MOST_BYTES:
             raise RecipeError(
-                f"{path}, line {number}: longer than {_MOST_BYTES >> 20} MiB; no context holds such a prompt: see "
+                f"{path}, line {number}: longer than {MOST_BYTES >> 20} MiB; no context holds such a prompt: see "
                 "whether the file has line ends"
             )
         yield line.removeprefix(codecs.BOM_UTF8) if number == 1 else line

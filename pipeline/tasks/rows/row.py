@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MOST_BYTES = 16 << 20
+"""Of one row."""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -29,7 +29,8 @@ def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_page_is_one_file_that_fetches_nothing_and_escapes_names(page: str) -> None:
-    assert "http" not in page
+    assert "://" not in page
+    assert '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src' in page
     assert not re.search(r"<script|<link|<img|@import|(src|href)=\"(?!#)", page)
     assert "<b>" not in page
     assert "&lt;b&gt;" in page

@@ -123,6 +123,7 @@ def test_the_page_holds_verdict_picture_and_numbers(tmp_path: Path, sizes: dict[
     text = page.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "data:image/png;base64," in text
+    assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri" in text
     for term in ("staleness", "quantization", "kernels", "decoding"):
         assert f"<td>{term}<small>" in text
     assert "routing" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,7 +80,7 @@ def test_every_choice_renders_and_leaves_no_measure_out(write_run: WriteRun, sec
     page = render_page(run_log)
     assert 'aria-label="weight_curves"' in page
     shown = measures_of(run_log.recipe)
-    drawn = {metric for measure in shown if f'aria-label="{measure.title}"' in page for metric in keys(measure)}
+    drawn = {metric for measure in shown if f'aria-label="{escape(measure.title)}"' in page for metric in keys(measure)}
     assert set(measured) - NOT_DRAWN <= drawn
     assert summarize(run_log)["objective"].startswith(sections["objective"]["name"])
     assert sections.get("correction", dict(name="none"))["name"] in page

@@ -49,6 +49,20 @@ def test_each_source_is_a_line_and_each_part_a_figure(write_run: WriteRun) -> No
     assert "Reward part: format/a" in write_report(run).read_text()
 
 
+def test_a_name_of_the_metrics_is_no_part_of_the_page(write_run: WriteRun) -> None:
+    """The run may be somebody else's."""
+    name = "\"'><img src=x onerror=a()>|&lt;"
+    run = write_run(0)
+    log = EventLog(run, "learner-000009")
+    for step in range(3):
+        told = {name: dict(share=0.75, reward_mean=0.1 * step, solve_rate=0.5), "chat": dict(share=0.25)}
+        log.metrics(step, sources=told, reward_parts={name: 1.0})
+    log.event("evaluated", version=0, sources={name: dict(prompts=3, pass_at_1=0.5, reward_mean=0.75)})
+    page = write_report(run).read_text()
+    assert "<img" not in page
+    assert 'aria-label="reward part &quot;&#x27;&gt;&lt;img src=x onerror=a()&gt;|&amp;lt;"' in page
+
+
 def test_a_run_of_one_source_without_parts_has_none_of_them(write_run: WriteRun) -> None:
     assert list(drawn(write_run(3))) == ["Samples without a reward"]
 

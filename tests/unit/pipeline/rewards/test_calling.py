@@ -169,10 +169,19 @@ def test_a_call_that_ends_the_process_costs_its_own_sample(response: str, reason
 def test_judgments_of_a_request() -> None:
     several = together([Judgment(1.0, {"a": 2.0}), failure("raised", "x" * 600), Judgment(0.0, {})])
     read = decode_judgment("k", encode_judgment("k", several))
-    assert read.of_each(3) == [Judgment(1.0, {"a": 2.0}), failure("raised", "x" * 500), Judgment(0.0, {})]
+    assert read.of_each(3) == [Judgment(1.0, {"a": 2.0}), several.rest[0], Judgment(0.0, {})]
     assert [one.failed for one in failure("timeout", "").of_each(2)] == ["timeout"] * 2
     assert [one.failed for one in several.of_each(2)] == ["bad_result"] * 2
     assert len(encode_judgment("k", together([Judgment(0.1, {"part": 0.1})] * 1000))) < judgments.MAX_JUDGMENT_BYTES
+
+
+@pytest.mark.parametrize("detail", ["no\nerror: the disk is full\x1b[2J", "a\r\nb\u2028c\x9b"])
+def test_what_failed_is_one_line_without_control_characters(detail: str) -> None:
+    """It goes into the log, whose lines are read as errors of ours, and from there to a terminal."""
+    forged = Judgment(0.0, {}, "raised", detail)
+    for shown in (failure("raised", detail).detail, decode_judgment("k", encode_judgment("k", forged)).detail):
+        assert shown.isprintable()
+        assert len(shown) <= 500
 
 
 def answered(status: int) -> httpx.HTTPStatusError:
@@ -225,6 +234,16 @@ def test_secrets_of_the_environment_are_not_said(monkeypatch: pytest.MonkeyPatch
     assert failure("raised", "no sk-0123456789").detail == "no $JUDGE_API_KEY"
     for cut in (0, 180, 195):  # also where it is cut off
         assert "sk-01" not in as_judgment("x" * cut + "sk-0123456789").detail
+
+
+def test_nor_are_they_said_in_an_address_or_in_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key may be the beginning of another."""
+    monkeypatch.setenv("A_KEY", "ab/cd+efgh==")
+    monkeypatch.setenv("B_KEY", "ab/cd+efgh==ijkl\n")
+    monkeypatch.setenv("PASSWORD", "it's\\two")
+    asked = httpx.Request("GET", "https://judge/", params=dict(a="ab/cd+efgh==", b="ab/cd+efgh==ijkl"))
+    assert failure("raised", f"401 for {asked.url}").detail == "401 for https://judge/?a=$A_KEY&b=$B_KEY"
+    assert as_judgment(dict(reward="it's\\two")).detail.startswith("returned {'reward': \"$PASSWORD\"}")
 
 
 class Judge(BaseHTTPRequestHandler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import socket
@@ -23,7 +24,12 @@ from pipeline import scratch
 from pipeline.errors import EngineStartError, ModelError, PortInUseError, RecipeError
 from rollout_sglang.server import process, start
 from rollout_sglang.server.block_shapes import check_block_shapes
-from rollout_sglang.server.launch_server import API_KEY_VARIABLE, arguments_with_key, note_shared_memory
+from rollout_sglang.server.launch_server import (
+    API_KEY_VARIABLE,
+    arguments_with_key,
+    hide_in_logs,
+    note_shared_memory,
+)
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
 from rollout_sglang.server.start import EngineSpec, command, router_command, server_environment
 
@@ -227,6 +233,17 @@ def test_what_is_logged_shows_stars_for_the_key(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=server_environment(None), capture_output=True, text=True, check=True
     )
     assert logged.stderr.splitlines() == ["args api_key='***'", "3 ***", "1 of 2"]
+
+
+def test_a_key_that_is_quoted_is_hidden_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang logs its arguments as Python writes them."""
+    key = "hun\\ter'2\""
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+    hide_in_logs(key)
+    logging.warning("args %s", dict(api_key=key))
+    logging.warning("args %s", repr(key))
+    assert "ter" not in caplog.text
+    assert caplog.text.count("***") == 2
 
 
 def test_a_taken_port_is_named() -> None:

@@ -1,6 +1,7 @@
 """The weights of a run on an engine's own host, made from policy folders."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from pipeline.data.deltas.chain import chain_to
 from pipeline.data.deltas.delta import DELTA_FILE
 from pipeline.errors import StoreError
 from rollout_sglang.weights import replica as module
-from rollout_sglang.weights.replica import Replica
+from rollout_sglang.weights.replica import Replica, tensor_places
 from tests.support.delta_policies import NAMES, Tensors, drawn, moved, write_version
 
 LAST = 14
@@ -178,6 +179,45 @@ def test_weights_that_were_copied_are_compared(tmp_path: Path, published: dict[i
     with pytest.raises(StoreError, match="000013 does not hold tensor"):
         new_replica(tmp_path).make(14)
     assert list((tmp_path / "replica").iterdir()) == []
+
+
+def header_of(offsets: object) -> bytes:
+    header = json.dumps({NAMES[0]: dict(dtype="F32", shape=[4], data_offsets=offsets)}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+DAMAGED_HEADERS = {
+    "beyond the file": header_of([0, 2**36]) + bytes(16),
+    "negative": header_of([-16, 0]) + bytes(16),
+    "backwards": header_of([16, 0]) + bytes(16),
+    "huge": header_of([0, 10**400]) + bytes(16),
+    "fractions": header_of([0.0, 16.0]) + bytes(16),
+    "no numbers": header_of(["0", "16"]) + bytes(16),
+    "three": header_of([0, 8, 16]) + bytes(16),
+    "a list": (2).to_bytes(8, "little") + b"[]",
+    "no entry": (8).to_bytes(8, "little") + b'{"a": 1}',
+    "nested": (10**5).to_bytes(8, "little") + b"[" * 10**5,
+    "longer than the file": (10**6).to_bytes(8, "little") + b"{}",
+    "largest number": b"\xff" * 8 + b"{}",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_HEADERS)
+def test_a_header_that_lies_is_an_error_and_makes_no_file_longer(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(DAMAGED_HEADERS[damage])
+    with pytest.raises(StoreError, match=r"model\.safetensors is no safetensors file \("):
+        {name: place.map() for name, place in tensor_places(tmp_path).items()}
+    assert path.stat().st_size == len(DAMAGED_HEADERS[damage])
+
+
+def test_a_header_is_read_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header_of([0, 16]) + bytes(16))
+    assert tensor_places(tmp_path)[NAMES[0]].map().tolist() == [0] * 16
+    monkeypatch.setattr(module, "MOST_HEADER_BYTES", 50)
+    with pytest.raises(StoreError, match=r"its header has \d+ bytes, at most 50 are possible"):
+        tensor_places(tmp_path)
 
 
 def test_a_tensor_that_no_delta_names_must_be_the_same(tmp_path: Path, published: dict[int, Tensors]) -> None:

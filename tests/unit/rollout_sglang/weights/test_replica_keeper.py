@@ -20,7 +20,7 @@ from rollout_sglang.server.start import EngineSpec
 from rollout_sglang.target import Target
 from rollout_sglang.weights import replica_keeper
 from rollout_sglang.weights.prepared import prepared
-from rollout_sglang.weights.replica import replica_name
+from rollout_sglang.weights.replica import Replica, replica_name
 from rollout_sglang.weights.replica_keeper import ReplicaKeeper
 from tests.support.delta_policies import Tensors, drawn, moved, write_version
 
@@ -104,6 +104,18 @@ def test_a_delta_that_cannot_be_applied_is_said_and_a_later_whole_version_goes_o
     assert host.prepare(3).name == host.name(3)
     with pytest.raises(EngineVersionError, match="beyond 000002"):
         host.prepare(2)
+
+
+def test_what_nobody_expected_is_said_and_the_next_version_goes_on(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_keeper, "RETRY_S", 60.0)
+    host.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(Replica, "make", Mock(side_effect=OverflowError))
+        host.publish()
+        with pytest.raises(EngineVersionError, match=rf"cannot make its replica {host.name(2)}: OverflowError"):
+            host.prepare(2)
+    host.publish()
+    assert host.prepare(3).name == host.name(3)
 
 
 def test_a_version_that_is_published_again_is_made_again(host: Host) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster.roles.api_key import read_api_key
+from launch.cluster.roles.api_key import key_of_variable, read_api_key
 from pipeline.errors import RecipeError
 
 
@@ -42,11 +42,29 @@ def test_a_mounted_secret_belongs_to_root_and_to_a_group(tmp_path: Path, monkeyp
         read_api_key(key_file(tmp_path, 0o444))
 
 
-@pytest.mark.parametrize("text", ["", "\n", "two words\n", "a\nb\n"])
+NO_KEYS = ["\n", "two words\n", "a\nb\n", "hunter2\x7f", "hunter\u00e9"]
+
+
+@pytest.mark.parametrize("text", ["", *NO_KEYS])
 def test_what_is_no_key_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
     with pytest.raises(RecipeError, match="holds no API key") as error:
         read_api_key(key_file(tmp_path, 0o600, text))
-    assert "two words" not in str(error.value)
+    assert not any(part in str(error.value) for part in ("two", "words", "hunter"))
+
+
+@pytest.mark.parametrize("text", NO_KEYS)
+def test_nor_is_it_taken_from_a_variable(text: str) -> None:
+    """It cannot be sent: the HTTP client would refuse the header, and quote it."""
+    with pytest.raises(RecipeError, match=r"^EVENKEEL_API_KEY holds no API key") as error:
+        read_api_key({"EVENKEEL_API_KEY": text})
+    assert not any(part in str(error.value) for part in ("two", "words", "hunter"))
+
+
+@pytest.mark.parametrize("blank", ["\n", "\r\n", " ", "\t"])
+def test_blanks_around_a_key_are_no_part_of_it(tmp_path: Path, blank: str) -> None:
+    assert read_api_key({"EVENKEEL_API_KEY": f"{blank}k{blank}"}) == "k"
+    assert read_api_key(key_file(tmp_path, 0o600, f"{blank}k{blank}")) == "k"
+    assert key_of_variable("ANOTHER", {"ANOTHER": f"k{blank}"}) == "k"
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
