@@ -206,8 +206,8 @@ def _without_engines(record: ControlRecord) -> ControlRecord:
 
 
 def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, controlled: bool) -> Iterator[Path]:
-    """What is linked beside the checkpoint. `decided` is what the controller goes on from, unless it begins afresh; where
-    there is one in the fork, its last record is written anew."""
+    """What is linked beside the checkpoint. `decided` is what the controller goes on from, unless it begins afresh; its
+    last record is written anew where there is one in the fork."""
     for folder, endings, last in (
         (run.batches, (".zarr.zip", ".lost.json"), step - 1),
         (run.logprobs, (".npy", "-old.npy"), step - 1),
