@@ -169,7 +169,7 @@ def _serve_start(
         listed = partial(membership.lists, told.member)
         return serve(server, own.run, epoch, stop, deadline_s, announce, listed, wants_another)
     finally:
-        membership.withdraw(told.member)
+        told.withdraw()
         stop_server(server, grace_s() if stop.asked else 0.0)
 
 
