@@ -64,17 +64,28 @@ def shares_gpus(recipe: Recipe) -> bool:
 
 
 def engine_spec(
-    run: RunDirectory, recipe: Recipe, index: int, port: int, api_key: str | None, *, log: Path | None, **place: Any
+    run: RunDirectory,
+    recipe: Recipe,
+    index: int,
+    port: int,
+    api_key: str | None,
+    *,
+    log: Path | None,
+    weights: tuple[int, Path] | None = None,
+    **place: Any,
 ) -> EngineSpec:
-    """Engine `index`, which starts with the newest version whose folder is complete.
+    """Engine `index`, which starts with the newest version whose folder is complete, or with the version and the folder
+    of `weights`.
 
-    That is the published version, or an older one while the folder behind a broadcast is still being written. A resync
-    then gives the engine the published version before it gets requests. `place` is where it runs (EngineSpec: host,
-    nodes, node, rendezvous).
+    The newest is the published version, or an older one while the folder behind a broadcast is still being written. A
+    resync then gives the engine the published version before it gets requests. `place` is where it runs (EngineSpec:
+    host, nodes, node, rendezvous).
     """
     rollout = recipe.rollout
-    version = run.newest_policy(run.published_version())
-    folder = run.policy_directory(version)
+    if weights is None:
+        newest = run.newest_policy(run.published_version())
+        weights = newest, run.policy_directory(newest)
+    version, folder = weights
     fp32_head = ("--enable-fp32-lm-head",) if recipe.model.fp32_lm_head else ()
     routes = ("--enable-return-routed-experts",) if rollout.replay_experts else ()
     return EngineSpec(

@@ -164,6 +164,12 @@ class Announcement:
         self._is_up = True
         self.change(**fields)
 
+    def withdraw(self) -> None:
+        """Take it back, for good: what a thread changes from now on is not told."""
+        with self._lock:
+            self._is_up = False
+            self._membership.withdraw(self.member)
+
     def change(self, **fields: Any) -> None:
         """Other values of these fields; the run is told if it knows of the engine."""
         with self._lock:

@@ -35,9 +35,10 @@ from launch.cluster.roles.base import (
 from launch.cluster.roles.environment import note_engine
 from launch.cluster.roles.rendezvous import Rendezvous, await_node_0
 from launch.cluster.roles.server_turn import reason_to_start_again
-from launch.cluster.roles.starting_weights import hold_weights, release_weights
+from launch.cluster.roles.starting_weights import hold_weights, release_weights, starting_folder
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
+from pipeline.data.files import VISIBLE_S
 from pipeline.data.membership import Announcement, Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
@@ -121,13 +122,18 @@ def _run_start(
         if earlier.index == own.index and earlier.started < epoch.number:
             membership.withdraw(earlier)  # of a start that is superseded
     place: dict[str, Any] = dict(host=address, metrics=own.metrics)
+    meeting_port = port + RENDEZVOUS_PORTS
     if own.nodes > 1:
-        Rendezvous(epoch.number, address, port + RENDEZVOUS_PORTS, own.nodes).write(own.rendezvous)
-        place |= dict(nodes=own.nodes, node=0, rendezvous=f"{address}:{port + RENDEZVOUS_PORTS}")
+        place |= dict(nodes=own.nodes, node=0, rendezvous=f"{address}:{meeting_port}")
     newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
     told = Announcement(membership, Member(own.index, server_url(own.host, port), epoch.number), epoch.check)
     keeper = ReplicaKeeper(own.run, told.change) if recipe.weights.channel == "delta" else None
-    spec = keeper.first(newest) if keeper else hold_weights(own.run, own.index, own.node, epoch.number, newest)
+
+    def meet(spec: EngineSpec) -> None:
+        if own.nodes > 1:
+            Rendezvous(epoch.number, address, meeting_port, own.nodes, spec.version).write(own.rendezvous)
+
+    spec = keeper.first(newest) if keeper else hold_weights(own.run, own.index, own.node, epoch.number, newest, meet)
     release = partial(release_weights, spec)
     loaded, ended = (keeper.begin, keeper.close) if keeper else (release, release)
     try:
@@ -161,7 +167,7 @@ def _serve_start(
         listed = partial(membership.lists, told.member)
         return serve(server, own.run, epoch, stop, deadline_s, announce, listed, wants_another)
     finally:
-        membership.withdraw(told.member)
+        told.withdraw()
         stop_server(server, grace_s() if stop.asked else 0.0)
 
 
@@ -244,8 +250,8 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
         if rendezvous == "finished":
             return 0
         place = dict(host=address, nodes=own.nodes, node=own.node, rendezvous=f"{rendezvous.host}:{rendezvous.port}")
-        newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
-        spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, newest)
+        spec_of = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
+        spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, _as_node_0(own, rendezvous, stop, spec_of))
         server = start(spec)
         try:
             if _serve_with_node_0(own, server, spec, Epoch(starts, rendezvous.epoch), stop):
@@ -255,6 +261,22 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
             release_weights(spec)
         stop.check()
         print(f"start {rendezvous.epoch} of engine {own.index} is superseded; following the next", flush=True)
+
+
+def _as_node_0(
+    own: EngineRole, rendezvous: Rendezvous, stop: Stop, spec_of: Callable[..., EngineSpec]
+) -> Callable[[], EngineSpec]:
+    """With the weights that node 0 holds for its start. The call raises DeadlineExceededError where that has ended, and
+    StoppedError."""
+    folder = starting_folder(own.run, own.index, 0, rendezvous.epoch)
+
+    def spec() -> EngineSpec:
+        if rendezvous.version is None:
+            return spec_of()
+        wait_for(stop, lambda: folder.is_dir() or None, f"the weights that node 0 holds ({folder})", VISIBLE_S)
+        return spec_of(weights=(rendezvous.version, folder))
+
+    return spec
 
 
 def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec, epoch: Epoch, stop: Stop) -> bool:

@@ -220,6 +220,9 @@ def _follow_one(
     ends = time.monotonic() + (LAST_WORD_S if verdict.status == 0 else VERDICT_S)
     while peer.trouble() is None and time.monotonic() < ends:
         time.sleep(POLL_S)
+    if peer.verdict is None and verdict.status == 0 and not own.run.is_finished():
+        # Node 0 may have died before it said that the learner has finished: it would wait for this node then.
+        return Verdict(1, peer.lost or f"node 0 has not said within {LAST_WORD_S:g} s how it ended")
     return peer.verdict or verdict
 
 

@@ -24,6 +24,8 @@ class Rendezvous:
     host: str
     port: int
     nodes: int
+    version: int | None = None
+    """Of the weights that an engine starts with, which node 0 holds for all hosts; None for a learner."""
 
     def write(self, path: Path) -> None:
         """Replaces what an earlier start has written."""

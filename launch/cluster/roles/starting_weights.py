@@ -6,6 +6,8 @@ fast steps they would be gone. So an engine starts from a folder of hard links o
     RUN/engines/starting/000003-0-000002/   engine 3, its first host, its second start; removed once it is up
 
 Each start has a folder of its own. A start that is superseded may end late, and must not take its successor's weights.
+Of an engine on several hosts, the others link what the first one holds: ranks with parts of two versions would serve
+neither.
 """
 
 from __future__ import annotations
@@ -24,20 +26,33 @@ from rollout_sglang.server.start import EngineSpec
 _ATTEMPTS = 20
 
 
-def hold_weights(run: RunDirectory, index: int, node: int, start: int, newest: Callable[[], EngineSpec]) -> EngineSpec:
+def starting_folder(run: RunDirectory, index: int, node: int, start: int) -> Path:
+    """Where a host of an engine holds what one start of it begins with."""
+    return run.path / "engines" / "starting" / f"{numbered(index)}-{node}-{numbered(start)}"
+
+
+def hold_weights(
+    run: RunDirectory,
+    index: int,
+    node: int,
+    start: int,
+    newest: Callable[[], EngineSpec],
+    held: Callable[[EngineSpec], None] = lambda _: None,
+) -> EngineSpec:
     """`newest()`, with a folder that no learner deletes; `release_weights` does once the engine is up.
 
-    `start` counts the starts of the engine. What earlier ones have left on this host is removed. Raises StoreError when
-    every policy is deleted while it is linked, or when a file is not as it was written.
+    `start` counts the starts of the engine. What earlier ones have left on this host is removed. `held` is told what it
+    will be, before all of it is read. Raises StoreError when every policy is deleted while it is linked, or when a file
+    is not as it was written.
     """
-    every = run.path / "engines" / "starting"
-    folder = every / f"{numbered(index)}-{node}-{numbered(start)}"
-    for left in every.glob(f"{numbered(index)}-{node}-*"):
+    folder = starting_folder(run, index, node, start)
+    for left in folder.parent.glob(f"{numbered(index)}-{node}-*"):
         if int(left.name.rpartition("-")[2]) < start:
             shutil.rmtree(left, ignore_errors=True)
     for _ in range(_ATTEMPTS):
         spec = newest()
         if _link(spec.model, folder):
+            held(spec)
             verify_folder(folder, f"stop the run; `evenkeel repair {run.path}` has it made anew")
             return replace(spec, model=folder)
     raise StoreError(

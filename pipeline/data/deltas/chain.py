@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pipeline.data.deltas.delta import DELTA_FILE, Delta, Manifest, read_manifest, state_of
-from pipeline.data.run_directory import numbered
+from pipeline.data.run_directory import numbered, numbered_folders
 from pipeline.errors import StoreError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -92,7 +92,8 @@ def chain_to(policies: Path, version: int, held: Collection[str] = ()) -> list[L
 
 
 def needed(policies: Path, versions: Iterable[int]) -> set[int]:
-    """The versions from which those `versions` are made, and they themselves. One that cannot be made needs itself."""
+    """The versions from which those `versions` are made, and they themselves. Where a link cannot be read, maybe for a
+    moment alone, one may need all from the newest whole one on."""
     found: set[int] = set()
     for version in versions:
         found.add(version)
@@ -100,6 +101,8 @@ def needed(policies: Path, versions: Iterable[int]) -> set[int]:
             continue
         try:
             found |= {link.version for link in chain_to(policies, version)}
-        except StoreError:
-            continue  # it is as it is, and `evenkeel repair` finds it
+        except StoreError:  # if it is damaged, `evenkeel repair` finds it
+            before = [one for one in numbered_folders(policies) if one < version]
+            whole = max((one for one in before if is_whole(policies / numbered(one))), default=0)
+            found |= {one for one in before if one >= whole}
     return found

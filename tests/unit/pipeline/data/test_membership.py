@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.data import membership
 from pipeline.data.integrity import replaced
-from pipeline.data.membership import Listed, Member, Membership
+from pipeline.data.membership import Announcement, Listed, Member, Membership
 from tests.support.emptied import empty_for
 
 FIRST, SECOND = Member(0, "http://n1:1", 3), Member(1, "http://n2:1", 1)
@@ -59,6 +59,17 @@ def test_an_announcement_that_is_empty_while_it_is_replaced_is_read_again(member
         assert members.engines() == [FIRST, SECOND]
     with empty_for(0.3, members.folder / "000000.json"):
         assert members.lists(FIRST)
+
+
+def test_a_withdrawn_engine_is_not_announced_again_by_what_changes_of_it(members: Membership) -> None:
+    """A thread goes on with its replica while its server stops."""
+    told = Announcement(members, Member(3, "http://h:1", 1), lambda: None)
+    told.say()
+    told.change(replicas=("/tmp/13",))
+    assert [one.replicas for one in members.engines() if one.index == 3] == [("/tmp/13",)]
+    told.withdraw()
+    told.change(replicas=("/tmp/14",))
+    assert [one for one in members.engines() if one.index == 3] == []
 
 
 def test_files_are_opened_when_the_folder_has_changed(members: Membership, monkeypatch: pytest.MonkeyPatch) -> None:

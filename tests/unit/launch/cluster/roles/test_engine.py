@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,22 @@ from launch.cluster.roles import engine as role
 from launch.cluster.roles.base import Stop, status_of
 from launch.cluster.roles.engine import EngineRole, run_engine, serve
 from launch.cluster.roles.rendezvous import Rendezvous
+from launch.cluster.roles.starting_weights import starting_folder
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.config.run_sections import CheckpointSection
 from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, StoppedError, SupersededError
+from pipeline.errors import (
+    DeadlineExceededError,
+    EngineHungError,
+    EngineStartError,
+    LayoutError,
+    RecipeError,
+    StoppedError,
+    SupersededError,
+)
 from pipeline.resume.resume import go_on_with
 from rollout_sglang.server.start import EngineSpec
 
@@ -204,8 +214,12 @@ class OtherHost:
         return self.servers[-1]
 
     def node_0_starts(self) -> None:
-        epoch = claim(self.run.path, "engine", 0)
-        Rendezvous(epoch.number, "n1", 40000 + epoch.number, 2).write(self.own.rendezvous)
+        """With the policy that is published now."""
+        start, run = claim(self.run.path, "engine", 0).number, self.run
+        version = run.published_version()
+        held = starting_folder(run, 0, 0, start)
+        shutil.copytree(run.policy_directory(version), held)
+        Rendezvous(start, "n1", 40000 + start, 2, version).write(self.own.rendezvous)
 
 
 @pytest.mark.parametrize("status", [None, 1])
@@ -223,7 +237,58 @@ def test_another_host_follows_node_0_s_next_start(
     assert run_engine(other.own, Stop()) == 0
     assert [one.spec.rendezvous for one in other.servers if one.spec] == ["n1:40001", "n1:40002"]
     assert all(one.killed for one in other.servers)
-    assert not list((run.path / "engines" / "starting").iterdir())
+    assert [path.name[:8] for path in (run.path / "engines" / "starting").iterdir()] == ["000000-0"] * 2, "node 0's own"
+
+
+def test_another_host_starts_with_the_weights_of_node_0(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a version was published since node 0 took its own, and that one is gone."""
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+    newer = run.policy_directory(1)
+    shutil.copytree(run.policy_directory(0), newer)
+    (newer / "model.safetensors").write_text("newer weights")
+    list_checksums(newer)
+    run.set_published(1)
+    shutil.rmtree(run.policy_directory(0))
+    found: list[tuple[int, str]] = []
+
+    def look() -> None:
+        spec = other.servers[0].spec
+        assert spec is not None
+        found.append((spec.version, (spec.model / "model.safetensors").read_text()))
+        finish(run)
+
+    at_each_look(monkeypatch, look)
+    assert run_engine(other.own, Stop()) == 0
+    assert found == [(0, "weights")]
+
+
+def test_another_host_of_a_start_that_has_ended_is_started_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It follows the next one then."""
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+    shutil.rmtree(run.path / "engines" / "starting")
+    monkeypatch.setattr(role, "VISIBLE_S", 0.0)
+    monkeypatch.setattr(base, "POLL_S", 0.0)
+    with pytest.raises(DeadlineExceededError, match="the weights that node 0 holds"):
+        run_engine(other.own, Stop())
+
+
+def test_node_0_says_which_version_it_holds(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Rendezvous | None] = []
+    own = EngineRole(run, 0, nodes=2)
+
+    def start(spec: EngineSpec) -> Server:
+        said.append(Rendezvous.read(own.rendezvous))
+        raise EngineStartError("far enough")
+
+    monkeypatch.setattr(role, "check_engines", lambda _: None)
+    monkeypatch.setattr(role, "start", start)
+    with pytest.raises(EngineStartError):
+        run_engine(own, Stop())
+    assert [one.version for one in said if one] == [0]
 
 
 def test_another_host_ends_with_its_server(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from launch.cluster.roles import base
+from launch.cluster.roles import base, learner
 from launch.cluster.roles.base import Stop
 from launch.cluster.roles.heartbeat import Peers, Verdict
 from launch.cluster.roles.learner import (
@@ -98,6 +99,35 @@ def test_a_node_that_lost_node_0_before_the_ranks_started_joins_the_same_start_a
                         assert following.result(20) == Verdict(0)
         finally:
             stop.asked = True
+
+
+@pytest.mark.parametrize(
+    ("said", "finished", "status"), [(Verdict(0), False, 0), (Verdict(1, "node 2 died"), False, 1), (None, True, 0)]
+)
+def test_a_node_whose_ranks_ended_well_goes_by_what_node_0_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Verdict | None, finished: bool, status: int
+) -> None:
+    assert last_word(tmp_path, monkeypatch, said, finished).status == status
+
+
+def test_a_node_whose_ranks_ended_well_follows_the_next_start_of_a_node_0_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that ended with 0 is not started again, and node 0's next start waits for it."""
+    assert last_word(tmp_path, monkeypatch, None, finished=False) == Verdict(1, "node 0 is gone (reset)")
+
+
+def last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Verdict | None, finished: bool) -> Verdict:
+    run = RunDirectory((recipe := a_recipe(tmp_path, tensor_parallel=2)).directory)
+    run.freeze(recipe)
+    if finished:
+        for role in ("learner", "collector"):
+            run.set_finished(role)
+    lost = None if said else "node 0 is gone (reset)"
+    peer = SimpleNamespace(go=True, verdict=said, lost=lost, trouble=lambda: said or Verdict(1, ""), end=lambda _: None)
+    monkeypatch.setattr(learner, "attend", lambda *_, **__: Verdict(0))
+    own = LearnerNode(run, node=1, nodes=2)
+    return learner._follow_one(own, recipe, "127.0.0.1", Rendezvous(3, "n1", 29511, 2), Stop(), peer)  # type: ignore[arg-type]
 
 
 def test_a_node_of_a_finished_run_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.deltas.chain import chain_to, needed, read_link
+from pipeline.data.deltas import chain
+from pipeline.data.deltas.chain import Link, chain_to, needed, read_link
 from pipeline.data.deltas.delta import DELTA_FILE, Delta, payload_of
 from pipeline.data.integrity.sealed import seal, unseal
 from pipeline.errors import StoreError
@@ -70,7 +71,25 @@ def test_what_kept_versions_need(policies: Path) -> None:
     assert needed(policies, [12, 14]) == {10, 11, 12, 13, 14}
     assert needed(policies, [13]) == {13}
     (policies / "000010").rename(policies / "gone")
-    assert needed(policies, [12]) == {12}
+    assert needed(policies, [12]) == {11, 12}
+    assert needed(policies, [12, 14]) == {11, 12, 13, 14}
+
+
+@pytest.mark.parametrize("unread", [11, 12])
+def test_what_cannot_be_read_for_a_moment_may_need_all_from_the_newest_weights_on(
+    policies: Path, monkeypatch: pytest.MonkeyPatch, unread: int
+) -> None:
+    """Else what a served version is made from would be deleted because of one error of a mount."""
+    read = chain.read_link
+
+    def fails(folder: Path, version: int) -> Link:
+        if version == unread:
+            raise StoreError("delta.json is damaged (Stale file handle)")
+        return read(folder, version)
+
+    monkeypatch.setattr(chain, "read_link", fails)
+    assert needed(policies, [12]) == {10, 11, 12}
+    assert needed(policies, [14]) == {13, 14}
 
 
 @pytest.mark.parametrize(
