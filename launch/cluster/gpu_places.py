@@ -15,15 +15,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.build.engine_arguments import DATA_PARALLEL, PIPELINE_PARALLEL
+from launch.build.engine_arguments import DATA_PARALLEL, OWN_PLACES, PIPELINE_PARALLEL
 from pipeline.config.recipe import Recipe
 from pipeline.errors import MachineError, RecipeError
 from rollout_sglang.server.capacity import option
 from rollout_sglang.server.start import num_gpus
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-_OWN_PLACES = ("--base-gpu-id", "--gpu-id-step")
-"""SGLang's arguments that say on which GPUs a server runs. They are the same for all engines of a recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +120,7 @@ def gpu_places(recipe: Recipe, gpus: Sequence[str]) -> GpuPlaces:
 
 
 def _of_server(tensor_parallel: int, extra_args: Sequence[str], section: str) -> int:
-    for name in _OWN_PLACES:
+    for name in OWN_PLACES:
         if (value := option(extra_args, name)) is not None:
             raise RecipeError(
                 f"{section}.extra_args has {name} {value}, but on one machine every role is given GPUs of its own; "

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
+from launch.build.engine_arguments import check_extra_args
 from launch.build.engines import check_map_dtype, engine_dtype
 from launch.build.teacher import check_teacher
 from launch.plan.fitting import check_sizes
@@ -30,6 +31,7 @@ def preflight(recipe: Recipe) -> TaskPrompts:
     FatalError."""
     if not recipe_file(recipe.directory).exists():
         check_new_run(recipe)
+    check_extra_args(recipe)
     config = read_hf_config(recipe.model.path)
     check_sizes(config, recipe)
     build_quant_map(recipe)

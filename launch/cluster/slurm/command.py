@@ -75,6 +75,7 @@ def slurm(
 
     For example:  evenkeel launch slurm qwen3_32b --out jobs/qwen --partition h100 --time 24:00:00
     """
+    from launch.build.engine_arguments import check_extra_args
     from launch.cluster.slurm.options import SlurmOptions
     from launch.cluster.slurm.render import SCRIPT, render
     from launch.plan.grace import stop_time
@@ -82,6 +83,7 @@ def slurm(
     from pipeline.config.loader import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    check_extra_args(loaded)
     options = SlurmOptions(
         workdir=(workdir or Path.cwd()).absolute(),
         python=python or ("python3" if container_image else sys.executable),

@@ -116,6 +116,13 @@ def test_formats_that_only_cpus_emulate_are_refused_where_there_are_gpus(tmp_pat
     assert evenkeel(*command, "--gpus-per-node", 0).returncode == 0
 
 
+def test_arguments_that_train_refuses_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    given = "rollout.extra_args=[--admin-api-key, opensesame]"
+    refused = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--set", given)
+    assert (refused.returncode, "rollout.extra_args has --admin-api-key" in refused.stderr) == (1, True)
+    assert not (tmp_path / "job").exists()
+
+
 def test_no_file_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENKEEL_API_KEY", "a-key-that-nobody-may-see")
     assert not any("a-key-that-nobody-may-see" in text for text in files().values())
