@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.child_process import kill_and_wait
 from pipeline.rewards.calling.wants import Wants
 from pipeline.rewards.channel import BadMessageError, Channel, ChannelClosedError, ChannelTimeoutError
 from pipeline.rewards.functions import START_DEADLINE_S
@@ -203,8 +204,7 @@ class WorkerProcess:
         try:
             self._process.wait(_END_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            kill_and_wait(self._process)
         if self._scratch is not None and self._scratch != Path("/tmp"):
             remove(self._scratch)
 
