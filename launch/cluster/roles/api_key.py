@@ -1,4 +1,4 @@
-"""The run's API key: from the environment, or from a file that only this user can read."""
+"""The run's API key, and the teacher's: from the environment, or from a file that only this user can read."""
 
 from __future__ import annotations
 
@@ -10,20 +10,42 @@ from pipeline.errors import RecipeError
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
 API_KEY_FILE_VARIABLE = "EVENKEEL_API_KEY_FILE"
+TEACHER_KEY_VARIABLE = "EVENKEEL_TEACHER_API_KEY"
+"""Of the servers that distillation.urls names; without it, they are asked without a key."""
+TEACHER_KEY_FILE_VARIABLE = "EVENKEEL_TEACHER_API_KEY_FILE"
 _GROUP_OR_OTHERS, _OTHERS = 0o077, 0o007
 
 
 def read_api_key(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key, or None where there is none. Raises RecipeError when the file cannot be read, or others can read it."""
-    if key := environment.get(API_KEY_VARIABLE):
+    """The run's key, or None where there is none. Raises RecipeError when the file cannot be read, or others can read
+    it."""
+    return _read_key(environment, API_KEY_VARIABLE, API_KEY_FILE_VARIABLE)
+
+
+def read_teacher_key(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The teacher's, as read_api_key."""
+    return _read_key(environment, TEACHER_KEY_VARIABLE, TEACHER_KEY_FILE_VARIABLE)
+
+
+def without_teacher_key(environment: Mapping[str, str]) -> dict[str, str]:
+    """For roles that do not ask the teacher."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in (TEACHER_KEY_VARIABLE, TEACHER_KEY_FILE_VARIABLE)
+    }
+
+
+def _read_key(environment: Mapping[str, str], variable: str, file_variable: str) -> str | None:
+    if key := environment.get(variable):
         return key
-    if not (named := environment.get(API_KEY_FILE_VARIABLE)):
+    if not (named := environment.get(file_variable)):
         return None
     path = Path(named)
     try:
         status, key = path.stat(), path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{API_KEY_FILE_VARIABLE} names {path}, which cannot be read ({error}); correct it") from None
+        raise RecipeError(f"{file_variable} names {path}, which cannot be read ({error}); correct it") from None
     mine = status.st_uid == os.geteuid()
     # A mounted Secret belongs to root, and to a group that the container is in.
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (_GROUP_OR_OTHERS if mine else _OTHERS):

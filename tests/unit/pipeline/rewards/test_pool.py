@@ -283,13 +283,14 @@ def test_nobody_waits_for_ever_for_a_worker_that_cannot_be_killed(capsys: pytest
 
 
 def test_a_built_in_reward_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
-    monkeypatch.setenv("EVENKEEL_API_KEY_FILE", "/secret")
+    for name in ("EVENKEEL_API_KEY", "EVENKEEL_TEACHER_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+        monkeypatch.setenv(f"{name}_FILE", "/secret")
     monkeypatch.setattr(worker_process, "TRUSTED", {"verifier_examples:variables"})
     with Verifiers("verifier_examples:variables", workers=1, deadline_s=60.0, sandbox=None) as verifiers:
         (verdict,) = score(verifiers, "")
     assert "PATH" in verdict.parts
-    assert {name for name in verdict.parts if name.startswith("EVENKEEL_API_KEY")} == set()
+    assert {name for name in verdict.parts if "API_KEY" in name} == set()
 
 
 def test_a_built_in_reward_without_memory_gets_a_fresh_worker(monkeypatch: pytest.MonkeyPatch) -> None:
