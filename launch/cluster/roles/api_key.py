@@ -13,6 +13,8 @@ API_KEY_FILE_VARIABLE = "EVENKEEL_API_KEY_FILE"
 TEACHER_KEY_VARIABLE = "EVENKEEL_TEACHER_API_KEY"
 """Of the servers that distillation.urls names; without it, they are asked without a key."""
 TEACHER_KEY_FILE_VARIABLE = "EVENKEEL_TEACHER_API_KEY_FILE"
+JOB_KEYS = "slurm-*.key"
+"""Names of the files in which jobs under Slurm keep their keys, each its own (launch.cluster.slurm.batch)."""
 _GROUP_OR_OTHERS, _OTHERS = 0o077, 0o007
 
 
