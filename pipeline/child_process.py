@@ -15,12 +15,15 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 PARENT_VARIABLE = "EVENKEEL_PARENT"
 """Environment of a rank: the process that has started it. Taken out as it is read: children have another parent."""
 LOG_BYTES = 8 << 20
 """As many of the first and of the last bytes of a log are read. A log grows for as long as its process runs."""
+KILLED_S = 30.0
+"""So long a killed process may take to end. One that is in the midst of a call to a disk or a driver (state D) ends
+when that answers, which may be never."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -71,6 +74,22 @@ def see_own_classes() -> None:
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)
+
+
+def kill_and_wait(process: subprocess.Popen[Any]) -> None:
+    """Kill a child of this process and wait until it has ended. After KILLED_S it is said that it has not, and nobody
+    waits for it any longer."""
+    process.kill()
+    try:
+        process.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        print(
+            f"warning: process {process.pid} was killed and has not ended in {KILLED_S:g} s: it waits for a disk or a "
+            f"driver (`ps -o stat,wchan,args -p {process.pid}`); nobody waits for it any longer, and what it holds "
+            "stays taken",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 class ChildProcess:
@@ -139,8 +158,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         """End it at once."""
-        self._process.kill()
-        self._process.wait()
+        kill_and_wait(self._process)
 
 
 if __name__ == "__main__":

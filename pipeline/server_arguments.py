@@ -10,6 +10,8 @@ from pipeline.errors import RecipeError
 DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
 PIPELINE_PARALLEL = ("--pp", "--pp-size", "--pipeline-parallel-size")
 """Names of the arguments by which a server takes several times its tensor parallel GPUs."""
+OWN_PLACES = ("--base-gpu-id", "--gpu-id-step")
+"""Names of those that say on which GPUs a server runs. They are the same for all engines of a recipe."""
 
 
 def gpus_of_server(tensor_parallel: int, extra_args: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from launch.build.reward_trial import try_reward
-from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE
+from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, JOB_KEYS, TEACHER_KEY_FILE_VARIABLE
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
@@ -107,8 +107,7 @@ def choose_sandbox(run: RunDirectory, rewards: Sequence[str], event_log: EventLo
 def _sandbox_here(run: RunDirectory, rewards: Sequence[str]) -> tuple[Sandbox, str]:
     """The sandbox that this machine allows for these rewards, and why not a higher one. Nothing is recorded. Raises as
     `build_verifiers`."""
-    key_file, began = os.environ.get(API_KEY_FILE_VARIABLE), run.sandbox()
-    hidden = (run.path.absolute(), *([Path(key_file).absolute()] if key_file else []))
+    began, hidden = run.sandbox(), (run.path.absolute(), *_key_files())
     needs = Needs(rewards=tuple(rewards), hidden=hidden, runs=run.path.resolve().parent, began=began)
     choice = choose(needs)
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in choice.refused.items())
@@ -123,3 +122,13 @@ def _sandbox_here(run: RunDirectory, rewards: Sequence[str]) -> tuple[Sandbox, s
             f"bring {began} back, or remove {run.sandbox_file} to go on with less"
         )
     return needs.on(choice.rung), reasons
+
+
+def _key_files() -> Iterator[Path]:
+    """Those of the run and of its teacher, and those of the user's other jobs beside them. Of a folder that holds what
+    is hidden, the sandbox shows nothing that comes later, so no key of a job that starts then either."""
+    for variable in (API_KEY_FILE_VARIABLE, TEACHER_KEY_FILE_VARIABLE):
+        if named := os.environ.get(variable):
+            path = Path(named).absolute()
+            yield path
+            yield from sorted({*path.parent.glob(JOB_KEYS)} - {path})

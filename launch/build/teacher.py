@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launch.build.components import TaskPrompts
 from launch.build.engines import engine_dtype
-from launch.cluster.roles.api_key import key_of_variable
+from launch.cluster.roles.api_key import read_teacher_key
 from megatron_bridge.hf.model_config import read_config, size_of
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
@@ -23,8 +23,6 @@ from rollout_sglang.server.process import ServerProcess, free_port
 from rollout_sglang.server.start import EngineSpec, start
 from rollout_sglang.teacher import TeacherServers
 
-API_KEY_VARIABLE = "EVENKEEL_TEACHER_API_KEY"
-"""Of the servers that distillation.urls names; without it, they are asked without a key."""
 _TRIED_PROMPTS = 4
 
 
@@ -61,8 +59,10 @@ async def teacher_of(
         yield None
         return
     async with AsyncExitStack() as stack:
-        process, urls, key = None, section.urls, key_of_variable(API_KEY_VARIABLE)
-        if section.path is not None:
+        process, urls = None, section.urls
+        if section.path is None:
+            key = read_teacher_key()
+        else:
             spec = _spec(run, recipe, section.path)
             process, urls, key = start(spec), (spec.url,), spec.api_key
             stack.callback(process.stop)

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from pipeline.config.recipe import Recipe
 from pipeline.errors import MachineError, RecipeError
 from pipeline.gpu_needs import GpuNeeds
-from pipeline.server_arguments import option
+from pipeline.server_arguments import OWN_PLACES, option
 from rollout_sglang.server.start import num_gpus
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-_OWN_PLACES = ("--base-gpu-id", "--gpu-id-step")
-"""SGLang's arguments that say on which GPUs a server runs. They are the same for all engines of a recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ def _refuse_own_places(recipe: Recipe) -> None:
     teacher = recipe.started_teacher
     given = {"rollout": recipe.rollout.extra_args, "distillation": teacher.extra_args if teacher else ()}
     for section, extra_args in given.items():
-        for name in _OWN_PLACES:
+        for name in OWN_PLACES:
             if (value := option(extra_args, name)) is not None:
                 raise RecipeError(
                     f"{section}.extra_args has {name} {value}, but on one machine every role is given GPUs of its own; "

@@ -35,7 +35,11 @@ METRICS: tuple[MetricName, ...] = (
     MetricName("evenkeel_role_info", ALL, "Always 1; names the role.", ("role",)),
     MetricName("evenkeel_heartbeat_timestamp_seconds", ALL, "When the role last logged something (UTC, since 1970)."),
     MetricName("evenkeel_last_step", LEARNER, "Index of the newest trained step."),
-    MetricName("evenkeel_last_step_timestamp_seconds", LEARNER, "When that step ended; before, when it started."),
+    MetricName(
+        "evenkeel_last_step_timestamp_seconds",
+        LEARNER,
+        "When that step ended; before the run's first, when it started.",
+    ),
     MetricName("evenkeel_steps_total", LEARNER, "Steps that this process has trained."),
     MetricName("evenkeel_steps_left", LEARNER, "Steps of the recipe after the newest one; 0 after the last."),
     MetricName("evenkeel_tokens_total", LEARNER, "Response tokens that this process has trained on."),
@@ -70,7 +74,9 @@ METRICS: tuple[MetricName, ...] = (
     MetricName("evenkeel_saved_step", LEARNER, "Step of the newest checkpoint."),
     MetricName("evenkeel_save_seconds", LEARNER, "Seconds that the newest checkpoint took."),
     MetricName("evenkeel_last_batch", COLLECTOR, "Index of the newest committed batch."),
-    MetricName("evenkeel_last_batch_timestamp_seconds", COLLECTOR, "When it was committed; before, the start."),
+    MetricName(
+        "evenkeel_last_batch_timestamp_seconds", COLLECTOR, "When it was committed; before the run's first, the start."
+    ),
     MetricName("evenkeel_samples_total", COLLECTOR, "Samples that this process has committed."),
     MetricName("evenkeel_collect_phase_seconds", COLLECTOR, "Seconds of the newest batch's phases.", ("phase",)),
     MetricName(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -25,7 +25,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from launch.cluster.metric_names import BY_NAME, METRICS
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.recipe import Recipe
-from pipeline.data.event_log import LogName, Observer
+from pipeline.data.event_log import EventKind, LogName, Observer, newest_line
 from pipeline.data.integrity.sealed import read_sealed_json
 from pipeline.data.ledger.published import announced
 from pipeline.data.run_directory import RunDirectory
@@ -68,7 +68,14 @@ COUNTED_OF_STEP = {
     "teacher_failures": "evenkeel_teacher_failures_total",
 }
 SINCE_START = tuple(metric.name for metric in METRICS if metric.name.endswith("_timestamp_seconds"))
-"""Before the first step or batch they show when the process started: one that never gets there has no other sign."""
+"""Before the run's first step or batch they show when the process started: one that never gets there has no other
+sign."""
+NEWEST: Mapping[str, tuple[Literal["metrics", "events"], EventKind | None]] = {
+    "evenkeel_last_step_timestamp_seconds": ("metrics", None),
+    "evenkeel_last_batch_timestamp_seconds": ("events", "committed"),
+}
+"""Gauge → where an earlier start has left its time. A role that dies before its first step or batch, each time that it
+is started again, would otherwise look as if it had just begun."""
 LEFT_OUT = {
     "dropped": "unfit",
     "zero_variance": "zero_variance",
@@ -110,9 +117,18 @@ class RunMetrics:
         for metric in METRICS:
             if role in metric.roles and metric.name in SINCE_START:
                 self._set(metric.name, time.time())
+                self._set(metric.name, self._time_before(metric.name))
             elif role in metric.roles and metric.kind == "counter" and not metric.labels:
                 self._count(metric.name, 0)  # shown from the start, so that its first increase can be seen
         self.registry.register(_AtScrape(self))
+
+    def _time_before(self, name: str) -> float | None:
+        """What the gauge showed last in earlier starts of the role; None where there was none, or nobody can tell."""
+        line = None
+        if name in NEWEST:
+            with suppress(OSError, ValueError, EvenKeelError):
+                line = newest_line(self._run_dir, *NEWEST[name])
+        return None if line is None else line.get("time")
 
     def observe(self, which: LogName, line: Mapping[str, Any]) -> None:
         """Take in one line of the event log; an observer of pipeline.data.event_log.EventLog. Raises nothing."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from launch.cluster.gpu_places import gpu_places
 from launch.cluster.roles.addresses import loopback_environment
-from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
+from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE, without_teacher_key
 from launch.cluster.roles.base import LOG_VARIABLE
 from launch.run.processes import ProcessTree, child_environment
 from pipeline.config.recipe import Recipe
@@ -95,6 +95,11 @@ def role_command(run: RunDirectory, unit: Unit, *options: str) -> list[str]:
     return [sys.executable, "-P", "-m", "launch.cli", "role", unit.role, str(run.path.absolute()), *place, *options]
 
 
+def unit_environment(unit: Unit, environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment a unit gets: the teacher's key is for the collector, which alone asks the teacher."""
+    return dict(environment) if unit.role == "collector" else without_teacher_key(environment)
+
+
 def metrics_options(unit: Unit, supervisor: int | None) -> list[str]:
     """With which a unit shows its metrics, where the supervisor has a port for its own."""
     if supervisor is None:
@@ -145,7 +150,8 @@ class LocalStarter:
         options = metrics_options(unit, self._metrics_port)
         if unit.role in ("engine", "router"):
             options += ["--port", str(self._port(unit))]
-        environment = {**child_environment(), API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
+        environment = unit_environment(unit, child_environment())
+        environment |= {API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
         environment |= self._places.environment(unit.role, unit.index)
         if not self._urls:
             environment |= loopback_environment()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from pipeline.child_process import kill_and_wait
 from pipeline.errors import EvenKeelError
 from precision.text.json_data import JsonError, parse_object
 
@@ -97,13 +98,12 @@ class Agent:
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for reader in self._readers:
+            kill_and_wait(self._process)
+        for reader, stream in zip(self._readers, (self._process.stdout, self._process.stderr), strict=True):
             reader.join(_STOP_S)
-        for stream in (self._process.stdout, self._process.stderr):
             assert stream is not None
-            stream.close()
+            if not reader.is_alive():  # otherwise it is in the midst of a read, for which `close` would wait
+                stream.close()
 
     def ask(self, do: str, *, deadline_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
         """The one answer to an order. Raises HostError."""

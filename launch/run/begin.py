@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
+from launch.build.engine_arguments import check_extra_args
 from launch.build.engines import check_map_dtype, engine_dtype
 from launch.build.teacher import check_teacher
 from launch.plan.fitting import check_sizes
@@ -27,6 +28,7 @@ from precision.text.short import quoted
 def preflight(recipe: Recipe) -> TaskPrompts:
     """Check what would otherwise fail minutes later, in a child process. Returns the run's prompts. Raises
     FatalError."""
+    check_extra_args(recipe)
     config = read_hf_config(recipe.model.path)
     check_sizes(config, recipe)
     build_quant_map(recipe)

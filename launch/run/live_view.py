@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,11 +21,11 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
+from launch.show.log_tail import LogTail
 from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares, whole_stages
 from pipeline.analysis.flight.timeline import learner_spans
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
-from pipeline.data.event_log import log_files, parse_line
 from pipeline.patience import notice_line
 from precision.mismatch.alarms import Alarm, alarms
 from precision.text.short import one_line
@@ -50,45 +50,6 @@ SAID = (
     *ENGINE_EVENTS,
 )
 """Kinds of events that are printed where there is no terminal."""
-
-
-@dataclass
-class Tail:
-    """Reads the complete lines that were appended to a JSON Lines file since the last call. Torn lines are skipped."""
-
-    path: Path
-    offset: int = 0
-
-    def new_lines(self) -> list[dict[str, Any]]:
-        """New lines, oldest first; none while the file does not exist."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        self.offset += len(complete)
-        parsed = (parse_line(line) for line in complete.splitlines(keepends=True))
-        return [line for line in parsed if line is not None]
-
-
-@dataclass
-class LogTail:
-    """Tails of all files of one log: every start of a role has its own."""
-
-    run: Path
-    log: Literal["metrics", "events"]
-    _tails: dict[Path, Tail] = field(default_factory=dict)
-
-    def new_lines(self) -> list[dict[str, Any]]:
-        """New lines of all files, by time."""
-        return [line for _, line in self.new_lines_of_starts()]
-
-    def new_lines_of_starts(self) -> list[tuple[str, dict[str, Any]]]:
-        """As `new_lines`, each behind the name of its file: which start of the role wrote it."""
-        tails = [self._tails.setdefault(path, Tail(path)) for path in log_files(self.run, self.log)]
-        lines = [(tail.path.name, line) for tail in tails for line in tail.new_lines()]
-        return sorted(lines, key=lambda line: float(line[1]["time"]))
 
 
 @dataclass

@@ -14,11 +14,14 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from megatron_bridge.hf.model_config import ModelConfig
+from pipeline.data.integrity.regular import read_at_most
 from pipeline.errors import ModelError
-from precision.text.json_data import JsonError, parse_object
+from precision.text.json_data import parse_object
 from precision.text.short import listed, one_line, quoted
 
 _FILE_NAME = re.compile(r"[\w.@+ -]+\.safetensors")
+_INDEX_BYTES = 256 << 20
+"""Of model.safetensors.index.json: 100 bytes a tensor, and the largest mixtures have 200,000."""
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 DTYPES = {
@@ -106,10 +109,10 @@ def weight_files(folder: Path) -> list[Path]:
 def indexed_files(index: Path) -> dict[str, str]:
     """Tensor → the name of its file beside the index, as model.safetensors.index.json says. Raises ModelError."""
     try:
-        found = parse_object(index.read_bytes()).get("weight_map")
+        found = parse_object(read_at_most(index, _INDEX_BYTES)).get("weight_map")
     except OSError as error:
         raise ModelError(f"cannot read {index}: {error.strerror}; fetch the model again") from error
-    except JsonError as error:
+    except ValueError as error:
         raise ModelError(f"{index} is damaged: {error}; fetch the model again") from None
     if not isinstance(found, dict):
         raise ModelError(

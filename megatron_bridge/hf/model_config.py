@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import ModelError
 from precision.formats.stacks import STACKS, qkv_rows
-from precision.text.json_data import JsonError, parse_object
+from precision.text.json_data import parse_object
 from precision.text.short import quoted
 
 _MOST = 2**31 - 1
@@ -149,14 +150,14 @@ def _swiglu(prefix: str, hidden_size: int, ffn_size: int) -> dict[str, tuple[int
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder, with or without weights. Raises ModelError."""
     try:
-        return parse_object((folder / "config.json").read_bytes())
+        return parse_object(read_at_most(folder / "config.json", MODEL_JSON_BYTES))
     except FileNotFoundError:
         raise ModelError(
             f"{folder} has no config.json; give the folder that holds config.json and safetensors"
         ) from None
     except OSError as error:
         raise ModelError(f"cannot read {folder / 'config.json'}: {error.strerror}; fetch the model again") from error
-    except JsonError as error:
+    except ValueError as error:
         raise ModelError(f"{folder / 'config.json'} is damaged: {error}; fetch the model again") from None
 
 

@@ -21,8 +21,9 @@ T = TypeVar("T")
 def all_gather_json(value: Any, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> list[Any]:
     """The values of all ranks of a group, in rank order, the same on every rank. Collective.
 
-    Values are JSON, because nothing from another process is unpickled. `device` must be one whose tensors the group's
-    backend can send.
+    Values are JSON, of which nothing is unpickled. Saving and loading of checkpoints by torch and Megatron-Core do
+    exchange pickles between ranks (all_gather_object), so the ports of ranks belong to a private network
+    (docs/cluster.md). `device` must be one whose tensors the group's backend can send.
     """
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]

@@ -47,7 +47,9 @@ class Distillation(Settings):
         0.0, ge=0.0, description="Of the advantage that comes from the rewards; 0: the teacher alone."
     )
     tensor_parallel: PositiveInt = Field(1, description="GPUs of the server that is started.")
-    extra_args: tuple[str, ...] = Field((), description="Passed to the SGLang that is started, as they are.")
+    extra_args: tuple[str, ...] = Field(
+        (), description="Passed to the SGLang that is started, as they are; none that another key says."
+    )
 
     @model_validator(mode="after")
     def _one_teacher(self) -> Self:

@@ -64,6 +64,8 @@ _MORE = re.compile(rb'"crc32": "[0-9a-f]{8}"\}.', re.DOTALL)
 """A line that goes on behind its checksum, as no torn one does: its line end is another character."""
 PARENT = "parent"
 """Stands for the role in the name of what a fork has of its parent's log: what was there before all its own starts."""
+_END_BYTES = 1 << 20
+"""Of a file, where its newest line is looked for: a line has some tens of KB at most."""
 _START = re.compile(rf"(.*)-({NUMBER})")
 
 
@@ -119,6 +121,22 @@ def read_events(run: Path, kind: EventKind | None = None) -> list[dict[str, Any]
             merged.append((latest, path.stem, place, line))
     merged.sort(key=lambda entry: entry[:3])
     return [line for *_, line in merged if kind is None or line["kind"] == kind]
+
+
+def newest_line(
+    run: Path, folder: Literal["metrics", "events"], kind: EventKind | None = None
+) -> dict[str, Any] | None:
+    """The last line of a log, or the last event of a kind, from the newest start of a role that wrote one; None without
+    any. Reads the ends of files alone, and passes over what is torn or damaged there. Raises OSError, ValueError."""
+    for path in reversed(log_files(run, folder)):
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+            ends = file.read(_END_BYTES).splitlines(keepends=True)
+        for line in reversed(ends):
+            parsed = parse_line(line)
+            if parsed is not None and (kind is None or parsed.get("kind") == kind):
+                return parsed
+    return None
 
 
 def log_files(run: Path, folder: Literal["metrics", "events"]) -> list[Path]:

@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
 from pipeline.demonstrations.conversation import closing_mark
 from pipeline.demonstrations.rows import Demonstration
 from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer
-from precision.text.json_data import JsonError, parse_object
+from precision.text.json_data import parse_object
 
 _GENERATION_FILE = "generation_config.json"
 
@@ -56,6 +57,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return parse_object(path.read_bytes())
-    except (OSError, JsonError) as error:
+        return parse_object(read_at_most(path, MODEL_JSON_BYTES))
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}; copy it again from the model's origin") from error

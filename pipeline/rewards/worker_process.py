@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.child_process import kill_and_wait
 from pipeline.rewards.calling.wants import Wants
 from pipeline.rewards.channel import BadMessageError, Channel, ChannelClosedError, ChannelTimeoutError
 from pipeline.rewards.functions import START_DEADLINE_S
@@ -37,7 +38,10 @@ _GRACE_S = 10.0
 _END_DEADLINE_S = 5.0
 _SENT_AHEAD_BYTES = 32 * 2**10
 """Of one request. So many bytes of each that is posted ahead fit into the socket of a worker that does not read."""
-_KEY_VARIABLES = ("EVENKEEL_API_KEY", "EVENKEEL_API_KEY_FILE")
+_KEY_VARIABLES = (
+    *("EVENKEEL_API_KEY", "EVENKEEL_API_KEY_FILE"),
+    *("EVENKEEL_TEACHER_API_KEY", "EVENKEEL_TEACHER_API_KEY_FILE"),
+)
 _ENVIRONMENT = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
     *("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"),
@@ -203,8 +207,7 @@ class WorkerProcess:
         try:
             self._process.wait(_END_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            kill_and_wait(self._process)
         if self._scratch is not None and self._scratch != Path("/tmp"):
             remove(self._scratch)
 

@@ -16,10 +16,14 @@ import jinja2
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
+from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import ModelError
 from pipeline.tasks.chat_template import SPECIAL_TOKENS, compiled
-from precision.text.json_data import JsonError, parse_object
+from precision.text.json_data import parse_object
 from precision.text.short import one_line, quoted
+
+_TOKENIZER_BYTES = 256 << 20
+"""Of tokenizer.json: those of 260,000 tokens have some 35 MB."""
 
 
 class Tokenizer:
@@ -48,10 +52,11 @@ class Tokenizer:
         """Use `load`."""
         path = folder / "tokenizer.json"
         try:
-            data = path.read_bytes()
-        except OSError as error:
+            data = read_at_most(path, _TOKENIZER_BYTES)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ModelError(
-                f"cannot read {path}: {error.strerror}; model.path must be an HF folder with a fast tokenizer"
+                f"cannot read {path}: {reason}; model.path must be an HF folder with a fast tokenizer"
             ) from error
         try:
             self._backend = Backend.from_buffer(data)
@@ -200,8 +205,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return parse_object(path.read_bytes())
+        return parse_object(read_at_most(path, MODEL_JSON_BYTES))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}; copy it again from the model's origin") from error
-    except JsonError as error:
+    except ValueError as error:
         raise ModelError(f"{path} is damaged: {error}; copy it again from the model's origin") from None

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import RecipeError
 from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from precision.text.json_data import parse_object
@@ -211,7 +212,8 @@ def _make_scratch() -> Path:
 def _context_environment(spec: EngineSpec) -> dict[str, str]:
     """SGLang refuses a context beyond the model's positions. INPUT_ROOM may go beyond: no request comes that far."""
     try:
-        positions = int(parse_object((spec.model / "config.json").read_bytes())["max_position_embeddings"])
+        config = parse_object(read_at_most(spec.model / "config.json", MODEL_JSON_BYTES))
+        positions = int(config["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return {}
     return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true"} if spec.context_tokens <= positions else {}

@@ -1,9 +1,12 @@
-"""Processes by the words of their command lines, while others beside them end."""
+"""Processes by the words of their command lines, while others beside them end; and one that SIGKILL does not end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -17,3 +20,20 @@ def with_words(processes: Iterable[psutil.Process], words: str) -> list[psutil.P
             if words in f" {' '.join(process.cmdline())} ":
                 found.append(process)
     return found
+
+
+@contextmanager
+def unkillable(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """As a process that waits for a disk (state D): signals change nothing, and whoever waits without a deadline waits
+    for ever. It is ended afterwards."""
+
+    def wait(timeout: float | None = None) -> int:
+        assert timeout is not None, "nobody may wait without a deadline"
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    try:
+        with mock.patch.multiple(process, wait=wait, kill=lambda: None, terminate=lambda: None):
+            yield
+    finally:
+        process.kill()
+        process.wait(20)

@@ -68,6 +68,7 @@ def kubernetes(
 
     For example:  evenkeel launch kubernetes qwen3_32b --out k8s --queue train --learner-image … --rollout-image …
     """
+    from launch.build.engine_arguments import check_extra_args
     from launch.cluster.kubernetes.checks.everything import check
     from launch.cluster.kubernetes.job import run_on_kubernetes
     from launch.cluster.kubernetes.options import cluster_options
@@ -100,6 +101,7 @@ def kubernetes(
     )
     path = find_recipe(recipe)
     loaded = load_recipe(path, overrides or [])
+    check_extra_args(loaded)
     run = run_on_kubernetes(path, loaded, options, sizes_folder(path, loaded.model.path, model_config))
     files = render(run)
     objects = [one for group in files.values() for one in group]

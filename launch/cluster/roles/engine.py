@@ -29,6 +29,7 @@ from launch.cluster.roles.base import (
     grace_s,
     is_in_force,
     log_file,
+    wait_for,
     wait_for_policy,
     wait_for_recipe,
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.errors import FatalError, RetryableError, SupersededError
 
-_DEADLINE_S = 60
+DEADLINE_S = 60
 _GONE = ("down", "fail", "*", "unknown", "powered", "powering", "reboot")
 """In the state of a node on which nothing can be started; `*`: it does not answer."""
 _OF_THE_USER = ("SLURM_CONF", "SLURM_CLUSTERS")
@@ -137,11 +137,11 @@ def ask(*command: str) -> str:
     # A job that is submitted from within a job must not inherit the first one's wishes.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in _OF_THE_USER}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
     except FileNotFoundError as error:
         raise FatalError(f"{command[0]} is not on the PATH; the batch script needs Slurm's commands") from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{_shown(command)} did not answer within {_DEADLINE_S} s") from error
+        raise SlurmError(f"{_shown(command)} did not answer within {DEADLINE_S} s") from error
     if done.returncode:
         raise SlurmError(f"{_shown(command)} ended with {done.returncode}: {' '.join(done.stderr.split())}")
     return done.stdout

@@ -75,6 +75,7 @@ def slurm(
 
     For example:  evenkeel launch slurm qwen3_32b --out jobs/qwen --partition h100 --time 24:00:00
     """
+    from launch.build.engine_arguments import check_extra_args
     from launch.cluster.slurm.options import SlurmOptions
     from launch.cluster.slurm.render import SCRIPT, render
     from launch.plan.grace import stop_time
@@ -82,6 +83,7 @@ def slurm(
     from pipeline.config.loader import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    check_extra_args(loaded)
     options = SlurmOptions(
         workdir=(workdir or Path.cwd()).absolute(),
         python=python or ("python3" if container_image else sys.executable),
@@ -122,12 +124,22 @@ def _setup_lines(setup: Path | None) -> str:
 
 
 def submitted(script: Path) -> str:
-    """Give the script to sbatch; returns what it said. The API key stays out of the environment that Slurm stores."""
+    """Give the script to sbatch; returns what it said. The API key stays out of the environment that Slurm stores.
+    Raises RecipeError when it is refused, and SlurmError when Slurm does not answer."""
+    from launch.cluster.slurm.allocation import DEADLINE_S, SlurmError
+
     environment = {name: value for name, value in os.environ.items() if name != "EVENKEEL_API_KEY"}
     try:
-        done = subprocess.run(["sbatch", str(script)], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            ["sbatch", str(script)], capture_output=True, text=True, timeout=DEADLINE_S, env=environment
+        )
     except FileNotFoundError as error:
         raise RecipeError(f"--submit needs Slurm's sbatch; on a node that has it: sbatch {script}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(
+            f"sbatch {script} did not answer within {DEADLINE_S} s, and may have submitted the job all the same; see "
+            "whether it is there (squeue --me) and Slurm's controller is up (scontrol ping), then submit it again"
+        ) from error
     if done.returncode:
         raise RecipeError(f"sbatch refused {script}: {' '.join(done.stderr.split())}; change the options and try again")
     return done.stdout.strip()

@@ -155,7 +155,9 @@ checkpoint is then trained again.
 - {options.grace_s} s before the time limit the learner ends its step and saves; {again}.{_as_planned(options.grace)}
 - {spare}
 - The API key of the engines is made when the job starts, in a file that only you can read
-  ({options.api_key_file or options.key_dir}), and removed when it ends. Do not export EVENKEEL_API_KEY when you submit.
+  ({options.api_key_file or options.key_dir}), and removed when it ends. Do not export EVENKEEL_API_KEY when you submit,
+  nor another secret: Slurm stores the environment. A teacher's key lies in a file, which setup.sh names:
+  `export EVENKEEL_TEACHER_API_KEY_FILE=FILE`.
 - The node of the batch script needs Slurm's commands and Even Keel's core. With a container image the roles run in it;
   mount this folder, the run directory and the folder of the key there, at the same paths.
 """

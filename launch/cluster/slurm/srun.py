@@ -23,7 +23,7 @@ from pathlib import Path
 
 from launch.cluster.slurm.allocation import Allocation, SlurmError
 from launch.cluster.slurm.placement import Shape, moved, place
-from launch.cluster.starter import Unit
+from launch.cluster.starter import Unit, unit_environment
 from pipeline.child_process import ChildProcess
 from pipeline.errors import STOPPED_EXIT_CODE
 
@@ -162,7 +162,7 @@ class SrunStarter:
         self.starts[unit] += 1
         name = f"{unit.name}.{self.allocation.restart}.{self.starts[unit]}"
         srun = [*self.srun_options(unit, host, name), *self.command(unit, host)]
-        environment = self.allocation.step_environment(self.environment)
+        environment = self.allocation.step_environment(unit_environment(unit, self.environment))
         client = Srun(srun, log, environment, own_session=True)
         return Step(self.allocation, name, host, client, self._ended)
 

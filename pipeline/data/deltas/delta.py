@@ -22,9 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.data.border.attributes import problem_of
 from pipeline.data.deltas.places import Bytes, Places, apply, changed_runs
-from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
+from pipeline.data.integrity.regular import read_at_most
+from pipeline.data.integrity.sealed import MAX_BYTES, read_sealed_json, write_sealed_json
 from pipeline.errors import StoreError
-from precision.text.json_data import JsonError, parse_object
+from precision.text.json_data import parse_object
 
 DELTA_FILE, MANIFEST_FILE = "delta.json", "manifest.json"
 STATE_DIGITS = 12
@@ -169,11 +170,11 @@ def read_manifest(folder: Path, remedy: str) -> dict[str, dict[str, Any]]:
     """What a policy folder says about its tensors. Raises StoreError."""
     path = folder / MANIFEST_FILE
     try:
-        found = parse_object(path.read_bytes())["tensors"]
+        found = parse_object(read_at_most(path, MAX_BYTES))["tensors"]
         if isinstance(found, dict) and all(isinstance(one, dict) and one.keys() >= _DIGITS for one in found.values()):
             return found
         raise ValueError("its tensors are not described")
-    except (OSError, KeyError, ValueError, JsonError) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise StoreError(f"{path} cannot be read ({error}); {remedy}") from error
 
 

@@ -8,6 +8,8 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
+MODEL_JSON_BYTES = 16 << 20
+"""Of a JSON file that describes a model or its tokenizer, such as config.json: the largest have some MB."""
 _OF_WHAT_LIES_THERE = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG),
     None,  # raised by a library

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import pwd
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,8 @@ _SYSTEM = (
     *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf"),
     *("/etc/mime.types", "/sys/devices/system/cpu"),
 )
+_OF_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
+"""What Python needs of the folder that it is installed in."""
 _TOO_WIDE = frozenset(Path(path) for path in ("/", "/etc", "/proc", "/sys", "/dev", "/home", "/var", "/run"))
 """Never taken for a user's own folder."""
 
@@ -73,7 +77,8 @@ def view_of(reward: str, hidden: Iterable[Path], *, own: bool, runs: Path | None
     too, unless it is, or holds, one that is shown."""
     system = [Path(path) for path in _SYSTEM if os.path.exists(path)] + [*_python()]
     mine = [*_own(reward)] if own else []
-    inside = [Path(path).resolve() for path in (*_packages(), sys.prefix, sys.base_prefix, "/usr")]
+    installed = [path for prefix in (sys.prefix, sys.base_prefix, "/usr") for path in _without_home(Path(prefix))]
+    inside = [path.resolve() for path in (*map(Path, _packages()), *installed)]
     mine = [path for path in mine if not any(path.is_relative_to(p) for p in inside)]
     kept = [path.resolve() for path in hidden]
     if runs is not None:
@@ -85,13 +90,37 @@ def view_of(reward: str, hidden: Iterable[Path], *, own: bool, runs: Path | None
 
 def _python() -> Iterator[Path]:
     """This interpreter, every link on the way to it, and what it imports from."""
-    yield from (Path(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix))
-    yield from (Path(path) for path in (*sysconfig.get_paths().values(), *_packages()) if os.path.isdir(path))
+    prefixes = sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix
+    folders = [path for path in (*sysconfig.get_paths().values(), *_packages()) if os.path.isdir(path)]
+    for path in (*prefixes, *folders):
+        yield from _without_home(Path(path))
     link = Path(sys.executable)
     while link.is_symlink():
         link = link.parent / link.readlink()
-        yield link.parent if link.parent != Path("/") else link
+        yield link if _is_wide(link.parent) else link.parent
     yield from (PACKAGE, PACKAGE.with_name("precision"))
+
+
+def _without_home(prefix: Path) -> Iterator[Path]:
+    """A folder of this Python; of one that is a home folder or above it, as after `python -m venv ~`, only what Python
+    needs."""
+    if _is_wide(prefix):
+        yield from (prefix / name for name in _OF_PREFIX if (prefix / name).exists())
+    else:
+        yield prefix
+
+
+def _is_wide(folder: Path) -> bool:
+    """Whether keys and other things of the user's lie below it that have nothing to do with Python."""
+    real = folder.resolve()
+    return real in _TOO_WIDE or any(home.is_relative_to(real) for home in _homes())
+
+
+def _homes() -> Iterator[Path]:
+    """As the environment says, and as the system does."""
+    yield Path(os.path.expanduser("~")).resolve()
+    with suppress(KeyError):  # a container may run as a user whom nobody has named
+        yield Path(pwd.getpwuid(os.getuid()).pw_dir).resolve()
 
 
 def _packages() -> Iterator[str]:

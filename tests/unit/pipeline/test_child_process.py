@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from pipeline.child_process import PARENT_VARIABLE, ChildProcess
+from tests.support.processes import unkillable
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 DEADLINE_S = 20.0
@@ -56,6 +57,18 @@ def test_a_child_is_stopped_whether_it_listens_or_not(
     wait_for("up", tmp_path / "log")
     child.stop()
     assert child.poll() == status
+
+
+def test_nobody_waits_for_ever_for_a_child_that_cannot_be_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = python(SLEEPS, tmp_path / "log")
+    with unkillable(child._process):
+        child.stop()
+        assert child.poll() is None
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: process {child.pid} was killed and has not ended in 30 s: ")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux is asked")

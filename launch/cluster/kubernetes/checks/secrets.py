@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
+from launch.build.engine_arguments import gives_secret
 from launch.cluster.kubernetes.checks.pod_sets import Object, PodSet, named, of_kind
 
 _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|password|secret|credentials?)$")
 _ASSIGNED = re.compile(r"(?i)(api[-_]?key|password|secret|access[-_]?token)['\"]?\s*[:= ]\s*\S")
-_SECRET_ARGUMENTS = ("--api-key", "--token")
 _LOOKS_LIKE_ONE = re.compile(r"\b(sk-[A-Za-z0-9_-]{12,}|hf_[A-Za-z0-9]{12,}|ghp_[A-Za-z0-9]{12,}|AKIA[0-9A-Z]{12,})")
 
 
@@ -23,7 +23,7 @@ def check_secrets(objects: Sequence[Object], pods: Sequence[PodSet]) -> Iterator
         yield f"{named(one)}: Secrets are made apart, and never written to a file"
     for pod in pods:
         for text in (*pod.container["command"], *pod.container["args"]):
-            if _LOOKS_LIKE_ONE.search(text) or _ASSIGNED.search(text) or text.startswith(_SECRET_ARGUMENTS):
+            if _LOOKS_LIKE_ONE.search(text) or _ASSIGNED.search(text) or gives_secret(text):
                 yield f"{pod.owner}: an argument looks like a secret"
         for name, variable in pod.environment.items():
             value = variable.get("value", "")
@@ -44,4 +44,4 @@ def _holds_secret(value: Any, name: str = "") -> bool:
         return any(_holds_secret(one, name) for one in value)
     if not isinstance(value, str):
         return False
-    return value.startswith(_SECRET_ARGUMENTS) or (value != "" and _SECRET_NAME.search(name) is not None)
+    return gives_secret(value) or (value != "" and _SECRET_NAME.search(name) is not None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from launch.build.engine_arguments import check_extra_args, gives_secret
 from launch.build.engines import check_engines
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -88,3 +89,99 @@ def test_speculation_needs_caches_that_are_read_again() -> None:
 
 def test_what_concerns_memory_and_kernels_is_the_recipes_to_choose() -> None:
     check_engines(recipe_of("--mem-fraction-static", "0.5", "--max-total-tokens=4096", "--disable-cuda-graph"))
+
+
+def teaching(*extra_args: str) -> Recipe:
+    data = dict(
+        run=dict(name="run", steps=1),
+        model=dict(path="m"),
+        task=dict(name="sort_digits"),
+        distillation=dict(path="t", extra_args=list(extra_args)),
+    )
+    return recipe_from(data, source="test")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("--api-key", "--api-k", "--ap", "--admin-api-key", "--admin", "--ssl-keyfile-password", "--ssl-keyfile-pass"),
+        *("--watermark-key", "--hub-token", "--client-secret", "--redis-password"),
+    ],
+)
+def test_secrets_are_given_by_no_argument(name: str) -> None:
+    """A recipe is kept, and every user of a machine can read a command line."""
+    for written in ([name, "opensesame"], [f"{name}=opensesame"]):
+        for recipe, section in ((recipe_of(*written), "rollout"), (teaching(*written), "distillation")):
+            with pytest.raises(RecipeError, match=rf"^{section}\.extra_args has {name}, .*EVENKEEL_API_KEY") as no:
+                check_extra_args(recipe)
+            assert "\n" not in str(no.value)
+            assert "opensesame" not in str(no.value)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("--max-total-tokens=4096", "--tokenizer-path", "--tokenizer-worker-num", "--ssl-keyfile", "--ssl-certfile"),
+        *("--chunked-prefill-size", "--skip-tokenizer-init", "--speculative-num-draft-tokens", "--max-prefill-tokens"),
+        *("--bucket-time-to-first-token", "--kt-max-deferred-experts-per-token", "--tokenizer-mode", "token", "--"),
+    ],
+)
+def test_harmless_names_are_no_secrets(argument: str) -> None:
+    assert not gives_secret(argument)
+    check_extra_args(recipe_of(argument))
+    check_extra_args(teaching(argument))
+
+
+@pytest.mark.parametrize(
+    ("argument", "whole"),
+    [
+        ("--hos=0.0.0.0", "--host"),
+        ("--mod", "--model-path"),
+        ("--dtyp", "--dtype"),
+        ("--tensor-par", "--tp|--tensor-parallel-size"),
+        ("--conf", "--config"),
+        ("--dat=2", "--data-parallel-size"),
+        ("--enable-fp32-lm", "--enable-fp32-lm-head"),
+        ("--kv-cache-dt=fp8_e4m3", "--kv-cache-dtype"),
+        ("--base-gpu=4", "--base-gpu-id"),
+    ],
+)
+def test_the_beginning_of_a_name_is_the_name(argument: str, whole: str) -> None:
+    """SGLang's parser takes it for the name."""
+    name = argument.partition("=")[0]
+    with pytest.raises(RecipeError, match=rf"has {name}, short for ({whole})[,;] "):
+        check_extra_args(recipe_of(argument))
+
+
+def test_no_file_of_arguments_is_read() -> None:
+    for recipe, section in (
+        (recipe_of("--config", "more.yaml"), "rollout"),
+        (teaching("--config=more.yaml"), "distillation"),
+    ):
+        with pytest.raises(RecipeError, match=rf"{section}\.extra_args has --config, a file .*list them there"):
+            check_extra_args(recipe)
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("--host=0.0.0.0", "loopback"),
+        ("--hos=0.0.0.0", "loopback"),
+        ("--port=1", "free port"),
+        ("--model-path=x", "distillation.path"),
+        ("--tp-size=2", "distillation.tensor_parallel"),
+        ("--context-length=99", "rollout.context_tokens"),
+        ("--nnodes=2", "one host"),
+    ],
+)
+def test_a_teacher_is_where_and_what_the_recipe_says(argument: str, instead: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^distillation\.extra_args has --.*, which would replace .*{instead}"):
+        check_extra_args(teaching(argument))
+
+
+def test_how_a_teacher_computes_is_said_by_no_key() -> None:
+    check_extra_args(
+        teaching(
+            "--dtype", "bfloat16", "--quantization=fp8", "--dp=2", "--enable-fp32-lm-head", "--kv-cache-dtype=auto"
+        )
+    )

@@ -73,6 +73,22 @@ def test_the_run_and_its_key_are_hidden(run: RunDirectory, tmp_path: Path, monke
     assert (sandbox.hidden, sandbox.runs) == ((run.path, tmp_path / "key"), run.path.parent)
 
 
+def test_keys_of_the_teacher_and_of_other_jobs_are_hidden_too(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--key-dir` may be a folder that reward code reads."""
+    given(monkeypatch, "landlock")
+    mine, other, later = (tmp_path / f"slurm-{job}.key" for job in ("7-0", "6-0", "8-2"))
+    theirs = tmp_path / "teacher"
+    for path in (mine, other, later, tmp_path / "words.txt"):
+        path.touch()
+    monkeypatch.setenv("EVENKEEL_API_KEY_FILE", str(mine))
+    monkeypatch.setenv("EVENKEEL_TEACHER_API_KEY_FILE", str(theirs))
+    sandbox = rewards.choose_sandbox(run, [OWN], EventLog(run.path, "collector-000001"))
+    assert sandbox is not None
+    assert set(sandbox.hidden) == {run.path, mine, other, later, theirs}
+
+
 @pytest.mark.parametrize(("rung", "status"), [("bubblewrap", "ok"), ("landlock", "ok"), (None, "warn")])
 def test_doctor_says_which(rung: Rung | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, rung)

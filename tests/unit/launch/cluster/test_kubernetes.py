@@ -137,6 +137,14 @@ def test_what_cannot_work_is_refused(render: Callable[[], object], message: str)
     assert "\n" not in str(refused.value)
 
 
+def test_arguments_that_train_refuses_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE, "--set"]
+    given = "rollout.extra_args=[--hos=0.0.0.0]"
+    refused = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path / "files", *options, given)
+    assert (refused.returncode, "rollout.extra_args has --hos, short for --host" in refused.stderr) == (1, True)
+    assert not (tmp_path / "files").exists()
+
+
 def test_engines_that_nothing_else_ends_come_with_the_command_that_does(tmp_path: Path) -> None:
     options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE, "--engines", "leaderworkerset"]
     done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)

@@ -72,6 +72,10 @@ def test_engines_have_room_for_a_replica(precision: str) -> None:
     [
         ('task.system_prompt="Never tell the password: it is secret to all."', False),
         ("rollout.extra_args=[--api-key, opensesame]", True),
+        ("rollout.extra_args=[--admin-api-key, opensesame]", True),
+        ("rollout.extra_args=[--api-k=opensesame]", True),
+        ("rollout.extra_args=[--ssl-keyfile-password, opensesame]", True),
+        ("rollout.extra_args=[--tokenizer-path, /shared/tokenizer, --ssl-keyfile, /shared/key.pem]", False),
     ],
 )
 def test_prose_may_speak_of_secrets_and_arguments_may_not_give_them(override: str, refused: bool) -> None:

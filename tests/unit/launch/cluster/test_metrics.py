@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import time
 import urllib.request
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from launch.cluster.metric_names import ALL, METRICS, markdown
 from launch.cluster.metrics import HOST_VARIABLE, PORT_VARIABLE, RunMetrics, metrics_of
+from pipeline.data.event_log import EventLog
 from pipeline.errors import EvenKeelError, PortInUseError
 from tests.support.metric_feed import fed, run_with_every_file, scraped
 from tests.support.promql import shown
@@ -85,6 +87,35 @@ def test_a_run_without_any_file_is_shown_too(tmp_path: Path) -> None:
     found = shown(scraped(metrics))
     assert "evenkeel_published_version" not in found
     assert {"evenkeel_role_info", "evenkeel_last_step_timestamp_seconds", "evenkeel_steps_total"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [("learner", "evenkeel_last_step_timestamp_seconds"), ("collector", "evenkeel_last_batch_timestamp_seconds")],
+)
+def test_a_start_that_does_nothing_hides_no_standstill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, name: str
+) -> None:
+    """A learner that dies before its first step, each time that it is started again."""
+
+    def shown_now() -> float:
+        (line,) = (line for line in scraped(RunMetrics(role, run)).splitlines() if line.startswith(f"{name}{{"))
+        return float(line.rpartition(" ")[2])
+
+    run = run_with_every_file(tmp_path)
+    before = time.time()
+    assert shown_now() >= before, "nothing is done yet: the process has started"
+    with monkeypatch.context() as patch:
+        for start, second in enumerate((1000.0, 2000.0), 1):
+            log = EventLog(run, f"{role}-{start:06d}")
+            patch.setattr("pipeline.data.event_log.time.time", lambda second=second: second)
+            log.metrics(start, ess=1.0)
+            log.event("committed", batch=start)
+            log.event("retried", group=start)
+        patch.setattr("pipeline.data.event_log.time.time", lambda: 3000.0)
+        EventLog(run, "supervisor-000003").event("started", process=role)
+    (run / "metrics" / f"{role}-000003.jsonl").write_text('{"step": 3, "ti')
+    assert shown_now() == 2000.0
 
 
 def test_a_line_with_other_fields_changes_what_it_can(tmp_path: Path) -> None:

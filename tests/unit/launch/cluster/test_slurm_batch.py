@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from launch.cluster.roles.api_key import JOB_KEYS
 from launch.cluster.slurm import batch
 from launch.cluster.slurm.allocation import Allocation, SlurmError
 from launch.cluster.slurm.batch import Job, Signals, api_key, role_environment, role_program, run_job
@@ -304,7 +305,8 @@ def test_a_second_job_is_refused_while_one_is_at_work(job: Job, monkeypatch: pyt
 
 
 def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:
-    with api_key(job, "slurm-7-0") as path:
+    with api_key(job, Allocation("7", 0, "n1", 8).name) as path:
+        assert path.match(JOB_KEYS), "by which the sandbox of reward code hides it"
         assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
         first = path.read_text()
     assert not path.exists()

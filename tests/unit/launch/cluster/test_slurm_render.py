@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from launch.cluster.slurm.command import _setup_lines
+from launch.cluster.slurm import allocation
+from launch.cluster.slurm.command import _setup_lines, submitted
 from launch.cluster.slurm.options import SlurmOptions
 from launch.cluster.slurm.render import render
 from launch.plan.grace import StopTime
@@ -116,6 +117,13 @@ def test_formats_that_only_cpus_emulate_are_refused_where_there_are_gpus(tmp_pat
     assert evenkeel(*command, "--gpus-per-node", 0).returncode == 0
 
 
+def test_arguments_that_train_refuses_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    given = "rollout.extra_args=[--admin-api-key, opensesame]"
+    refused = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--set", given)
+    assert (refused.returncode, "rollout.extra_args has --admin-api-key" in refused.stderr) == (1, True)
+    assert not (tmp_path / "job").exists()
+
+
 def test_no_file_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENKEEL_API_KEY", "a-key-that-nobody-may-see")
     assert not any("a-key-that-nobody-may-see" in text for text in files().values())
@@ -151,6 +159,17 @@ def test_submitting_without_slurm_says_where_to(tmp_path: Path, monkeypatch: pyt
     assert done.stderr == (
         f"error: --submit needs Slurm's sbatch; on a node that has it: sbatch {tmp_path}/job/job.sbatch\n"
     )
+
+
+def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "sbatch"
+    fake.write_text("#!/bin/bash\nexec sleep 60\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(allocation, "DEADLINE_S", 0.5)
+    with pytest.raises(allocation.SlurmError, match=r"^sbatch job did not answer within 0\.5 s.*squeue --me") as no:
+        submitted(Path("job"))
+    assert "\n" not in str(no.value)
 
 
 def test_the_environment_that_slurm_stores_has_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

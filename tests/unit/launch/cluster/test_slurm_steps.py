@@ -98,7 +98,8 @@ def allocation(fake: FakeSlurm) -> Allocation:
 
 def starter(allocation: Allocation, shape: Shape = TWO_NODES, *command: str) -> SrunStarter:
     words = list(command) or ["sleep", "60"]
-    return SrunStarter(allocation, shape, lambda unit, host: words, {"PATH": os.environ["PATH"], "SLURM_GPUS": "8"})
+    environment = {"PATH": os.environ["PATH"], "SLURM_GPUS": "8", "EVENKEEL_TEACHER_API_KEY_FILE": "/theirs"}
+    return SrunStarter(allocation, shape, lambda unit, host: words, environment)
 
 
 def ended(step: Step) -> int:
@@ -163,6 +164,7 @@ def test_a_step_is_one_task_on_one_node(fake: FakeSlurm, allocation: Allocation,
     environment = dict(line.split("=", 1) for line in fake.said("srun_env").splitlines() if "=" in line)
     assert (environment["SLURM_JOB_ID"], environment["SLURM_EXPORT_ENV"]) == ("42", "ALL")
     assert "SLURM_GPUS" not in environment  # srun would ask for all of them for each step
+    assert "EVENKEEL_TEACHER_API_KEY_FILE" not in environment  # the collector alone asks the teacher
 
 
 def test_steps_with_gpus_have_them_for_themselves(allocation: Allocation) -> None:

@@ -102,6 +102,20 @@ def test_nothing_in_the_user_s_folder_hides_ours(tmp_path: Path, monkeypatch: py
     assert "Ask the engines" in done.stdout
 
 
+def test_the_collector_alone_is_given_the_teacher_s_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"EVENKEEL_TEACHER_API_KEY", "EVENKEEL_TEACHER_API_KEY_FILE"}
+    for name in variables:
+        monkeypatch.setenv(name, "theirs")
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(starter, "_Child", lambda _, __, environment, **___: given.append(environment))
+    here = LocalStarter(RunDirectory(tmp_path), a_recipe(tmp_path, engines=2), "key")
+    units = [Unit("engine", 0), Unit("router"), Unit("learner"), Unit("collector")]
+    for unit in units:
+        here.start(unit, tmp_path / "log")
+    assert [variables & set(one) for one in given] == [set(), set(), set(), variables]
+    assert all(one["EVENKEEL_API_KEY"] == "key" for one in given)
+
+
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
     import socket
 

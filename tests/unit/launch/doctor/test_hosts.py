@@ -16,6 +16,7 @@ from launch.doctor import agent, hosts, judge
 from launch.doctor.connection import Agent, Host, HostError
 from launch.doctor.hosts import HostsSettings, Visit, check_hosts, diagnose_hosts
 from launch.doctor.machine import Check
+from tests.support.processes import unkillable
 from tests.support.runs import evenkeel
 
 HERE = "env HOST={host}"
@@ -126,6 +127,17 @@ def test_a_host_that_cannot_be_asked_is_a_finding(
     assert check.status == "fail"
     assert re.search(said, check.found), check.found
     assert "\n" not in check.found
+
+
+def test_nobody_waits_for_ever_for_a_program_that_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("launch.doctor.connection._STOP_S", 0.1)
+    running = Agent(PAIR[0], f"{sys.executable} -c 'import time; time.sleep(60)'")
+    with unkillable(running._process):
+        running.close()
+    running.close()  # its streams, now that it has ended
+    assert "was killed and has not ended" in capsys.readouterr().err
 
 
 def test_a_greeting_of_the_shell_is_no_answer(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.run.live_view import LiveView, Tail, render, sample_line
+from launch.run.live_view import LiveView, render, sample_line
 from pipeline.data.event_log import EventLog
-from pipeline.data.integrity.sealed import seal
 
 WriteRun = Callable[..., Path]
 SECONDS = {"wait": 3.0, "update": 1.0}
@@ -33,19 +32,6 @@ def log_step(event_log: EventLog, step: int, time: float) -> None:
         num_tokens=1000,
         seconds=SECONDS,
     )
-
-
-def test_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    tail = Tail(path)
-    assert tail.new_lines() == []
-    first, second, third = (seal(f'{{"step": {step}}}\n') for step in range(3))
-    path.write_text(first + second[:4])
-    assert tail.new_lines() == [{"step": 0}]
-    assert tail.new_lines() == []
-    with path.open("a") as file:
-        file.write(second[4:] + '{"torn\n' + third)
-    assert tail.new_lines() == [{"step": 1}, {"step": 2}]
 
 
 def test_plain_lines_every_n_steps_and_on_events(tmp_path: Path) -> None:

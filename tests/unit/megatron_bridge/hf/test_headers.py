@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import ModelError
+from tests.support.odd_files import huge_at, pipe_at
 
 MODEL_CONFIG = ModelConfig.from_hf(
     dict(
@@ -46,6 +47,12 @@ def refusal(folder: Path) -> str:
         check_weights(folder, MODEL_CONFIG)
     assert "\n" not in str(refused.value)
     return str(refused.value)
+
+
+@pytest.mark.parametrize(("put", "said"), [(pipe_at, "no regular file"), (huge_at, "larger than 256 MiB")])
+def test_what_is_no_index_is_not_read_to_its_end(tmp_path: Path, put: Callable[[Path], Path], said: str) -> None:
+    put(write(tmp_path, lambda tensors: None) / "model.safetensors.index.json")
+    assert f"model.safetensors.index.json is damaged: it is {said}; fetch the model again" in refusal(tmp_path)
 
 
 def test_a_whole_folder_passes(tmp_path: Path) -> None:

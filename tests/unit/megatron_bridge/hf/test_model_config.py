@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_bridge.hf.model_config import Experts, ModelConfig
+from megatron_bridge.hf.model_config import Experts, ModelConfig, read_config
 from pipeline.errors import ModelError
+from tests.support.odd_files import huge_at, pipe_at
 
 MODELS = Path(__file__).parents[4] / "pipeline" / "recipes" / "models"
 QWEN3_32B: dict[str, Any] = json.loads((MODELS / "qwen3-32b" / "config.json").read_text())
 QWEN3_30B_A3B: dict[str, Any] = json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("put", "said"), [(pipe_at, "no regular file"), (huge_at, "larger than 16 MiB")])
+def test_what_is_no_config_is_not_read_to_its_end(tmp_path: Path, put: Callable[[Path], Path], said: str) -> None:
+    put(tmp_path / "config.json")
+    with pytest.raises(ModelError, match=rf"config\.json is damaged: it is {said}; fetch the model again"):
+        read_config(tmp_path)
 
 
 def test_parameters_are_counted_exactly() -> None:

@@ -21,9 +21,10 @@ from pipeline.rewards.calling.judge import judge
 from pipeline.rewards.children import RunIsGoneError
 from pipeline.rewards.judgment import Judgment, failure
 from pipeline.rewards.pool import Verdict, Verifiers
-from pipeline.rewards.verifiers import TRUSTED, math_verify
+from pipeline.rewards.verifiers import EXACT_MATCH, TRUSTED, math_verify
 from pipeline.rewards.worker import judged
 from pipeline.rewards.worker_process import Sandbox
+from tests.support.processes import unkillable
 from tests.support.sandboxes import EVERY_RUNG, sandbox_of
 
 HERE = str(Path(__file__).parent)
@@ -272,14 +273,24 @@ def test_a_built_in_reward_needs_no_process_beside_its_worker(name: str) -> None
         assert worker.children() == []
 
 
+def test_nobody_waits_for_ever_for_a_worker_that_cannot_be_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = worker_process.WorkerProcess(EXACT_MATCH, deadline_s=60.0, memory_mib=512, sandbox=None)
+    assert worker.start() is None
+    with unkillable(worker._process):
+        worker.end()
+    worker.release()
+    assert "was killed and has not ended" in capsys.readouterr().err
+
+
 def test_a_built_in_reward_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
-    monkeypatch.setenv("EVENKEEL_API_KEY_FILE", "/secret")
+    for name in ("EVENKEEL_API_KEY", "EVENKEEL_TEACHER_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+        monkeypatch.setenv(f"{name}_FILE", "/secret")
     monkeypatch.setattr(worker_process, "TRUSTED", {"verifier_examples:variables"})
     with Verifiers("verifier_examples:variables", workers=1, deadline_s=60.0, sandbox=None) as verifiers:
         (verdict,) = score(verifiers, "")
     assert "PATH" in verdict.parts
-    assert {name for name in verdict.parts if name.startswith("EVENKEEL_API_KEY")} == set()
+    assert {name for name in verdict.parts if "API_KEY" in name} == set()
 
 
 def test_a_built_in_reward_without_memory_gets_a_fresh_worker(monkeypatch: pytest.MonkeyPatch) -> None:

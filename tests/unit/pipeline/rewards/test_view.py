@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,29 @@ def test_installed_packages_are_the_system_s_also_behind_a_link(
     assert {real, users} <= set(view.system)
     assert {tmp_path / "project", tmp_path / "project/src"} <= set(view.own)
     assert not [path for path in view.own if path.name == "site-packages"]
+
+
+def test_a_python_in_the_home_folder_shows_nothing_else_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `python -m venv ~`, or where a link in the home folder leads to the interpreter."""
+    home = tmp_path / "home"
+    for folder in (".ssh", "bin", "lib/python3/site-packages", "project", "venv/bin"):
+        (home / folder).mkdir(parents=True)
+    (home / "pyvenv.cfg").touch()
+    (home / "python").symlink_to(os.path.realpath(sys.executable))
+    (home / "venv/bin/python").symlink_to(home / "python")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "project")
+    for prefix in (home, tmp_path):
+        for name in ("prefix", "exec_prefix"):
+            monkeypatch.setattr(sys, name, str(prefix))
+        monkeypatch.setattr(sys, "executable", str(home / "venv/bin/python"))
+        view = view_of("json:loads", [], own=True)
+        assert not view.shows(home / ".ssh")
+        assert not [path for path, whole in view.pieces() if whole and home.is_relative_to(path)]
+        assert home / "python" in view.system
+        assert home / "project" in view.own
+        if prefix == home:
+            assert {home / "bin", home / "lib", home / "pyvenv.cfg"} <= set(view.system)
 
 
 def test_no_link_shows_what_begins_with_a_dot(tmp_path: Path) -> None:

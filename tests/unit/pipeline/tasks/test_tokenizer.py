@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from pipeline.errors import ModelError
 from pipeline.tasks.character_tokenizer import END_TOKEN, PAD_TOKEN, write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
+from tests.support.odd_files import huge_at, pipe_at
 
 CHARACTERS = "0123456789=+ \nabé漢"
 
@@ -103,6 +104,13 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"holds \[\], expected an object"):
         Tokenizer.load(tmp_path)
+    huge_at(tmp_path / "tokenizer_config.json")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is damaged: it is larger than 16 MiB; copy it again"):
+        Tokenizer.load(tmp_path)
+    for put, said in ((pipe_at, "no regular file"), (huge_at, "larger than 256 MiB")):
+        put(tmp_path / "tokenizer.json")
+        with pytest.raises(ModelError, match=rf"cannot read \S+tokenizer\.json: it is {said}; model\.path must be"):
+            Tokenizer.load(tmp_path)
 
 
 def test_where_the_end_token_comes_from(tmp_path: Path) -> None:

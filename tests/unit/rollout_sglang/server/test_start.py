@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError
@@ -32,6 +33,7 @@ from rollout_sglang.server.launch_server import (
 )
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
 from rollout_sglang.server.start import EngineSpec, command, router_command, server_environment
+from tests.support.odd_files import huge_at, pipe_at
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -103,6 +105,17 @@ def test_a_context_as_long_as_the_model_s_positions_is_served(
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
     start.start(spec(tmp_path, port=free_port(), context_tokens=context_tokens))
     assert given.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN") == allowed
+
+
+@pytest.mark.parametrize("put", [pipe_at, huge_at])
+def test_what_is_no_config_holds_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path], Path]
+) -> None:
+    given: dict[str, str] = {}
+    monkeypatch.setattr(start, "ServerProcess", lambda *_, environment, **__: given.update(environment))
+    put(tmp_path / "config.json")
+    start.start(spec(tmp_path, port=free_port()))
+    assert given["HF_HUB_OFFLINE"] == "1"
 
 
 @pytest.mark.parametrize(

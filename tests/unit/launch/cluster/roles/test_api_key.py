@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster.roles.api_key import key_of_variable, read_api_key
+from launch.cluster.roles.api_key import read_api_key, read_teacher_key
 from pipeline.errors import RecipeError
 
 
@@ -24,6 +24,19 @@ def test_none_the_variable_or_the_file(tmp_path: Path) -> None:
     assert read_api_key(key_file(tmp_path, 0o600)) == "from-a-file"
     assert read_api_key(key_file(tmp_path, 0o400)) == "from-a-file"
     assert read_api_key({"EVENKEEL_API_KEY": "k", **key_file(tmp_path, 0o600)}) == "k"
+
+
+def test_the_teacher_s_key_lies_apart_and_is_read_alike(tmp_path: Path) -> None:
+    theirs = {"EVENKEEL_TEACHER_API_KEY_FILE": key_file(tmp_path, 0o600)["EVENKEEL_API_KEY_FILE"]}
+    assert read_teacher_key(theirs) == "from-a-file"
+    assert read_teacher_key({"EVENKEEL_TEACHER_API_KEY": "k", **theirs}) == "k"
+    assert read_teacher_key({"EVENKEEL_API_KEY": "ours"}) is None
+    assert read_api_key(theirs) is None
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(RecipeError, match=r"has mode 0644.*chmod 600"):
+        read_teacher_key(theirs)
+    with pytest.raises(RecipeError, match=r"^EVENKEEL_TEACHER_API_KEY_FILE names .*/none, which cannot be read"):
+        read_teacher_key({"EVENKEEL_TEACHER_API_KEY_FILE": str(tmp_path / "none")})
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
@@ -64,7 +77,7 @@ def test_nor_is_it_taken_from_a_variable(text: str) -> None:
 def test_blanks_around_a_key_are_no_part_of_it(tmp_path: Path, blank: str) -> None:
     assert read_api_key({"EVENKEEL_API_KEY": f"{blank}k{blank}"}) == "k"
     assert read_api_key(key_file(tmp_path, 0o600, f"{blank}k{blank}")) == "k"
-    assert key_of_variable("ANOTHER", {"ANOTHER": f"k{blank}"}) == "k"
+    assert read_teacher_key({"EVENKEEL_TEACHER_API_KEY": f"k{blank}"}) == "k"
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import pytest
 
 from pipeline.data.deltas import chain
 from pipeline.data.deltas.chain import Link, chain_to, needed, read_link
-from pipeline.data.deltas.delta import DELTA_FILE, Delta, payload_of
+from pipeline.data.deltas.delta import DELTA_FILE, MANIFEST_FILE, Delta, payload_of, read_manifest
 from pipeline.data.integrity.sealed import seal, unseal
 from pipeline.errors import StoreError
 from tests.support.delta_policies import drawn, moved, write_version
+from tests.support.odd_files import huge_at, pipe_at
 
 
 @pytest.fixture
@@ -42,6 +43,13 @@ def test_what_is_held_and_no_part_of_the_chain_does_not_matter(policies: Path, t
     other = tmp_path / "other"
     write_version(other, 12, drawn(5))
     assert [one.version for one in chain_to(policies, 14, {read_link(other, 12).state})] == [13, 14]
+
+
+def test_what_is_no_manifest_is_not_read_to_its_end(tmp_path: Path) -> None:
+    for put, said in ((pipe_at, "no regular file"), (huge_at, "larger than 64 MiB")):
+        put(tmp_path / MANIFEST_FILE)
+        with pytest.raises(StoreError, match=rf"manifest\.json cannot be read \(it is {said}\); publish it again"):
+            read_manifest(tmp_path, "publish it again")
 
 
 def test_links_before_the_weights_may_be_gone(policies: Path) -> None:
