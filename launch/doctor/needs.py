@@ -23,7 +23,7 @@ def check_learner_here(recipe: Recipe) -> None:
     """Raises MachineError where this machine cannot run the recipe's learner."""
     if missing := absent(LEARNER):
         raise MachineError(
-            f"this machine has no {', '.join(missing)}, which the learner needs: {how_to_install(missing[0])}"
+            f"this machine has no {', '.join(missing)}, which the learner needs: {how_to_install(*missing)}"
         )
     precision = recipe.learner.precision
     if not is_fp8(precision):

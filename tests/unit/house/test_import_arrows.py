@@ -23,6 +23,7 @@ ADAPTERS_MAY_USE = (
         "pipeline.config.recipe",
         "pipeline.child_process",
         "pipeline.process_log",
+        "pipeline.requirements",
         "pipeline.scratch",
     ),
     *("pipeline.spans", "pipeline.stopwatch", "pipeline.background"),
