@@ -1,5 +1,7 @@
-"""What has to be installed, by the requirements of our own package. On PyPI the name `evenkeel` is another project's, so
-no message gives that name to pip."""
+"""What has to be installed, by the requirements of our own package.
+
+On PyPI the name `evenkeel` is another project's, so no message gives that name to pip.
+"""
 
 from __future__ import annotations
 
