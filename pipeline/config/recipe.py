@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import (
     Field,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -40,6 +39,7 @@ from pipeline.config.algorithm import (
 from pipeline.config.formats import check_emulation
 from pipeline.config.interruption_section import InterruptionSection
 from pipeline.config.run_sections import CheckpointSection, EvaluationSection, ModelSection, RunSection
+from pipeline.config.run_sections import OptimizerSection as OptimizerSection
 from pipeline.config.schedule_sections import AsyncSchedule, ScheduleSection, StagedSchedule, SyncSchedule
 from pipeline.config.section import Section, ServerUrls
 from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
@@ -51,7 +51,6 @@ from precision.formats.quant_map_file import QuantMapFile
 from precision.formats.rollout_format import RolloutFormat
 from precision.objectives.p3o import P3O
 from precision.reference import ReferenceSection
-from precision.step_size import LrByLag
 
 HIGHEST_PORT = 65_535
 RolloutPrecision = Literal[
@@ -79,12 +78,18 @@ class RolloutSection(Section):
         description="Which layers are held in which format; a YAML file, which becomes a part of the recipe (`evenkeel "
         "recipe` shows it). Default: every linear layer of the decoder in `precision`.",
     )
-    prompts_per_batch: PositiveInt = 32
+    prompts_per_batch: PositiveInt = Field(
+        32, description="Prompts of a batch, each sampled group_size times. More: less noise a step, and longer steps."
+    )
     group_size: PositiveInt = Field(8, description="Samples of a prompt.")
-    max_new_tokens: PositiveInt = 2048
-    temperature: PositiveFloat = 1.0
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = -1
+    max_new_tokens: PositiveInt = Field(
+        2048, description="Tokens of the longest response; one that is longer is cut. A batch waits for its longest."
+    )
+    temperature: PositiveFloat = Field(1.0, description="Of sampling, softmax(logits / temperature); see evaluation's.")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Sample among the likeliest tokens that hold this probability; 1: among all."
+    )
+    top_k: int = Field(-1, description="Sample among so many of the likeliest tokens; -1: among all.")
     kept_set: bool = Field(
         True,
         description="Where top_p or top_k cut: engines (SGLang 0.5.23) say which tokens they left, and both sides' "
@@ -103,13 +108,17 @@ class RolloutSection(Section):
     port: int | None = Field(
         None, ge=1, le=HIGHEST_PORT, description="First engine's port; the next ones follow. Default: any free."
     )
-    request_deadline_s: PositiveFloat = 1800.0
+    request_deadline_s: PositiveFloat = Field(
+        1800.0, description="Seconds that an engine has for a request: the longest answer, with room for a publish."
+    )
     start_deadline_s: PositiveFloat = Field(
         600.0,
         description="An engine that is not up by then is stopped and started again. It is also the longest wait for "
         "version 0, and of the hosts of one role for each other.",
     )
-    interruption: InterruptionSection | None = None
+    interruption: InterruptionSection | None = Field(
+        None, description="ScaleRL: long responses are told to give their answer; default: none are."
+    )
     extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are; none that another key says.")
 
     @property
@@ -165,39 +174,14 @@ class RolloutSection(Section):
         return self
 
 
-Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""Of a moment, how much stays in each step."""
-
-
-class OptimizerSection(Section):
-    lr: PositiveFloat = 1e-6
-    min_lr: float = Field(0.0, ge=0.0)
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = Field(10, description="Optimizer steps of linear warm-up.")
-    decay_steps: PositiveInt | None = Field(
-        None, description="Optimizer step at which the decay has reached min_lr; default: the run's last one."
-    )
-    lr_by_lag: LrByLag = Field(
-        "none",
-        description="sqrt: a batch whose tokens were sampled `age` optimizer steps ago in the mean is learned from at "
-        "lr / √(1 + age). ess: at lr × (1 - √(1 - e)), where e is the ESS of what the learner has changed since the "
-        "tokens were sampled; needs a pass over each stale batch, and with async the memory of "
-        "learner.old_logprobs_at sampling. With the ESS controller, the smaller of both factors holds.",
-    )
-    betas: tuple[Momentum, Momentum] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: float = Field(0.01, ge=0.0)
-    clip_grad: float = Field(1.0, ge=0.0, description="Global norm; 0 turns clipping off.")
-
-
 class LearnerSection(Section):
     """Parallel sizes multiply: processes = tensor × context × pipeline × data. Experts share these ranks."""
 
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: PositiveInt = Field(1, description="Ranks that share each matrix; best GPUs of one host.")
     sequence_parallel: bool = Field(
         False, description="Split norms and residual stream over tensor parallel ranks; needed by MoE with tensor > 1."
     )
-    pipeline_parallel: PositiveInt = 1
+    pipeline_parallel: PositiveInt = Field(1, description="Ranks that share the layers, a stage of them each.")
     virtual_pipeline: PositiveInt = Field(1, description="Model chunks of each pipeline rank (interleaved schedule).")
     context_parallel: PositiveInt = Field(1, description="Ranks that share each sequence.")
     data_parallel: PositiveInt = Field(1, description="Ranks that share the batch.")
