@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from launch.recipe_options import Overrides, RecipePath
 from launch.show.output import AsJson, emit_or_print
+from pipeline.errors import RecipeError
+
+if TYPE_CHECKING:
+    from pipeline.config.recipe import Recipe
 
 DATA_LR, TINY_MODEL_LR = 1e-5, 3e-3
+_FALLS = "sft's rate falls linearly to zero; leave it out"
+INSTEAD = {
+    "run.steps": "give --steps",
+    "learner.optimizer.lr": "give --lr",
+    "learner.optimizer.warmup_steps": "give --warmup-steps",
+    "learner.optimizer.decay": _FALLS,
+    "learner.optimizer.decay_steps": _FALLS,
+    "learner.optimizer.min_lr": _FALLS,
+}
+"""Recipe key that sft does not go by → what to do."""
 
 
 def sft(
@@ -46,10 +62,9 @@ def sft(
     zero.
     """
     from launch.run.sft import run_sft
-    from pipeline.config.loader import load_recipe
 
     result = run_sft(
-        load_recipe(recipe, overrides or []),
+        read_recipe(recipe, overrides or [], steps, data),
         out,
         steps=steps,
         batch_size=batch_size,
@@ -59,3 +74,25 @@ def sft(
         held_out=held_out,
     )
     emit_or_print(result, as_json)
+
+
+def read_recipe(path: Path, overrides: Sequence[str], steps: int, data: Path | None) -> Recipe:
+    """The recipe to fine-tune by. It need not say for how many `steps`, nor, with `data`, what its task reads. Raises
+    RecipeError, also for an override that sft would not go by."""
+    from pipeline.config.loader import load_recipe
+
+    for key in (override.partition("=")[0].strip() for override in overrides):
+        if key in INSTEAD:
+            raise RecipeError(f"--set {key}: evenkeel sft does not go by it; {INSTEAD[key]}")
+    return load_recipe(path, overrides, fill_in=partial(fill_in, steps=steps, rows=data))
+
+
+def fill_in(recipe: dict[str, Any], *, steps: int, rows: Path | None) -> None:
+    """Add `run.steps` to a recipe that lacks it, and the task that reads `rows` to one without a task, or without what
+    its task reads."""
+    if isinstance(run := recipe.get("run"), dict):
+        run.setdefault("steps", steps)
+    if rows is not None:
+        task = recipe.setdefault("task", dict(name="data"))
+        if isinstance(task, dict) and task.get("name") == "data" and not task.get("sources"):
+            task.setdefault("path", str(rows.absolute()))

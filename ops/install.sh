@@ -22,4 +22,4 @@ grep -Ev "$heavy" "$lock" | "${pip[@]}" -r /dev/stdin
 wait "$first"
 wait "$second"
 "${pip[@]}" --no-build-isolation --editable .
-echo "ready: $venv"
+echo "ready: $venv; for the command evenkeel: source $venv/bin/activate"

@@ -37,7 +37,8 @@ async def _try_every_answer(verifiers: Verifiers, task: Task) -> None:
     if refused:
         raise RewardError(
             f"math_verify does not accept {len(refused)} of {len(problems)} answers as right, the first "
-            f"{quoted(refused[0])}; write them as LaTeX or as plain numbers, or set task.reward to a function of yours"
+            f"{quoted(refused[0])}; write them as LaTeX or as plain numbers, leave their rows out by task.filter, or "
+            "set task.reward to a function of yours"
         )
 
 

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launch.extras import how_to_install
 from pipeline.data.files import create_exclusively
 from pipeline.errors import EngineStartError, StoreError
 from pipeline.rewards.ladder import choose
@@ -141,18 +142,13 @@ def check_packages(distribution: str = "evenkeel") -> list[Check]:
 
 def check_package(requirement: Requirement, extra: str) -> Check:
     """Installed, and of a version that satisfies the requirement."""
-    version = _version(requirement.name)
+    version, wanted = _version(requirement.name), f"{requirement.name}{requirement.specifier}"
     if version is None:
         if extra:
-            return Check(
-                requirement.name, "warn", "not installed", f"needed by the {extra}: pip install evenkeel[{extra}]"
-            )
-        return Check(
-            requirement.name, "fail", "not installed", f"pip install '{requirement.name}{requirement.specifier}'"
-        )
+            return Check(requirement.name, "warn", "not installed", f"needed by the {extra}: pip install '{wanted}'")
+        return Check(requirement.name, "fail", "not installed", f"pip install '{wanted}'")
     if requirement.specifier.contains(version, prereleases=True):
         return Check(requirement.name, "ok", version)
-    wanted = f"{requirement.name}{requirement.specifier}"
     return Check(requirement.name, "warn" if extra else "fail", version, f"pip install '{wanted}'")
 
 
@@ -177,11 +173,12 @@ def check_accelerator(devices: Path = Path("/dev")) -> Check:
 
 def check_transformer_engine(devices: Path = Path("/dev")) -> Check:
     """Needed on GPUs only, in a version that the installed Megatron-Core takes."""
-    name, needed = "transformer engine", any(devices.glob("nvidia[0-9]*"))
-    if importlib.util.find_spec("transformer_engine") is None:
+    name, package = "transformer engine", "transformer_engine"
+    needed = any(devices.glob("nvidia[0-9]*"))
+    if importlib.util.find_spec(package) is None:
         if not needed:
             return Check(name, "ok", "not installed, not needed on a CPU")
-        return Check(name, "warn", "not installed: no FP8 training, slower layers", "pip install evenkeel[learner-gpu]")
+        return Check(name, "warn", "not installed: no FP8 training, slower layers", how_to_install(package))
     version, wanted = _version("transformer-engine"), _asked_by("megatron-core", "transformer-engine")
     if version is None:
         return Check(name, "warn", "of unknown version", "install it as a package, so that its version can be checked")

@@ -1,5 +1,6 @@
 """What a run needs of the machine that it begins on, looked at in less than a second, before anything is written or
-started: the learner's packages, a GPU where the recipe asks for one, ports, and a folder with room."""
+started: the learner's packages, a model
+with weights, a GPU where the recipe asks for one, ports, and a folder with room."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from launch.extras import LEARNER, absent, how_to_install
 from launch.plan.grace import checkpoint_bytes
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.te_precision import is_fp8
+from pipeline.config.loader import SHIPPED
 from pipeline.config.recipe import Recipe
 from pipeline.data.integrity.space import require_space
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import MachineError, PortInUseError
+from pipeline.errors import MachineError, PortInUseError, RecipeError
 from rollout_sglang.server.process import check_port_free
 from rollout_sglang.server.start import has_cuda
 
@@ -23,7 +25,7 @@ def check_learner_here(recipe: Recipe) -> None:
     """Raises MachineError where this machine cannot run the recipe's learner."""
     if missing := absent(LEARNER):
         raise MachineError(
-            f"this machine has no {', '.join(missing)}, which the learner needs: {how_to_install(missing[0])}"
+            f"this machine has no {', '.join(missing)}, which the learner needs: {how_to_install(*missing)}"
         )
     precision = recipe.learner.precision
     if not is_fp8(precision):
@@ -38,6 +40,17 @@ def check_learner_here(recipe: Recipe) -> None:
         raise MachineError(
             f"learner.precision is {precision}, and this machine has no Transformer Engine: "
             f"{how_to_install('transformer_engine')}; or use fp32, {remedy}"
+        )
+
+
+def check_model_here(recipe: Recipe) -> None:
+    """Raises RecipeError where model.path leads to sizes that come with Even Keel, from whichever folder."""
+    path = recipe.model.path
+    place = path if path.exists() else SHIPPED / path
+    if (place / "config.json").is_file() and place.resolve().parent == (SHIPPED / "models").resolve():
+        raise RecipeError(
+            f"model.path is {path}, sizes that come with Even Keel for `evenkeel plan`: that folder holds no weights; "
+            "fetch or make the model and set model.path to its folder"
         )
 
 

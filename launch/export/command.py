@@ -24,7 +24,8 @@ def export(
 
     A process of its own, which reads the run directory and opens no connection; the run does not know of it. Call it
     again whenever you like: every step is there once, also after a kill, and a step that a resume trained again is
-    there as it was trained last. It needs `evenkeel[export]`; MLflow `evenkeel[mlflow]`, Trackio `evenkeel[trackio]`.
+    there as it was trained last. It needs the tool's package, and says how to
+    install it.
 
     For example:  evenkeel export runs/demo --to tensorboard --follow
     """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from launch.build.components import build_contract, build_quant_map, build_tokenizer
-from launch.doctor.needs import check_folder, check_learner_here, check_room
+from launch.doctor.needs import check_folder, check_learner_here, check_model_here, check_room
 from launch.plan.grace import checkpoint_bytes
 from launch.progress import counted
 from launch.run.begin import start_left_out
@@ -132,6 +132,7 @@ def run_sft(
     if out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another folder")
     check_learner_here(recipe)
+    check_model_here(recipe)
     check_folder(out, "--out")
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)

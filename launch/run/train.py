@@ -16,7 +16,7 @@ from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.roles.base import grace_s
 from launch.cluster.starter import LocalStarter, units_of
-from launch.doctor.needs import check_learner_here, check_ports, check_room
+from launch.doctor.needs import check_learner_here, check_model_here, check_ports, check_room
 from launch.run.begin import preflight, seed_policy, warnings
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
@@ -40,6 +40,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
     finished."""
     grace_s()  # at the end it would be too late to refuse it
     run = RunDirectory(recipe.directory)
+    check_model_here(recipe)
     recipe = with_digest(recipe, run)
     changes_to(run, recipe)  # what is refused is refused at once
     if not nothing_left(run, recipe):

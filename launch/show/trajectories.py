@@ -17,6 +17,7 @@ from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import MachineError, RecipeError, StoreError
+from pipeline.requirements import pip_install
 from pipeline.tasks.tokenizer import Tokenizer
 
 Rows = list[dict[str, Any]]
@@ -159,7 +160,7 @@ def _parquet(file: BinaryIO) -> Iterator[Callable[[Rows], None]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise MachineError("Parquet needs pyarrow; pip install evenkeel[data], or write --jsonl FILE") from error
+        raise MachineError(f"Parquet needs pyarrow; {pip_install('pyarrow')}, or write --jsonl FILE") from error
     numbers = ("reward", "generated_s", "log_ratio_mean", "log_ratio_abs_max")
     texts = ("source", "prompt", "response", "finish")
     types = {name: pa.float64() for name in numbers} | {name: pa.string() for name in texts}

@@ -31,6 +31,7 @@ from megatron_bridge.model.te_precision import Layers, fp8_arguments, is_fp8, re
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.recipe import LearnerPrecision
 from pipeline.errors import ModelError
+from pipeline.requirements import pip_install
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -95,7 +96,7 @@ def choose_layers(layers: Layers | None, dtype: torch.dtype) -> Layers:
     if layers == "transformer_engine" and not installed:
         raise ModelError(
             "layers of Transformer Engine were asked for, but transformer_engine is not installed; "
-            "pip install evenkeel[learner-gpu], or take Megatron's own"
+            f"{pip_install('transformer-engine')}, or take Megatron's own"
         )
     if layers is not None:
         return layers

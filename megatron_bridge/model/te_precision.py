@@ -93,7 +93,7 @@ def require_fp8(precision: LearnerPrecision, layers: Layers, config: ModelConfig
         return
     raise ModelError(
         f"learner.precision is {precision}, which needs Transformer Engine layers on a GPU of compute capability "
-        f"{'.'.join(map(str, wanted))} or more, but {found}; use such a machine with evenkeel[learner-gpu], or bf16, "
+        f"{'.'.join(map(str, wanted))} or more, but {found}; use such a machine with Transformer Engine, or bf16, "
         "with learner.fp8_emulation=true to train under the rollout's FP8 all the same"
     )
 

@@ -49,12 +49,16 @@ _TAGGED = {name for name, field in Recipe.model_fields.items() if isinstance(fie
 """Sections of which pydantic says, after the section's name, which of its classes it looked at."""
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: Path, overrides: Sequence[str] = (), *, fill_in: Callable[[dict[str, Any]], None] | None = None
+) -> Recipe:
     """Read a recipe file, or the shipped recipe of that name (see `find_recipe`), and apply `section.key=value`
-    overrides (values are YAML). Raises RecipeError."""
+    overrides (values are YAML). `fill_in` may add to the data what they lack. Raises RecipeError."""
     data = _read(find_recipe(path), ())[0]
     for override in sorted(overrides, key=lambda text: not _is_choice(text.partition("=")[0])):
         _apply_override(data, override)
+    if fill_in is not None:
+        fill_in(data)
     return recipe_from(data, source=str(path))
 
 

@@ -112,7 +112,7 @@ ELSEWHERE = {
     "reward_funcs": "task.reward",
     "reward_weights": "task.reward",
     "rm_type": "task.reward",
-    "rm_url": "distillation.urls",
+    "rm_url": "task.reward (a judge behind HTTP), or distillation.urls for a teacher",
     "rollout_batch_size": "rollout.prompts_per_batch",
     "rollout_is": "correction.name",
     "rollout_is_threshold": "correction.cap",

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import (
     Field,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -40,6 +39,7 @@ from pipeline.config.algorithm import (
 from pipeline.config.formats import check_emulation
 from pipeline.config.rollout_section import RolloutSection
 from pipeline.config.run_sections import CheckpointSection, EvaluationSection, ModelSection, RunSection
+from pipeline.config.run_sections import OptimizerSection as OptimizerSection
 from pipeline.config.schedule_sections import AsyncSchedule, ScheduleSection, StagedSchedule, SyncSchedule
 from pipeline.config.section import Section
 from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
@@ -49,50 +49,18 @@ from precision.controller.settings import ControllerSettings
 from precision.corrections.none import NoCorrection
 from precision.objectives.p3o import P3O
 from precision.reference import ReferenceSection
-from precision.step_size import LrByLag
 
 LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delayed"]
-
-
-Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""Of a moment, how much stays in each step."""
-
-
-class OptimizerSection(Section):
-    lr: PositiveFloat = 1e-6
-    min_lr: float = Field(0.0, ge=0.0)
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = Field(10, description="Optimizer steps of linear warm-up.")
-    decay_steps: PositiveInt | None = Field(
-        None, description="Optimizer step at which the decay has reached min_lr; default: the run's last one."
-    )
-    lr_by_lag: LrByLag = Field(
-        "none",
-        description="sqrt: a batch whose tokens were sampled `age` optimizer steps ago in the mean is learned from at "
-        "lr / √(1 + age). ess: at lr × (1 - √(1 - e)), where e is the ESS of what the learner has changed since the "
-        "tokens were sampled; needs a pass over each stale batch, and with async the memory of "
-        "learner.old_logprobs_at sampling. With the ESS controller, the smaller of both factors holds.",
-    )
-    betas: tuple[Momentum, Momentum] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: float = Field(0.01, ge=0.0)
-    clip_grad: float = Field(1.0, ge=0.0, description="Global norm; 0 turns clipping off.")
-
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
-        if self.decay != "constant" and self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}, so that the rate would rise; lower it")
-        return self
 
 
 class LearnerSection(Section):
     """Parallel sizes multiply: processes = tensor × context × pipeline × data. Experts share these ranks."""
 
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: PositiveInt = Field(1, description="Ranks that share each matrix; best GPUs of one host.")
     sequence_parallel: bool = Field(
         False, description="Split norms and residual stream over tensor parallel ranks; needed by MoE with tensor > 1."
     )
-    pipeline_parallel: PositiveInt = 1
+    pipeline_parallel: PositiveInt = Field(1, description="Ranks that share the layers, a stage of them each.")
     virtual_pipeline: PositiveInt = Field(1, description="Model chunks of each pipeline rank (interleaved schedule).")
     context_parallel: PositiveInt = Field(1, description="Ranks that share each sequence.")
     data_parallel: PositiveInt = Field(1, description="Ranks that share the batch.")

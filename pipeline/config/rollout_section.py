@@ -56,12 +56,18 @@ class RolloutSection(Section):
         description="Which layers are held in which format; a YAML file, which becomes a part of the recipe (`evenkeel "
         "recipe` shows it). Default: every linear layer of the decoder in `precision`.",
     )
-    prompts_per_batch: PositiveInt = 32
+    prompts_per_batch: PositiveInt = Field(
+        32, description="Prompts of a batch, each sampled group_size times. More: less noise a step, and longer steps."
+    )
     group_size: PositiveInt = Field(8, description="Samples of a prompt.")
-    max_new_tokens: PositiveInt = 2048
-    temperature: PositiveFloat = 1.0
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = -1
+    max_new_tokens: PositiveInt = Field(
+        2048, description="Tokens of the longest response; one that is longer is cut. A batch waits for its longest."
+    )
+    temperature: PositiveFloat = Field(1.0, description="Of sampling, softmax(logits / temperature); see evaluation's.")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Sample among the likeliest tokens that hold this probability; 1: among all."
+    )
+    top_k: int = Field(-1, description="Sample among so many of the likeliest tokens; -1: among all.")
     kept_set: bool = Field(
         True,
         description="Where top_p or top_k cut: engines (SGLang 0.5.23) say which tokens they left, and both sides' "
@@ -80,13 +86,17 @@ class RolloutSection(Section):
     port: int | None = Field(
         None, ge=1, le=HIGHEST_PORT, description="First engine's port; the next ones follow. Default: any free."
     )
-    request_deadline_s: PositiveFloat = 1800.0
+    request_deadline_s: PositiveFloat = Field(
+        1800.0, description="Seconds that an engine has for a request: the longest answer, with room for a publish."
+    )
     start_deadline_s: PositiveFloat = Field(
         600.0,
         description="An engine that is not up by then is stopped and started again. It is also the longest wait for "
         "version 0, and of the hosts of one role for each other.",
     )
-    interruption: InterruptionSection | None = None
+    interruption: InterruptionSection | None = Field(
+        None, description="ScaleRL: long responses are told to give their answer; default: none are."
+    )
     extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are; none that another key says.")
 
     @property

@@ -1,12 +1,14 @@
-"""The recipe's `run`, `model`, `checkpoint` and `evaluation`."""
+"""The recipe's `run`, `model`, `learner.optimizer`, `checkpoint` and `evaluation`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.config.section import Section
+from precision.step_size import LrByLag
 
 
 class RunSection(Section):
@@ -27,13 +29,52 @@ class ModelSection(Section):
     )
 
 
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""Of a moment, how much stays in each step."""
+
+
+class OptimizerSection(Section):
+    lr: PositiveFloat = Field(
+        1e-6, description="Highest learning rate of AdamW. The default is for real models; tiny ones take 1e-4 to 1e-3."
+    )
+    min_lr: float = Field(0.0, ge=0.0, description="Learning rate at the end of the decay.")
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="How lr goes to min_lr after the warm-up: not at all, in a line, by half a cosine."
+    )
+    warmup_steps: NonNegativeInt = Field(10, description="Optimizer steps of linear warm-up.")
+    decay_steps: PositiveInt | None = Field(
+        None, description="Optimizer step at which the decay has reached min_lr; default: the run's last one."
+    )
+    lr_by_lag: LrByLag = Field(
+        "none",
+        description="sqrt: a batch whose tokens were sampled `age` optimizer steps ago in the mean is learned from at "
+        "lr / √(1 + age). ess: at lr × (1 - √(1 - e)), where e is the ESS of what the learner has changed since the "
+        "tokens were sampled; needs a pass over each stale batch, and with async the memory of "
+        "learner.old_logprobs_at sampling. With the ESS controller, the smaller of both factors holds.",
+    )
+    betas: tuple[Momentum, Momentum] = Field(
+        (0.9, 0.95), description="What stays each step of AdamW's mean of gradients, and of that of their squares."
+    )
+    eps: PositiveFloat = Field(1e-8, description="AdamW divides by the root of the mean square plus this.")
+    weight_decay: float = Field(0.01, ge=0.0, description="AdamW: each step shrinks weights by learning rate × this.")
+    clip_grad: float = Field(1.0, ge=0.0, description="Global norm; 0 turns clipping off.")
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.decay != "constant" and self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}, so that the rate would rise; lower it")
+        return self
+
+
 class CheckpointSection(Section):
     every: PositiveInt = Field(20, description="Steps between checkpoints; the last step always saves one.")
-    keep: PositiveInt = 2
+    keep: PositiveInt = Field(
+        2, description="Newest checkpoints that stay, about 14 bytes a parameter each in BF16; a fork begins at one."
+    )
 
 
 class EvaluationSection(Section):
     every: PositiveInt = Field(20, description="Steps between evaluations; the first and the last always run.")
     prompts: PositiveInt = Field(64, description="Held-out prompts.")
     samples: PositiveInt = Field(8, description="Samples of a prompt: pass@k is known up to this k.")
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat = Field(1.0, description="Of sampling in evaluations, whatever the rollouts have.")

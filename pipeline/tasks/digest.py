@@ -67,7 +67,7 @@ def check_template(section: object, tokenizer: Tokenizer) -> None:
 def check_digest(section: DataTask) -> None:
     """Raises RecipeError when the data is not that of `section.sha256`."""
     if section.sha256 is not None and (found := digest(section)) != section.sha256:
-        paths = listed([one_line(path, 200) for path in _paths(section)], between=" or ")
+        paths = listed([one_line(path, 200) for path in data_paths(section)], between=" or ")
         raise RecipeError(
             f"{paths} is not the data of this run{_or_kept(section)} (sha256 {found[:12]}, expected "
             f"{section.sha256[:12]}); put it back, or begin another run.name with it"
@@ -81,8 +81,8 @@ def _or_kept(section: DataTask) -> str:
 def digest(section: DataTask) -> str:
     """Of all data of the section, training before held out, and of which rows its filters keep. Raises RecipeError for
     what cannot be read, and as pipeline.tasks.filtering does."""
-    data = digest_of_data(*_paths(section))
-    kept = [kept_rows(path, part) for part in _parts(section) if part.filter for path in _paths(part)]
+    data = digest_of_data(*data_paths(section))
+    kept = [kept_rows(path, part) for part in _parts(section) if part.filter for path in data_paths(part)]
     return data if not kept else hashlib.sha256(b"\n".join([data.encode(), *kept])).hexdigest()
 
 
@@ -96,8 +96,8 @@ def digest_of_data(*paths: Path) -> str:
     return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _paths(section: DataTask) -> list[Path]:
-    """Of every source, training before held out."""
+def data_paths(section: DataTask) -> list[Path]:
+    """Files and folders of every source, training before held out."""
     both = [(part.path, part.held_out_path) for part in _parts(section)]
     return [path for paths in both for path in paths if path is not None]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.child_process import program_environment
 from pipeline.errors import EngineStartError
+from pipeline.requirements import pip_install
 from rollout_sglang.server import run_module
 
 PYTHON_VARIABLE = "EVENKEEL_ROLLOUT_PYTHON"
@@ -84,8 +85,8 @@ def require_sglang() -> str:
     version = sglang_version()
     if version is None:
         raise EngineStartError(
-            f"{rollout_python() or sys.executable} has no sglang; pip install evenkeel[rollout] there, "
-            f"on a CPU evenkeel[cpu] and then --no-deps {' '.join(BESIDE_CPU_EXTRA)}, or name a Python that has it by "
-            f"{PYTHON_VARIABLE}"
+            f"{rollout_python() or sys.executable} has no sglang; {pip_install('sglang', 'sglang-router')} there "
+            f"(on a CPU: `make install` in the source folder, or pip install '.[cpu]' and then --no-deps "
+            f"{' '.join(BESIDE_CPU_EXTRA)}), or name a Python that has it by {PYTHON_VARIABLE}"
         )
     return version

@@ -37,6 +37,7 @@ from launch.cluster.roles.base import (
 from launch.cluster.roles.heartbeat import Peer, Peers, Verdict
 from launch.cluster.roles.ranks import Ranks
 from launch.cluster.roles.rendezvous import Rendezvous, await_node_0
+from launch.doctor.needs import check_model_here
 from launch.run.begin import preflight, seed_policy, warnings
 from launch.run.fatal_notes import FatalNotes
 from launch.run.processes import child_environment, rendezvous_options, torchrun
@@ -99,7 +100,9 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     if own.recipe is None:
         recipe = own.run.recipe()
     else:
-        recipe = with_digest(load_recipe(own.recipe), own.run)
+        recipe = load_recipe(own.recipe)
+        check_model_here(recipe)
+        recipe = with_digest(recipe, own.run)
         for sentence in warnings(recipe, preflight(recipe)):
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
     processes_a_node(recipe, own.nodes)

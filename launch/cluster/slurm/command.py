@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from launch.recipe_options import Overrides, RecipePath, SizesFolder
 from pipeline.errors import RecipeError
+
+if TYPE_CHECKING:
+    from pipeline.config.recipe import Recipe
 
 
 def slurm(
@@ -103,8 +106,19 @@ def slurm(
         container_mounts=container_mounts,
         sbatch=tuple(sbatch or ()),
     )
+    for path in missing_data(loaded, options.workdir):
+        print(f"note: data {path} is not on this machine; every node must see it there", file=sys.stderr)
     write_files(out, render(loaded, options, out.absolute(), _setup_lines(setup)))
     print(submitted(out / SCRIPT) if submit else f"sbatch {out.absolute() / SCRIPT}")
+
+
+def missing_data(recipe: Recipe, workdir: Path) -> list[Path]:
+    """Of the task's data, what is not here; relative paths begin at `workdir`, as on the nodes."""
+    from pipeline.config.task_sections import DataTask
+    from pipeline.tasks.digest import data_paths
+
+    paths = data_paths(recipe.task) if isinstance(recipe.task, DataTask) else []
+    return [workdir / path for path in paths if not (workdir / path).exists()]
 
 
 def write_files(folder: Path, files: dict[str, str]) -> None:

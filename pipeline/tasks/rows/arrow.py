@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RecipeError
+from pipeline.requirements import pip_install
 from pipeline.tasks.rows.row import MOST_BYTES, Row
 from pipeline.tasks.rows.sizes import num_bytes, pieces, rows_at_once
 from precision.text.short import one_line
@@ -22,7 +23,7 @@ def arrow_rows(path: Path) -> Iterator[Row]:
         import pyarrow as pa
     except ImportError:
         raise RecipeError(
-            f"{one_line(path, 200)} is read by pyarrow, which this machine has not; pip install evenkeel[data], or "
+            f"{one_line(path, 200)} is read by pyarrow, which this machine has not; {pip_install('pyarrow')}, or "
             "write the data as JSON Lines"
         ) from None
     number = 0

@@ -88,7 +88,7 @@ def test_a_missing_stack_is_named_in_one_line(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (
         1,
-        "error: this command needs torch: pip install evenkeel[learner] (on a CPU: evenkeel[cpu])\n",
+        "error: this command needs torch: pip install 'torch>=2.11' (on a CPU: `make install` in the source folder)\n",
     )
 
 

@@ -24,6 +24,7 @@ ADAPTERS_MAY_USE = (
         "pipeline.config.rollout_section",
         "pipeline.child_process",
         "pipeline.process_log",
+        "pipeline.requirements",
         "pipeline.scratch",
     ),
     *("pipeline.spans", "pipeline.stopwatch", "pipeline.background"),

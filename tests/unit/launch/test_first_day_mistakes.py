@@ -341,7 +341,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train_on(b"PAR1\x15\x04\x15\xff\n"),
         ("prompts.jsonl is damaged", "copy it again"),
     ),
-    "Parquet without pyarrow": (no_pyarrow, ("read by pyarrow", "pip install evenkeel[data]")),
+    "Parquet without pyarrow": (no_pyarrow, ("read by pyarrow", "pip install 'pyarrow>=")),
     "a compressed file": (lambda shop: shop.train_on(b"\x1f\x8b\x08\x00"), ("is compressed; gunzip it",)),
     "a folder of two splits": (two_splits, ("several splits (train, test)", "set task.path to one of them, as in")),
     "columns of another name": (
@@ -465,8 +465,14 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         ("micro_batch_tokens 32 is below", "raise the first"),
     ),
     # the machine
-    "no torch": (without("torch"), ("this machine has no torch", "pip install evenkeel[learner]", "evenkeel[cpu]")),
-    "no SGLang": (without_sglang, ("has no sglang", "evenkeel[rollout]", "--no-deps sglang==0.5.23")),
+    "no torch": (
+        without("torch"),
+        ("this machine has no torch", "pip install 'torch>=2.11'", "on a CPU: `make install`"),
+    ),
+    "no SGLang": (
+        without_sglang,
+        ("has no sglang", "pip install sglang==0.5.23 sglang-router==0.3.2", "--no-deps sglang==0.5.23"),
+    ),
     "another Python that is not there": (no_such_python, ("EVENKEEL_ROLLOUT_PYTHON", "correct or unset it")),
     "FP8 learners without a GPU": (
         lambda shop: shop.train("learner.precision=fp8_block"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from launch.doctor import needs
-from launch.doctor.needs import check_folder, check_learner_here, check_room
+from launch.doctor.needs import check_folder, check_learner_here, check_model_here, check_room
 from pipeline.config.recipe import Recipe
-from pipeline.errors import DiskFullError, MachineError
+from pipeline.errors import DiskFullError, MachineError, RecipeError
 from tests.support.runs import make_model, make_recipe
 
 
@@ -28,7 +28,7 @@ def recipe_of(folder: Path, model: Path, **sections: dict[str, object]) -> Recip
 def test_packages_of_the_learner(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_learner_here(recipe_of(tmp_path, model))
     monkeypatch.setattr("launch.extras.find_spec", lambda package: None if package == "mbridge" else package)
-    with pytest.raises(MachineError, match=r"has no mbridge, which the learner needs: pip install evenkeel\[learner\]"):
+    with pytest.raises(MachineError, match=r"has no mbridge, which the learner needs: pip install mbridge==0.15.1 "):
         check_learner_here(recipe_of(tmp_path, model))
 
 
@@ -40,8 +40,22 @@ def test_fp8_in_hardware(tmp_path: Path, model: Path, precision: str, monkeypatc
         check_learner_here(recipe)
     monkeypatch.setattr(needs, "has_cuda", lambda: True)
     monkeypatch.setattr("launch.extras.find_spec", lambda package: package != "transformer_engine" or None)
-    with pytest.raises(MachineError, match=r"no Transformer Engine: pip install evenkeel\[learner-gpu\]"):
+    with pytest.raises(MachineError, match=r"no Transformer Engine: pip install 'transformer-engine\[pytorch\]<"):
         check_learner_here(recipe)
+
+
+def test_sizes_that_come_with_even_keel_hold_no_weights(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.config.loader import SHIPPED, load_recipe
+
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/qwen3-32b", SHIPPED / "models/qwen3-32b"):
+        recipe = load_recipe(Path("qwen3_32b"), [f"model.path={folder}"])
+        with pytest.raises(RecipeError, match=r"that folder holds no weights; fetch or make .* set model\.path to"):
+            check_model_here(recipe)
+    check_model_here(load_recipe(Path("qwen3_32b"), ["model.path=/models/qwen3-32b"]))
+    check_model_here(recipe_of(tmp_path, model))
 
 
 def test_a_folder_below_a_file(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.run.sft import sft_recipe
+from launch.sft_command import read_recipe
 from megatron_bridge.step.learning_rate import learning_rate
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
@@ -32,6 +33,35 @@ def test_a_staged_recipe_may_have_fewer_steps_than_a_stage(tmp_path: Path) -> No
     run = RunDirectory(recipe.directory)
     assert run.freeze(recipe) == run.recipe() == recipe
     assert run.path.name == "mu-grpo-sft"
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("learner.optimizer.lr=1e-4", "give --lr"),
+        ("learner.optimizer.warmup_steps=3", "give --warmup-steps"),
+        ("run.steps=4", "give --steps"),
+        ("learner.optimizer.decay=cosine", "falls linearly to zero; leave it out"),
+        ("learner.optimizer.min_lr=0.1", "falls linearly to zero; leave it out"),
+        ("learner.optimizer.decay_steps=7", "falls linearly to zero; leave it out"),
+    ],
+)
+def test_a_key_that_would_be_dropped_is_refused(override: str, instead: str) -> None:
+    with pytest.raises(RecipeError, match=f"does not go by it; .*{instead}"):
+        read_recipe(Path("demo"), [override], 20, None)
+
+
+def test_with_data_a_recipe_needs_neither_steps_nor_a_path(tmp_path: Path) -> None:
+    recipe, rows = tmp_path / "tune.yaml", tmp_path / "rows.jsonl"
+    for task in ("", "task: {name: data}\n", f"task: {{name: data, path: {rows}}}\n"):
+        recipe.write_text("run: {name: tune}\nmodel: {path: model}\n" + task)
+        found = read_recipe(recipe, [], 30, rows)
+        assert (found.run.steps, found.task.model_dump()["path"]) == (30, rows)
+    recipe.write_text("run: {name: tune}\nmodel: {path: model}\ntask: {name: sort_digits}\n")
+    assert read_recipe(recipe, [], 30, rows).task.name == "sort_digits"
+    recipe.write_text("run: {name: tune}\nmodel: {path: model}\ntask: {name: data}\n")
+    with pytest.raises(RecipeError, match=r"task\.path"):
+        read_recipe(recipe, [], 30, None)
 
 
 @pytest.mark.parametrize("lr", [0.0, -1.0, float("nan"), float("inf")])

@@ -165,5 +165,5 @@ def test_layers_by_default(
 
 
 def test_layers_that_are_not_installed_are_refused() -> None:
-    with pytest.raises(ModelError, match="transformer_engine is not installed; pip install evenkeel"):
+    with pytest.raises(ModelError, match="transformer_engine is not installed; pip install 'transformer-engine"):
         choose_layers("transformer_engine", torch.bfloat16)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipeline.config.meant_keys import ELSEWHERE, known_keys, meant_by
+from pipeline.config.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -28,10 +31,23 @@ def test_what_is_said_of_a_key(unknown: str, said: str) -> None:
 
 def test_where_other_trainers_words_lead_there_is_a_key() -> None:
     for keys in ELSEWHERE.values():
-        assert set(keys.split(" and ")) <= known_keys().keys()
+        assert set(re.findall(r"[a-z_]+\.[a-z_.]+", keys) or [keys]) <= known_keys().keys()
 
 
 def test_no_word_of_another_trainer_is_a_key_here() -> None:
     """It would be named although the user's key was right, but in a wrong section."""
     leaves = {key.rpartition(".")[2] for key in known_keys()}
     assert not leaves & ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("section", ["run", "model", "rollout", "learner", "checkpoint", "evaluation"])
+def test_every_everyday_key_is_described(section: str) -> None:
+    definitions = Recipe.model_json_schema()["$defs"]
+
+    def undescribed(name: str) -> list[str]:
+        keys = definitions[name]["properties"].items()
+        inner = [part["$ref"].rpartition("/")[2] for _, part in keys if "$ref" in part]
+        bare = [f"{name}.{key}" for key, part in keys if "$ref" not in part and not part.get("description")]
+        return bare + [one for other in inner for one in undescribed(other)]
+
+    assert undescribed(f"{section.capitalize()}Section") == []

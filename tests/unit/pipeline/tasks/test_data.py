@@ -241,7 +241,7 @@ def test_a_row_of_parquet_is_named(tmp_path: Path) -> None:
 
 def test_without_pyarrow_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(RecipeError, match=r"pip install evenkeel\[data\], or write the data as JSON Lines"):
+    with pytest.raises(RecipeError, match=r"pip install 'pyarrow>=18', or write the data as JSON Lines"):
         task_of(parquet(tmp_path / "d.parquet"))
 
 
