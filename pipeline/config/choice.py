@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -32,10 +32,12 @@ class OwnClass(Section):
 
 @dataclass(frozen=True)
 class Choice:
-    """Annotation of such a section: `named` are the classes known by name, all derived from `base`."""
+    """Annotation of such a section: `named` are the classes known by name, all derived from `base`. `elsewhere` says of
+    names that are none of them what else they are."""
 
     base: type[Settings]
     named: Mapping[str, type[Settings]]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         by_name = {name: handler.generate_schema(choice) for name, choice in self.named.items()}
@@ -60,7 +62,8 @@ class Choice:
         chosen = self.named.get(str(name))
         if chosen is None:
             problem = "name is missing" if name is None else f"name is {quoted(name)}"
-            meant = did_you_mean(str(name), self.named)
+            other = self.elsewhere.get(str(name).lower())
+            meant = f"; {other}" if other else did_you_mean(str(name), self.named)
             raise ValueError(
                 f"{problem}; expected one of {', '.join(self.named)}, or class: package.module:Class{meant}"
             )

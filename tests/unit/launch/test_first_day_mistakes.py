@@ -290,6 +290,15 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         ("schedule.kind is 'asynch'", "did you mean async?"),
     ),
     "an objective misspelled": (lambda shop: shop.train("objective.name=cisp"), ("did you mean cispo?",)),
+    "an advantage for an objective": (
+        lambda shop: shop.train("objective.name=grpo"),
+        ("grpo is an advantage (advantage.name) and a shipped recipe; its objective is clipped",),
+    ),
+    "PPO": (lambda shop: shop.train("objective.name=ppo"), ("PPO's objective is clipped; there is no critic",)),
+    "an objective for an advantage": (
+        lambda shop: shop.train("advantage.name=gspo"),
+        ("gspo is an objective (objective.name)",),
+    ),
     "a task that there is not": (
         lambda shop: shop.train("task.name=gsm8k"),
         ("task.name is 'gsm8k', expected one of", "data"),
