@@ -7,6 +7,7 @@ decided by what each class states about itself.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pipeline.advantages.base import Advantage
@@ -23,10 +24,14 @@ CORRECTIONS: dict[str, type[Correction]] = choices_in("precision.corrections", C
 ADVANTAGES: dict[str, type[Advantage]] = choices_in("pipeline.advantages.methods", Advantage)
 """Name → class."""
 
-_NO_OBJECTIVES = {name: f"{name} is an advantage (advantage.name); its objective is clipped" for name in ADVANTAGES} | {
+_RECIPES = {path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
+_NO_OBJECTIVES = {
+    name: f"{name} is an advantage (advantage.name){' and a shipped recipe' * (name in _RECIPES)}; its objective is "
+    "clipped"
+    for name in ADVANTAGES
+} | {
     "dapo": "dapo is a shipped recipe; its objective is clipped",
     "drgrpo": "dr_grpo is an advantage (advantage.name); its objective is clipped",
-    "grpo": "grpo is an advantage (advantage.name) and a shipped recipe; its objective is clipped",
     "ppo": "PPO's objective is clipped; there is no critic",
     "reinforce": "with one update a batch clipped is REINFORCE; a baseline is advantage.name",
     "scalerl": "scalerl is a shipped recipe; its objective is cispo",

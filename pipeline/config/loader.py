@@ -21,8 +21,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from pipeline.config.choice import Choice
-from pipeline.config.meant_keys import meant_by
+from pipeline.config.choice import UNKNOWN_OPTION, Choice
+from pipeline.config.meant_keys import all_meant_by, named
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import FUNCTION
 from pipeline.errors import RecipeError
@@ -99,7 +99,7 @@ def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        problems = [_explain(detail) for detail in error.errors(include_url=False)]
+        problems = [problem for detail in error.errors(include_url=False) for problem in _explain(detail)]
         raise RecipeError(f"{source}: {one_line(listed(problems), 480)}") from None
 
 
@@ -237,20 +237,23 @@ def _is_choice(key: str) -> bool:
     return leaf in _CHOICES.get(section, ())
 
 
-def _explain(detail: Any) -> str:
-    parts = [_named(part) for part in detail["loc"]]
+def _explain(detail: Any) -> list[str]:
+    """What is wrong, mostly one thing; of a section that there is not, that of each of its keys."""
+    parts = [named(part) for part in detail["loc"]]
     if len(parts) > 1 and parts[0] in _TAGGED:
         del parts[1]  # which of the classes of a section it was; the recipe's key has no such part
     where, kind = ".".join(parts) or "recipe", detail["type"]
     if kind == "extra_forbidden":
-        return f"unknown key {where}; {meant_by(where)}"
+        return [f"unknown key {line}" for line in all_meant_by(where, detail["input"])]
     if kind.startswith("union_tag"):
-        return _explain_tag(where, detail)
+        return [_explain_tag(where, detail)]
     message = one_line(str(detail["msg"]).removeprefix("Value error, "), 400)
     if kind == "string_pattern_mismatch" and detail["ctx"]["pattern"] == FUNCTION:
         message = "expected package.module:name, such as my_rewards:score"
+    if kind == UNKNOWN_OPTION:
+        return [f"unknown key {where}; {message}"]
     got = "" if kind in ("missing", "value_error") else f", got {quoted(detail['input'])}"
-    return f"{where}: {message}{got}{_nearest(detail)}"
+    return [f"{where}: {message}{got}{_nearest(detail)}"]
 
 
 def _explain_tag(where: str, detail: Any) -> str:
@@ -267,9 +270,3 @@ def _nearest(detail: Any) -> str:
     if detail["type"] != "literal_error" or not isinstance(detail["input"], str):
         return ""
     return did_you_mean(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-
-
-def _named(part: object) -> str:
-    """A key or an index, as a message names it: any text can be a key."""
-    text = str(part)
-    return text if text.isidentifier() and len(text) <= 60 else quoted(part)

@@ -273,6 +273,17 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train("learner.ppo_mini_batch_size=4"),
         ("here it is learner.updates_per_batch",),
     ),
+    "verl's section": (
+        lambda shop: shop.train(
+            "actor_rollout_ref.rollout.n=8", "data.train_batch_size=8", "algorithm.adv_estimator=grpo"
+        ),
+        (
+            "actor_rollout_ref.rollout.n; here it is rollout.group_size",
+            "data.train_batch_size; here it is rollout.prompts_per_batch",
+            "algorithm.adv_estimator; here it is advantage.name",
+        ),
+    ),
+    "verl's logger": (lambda shop: shop.train("trainer.logger=[console, wandb]"), ("--to wandb", "`wandb sync`")),
     "verl's word for a column": (
         lambda shop: shop.train("task.prompt_key=question"),
         ("here it is task.columns.prompt",),

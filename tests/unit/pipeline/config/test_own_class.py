@@ -131,7 +131,8 @@ def test_own_corrections_and_advantages() -> None:
         (dict(objective={"class": "gone:Objective"}), ["gone:Objective", "ModuleNotFoundError", "PYTHONPATH"]),
         (dict(objective={"class": "my_broken:Objective"}), ["my_broken:Objective", "ZeroDivisionError"]),
         (dict(objective={"class": "my_objectives"}), ["'my_objectives'", "package.module:Class"]),
-        (dict(objective={"class": "my_objectives:Gone"}), ["my_objectives:Gone", "no subclass", "Objective"]),
+        (dict(objective={"class": "my_objectives:Gone"}), ["my_objectives has no 'Gone'"]),
+        (dict(objective={"class": "my_objectives:Softcap"}), ["no 'Softcap'; did you mean SoftCap?"]),
         (dict(objective={"class": "my_others:VALUE"}), ["my_others:VALUE", "no subclass"]),
         (dict(objective={"class": "my_others:Centered"}), ["my_others:Centered", "no subclass", "Objective"]),
         (dict(objective={"class": "my_others:Lossless"}), ["my_others:Lossless", "lacks loss"]),
@@ -142,7 +143,7 @@ def test_own_corrections_and_advantages() -> None:
         ),
         (
             dict(objective={"class": "my_objectives:SoftCap", "options": {"cpa": 1}}),
-            ["unknown key objective.options.cpa"],
+            ["unknown key objective.options.cpa; SoftCap takes cap; did you mean cap?"],
         ),
         (dict(objective={"class": "my_objectives:SoftCap", "cap": 1}), ["unknown key objective.cap"]),
         (dict(objective={"name": "soft_cap"}), ["objective: name is 'soft_cap'", "cispo, clipped", "class: package"]),
