@@ -45,6 +45,7 @@ ELSEWHERE = {
     "eval_interval": "evaluation.every",
     "eval_prompt_data": "task.held_out_path",
     "eval_steps": "evaluation.every",
+    "eval_temperature": "evaluation.temperature",
     "experiment_name": "run.name",
     "expert_model_parallel_size": "learner.expert_parallel",
     "expert_tensor_parallel_size": "learner.expert_tensor_parallel",
@@ -170,16 +171,19 @@ IN_THEIR_SECTION = {
 """Likewise, for words that mean something only with the one before them."""
 
 _EXPORT = "no key: `evenkeel export RUN --to wandb --follow` writes it offline, then `wandb sync` (docs/exporters.md)"
+_BEFORE = "no key: the version before the first step is always evaluated, and the last one"
 _MEASURE = (
     "no key: `evenkeel convert megatron-to-hf` makes a folder of a checkpoint, which an SGLang server serves to any "
     "benchmark (docs/model.md)"
 )
 NO_KEY = {
+    "eval_on_start": _BEFORE,
     "logger": _EXPORT,
     "project_name": _EXPORT,
     "report_to": _EXPORT,
+    "skip_eval_before_train": _BEFORE,
     "use_wandb": _EXPORT,
-    "val_before_train": "no key: the version before the first step is always evaluated, and the last one",
+    "val_before_train": _BEFORE,
     "val_only": _MEASURE,
     "wandb_project": _EXPORT,
 }

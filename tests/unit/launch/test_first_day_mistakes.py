@@ -321,6 +321,10 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "a word for a number": (lambda shop: shop.train("run.steps=many"), ("run.steps", "integer", "'many'")),
     "no steps": (lambda shop: shop.train("run.steps=0"), ("run.steps", "greater than 0")),
     "a name with a slash": (lambda shop: shop.train("run.name=a/b"), ("run.name", "'a/b'")),
+    "a greedy evaluation": (
+        lambda shop: shop.train("evaluation.temperature=0"),
+        ("evaluation.temperature: there is no greedy evaluation", "use 0.6 or 1"),
+    ),
     "groups of one": (lambda shop: shop.train("rollout.group_size=1"), ("group_size is 1", "use at least 2")),
     "no room for a prompt": (
         lambda shop: shop.train("rollout.max_new_tokens=64"),
