@@ -520,9 +520,12 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "a reward that returns a dict": (reward("gives_a_dict"), ("reward_examples:gives_a_dict", "bad_result", "correct")),
     "a reward that returns None": (reward("gives_none"), ("returned None, expected a number", "correct the function")),
     "a reward that returns NaN": (reward("gives_nan"), ("non_finite: returned nan", "correct the function")),
-    "a reward that raises": (reward("raises"), ("raised: KeyError: 'score'", "correct the function")),
+    "a reward that raises": (
+        reward("raises"),
+        ("raised: KeyError: 'score' (", "/reward_examples.py:", "); correct the function"),
+    ),
     "a reward that wants more": (reward("wants_four"), ("missing a required argument: 'extra'", "name some of")),
-    "an async reward that raises": (reward("async_raises"), ("raised: KeyError: 'score'", "correct the function")),
+    "an async reward that raises": (reward("async_raises"), ("raised: KeyError: 'score' (", "/reward_examples.py:")),
     "an answer that is no mathematics": (unreadable_answer, ("1 of 2 answers as right, the first ' '", "LaTeX")),
     "a root that is a file": (root_is_a_file, ("runs is a file", "set run.root to a folder")),
 }
