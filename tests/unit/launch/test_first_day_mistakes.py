@@ -359,8 +359,15 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train(f"task.path={shop.folder}"),
         ("as a folder it holds neither state.json", "set task.path"),
     ),
-    "CSV": (lambda shop: shop.train_on("prompt,answer\n1=,1\n"), ("prompts.jsonl, line 1", "one object a line")),
-    "a JSON list": (lambda shop: shop.train_on('[{"prompt": "1=", "answer": "1"}]'), ("a list, expected an object",)),
+    "CSV": (lambda shop: shop.train_on("prompt,answer\n1=,1\n"), ("prompts.jsonl is CSV", "csv.DictReader")),
+    "a JSON list": (
+        lambda shop: shop.train_on('[{"prompt": "1=", "answer": "1"}]'),
+        ("is a JSON array", "jq -c '.[]'"),
+    ),
+    "a JSON list over several lines": (
+        lambda shop: shop.train_on('\ufeff[\n  {\n "prompt": "1=",\n "answer": "1"}\n]\n'),
+        ("is a JSON array", "jq -c '.[]'"),
+    ),
     "Parquet that was cut off": (
         lambda shop: shop.train_on(b"PAR1\x15\x04\x15\xff\n"),
         ("prompts.jsonl is damaged", "copy it again"),
@@ -373,7 +380,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         ("line 1: answer is nothing", "keys found: prompt, solution", "set task.columns.answer"),
     ),
     "UTF-16": (lambda shop: shop.train_on(GOOD_LINES.encode("utf-16")), ("prompts.jsonl, line 1",)),
-    "no prompts at all": (lambda shop: shop.train_on("\n\n"), ("0 problems leave 0 to train on",)),
+    "no prompts at all": (lambda shop: shop.train_on("\n\n"), ("prompts.jsonl holds no rows",)),
     "two prompts": (
         lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:2])),
         ("holds out only 1 prompts", "lower it or give more"),
