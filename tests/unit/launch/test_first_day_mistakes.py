@@ -247,6 +247,19 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     # the command line
     "a command misspelled": (lambda shop: ["trian", "demo"], ("No such command 'trian'", "'train'")),
     "an option misspelled": (lambda shop: ["sft", "demo", "--step", "3"], ("No such option: --step", "--steps")),
+    "a key in Hydra's way": (
+        lambda shop: [*shop.train(), "run.name=other"],
+        ("a recipe's key needs --set before it: --set run.name=other; `evenkeel train --help`",),
+    ),
+    "a key as an option": (
+        lambda shop: [*shop.train(), "--lr", "3"],
+        ("No such option: --lr", "--set learner.optimizer.lr=VALUE"),
+    ),
+    "another trainer's option": (
+        lambda shop: [*shop.train(), "--n-samples-per-prompt", "3"],
+        ("a recipe's key is given by --set: --set rollout.group_size=VALUE",),
+    ),
+    "--set at the end": (lambda shop: [*shop.train(), "--set"], ("requires an argument; `evenkeel train --help`",)),
     "no recipe": (lambda shop: ["train"], ("give a recipe, for example `evenkeel train demo`",)),
     "a recipe's name misspelled": (lambda shop: ["train", "dmo"], ("cannot read recipe dmo", "did you mean demo?")),
     "sft without --out": (lambda shop: ["sft", "demo"], ("Missing option '--out'", "`evenkeel sft --help`")),
