@@ -57,6 +57,8 @@ class Choice:
         if isinstance(value, self.base):
             return value
         if not isinstance(value, dict):
+            if isinstance(value, str) and value in self.named:
+                raise ValueError(f"expected a section: {{name: {value}}}, got {quoted(value)}")
             raise ValueError(f"expected name and the keys that belong to it, got {quoted(value)}")
         if "class" in value:
             own = OwnClass.model_validate(value)

@@ -332,8 +332,36 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         ("nowhere.mine:Mine cannot be imported", "PYTHONPATH"),
     ),
     "a word for a number": (lambda shop: shop.train("run.steps=many"), ("run.steps", "integer", "'many'")),
+    "a word for a section": (
+        lambda shop: shop.train("schedule=async"),
+        ("schedule: expected a section: {kind: async}, got 'async'",),
+    ),
+    "an objective's name alone": (lambda shop: shop.train("objective=p3o"), ("expected a section: {name: p3o}",)),
+    "text for a list": (
+        lambda shop: shop.train("rollout.extra_args=--mem-fraction-static 0.8"),
+        ('expected a list: [--mem-fraction-static, "0.8"], got',),
+    ),
+    "a number for text": (
+        lambda shop: shop.train("rollout.extra_args=[--mem-fraction-static, 0.8]"),
+        ('rollout.extra_args.1: expected text; quote it: "0.8", got 0.8',),
+    ),
+    "a list for a reward": (
+        lambda shop: shop.train("task={name: data, path: p, reward: [a:b]}"),
+        ("task.reward: expected text, not a list; leave out the brackets",),
+    ),
+    "a reference without a coefficient": (
+        lambda shop: shop.train("reference.path=x"),
+        ("reference.coefficient: is required; 0.001 is a value to begin with",),
+    ),
+    "a number that YAML takes for text": (
+        lambda shop: shop.train("run.steps=1e3"),
+        ("run.steps: expected an integer; write 1000, got '1e3'",),
+    ),
     "no steps": (lambda shop: shop.train("run.steps=0"), ("run.steps", "greater than 0")),
-    "a name with a slash": (lambda shop: shop.train("run.name=a/b"), ("run.name", "'a/b'")),
+    "a name with a slash": (
+        lambda shop: shop.train("run.name=a/b"),
+        ("expected letters, digits, . _ and -", "run.root", "'a/b'"),
+    ),
     "a greedy evaluation": (
         lambda shop: shop.train("evaluation.temperature=0"),
         ("evaluation.temperature: there is no greedy evaluation", "use 0.6 or 1"),

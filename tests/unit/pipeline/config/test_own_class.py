@@ -148,7 +148,7 @@ def test_own_corrections_and_advantages() -> None:
         (dict(objective={"class": "my_objectives:SoftCap", "cap": 1}), ["unknown key objective.cap"]),
         (dict(objective={"name": "soft_cap"}), ["objective: name is 'soft_cap'", "cispo, clipped", "class: package"]),
         (dict(objective={"cap": 3}), ["objective: name is missing", "cispo, clipped"]),
-        (dict(objective="cispo"), ["objective: expected name", "'cispo'"]),
+        (dict(objective="cispo"), ["objective: expected a section: {name: cispo}", "'cispo'"]),
         (dict(objective={"name": "cispo", "cap": 0.5}), ["objective.cap: ", "greater than or equal to 1", "0.5"]),
         (
             dict(objective={"class": "my_objectives:SoftCap"}, correction=dict(name="tis")),
