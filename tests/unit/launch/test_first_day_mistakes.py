@@ -263,6 +263,14 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "no recipe": (lambda shop: ["train"], ("give a recipe, for example `evenkeel train demo`",)),
     "a recipe's name misspelled": (lambda shop: ["train", "dmo"], ("cannot read recipe dmo", "did you mean demo?")),
     "sft without --out": (lambda shop: ["sft", "demo"], ("Missing option '--out'", "`evenkeel sft --help`")),
+    "sft on data that is not there": (
+        lambda shop: ["sft", shop.train()[1], "--out", str(shop.folder / "out"), "--data", "nofile.jsonl"],
+        ("cannot read nofile.jsonl: No such file", "give --data a JSON Lines file"),
+    ),
+    "sft without data": (
+        lambda shop: ["sft", shop.train_on(GOOD_LINES)[1], "--out", str(shop.folder / "out")],
+        ("no demonstrations to train on; give rows of your own by --data FILE",),
+    ),
     "sft onto a folder": (existing_out, ("exists already", "name another folder")),
     "a value out of range": (
         lambda shop: ["train", "demo", "--metrics-port", "80000"],
@@ -271,6 +279,14 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "--set without a value": (lambda shop: shop.train("run.steps"), ("'run.steps' is not section.key=value", "for ex")),
     "--set below a value": (lambda shop: shop.train("run.steps.max=3"), ("'steps' is a value", "leave out what")),
     "a run that is not there": (lambda shop: ["runs", "show", "runs/nowhere"], ("runs/nowhere does not exist", "give")),
+    "a mismatch of nothing": (
+        lambda shop: ["mismatch", "runs/none"],
+        ("runs/none: no recipe and no run directory of that name", "`evenkeel runs list`"),
+    ),
+    "a quant map of nothing": (
+        lambda shop: ["quant-map", "suggest", "runs/none"],
+        ("runs/none: no recipe and no run directory of that name", "`evenkeel runs list`"),
+    ),
     "a folder that is no run": (lambda shop: ["report", str(shop.model)], ("no recipe.yaml", "runs/NAME")),
     "a batch that is not there": (
         lambda shop: ["trajectories", "show", str(Path(shop.begun()[1]).parent / "runs/day"), "7"],
