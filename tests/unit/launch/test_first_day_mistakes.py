@@ -589,6 +589,10 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         ("raised: KeyError: 'score' (", "/reward_examples.py:", "); correct the function"),
     ),
     "a reward that wants more": (reward("wants_four"), ("missing a required argument: 'extra'", "name some of")),
+    "a reward's file for its module": (
+        lambda shop: shop.train_on(GOOD_LINES, reward="my_rewards.py:score"),
+        ("task.reward: is 'my_rewards.py:score', expected a module, not its file; write 'my_rewards:score'",),
+    ),
     "an async reward that raises": (reward("async_raises"), ("raised: KeyError: 'score' (", "/reward_examples.py:")),
     "an answer that is no mathematics": (unreadable_answer, ("1 of 2 answers as right, the first ' '", "LaTeX")),
     "a root that is a file": (root_is_a_file, ("runs is a file", "set run.root to a folder")),
