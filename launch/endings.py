@@ -22,6 +22,7 @@ from pathlib import Path
 import typer
 
 from launch.extras import EXTRA_OF, how_to_install
+from launch.usage import usage_line
 from pipeline.errors import EvenKeelError
 from precision.text.short import one_line
 
@@ -125,10 +126,7 @@ def _usage(error: BaseException) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()  # type: ignore[attr-defined]
         return 2
-    context = getattr(error, "ctx", None)
-    command = "evenkeel" if context is None else context.command_path
-    message = one_line(error.format_message(), 400)  # type: ignore[attr-defined]
-    return _say(f"error: {message.rstrip('.')}; `{command} --help` says what it takes", 2)
+    return _say(f"error: {usage_line(error)}", 2)
 
 
 def _flushed(status: int) -> int:

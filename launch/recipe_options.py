@@ -26,3 +26,18 @@ Overrides = Annotated[
 SizesFolder = Annotated[
     Path | None, typer.Option(help="Folder with the model's config.json, where model.path is not on this machine.")
 ]
+
+
+def check_recipe_or_run(source: Path) -> None:
+    """For commands that take either. Raises RecipeError for what is neither: the loader would say it of a recipe."""
+    from pipeline.config.loader import SHIPPED, find_recipe
+    from pipeline.errors import RecipeError
+    from precision.text.near import did_you_mean
+    from precision.text.short import one_line
+
+    if not (source / "recipe.yaml").is_file() and (source.is_dir() or not find_recipe(source).exists()):
+        shipped = did_you_mean(source.name, (path.stem for path in SHIPPED.glob("*.yaml")))
+        raise RecipeError(
+            f"{one_line(source, 200)}: no recipe and no run directory of that name; `evenkeel runs list` shows runs"
+            f"{shipped}"
+        )

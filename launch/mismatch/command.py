@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from launch.recipe_options import Overrides
+from launch.recipe_options import Overrides, check_recipe_or_run
 from launch.show.output import AsJson, emit
 
 
@@ -42,6 +42,7 @@ def mismatch(
     decoding; the terms add up exactly. Starts one engine and one learner of the recipe's layout. Writes a page of plots
     and says in a paragraph what to do. See docs/mismatch.md.
     """
+    check_recipe_or_run(source)  # before Megatron and SGLang are imported
     from launch.mismatch.measure import measure
 
     result = measure(source, overrides or [], out=out, num_prompts=prompts, now=now, batch=batch, locate=locate)

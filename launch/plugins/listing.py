@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -42,6 +43,8 @@ _CHOICES: tuple[tuple[Kind, type[Settings], dict[str, Any]], ...] = (
     ("advantage", Advantage, dict(ADVANTAGES)),
 )
 
+_SENTENCE_END = re.compile(r"(?<=\.)(?<!Dr\.)\s+(?=[A-Z])")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
@@ -52,7 +55,7 @@ class Plugin:
     """The recipe's key that names it, such as `objective.name`."""
     value: str
     says: str
-    """How its docstring begins, or its module's where it has a module of its own."""
+    """The first sentence of its docstring, or its module's where it has a module of its own."""
     lacks: str = ""
     """Why a recipe that names it would be refused."""
 
@@ -68,7 +71,7 @@ def shipped() -> list[Plugin]:
     assert SortDigitsTask.model_fields["name"].default in tasks
     assert get_args(SpellDigitsTask.model_fields["name"].annotation)[0] in tasks
     found += [Plugin(kind="task", key="task.name", value=name, says=said) for name, said in tasks.items()]
-    rewards = (verifiers.math_verify, verifiers.python_tests)
+    rewards = (verifiers.math_verify, verifiers.python_tests, verifiers.exact_match)
     return found + [Plugin(kind="reward", key="task.reward", value=f.__name__, says=_says(f)) for f in rewards]
 
 
@@ -86,6 +89,11 @@ def of_modules(names: Sequence[str]) -> list[Plugin]:
 
 
 def _of_module(name: str) -> list[Plugin]:
+    if name.endswith(".py") and name.removesuffix(".py").isidentifier():
+        raise RecipeError(
+            f"{one_line(name, 120)} is a file, expected the name of a module; `evenkeel plugins "
+            f"{one_line(name.removesuffix('.py'), 120)}`"
+        )
     try:
         module = import_module(name)
     except Exception as error:
@@ -141,4 +149,4 @@ def _lacks(own: type[Settings]) -> str:
 
 def _says(thing: Any) -> str:
     paragraph = inspect.cleandoc(thing.__doc__ or "–").partition("\n\n")[0]
-    return one_line(paragraph.replace("\n", " "), 160)
+    return one_line(_SENTENCE_END.split(paragraph.replace("\n", " "), 1)[0], 400)

@@ -19,6 +19,7 @@ from typing import Any
 from launch.build.components import build_prompts, build_tokenizer, quant_map_of
 from launch.convert.jobs import run_job
 from launch.quant_map.scored_rows import RecordedRows, ScoredRow
+from launch.recipe_options import check_recipe_or_run
 from launch.run.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.loader import load_recipe, recipe_from
@@ -93,6 +94,7 @@ def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, ove
         data = dict(model=model, run=scratch, task=dict(name="sort_digits"), learner=learner)
         recipe = recipe_from(data, source="quant-map suggest")
     else:
+        check_recipe_or_run(source)
         recipe = load_recipe(source, overrides)
     own = recipe.rollout.quantized_format
     chosen = precision or ("fp8_block" if own is None else own.value)

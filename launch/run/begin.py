@@ -51,9 +51,20 @@ def preflight(recipe: Recipe) -> TaskPrompts:
 def warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
     """What whoever starts the run should know of it: sentences."""
     task, tokenizer = prompts.task, prompts.tokenizer
+    told = [*advice(recipe), *asked_again(recipe.rollout.prompts_per_batch, task.num_prompts), *task.notes]
     if task.chat_template:
-        return [*advice(recipe), *task.notes, *_unstopped(tokenizer)]
-    return [*advice(recipe), *task.notes, *start_left_out(tokenizer, tokenizer.encode(task.problem(0).text))]
+        return [*told, *_unstopped(tokenizer)]
+    return [*told, *start_left_out(tokenizer, tokenizer.encode(task.problem(0).text))]
+
+
+def asked_again(batch: int, prompts: int) -> list[str]:
+    """A sentence where a batch asks for more prompts than a task has."""
+    if batch <= prompts:
+        return []
+    return [
+        f"a batch has {batch} prompts (rollout.prompts_per_batch), the task {prompts}: each is asked "
+        f"{batch / prompts:.1f} times a batch; lower the first, or give more data"
+    ]
 
 
 def start_left_out(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[str]:

@@ -76,9 +76,9 @@ class Source(Settings):
         return Source(
             batch_size=batch_size,
             data=data.absolute(),
-            sha256=digest_of_data(data),
+            sha256=_digest(data, "--data"),
             held_out=other,
-            held_out_sha256=digest_of_data(other) if isinstance(other, Path) else None,
+            held_out_sha256=_digest(other, "--held-out") if isinstance(other, Path) else None,
         )
 
     @staticmethod
@@ -105,6 +105,14 @@ class Source(Settings):
             raise RunConflictError(
                 f"{run.path} was begun with {'; '.join(changed)}; repeat the command as it was, or remove the folder"
             )
+
+
+def _digest(data: Path, option: str) -> str:
+    """Raises RecipeError for what cannot be read, with the option in place of the recipe's key."""
+    try:
+        return digest_of_data(data)
+    except RecipeError as error:
+        raise RecipeError(str(error).replace("set task.path to", f"give {option}")) from error
 
 
 def _held_out(given: str) -> Path | float:
@@ -224,7 +232,10 @@ def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str
     found = [task.demonstration(index % task.num_prompts) for index in range(first, first + count)]
     pairs = [pair for pair in found if pair is not None]
     if len(pairs) < count:
-        raise RecipeError("this task has no demonstrations to train on; start from a model that can already answer")
+        raise RecipeError(
+            "this task has no demonstrations to train on; give rows of your own by --data FILE (docs/sft.md), or train "
+            "a model that can already answer without sft"
+        )
     return pairs
 
 

@@ -7,6 +7,7 @@ decided by what each class states about itself.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pipeline.advantages.base import Advantage
@@ -23,9 +24,29 @@ CORRECTIONS: dict[str, type[Correction]] = choices_in("precision.corrections", C
 ADVANTAGES: dict[str, type[Advantage]] = choices_in("pipeline.advantages.methods", Advantage)
 """Name → class."""
 
-ObjectiveSection = Annotated[Objective, Choice(Objective, OBJECTIVES)]
+_RECIPES = {path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
+_NO_OBJECTIVES = {
+    name: f"{name} is an advantage (advantage.name){' and a shipped recipe' * (name in _RECIPES)}; its objective is "
+    "clipped"
+    for name in ADVANTAGES
+} | {
+    "dapo": "dapo is a shipped recipe; its objective is clipped",
+    "drgrpo": "dr_grpo is an advantage (advantage.name); its objective is clipped",
+    "ppo": "PPO's objective is clipped; there is no critic",
+    "reinforce": "with one update a batch clipped is REINFORCE; a baseline is advantage.name",
+    "scalerl": "scalerl is a shipped recipe; its objective is cispo",
+}
+_NO_ADVANTAGES = {name: f"{name} is an objective (objective.name)" for name in OBJECTIVES if name not in ADVANTAGES} | {
+    "dapo": "dapo is a shipped recipe; its advantage is grpo",
+    "gae": "there is no critic; grpo is the usual one",
+    "ppo": "there is no critic; grpo is the usual one",
+    "scalerl": "scalerl is a shipped recipe; its advantage is dr_grpo",
+}
+"""Names that somebody may look for in the wrong place → what is said of them, in place of a name spelled nearly so."""
+
+ObjectiveSection = Annotated[Objective, Choice(Objective, OBJECTIVES, _NO_OBJECTIVES)]
 CorrectionSection = Annotated[Correction, Choice(Correction, CORRECTIONS)]
-AdvantageSection = Annotated[Advantage, Choice(Advantage, ADVANTAGES)]
+AdvantageSection = Annotated[Advantage, Choice(Advantage, ADVANTAGES, _NO_ADVANTAGES)]
 
 
 def with_paper_aggregation(advantage: Advantage, objective: Objective) -> Advantage:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from pydantic import Field, GetCoreSchemaHandler, SerializationInfo, create_model
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field, GetCoreSchemaHandler, SerializationInfo, ValidationError, create_model
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from pipeline.config.section import Section
 from precision.settings import Settings, name_of
 from precision.text.near import did_you_mean
 from precision.text.short import one_line, quoted
+
+UNKNOWN_OPTION = "unknown_option"
+"""The kind of pydantic's error about an option that a class of the user's own does not have."""
 
 
 class OwnClass(Section):
@@ -32,10 +35,12 @@ class OwnClass(Section):
 
 @dataclass(frozen=True)
 class Choice:
-    """Annotation of such a section: `named` are the classes known by name, all derived from `base`."""
+    """Annotation of such a section: `named` are the classes known by name, all derived from `base`. `elsewhere` says of
+    names that are none of them what else they are."""
 
     base: type[Settings]
     named: Mapping[str, type[Settings]]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         by_name = {name: handler.generate_schema(choice) for name, choice in self.named.items()}
@@ -52,6 +57,8 @@ class Choice:
         if isinstance(value, self.base):
             return value
         if not isinstance(value, dict):
+            if isinstance(value, str) and value in self.named:
+                raise ValueError(f"expected a section: {{name: {value}}}, got {quoted(value)}")
             raise ValueError(f"expected name and the keys that belong to it, got {quoted(value)}")
         if "class" in value:
             own = OwnClass.model_validate(value)
@@ -60,7 +67,8 @@ class Choice:
         chosen = self.named.get(str(name))
         if chosen is None:
             problem = "name is missing" if name is None else f"name is {quoted(name)}"
-            meant = did_you_mean(str(name), self.named)
+            other = self.elsewhere.get(str(name).lower())
+            meant = f"; {other}" if other else did_you_mean(str(name), self.named)
             raise ValueError(
                 f"{problem}; expected one of {', '.join(self.named)}, or class: package.module:Class{meant}"
             )
@@ -80,13 +88,16 @@ class Choice:
         if not colon:
             raise ValueError(f"class is {quoted(path)}, expected package.module:Class")
         try:
-            found = getattr(import_module(module), name, None)
+            holder = import_module(module)
         except Exception as error:
             raise ValueError(
                 f"class {one_line(path, 120)} cannot be imported ({type(error).__name__}: {one_line(error, 200)}); "
                 "install its package, or put the folder that holds it on PYTHONPATH"
             ) from error
-        kind = f"{self.base.__module__}.{self.base.__name__}"
+        if not hasattr(holder, name):
+            own = [word for word, thing in vars(holder).items() if isinstance(thing, type)]
+            raise ValueError(f"class {one_line(path, 120)}: {module} has no {quoted(name)}{did_you_mean(name, own)}")
+        found, kind = getattr(holder, name), f"{self.base.__module__}.{self.base.__name__}"
         if not (isinstance(found, type) and issubclass(found, self.base)):
             raise ValueError(f"class {path} is no subclass of {kind}; derive it from that")
         if inspect.isabstract(found):
@@ -101,7 +112,24 @@ class Choice:
 
 def _with_options(own_class: type[Settings], own: OwnClass) -> Settings:
     """An instance of the class. What is wrong with an option is reported under `options`, as the recipe has it."""
+    _check_options(own_class, own)
     fields: Any = {"class": (str, ...), "options": (own_class, ...)}
     checked = create_model(own_class.__name__, **fields).model_validate({"class": own.class_, "options": own.options})
     options: Settings = checked.options  # type: ignore[attr-defined]
     return options
+
+
+def _check_options(own_class: type[Settings], own: OwnClass) -> None:
+    """Raises a ValidationError that names each option which is none of the class, and the one that was meant."""
+    if own_class.model_config.get("extra") != "forbid":
+        return
+    taken = [field.alias or name for name, field in own_class.model_fields.items()]
+    shown = ", ".join(name for name in taken if name != "name") or "no options"
+    problems = []
+    for option, value in own.options.items():
+        if option not in {*taken, *own_class.model_fields}:
+            said = f"{own_class.__name__} takes {shown}{did_you_mean(option, taken)}"
+            unknown = PydanticCustomError(UNKNOWN_OPTION, "{said}", dict(said=said))
+            problems.append(InitErrorDetails(type=unknown, loc=("options", option), input=value))
+    if problems:
+        raise ValidationError.from_exception_data(own_class.__name__, problems)

@@ -11,17 +11,18 @@ the base replaces the base's section, in a file and by `--set` alike: settings o
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from pipeline.config.choice import Choice
-from pipeline.config.meant_keys import meant_by
+from pipeline.config.choice import UNKNOWN_OPTION, Choice
+from pipeline.config.meant_keys import all_meant_by, named
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import FUNCTION
 from pipeline.errors import RecipeError
@@ -33,6 +34,10 @@ SHIPPED = Path(__file__).parents[1] / "recipes"
 """Recipes that come with the program, in an installed wheel as in the repository."""
 _MOST_FILES = 16
 """Recipes that extend one another."""
+_LONGEST_LIST = 120
+"""Characters of a text that is shown as the list that it should be."""
+_BEGIN_WITH = {"reference.coefficient": 0.001}
+"""Keys without a default → a value to begin with."""
 _MOST_SECTIONS = 16
 """Words of a key of `--set`, such as the three of learner.optimizer.lr."""
 
@@ -102,7 +107,7 @@ def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        problems = [_explain(detail) for detail in error.errors(include_url=False)]
+        problems = [problem for detail in error.errors(include_url=False) for problem in _explain(detail)]
         raise RecipeError(f"{source}: {one_line(listed(problems), 480)}") from None
 
 
@@ -205,20 +210,70 @@ def _is_choice(key: str) -> bool:
     return leaf in _CHOICES.get(section, ())
 
 
-def _explain(detail: Any) -> str:
-    parts = [_named(part) for part in detail["loc"]]
+def _explain(detail: Any) -> list[str]:
+    """What is wrong, mostly one thing; of a section that there is not, that of each of its keys."""
+    parts = [named(part) for part in detail["loc"]]
     if len(parts) > 1 and parts[0] in _TAGGED:
         del parts[1]  # which of the classes of a section it was; the recipe's key has no such part
     where, kind = ".".join(parts) or "recipe", detail["type"]
     if kind == "extra_forbidden":
-        return f"unknown key {where}; {meant_by(where)}"
+        return [f"unknown key {line}" for line in all_meant_by(where, detail["input"])]
     if kind.startswith("union_tag"):
-        return _explain_tag(where, detail)
-    message = one_line(str(detail["msg"]).removeprefix("Value error, "), 400)
-    if kind == "string_pattern_mismatch" and detail["ctx"]["pattern"] == FUNCTION:
-        message = "expected package.module:name, such as my_rewards:score"
+        return [_explain_tag(where, detail)]
+    message = _in_words(where, detail) or one_line(str(detail["msg"]).removeprefix("Value error, "), 400)
+    if kind == UNKNOWN_OPTION:
+        return [f"unknown key {where}; {message}"]
     got = "" if kind in ("missing", "value_error") else f", got {quoted(detail['input'])}"
-    return f"{where}: {message}{got}{_nearest(detail)}"
+    return [f"{where}: {message}{got}{_nearest(detail)}"]
+
+
+def _in_words(where: str, detail: Any) -> str | None:
+    """What was expected, and how it is written, where pydantic speaks of Python's types; None: its words will do."""
+    kind, got = detail["type"], detail["input"]
+    if kind == "missing":
+        return "is required" + (
+            f"; {begin} is a value to begin with" if (begin := _BEGIN_WITH.get(where)) else "; set it"
+        )
+    if kind == "string_pattern_mismatch" and detail["ctx"]["pattern"] == FUNCTION:
+        return "expected package.module:name, such as my_rewards:score"
+    if kind == "string_pattern_mismatch" and where == "run.name":
+        return "expected letters, digits, . _ and -, the first a letter or a digit; the folder goes into run.root"
+    if kind in ("model_type", "model_attributes_type"):
+        key = _CHOICES.get(where, ("",))[0] if where in _TAGGED else ""
+        written = f"{{{key}: {got}}}" if key and isinstance(got, str) and got.isidentifier() else "{KEY: VALUE, …}"
+        return f"expected a section: {written}"
+    if kind == "tuple_type":
+        return f"expected a list: {_as_list(got)}"
+    if kind == "string_type":
+        if isinstance(got, list) and len(got) == 1:
+            return "expected text, not a list; leave out the brackets"
+        return f'expected text; quote it: "{got}"' if isinstance(got, bool | int | float) else "expected text"
+    if kind in ("int_parsing", "int_from_float", "int_type"):
+        return f"expected an integer{_as_integer(got)}"
+    return "expected true or false" if kind.startswith("bool") else None
+
+
+def _as_list(got: object) -> str:
+    """`[--mem-fraction-static, "0.8"]`, of text with these words."""
+    if not isinstance(got, str) or len(got) > _LONGEST_LIST:
+        return "[…, …]"
+    return f"[{', '.join(word if isinstance(_parsed(word), str) else json.dumps(word) for word in got.split())}]"
+
+
+def _as_integer(got: object) -> str:
+    """`; write 1000`, of 1e3, which YAML takes for text, and of 1000.0."""
+    try:
+        number = float(got) if isinstance(got, str | float) else math.nan
+    except ValueError:
+        return ""
+    return f"; write {int(number)}" if number.is_integer() and abs(number) < 1e15 else ""
+
+
+def _parsed(word: str) -> object:
+    try:
+        return parse_yaml(word)
+    except YamlError:
+        return None
 
 
 def _explain_tag(where: str, detail: Any) -> str:
@@ -235,9 +290,3 @@ def _nearest(detail: Any) -> str:
     if detail["type"] != "literal_error" or not isinstance(detail["input"], str):
         return ""
     return did_you_mean(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-
-
-def _named(part: object) -> str:
-    """A key or an index, as a message names it: any text can be a key."""
-    text = str(part)
-    return text if text.isidentifier() and len(text) <= 60 else quoted(part)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.config.recipe import Recipe
 from precision.text.near import near
+from precision.text.short import quoted
 
 ELSEWHERE = {
     "adam_beta1": "learner.optimizer.betas",
@@ -44,6 +45,7 @@ ELSEWHERE = {
     "eval_interval": "evaluation.every",
     "eval_prompt_data": "task.held_out_path",
     "eval_steps": "evaluation.every",
+    "eval_temperature": "evaluation.temperature",
     "experiment_name": "run.name",
     "expert_model_parallel_size": "learner.expert_parallel",
     "expert_tensor_parallel_size": "learner.expert_tensor_parallel",
@@ -157,22 +159,76 @@ ELSEWHERE = {
 """What TRL, verl and slime call it → where it is here; docs/from-trl.md and its sisters say what is different."""
 
 
+IN_THEIR_SECTION = {
+    "custom_reward_function.name": "task.reward",
+    "custom_reward_function.path": "task.reward",
+    "filter_groups.enable": "prompts.refill",
+    "overlong_buffer.enable": "reward.overlong",
+    "overlong_buffer.len": "reward.overlong.buffer_tokens",
+    "val_kwargs.n": "evaluation.samples",
+    "val_kwargs.temperature": "evaluation.temperature",
+}
+"""Likewise, for words that mean something only with the one before them."""
+
+_EXPORT = "no key: `evenkeel export RUN --to wandb --follow` writes it offline, then `wandb sync` (docs/exporters.md)"
+_BEFORE = "no key: the version before the first step is always evaluated, and the last one"
+_MEASURE = (
+    "no key: `evenkeel convert megatron-to-hf` makes a folder of a checkpoint, which an SGLang server serves to any "
+    "benchmark (docs/model.md)"
+)
+NO_KEY = {
+    "eval_on_start": _BEFORE,
+    "logger": _EXPORT,
+    "project_name": _EXPORT,
+    "report_to": _EXPORT,
+    "skip_eval_before_train": _BEFORE,
+    "use_wandb": _EXPORT,
+    "val_before_train": _BEFORE,
+    "val_only": _MEASURE,
+    "wandb_project": _EXPORT,
+}
+"""What others call what no key here says → what there is in its place."""
+_EVERYWHERE = frozenset(("class", "name", "path"))
+"""Keys of many sections: that one of them is called so says nothing about what was meant."""
+
+
 def meant_by(unknown: str) -> str:
     """What is known about `section.key`: `did you mean run.steps?`, to which choice it belongs, or where keys are
     listed."""
     known, leaf = known_keys(), unknown.rpartition(".")[2]
+    tail = ".".join(unknown.split(".")[-2:])
     if choices := known.get(unknown):
         section = unknown.partition(".")[0]
         return f"only {section} {', '.join(sorted(choices))} has it; choose that, or leave the key out"
     if unknown.partition(".")[0] == "extends":
         return "a recipe file extends another one, by its first line; give that file, or the other recipe itself"
-    if leaf in ELSEWHERE:
-        return f"here it is {ELSEWHERE[leaf]}"
-    same = sorted(key for key in known if key.rpartition(".")[2] == leaf)
+    if keys := IN_THEIR_SECTION.get(tail) or ELSEWHERE.get(leaf) or (tail in known and unknown != tail and tail):
+        return f"here it is {keys}"
+    if leaf in NO_KEY:
+        return NO_KEY[leaf]
+    same = [] if leaf in _EVERYWHERE else sorted(key for key in known if key.rpartition(".")[2] == leaf)
     like = [key for key in near(unknown, known) if near(leaf, [key.rpartition(".")[2]])]
+    if leaf in _EVERYWHERE:
+        like = [key for key in like if near(unknown.rpartition(".")[0], [key.rpartition(".")[0]])]
     if found := same[:3] or like[:1]:
         return f"did you mean {' or '.join(found)}?"
     return "`evenkeel recipe --schema` lists the known ones"
+
+
+def all_meant_by(unknown: str, value: object) -> list[str]:
+    """`KEY; what is known about it`, of a key that there is not. A section of another trainer has no counterpart here,
+    but its keys may have: of such a section that is said of each key that stands in it."""
+    told = meant_by(unknown)
+    misspelled = told.startswith("did you mean") and near(unknown, known_keys())
+    if not isinstance(value, dict) or not value or misspelled:
+        return [f"{unknown}; {told}"]
+    return [line for key, below in value.items() for line in all_meant_by(f"{unknown}.{named(key)}", below)]
+
+
+def named(part: object) -> str:
+    """A key or an index, as a message names it: any text can be a key."""
+    text = str(part)
+    return text if text.isidentifier() and len(text) <= 60 else quoted(part)
 
 
 @cache

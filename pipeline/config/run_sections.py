@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from pipeline.config.section import Section
 from precision.step_size import LrByLag
@@ -78,3 +78,13 @@ class EvaluationSection(Section):
     prompts: PositiveInt = Field(64, description="Held-out prompts.")
     samples: PositiveInt = Field(8, description="Samples of a prompt: pass@k is known up to this k.")
     temperature: PositiveFloat = Field(1.0, description="Of sampling in evaluations, whatever the rollouts have.")
+
+    @field_validator("temperature", mode="before")
+    @classmethod
+    def _samples(cls, given: object) -> object:
+        if isinstance(given, int | float) and not isinstance(given, bool) and given == 0:
+            raise ValueError(
+                "there is no greedy evaluation: pass@k is over evaluation.samples different answers; use 0.6 or 1, and "
+                "measure a checkpoint by itself for a greedy score (docs/model.md)"
+            )
+        return given

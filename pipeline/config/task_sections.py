@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.section import Probability, Section
+from precision.text.short import quoted
 
 
 class DigitsTask(Section):
@@ -60,6 +61,13 @@ FUNCTION = r"[\w.]+:\w+"
 _SOURCE_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 
 
+def _name_the_module(reward: str | None) -> str | None:
+    file, ending, function = (reward or "").partition(".py:")
+    if ending:
+        raise ValueError(f"is {quoted(reward)}, expected a module, not its file; write {quoted(f'{file}:{function}')}")
+    return reward
+
+
 class DataSource(Section):
     """One of several sources. What it leaves out is as in the task."""
 
@@ -71,7 +79,7 @@ class DataSource(Section):
     held_out_path: Path | None = None
     columns: Columns | None = None
     filter: str | None = Field(None, pattern=FUNCTION)
-    reward: str | None = None
+    reward: Annotated[str | None, AfterValidator(_name_the_module)] = None
     system_prompt: str | None = Field(None, min_length=1)
 
     @model_validator(mode="before")
@@ -107,9 +115,9 @@ class DataTask(Section):
         pattern=FUNCTION,
         description="package.module:function(prompt, answer, metadata): true for the rows that are problems.",
     )
-    reward: str = Field(
+    reward: Annotated[str, AfterValidator(_name_the_module)] = Field(
         "math_verify",
-        description="math_verify, python_tests (answers are tests, see docs/sandbox.md), or "
+        description="math_verify, exact_match, python_tests (answers are tests, see docs/sandbox.md), or "
         "package.module:function(prompt, response, answer, metadata).",
     )
     chat_template: bool = Field(

@@ -166,7 +166,11 @@ class BatchStore:
         if self.lost_path(index).exists():  # not by listing: whoever reads n batches would list n times
             raise StoreError(f"{LostBatch.read(self.lost_path(index))}; there is nothing to read")
         if not path.is_file():
-            raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
+            there = self.committed()
+            others = (
+                f"batches {there[0]} to {there[-1]} are there" if there else "start the collector to make the first"
+            )
+            raise StoreError(f"batch {index} is not committed: no file {path}; {others}")
         with self._damage_said(path):
             batch = _decode(path, choose)
             if batch.index != index:

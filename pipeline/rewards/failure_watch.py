@@ -12,6 +12,9 @@ _WINDOW = 256
 _AT_LEAST = 32
 """Samples that a run scores before it may end: one timeout among the first ten says little."""
 
+_ITS_OWN = frozenset(("raised", "bad_result", "non_finite"))
+"""Reasons that are the function's, and not the machine's."""
+
 
 class FailureWatch:
     """Takes the verdict on each sample, in the order in which they come."""
@@ -49,5 +52,9 @@ class FailureWatch:
         if of >= self._at_least and failed > self._most * of:
             raise RewardError(
                 f"{self._what} failed on {failed} of {of} samples, at most a share of {self._most:g} may; "
-                f"the first, {self._first}; {self._remedy}, or raise reward.max_failed_share"
+                f"the first, {self._first}; {self._remedy}{self._or_bear(failed, of)}"
             )
+
+    def _or_bear(self, failed: int, of: int) -> str:
+        """Not where each sample failed by the function itself: no share of failures is worth training on then."""
+        return "" if failed == of and self._reasons.keys() <= _ITS_OWN else ", or raise reward.max_failed_share"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from pipeline.rewards.calling.judge import judge, resolve
+from pipeline.rewards.calling.judge import judge, resolve, said_of
 from pipeline.rewards.calling.wants import Wants
 from pipeline.rewards.channel import Channel, ChannelClosedError
 from pipeline.rewards.judgment import MAX_REQUEST_BYTES, Judgment, decode_texts, encode_judgment, failure, split_request
@@ -95,7 +95,7 @@ def _run(
         sys.path[:] = path
         wants = Wants.of(resolve(reward))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer
-        channel.send(encode_judgment(READY, failure("raised", f"{type(error).__name__}: {error}")), FOREVER_S)
+        channel.send(encode_judgment(READY, failure("raised", said_of(error))), FOREVER_S)
         return
     channel.send(encode_judgment(READY, Judgment(0.0, wants.numbers())), FOREVER_S)
     while True:

@@ -12,8 +12,8 @@ from pipeline.tasks.base import HELD_OUT_ONE_IN, Problem, check_index, is_held_o
 from pipeline.tasks.filtering import filtered
 from precision.text.short import quoted
 
-_BUILT_IN = ("math_verify", "python_tests")
-"""Rewards with a short name; both are in pipeline.rewards.verifiers."""
+_BUILT_IN = ("math_verify", "python_tests", "exact_match")
+"""Rewards with a short name; all are in pipeline.rewards.verifiers."""
 
 
 class Data:

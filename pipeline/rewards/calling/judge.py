@@ -6,8 +6,11 @@ import asyncio
 import importlib
 import inspect
 import math
+import sysconfig
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from pipeline.rewards.calling.retries import retried, retried_async
@@ -15,6 +18,11 @@ from pipeline.rewards.calling.wants import Wants, call, in_lists
 from pipeline.rewards.judgment import Judgment, failure, together, without_secrets
 
 _MOST_SHOWN = 200
+_MOST_SAID = 300
+_PIPELINE = f"{Path(__file__).parents[2]}/"
+_PYTHONS = f"{sysconfig.get_path('stdlib')}/"
+_INSTALLED = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("purelib", "platlib"))
+"""Where the code lies that is not the user's own."""
 _EXPECTED = 'a number, (number, {part: number}) or {"reward": number, part: number}'
 
 
@@ -118,7 +126,25 @@ def _of_group(results: Any, count: int) -> Judgment:
 
 
 def _raised(error: BaseException) -> Judgment:
-    return failure("raised", f"{type(error).__name__}: {error}")
+    return failure("raised", said_of(error))
+
+
+def said_of(error: BaseException) -> str:
+    """`KeyError: 'score' (/home/me/my_rewards.py:12)`: where it was raised, in the innermost code of the user's own."""
+    message = without_secrets(f"{type(error).__name__}: {error}")  # before it is cut: no part of a secret is left
+    place = _place_of(error)
+    return message if place is None else f"{message[:_MOST_SAID]} ({place})"
+
+
+def _place_of(error: BaseException) -> str | None:
+    """File and line of the innermost frame that is neither Even Keel's nor Python's; one of an installed package only
+    where there is no other."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    installed = [f"{name}:{line}" for name, line in frames if name.startswith(_INSTALLED)]
+    own = [
+        f"{name}:{line}" for name, line in frames if not name.startswith((*_INSTALLED, _PYTHONS, _PIPELINE, "<frozen "))
+    ]
+    return next(reversed(own or installed), None)
 
 
 def _shown(result: Any) -> str:

@@ -247,9 +247,30 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     # the command line
     "a command misspelled": (lambda shop: ["trian", "demo"], ("No such command 'trian'", "'train'")),
     "an option misspelled": (lambda shop: ["sft", "demo", "--step", "3"], ("No such option: --step", "--steps")),
+    "a key in Hydra's way": (
+        lambda shop: [*shop.train(), "run.name=other"],
+        ("a recipe's key needs --set before it: --set run.name=other; `evenkeel train --help`",),
+    ),
+    "a key as an option": (
+        lambda shop: [*shop.train(), "--lr", "3"],
+        ("No such option: --lr", "--set learner.optimizer.lr=VALUE"),
+    ),
+    "another trainer's option": (
+        lambda shop: [*shop.train(), "--n-samples-per-prompt", "3"],
+        ("a recipe's key is given by --set: --set rollout.group_size=VALUE",),
+    ),
+    "--set at the end": (lambda shop: [*shop.train(), "--set"], ("requires an argument; `evenkeel train --help`",)),
     "no recipe": (lambda shop: ["train"], ("give a recipe, for example `evenkeel train demo`",)),
     "a recipe's name misspelled": (lambda shop: ["train", "dmo"], ("cannot read recipe dmo", "did you mean demo?")),
     "sft without --out": (lambda shop: ["sft", "demo"], ("Missing option '--out'", "`evenkeel sft --help`")),
+    "sft on data that is not there": (
+        lambda shop: ["sft", shop.train()[1], "--out", str(shop.folder / "out"), "--data", "nofile.jsonl"],
+        ("cannot read nofile.jsonl: No such file", "give --data a JSON Lines file"),
+    ),
+    "sft without data": (
+        lambda shop: ["sft", shop.train_on(GOOD_LINES)[1], "--out", str(shop.folder / "out")],
+        ("no demonstrations to train on; give rows of your own by --data FILE",),
+    ),
     "sft onto a folder": (existing_out, ("exists already", "name another folder")),
     "a value out of range": (
         lambda shop: ["train", "demo", "--metrics-port", "80000"],
@@ -258,6 +279,14 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "--set without a value": (lambda shop: shop.train("run.steps"), ("'run.steps' is not section.key=value", "for ex")),
     "--set below a value": (lambda shop: shop.train("run.steps.max=3"), ("'steps' is a value", "leave out what")),
     "a run that is not there": (lambda shop: ["runs", "show", "runs/nowhere"], ("runs/nowhere does not exist", "give")),
+    "a mismatch of nothing": (
+        lambda shop: ["mismatch", "runs/none"],
+        ("runs/none: no recipe and no run directory of that name", "`evenkeel runs list`"),
+    ),
+    "a quant map of nothing": (
+        lambda shop: ["quant-map", "suggest", "runs/none"],
+        ("runs/none: no recipe and no run directory of that name", "`evenkeel runs list`"),
+    ),
     "a folder that is no run": (lambda shop: ["report", str(shop.model)], ("no recipe.yaml", "runs/NAME")),
     "a batch that is not there": (
         lambda shop: ["trajectories", "show", str(Path(shop.begun()[1]).parent / "runs/day"), "7"],
@@ -273,6 +302,17 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train("learner.ppo_mini_batch_size=4"),
         ("here it is learner.updates_per_batch",),
     ),
+    "verl's section": (
+        lambda shop: shop.train(
+            "actor_rollout_ref.rollout.n=8", "data.train_batch_size=8", "algorithm.adv_estimator=grpo"
+        ),
+        (
+            "actor_rollout_ref.rollout.n; here it is rollout.group_size",
+            "data.train_batch_size; here it is rollout.prompts_per_batch",
+            "algorithm.adv_estimator; here it is advantage.name",
+        ),
+    ),
+    "verl's logger": (lambda shop: shop.train("trainer.logger=[console, wandb]"), ("--to wandb", "`wandb sync`")),
     "verl's word for a column": (
         lambda shop: shop.train("task.prompt_key=question"),
         ("here it is task.columns.prompt",),
@@ -290,6 +330,15 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         ("schedule.kind is 'asynch'", "did you mean async?"),
     ),
     "an objective misspelled": (lambda shop: shop.train("objective.name=cisp"), ("did you mean cispo?",)),
+    "an advantage for an objective": (
+        lambda shop: shop.train("objective.name=grpo"),
+        ("grpo is an advantage (advantage.name) and a shipped recipe; its objective is clipped",),
+    ),
+    "PPO": (lambda shop: shop.train("objective.name=ppo"), ("PPO's objective is clipped; there is no critic",)),
+    "an objective for an advantage": (
+        lambda shop: shop.train("advantage.name=gspo"),
+        ("gspo is an objective (objective.name)",),
+    ),
     "a task that there is not": (
         lambda shop: shop.train("task.name=gsm8k"),
         ("task.name is 'gsm8k', expected one of", "data"),
@@ -299,8 +348,40 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         ("nowhere.mine:Mine cannot be imported", "PYTHONPATH"),
     ),
     "a word for a number": (lambda shop: shop.train("run.steps=many"), ("run.steps", "integer", "'many'")),
+    "a word for a section": (
+        lambda shop: shop.train("schedule=async"),
+        ("schedule: expected a section: {kind: async}, got 'async'",),
+    ),
+    "an objective's name alone": (lambda shop: shop.train("objective=p3o"), ("expected a section: {name: p3o}",)),
+    "text for a list": (
+        lambda shop: shop.train("rollout.extra_args=--mem-fraction-static 0.8"),
+        ('expected a list: [--mem-fraction-static, "0.8"], got',),
+    ),
+    "a number for text": (
+        lambda shop: shop.train("rollout.extra_args=[--mem-fraction-static, 0.8]"),
+        ('rollout.extra_args.1: expected text; quote it: "0.8", got 0.8',),
+    ),
+    "a list for a reward": (
+        lambda shop: shop.train("task={name: data, path: p, reward: [a:b]}"),
+        ("task.reward: expected text, not a list; leave out the brackets",),
+    ),
+    "a reference without a coefficient": (
+        lambda shop: shop.train("reference.path=x"),
+        ("reference.coefficient: is required; 0.001 is a value to begin with",),
+    ),
+    "a number that YAML takes for text": (
+        lambda shop: shop.train("run.steps=1e3"),
+        ("run.steps: expected an integer; write 1000, got '1e3'",),
+    ),
     "no steps": (lambda shop: shop.train("run.steps=0"), ("run.steps", "greater than 0")),
-    "a name with a slash": (lambda shop: shop.train("run.name=a/b"), ("run.name", "'a/b'")),
+    "a name with a slash": (
+        lambda shop: shop.train("run.name=a/b"),
+        ("expected letters, digits, . _ and -", "run.root", "'a/b'"),
+    ),
+    "a greedy evaluation": (
+        lambda shop: shop.train("evaluation.temperature=0"),
+        ("evaluation.temperature: there is no greedy evaluation", "use 0.6 or 1"),
+    ),
     "groups of one": (lambda shop: shop.train("rollout.group_size=1"), ("group_size is 1", "use at least 2")),
     "no room for a prompt": (
         lambda shop: shop.train("rollout.max_new_tokens=64"),
@@ -335,8 +416,15 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train(f"task.path={shop.folder}"),
         ("as a folder it holds neither state.json", "set task.path"),
     ),
-    "CSV": (lambda shop: shop.train_on("prompt,answer\n1=,1\n"), ("prompts.jsonl, line 1", "one object a line")),
-    "a JSON list": (lambda shop: shop.train_on('[{"prompt": "1=", "answer": "1"}]'), ("a list, expected an object",)),
+    "CSV": (lambda shop: shop.train_on("prompt,answer\n1=,1\n"), ("prompts.jsonl is CSV", "csv.DictReader")),
+    "a JSON list": (
+        lambda shop: shop.train_on('[{"prompt": "1=", "answer": "1"}]'),
+        ("is a JSON array", "jq -c '.[]'"),
+    ),
+    "a JSON list over several lines": (
+        lambda shop: shop.train_on('\ufeff[\n  {\n "prompt": "1=",\n "answer": "1"}\n]\n'),
+        ("is a JSON array", "jq -c '.[]'"),
+    ),
     "Parquet that was cut off": (
         lambda shop: shop.train_on(b"PAR1\x15\x04\x15\xff\n"),
         ("prompts.jsonl is damaged", "copy it again"),
@@ -349,7 +437,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         ("line 1: answer is nothing", "keys found: prompt, solution", "set task.columns.answer"),
     ),
     "UTF-16": (lambda shop: shop.train_on(GOOD_LINES.encode("utf-16")), ("prompts.jsonl, line 1",)),
-    "no prompts at all": (lambda shop: shop.train_on("\n\n"), ("0 problems leave 0 to train on",)),
+    "no prompts at all": (lambda shop: shop.train_on("\n\n"), ("prompts.jsonl holds no rows",)),
     "two prompts": (
         lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:2])),
         ("holds out only 1 prompts", "lower it or give more"),
@@ -502,9 +590,16 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "a reward that returns a dict": (reward("gives_a_dict"), ("reward_examples:gives_a_dict", "bad_result", "correct")),
     "a reward that returns None": (reward("gives_none"), ("returned None, expected a number", "correct the function")),
     "a reward that returns NaN": (reward("gives_nan"), ("non_finite: returned nan", "correct the function")),
-    "a reward that raises": (reward("raises"), ("raised: KeyError: 'score'", "correct the function")),
+    "a reward that raises": (
+        reward("raises"),
+        ("raised: KeyError: 'score' (", "/reward_examples.py:", "); correct the function"),
+    ),
     "a reward that wants more": (reward("wants_four"), ("missing a required argument: 'extra'", "name some of")),
-    "an async reward that raises": (reward("async_raises"), ("raised: KeyError: 'score'", "correct the function")),
+    "a reward's file for its module": (
+        lambda shop: shop.train_on(GOOD_LINES, reward="my_rewards.py:score"),
+        ("task.reward: is 'my_rewards.py:score', expected a module, not its file; write 'my_rewards:score'",),
+    ),
+    "an async reward that raises": (reward("async_raises"), ("raised: KeyError: 'score' (", "/reward_examples.py:")),
     "an answer that is no mathematics": (unreadable_answer, ("1 of 2 answers as right, the first ' '", "LaTeX")),
     "a root that is a file": (root_is_a_file, ("runs is a file", "set run.root to a folder")),
 }

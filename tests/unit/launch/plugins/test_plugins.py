@@ -138,8 +138,13 @@ def test_what_comes_with_it_is_listed_whole() -> None:
     found = shipped()
     for kind, named in (("objective", OBJECTIVES), ("correction", CORRECTIONS), ("advantage", ADVANTAGES)):
         assert [plugin.value for plugin in found if plugin.kind == kind] == list(named)
-    assert [plugin.value for plugin in found if plugin.kind == "reward"] == ["math_verify", "python_tests"]
+    assert [plugin.value for plugin in found if plugin.kind == "reward"] == [
+        "math_verify",
+        "python_tests",
+        "exact_match",
+    ]
     assert all(plugin.says and not plugin.lacks for plugin in found)
+    assert [plugin.value for plugin in found if "…" in plugin.says] == []
 
 
 def test_each_task_and_reward_of_the_list_can_be_named(tmp_path: Path) -> None:
@@ -166,6 +171,7 @@ def test_the_command_lists_both(tmp_path: Path) -> None:
         ("holds_nothing", "defines nothing that a recipe can name; expected one of: objective: a class derived from"),
         ("cannot_be_imported", "No module named 'no_such_package'"),
         ("no_such_module", "give the name of a module"),
+        ("plugins_of_mine.py", "is a file, expected the name of a module; `evenkeel plugins plugins_of_mine`"),
         ("my/file.py", "give the name of a module"),
     ],
 )

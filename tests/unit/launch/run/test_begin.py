@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.run.begin import seed_policy
+from launch.run.begin import asked_again, seed_policy
 from megatron_bridge.hf import writer
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -63,3 +63,10 @@ def test_what_fails_leaves_the_threads_as_they_were(recipe: Recipe, monkeypatch:
     with pytest.raises(OSError, match="disk"):
         seed_policy(run, recipe)
     assert torch.get_num_threads() == 1
+
+
+def test_a_batch_larger_than_the_data_is_told() -> None:
+    assert asked_again(189, 189) == []
+    (told,) = asked_again(512, 189)
+    assert "a batch has 512 prompts" in told
+    assert "the task 189: each is asked 2.7 times a batch" in told

@@ -467,9 +467,14 @@ def test_indices_beyond_six_digits_sort_by_number(tmp_path: Path, make_batch: Ma
     assert store.committed() == [999_999, 1_000_000]
 
 
-def test_a_missing_batch_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="batch 4 is not committed"):
-        BatchStore(tmp_path).read(4, None)
+def test_a_missing_batch_is_named(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    with pytest.raises(StoreError, match=r"batch 4 is not committed: no file .*; start the collector to make"):
+        store.read(4, None)
+    for index in range(3):
+        store.commit(make_batch(index))
+    with pytest.raises(StoreError, match=r"batch 4 is not committed: no file .*; batches 0 to 2 are there"):
+        store.read(4, None)
 
 
 def test_a_batch_that_another_host_committed_may_be_seen_late(tmp_path: Path, make_batch: MakeBatch) -> None:

@@ -43,6 +43,14 @@ def test_a_few_samples_end_nothing_unless_asked_to() -> None:
         watched(FailureWatch("reward 'mine:reward'", 0.1, at_least=1), "x")
 
 
+def test_a_share_is_not_recommended_where_the_function_fails_on_each() -> None:
+    with pytest.raises(RewardError, match=r"'score'; correct the function$"):
+        watched(FailureWatch("reward 'mine:reward'", 0.1, at_least=1), "x")
+    late = FailureWatch("reward 'mine:reward'", 0.1, at_least=1)
+    with pytest.raises(RewardError, match=r"or raise reward\.max_failed_share$"):
+        late.failed("timeout", "killed after 10 s")
+
+
 def test_only_the_last_samples_count() -> None:
     watch = FailureWatch("reward 'mine:reward'", 0.1)
     watched(watch, "." * 1000)
