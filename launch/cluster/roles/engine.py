@@ -250,7 +250,9 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
         )
         if rendezvous == "finished":
             return 0
-        place = dict(host=address, nodes=own.nodes, node=own.node, rendezvous=f"{rendezvous.host}:{rendezvous.port}")
+        place: dict[str, Any] = dict(
+            host=address, nodes=own.nodes, node=own.node, rendezvous=f"{rendezvous.host}:{rendezvous.port}"
+        )
         spec_of = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
         spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, _as_node_0(own, rendezvous, stop, spec_of))
         server = start(spec)
