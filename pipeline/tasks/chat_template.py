@@ -70,7 +70,9 @@ def compiled(template: str) -> jinja2.Template:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A template comes with a model, from wherever: it can call nothing, and cannot make a text of gigabytes."""
+    """A template comes with a model, from wherever: it reaches nothing but its text. `*` and `**` with huge numbers,
+    which take all memory at once, are refused. Nothing else bounds memory and time: a template that is made for it can
+    double or pad a text until there is no memory left."""
 
     intercepted_binops = frozenset({"*", "**"})
 

@@ -63,9 +63,9 @@ def rows_at_once(parquet: Any, group: int, columns: list[str]) -> int:
     if first is None:
         return _ROWS_AT_ONCE
     about = parquet.metadata.row_group(group)
-    values = max(about.column(index).num_values for index in range(about.num_columns))
-    longest = sum(pc.max(_lengths(texts)).as_py() or 0 for column in first.columns for texts in _dictionaries(column))
-    return max(1, min(_ROWS_AT_ONCE, int(2 * MOST_BYTES * about.num_rows // max(1, longest * values))))
+    values = max(int(about.column(index).num_values) for index in range(about.num_columns))
+    longest = sum(int(pc.max(_lengths(one)).as_py() or 0) for column in first.columns for one in _dictionaries(column))
+    return max(1, min(_ROWS_AT_ONCE, 2 * MOST_BYTES * int(about.num_rows) // max(1, longest * values)))
 
 
 def _dictionaries(array: Any) -> Iterator[Any]:

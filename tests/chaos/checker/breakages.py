@@ -162,8 +162,8 @@ BREAKAGES = (
     _broken(
         "versions that are served are published again",
         LOOP,
-        "        if self.learner.tell(lambda: self._is_published(version)):\n            return\n",
-        "",
+        "self.batches.stop_requested() or self._is_published(version)",
+        "self.batches.stop_requested()",
     ),
     _broken(
         "the oldest checkpoints are kept",
