@@ -82,8 +82,8 @@ class Recorded:
 def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
     """Attribute batch `batch` of a run, by default the last that was trained on. Raises FatalError."""
     source = RunDirectory(path)
+    recipes = all_recipes(path)  # first, for it refuses a run of another format
     recorded = read(source, batch)
-    recipes = all_recipes(path)
     sampled_by = [one for one in recipes if one.first_batch <= recorded.index][-1]  # of a fork, perhaps its parent's
     recipe = sampled_by.recipe
     check_engines(recipe)

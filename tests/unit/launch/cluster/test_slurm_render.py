@@ -156,9 +156,9 @@ def test_submitting_without_slurm_says_where_to(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", str(tmp_path))
     done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--submit")
     assert done.returncode == 1
-    assert done.stderr == (
-        f"error: --submit needs Slurm's sbatch; on a node that has it: sbatch {tmp_path}/job/job.sbatch\n"
-    )
+    note, error = done.stderr.splitlines()
+    assert note.startswith("note: data ")
+    assert error == f"error: --submit needs Slurm's sbatch; on a node that has it: sbatch {tmp_path}/job/job.sbatch"
 
 
 def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_a_run_gives_rows_from_all_over_its_newest_batch(tmp_path: Path) -> None
 def test_recorded_rows_are_scored_over_their_kept_sets_with_their_experts() -> None:
     """As the learner trains on them: six samples of a prompt of 3 and a response of 5 tokens, of which 2 are scored."""
     groups = [([group, 1, 2], [response(5)] * 2) for group in range(3)]
-    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
     batch = given_batch(0, groups, contract)
     total, numbers = len(batch.tokens), range(batch.num_response_tokens)
     experts = RoutedExperts(ids=np.arange(total, dtype=np.uint16).reshape(-1, 1, 1), known=np.ones(total, np.bool_))

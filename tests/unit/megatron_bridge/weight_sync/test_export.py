@@ -12,6 +12,7 @@ import torch
 
 from megatron_bridge.hf import folders
 from megatron_bridge.weight_sync.export import export_policy
+from pipeline.data.run_directory import unfenced
 
 
 class Rank:
@@ -45,7 +46,7 @@ def source(tmp_path: Path) -> Path:
 
 def export(rank: Rank, source: Path, folder: Path) -> None:
     tensors = iter([("model.norm.weight", torch.ones(8))])
-    export_policy(tensors, source, folder, rank)  # type: ignore[arg-type]
+    export_policy(tensors, source, folder, rank, fence=unfenced)  # type: ignore[arg-type]
 
 
 def test_nobody_waits_in_a_collective_while_rank_0_hashes_and_syncs(
