@@ -30,6 +30,6 @@ def option(extra_args: Sequence[str], name: str) -> str | None:
             found = argument.partition("=")[2]
         elif argument == name:
             if place + 1 == len(extra_args):
-                raise RecipeError(f"rollout.extra_args ends with {name}, which needs a value; add it")
+                raise RecipeError(f"extra_args ends with {name}, which needs a value; add it")
             found = extra_args[place + 1]
     return found

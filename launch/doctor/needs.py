@@ -1,6 +1,6 @@
 """What a run needs of the machine that it begins on, looked at in less than a second, before anything is written or
-started: the learner's packages, a model
-with weights, a GPU where the recipe asks for one, ports, and a folder with room."""
+started: the learner's packages, a model with weights, a GPU where the recipe asks for one, ports, and a folder with
+room."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Any of them may die at any time, also while it starts for the first time. It is started again, after a pause that grows
 from death to death, and reads from the run directory what it has to do. A file system that does not answer for some
-minutes ends nothing here. The run ends when one dies again and again
-without progress of the run, or when a role says that starting it again cannot help. An engine alone never ends a run
-that another engine serves. The same command then resumes the run.
+minutes ends nothing here. The run ends when one dies again and again without progress of the run, or when a role says
+that starting it again cannot help. An engine alone never ends a run that another engine serves. The same command then
+resumes the run.
 """
 
 from __future__ import annotations
@@ -108,9 +108,11 @@ class Supervisor:
     ) -> None:
         """Whatever ended the run, a healthy learner saves first, but for who cannot or may not, or was asked to end at
         once."""
-        if not isinstance(error, DiskFullError | SupersededError | KeyboardInterrupt):
-            self._stop()
-        self._end(list(self.running), SERVERS_GRACE_S)
+        try:
+            if not isinstance(error, DiskFullError | SupersededError | KeyboardInterrupt):
+                self._stop()
+        finally:
+            self._end(list(self.running), SERVERS_GRACE_S)
         remove_left_scratch()  # of roles that had to be killed
         if not self.elsewhere:
             self._remove_leftovers()
@@ -217,11 +219,14 @@ class Supervisor:
             if one.poll() is None:
                 one.terminate()
         ends = time.monotonic() + grace_s
-        while any(one.poll() is None for one in started) and time.monotonic() < ends:
-            self.view.refresh()
-            time.sleep(POLL_S)
-        for one in started:
-            one.kill()
+        try:
+            while any(one.poll() is None for one in started) and time.monotonic() < ends:
+                with suppress(OSError):  # a file system that does not answer: who saves is waited for all the same
+                    self.view.refresh()
+                time.sleep(POLL_S)
+        finally:
+            for one in started:
+                one.kill()
 
     def _remove_leftovers(self) -> None:
         """All roles have ended: a file that one of them was killed over is nobody's any more."""

@@ -33,15 +33,16 @@ class Tail:
         part: list[bytes] = []
         if not self.path.is_file():
             return part
-        begin = self.offset
+        ends = self.offset
         with self.path.open("rb") as file:
-            file.seek(begin)
-            while self.offset - begin < _PART_BYTES:
+            file.seek(self.offset)
+            while ends - self.offset < _PART_BYTES:
                 line = file.readline(MAX_BYTES)
                 if not line.endswith(b"\n") and len(line) < MAX_BYTES:
                     break
-                self.offset += len(line)
+                ends += len(line)
                 part.append(line)
+        self.offset = ends  # not before all was read: what a failed read took is read again
         return part
 
 

@@ -19,8 +19,8 @@ from pipeline.errors import CorruptCheckpointError
 from precision.text.short import one_line
 
 _OF_DAMAGE = (CheckpointingException, OSError, KeyError, EOFError, pickle.UnpicklingError)
-_SAID_OF_DAMAGE = ("PytorchStreamReader", "corrupt file")
-"""By a RuntimeError of torch.load."""
+_SAID_OF_DAMAGE = ("PytorchStreamReader", "corrupt", "size mismatch")
+"""By a RuntimeError of torch.load, or of load_state_dict."""
 _SHORT = (MemoryError, torch.OutOfMemoryError)
 
 

@@ -53,7 +53,7 @@ def _read_key(environment: Mapping[str, str], variable: str, file_variable: str)
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (_GROUP_OR_OTHERS if mine else _OTHERS):
         raise RecipeError(
             f"{path} has mode {status.st_mode & 0o777:04o} and owner {status.st_uid}, expected 0600 or 0400 and this "
-            f"user, since it holds the API key; chmod 600 {path}"
+            f"user, since it holds a key; chmod 600 {path}"
         )
     return _checked(text, str(path))
 

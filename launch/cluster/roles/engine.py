@@ -286,19 +286,21 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
     """Watch this host's server. True once the run is finished; False when node 0 has begun another start, which this
     server does not belong to, or when this role is asked to end. Raises EngineStartError when the server ends."""
     look, look_for_end, membership = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S), own.run.membership()
-    look_alive, liveness = Every(ALIVE_POLL_S), Liveness(server.pid, None)
+    look_alive, liveness, outage = Every(ALIVE_POLL_S), Liveness(server.pid, None), Outage("a host of an engine")
     while not stop.asked:
         status = server.poll()
         if status is None and look_alive():
             check_alive(liveness)
-        if (look() or status is not None) and epoch.is_superseded():
+        if (look() or status is not None) and outage.bridged(epoch.is_superseded, False):
             return False  # also for a server that has ended: it met nobody, or lost node 0's
         if status is not None:
             raise EngineStartError(f"node {own.node} of engine {own.index} ended with status {status}")
         if look_for_end():
-            if own.run.is_finished():
+            if outage.bridged(own.run.is_finished, False):
                 return True
-            if any((one.index, one.started) == (own.index, epoch.number) for one in membership.engines()):
+            if (own.index, epoch.number) in outage.bridged(
+                lambda: [(m.index, m.started) for m in membership.engines()], []
+            ):
                 release_weights(spec)  # node 0 is up, and so are all
         time.sleep(POLL_S)
     return False
