@@ -285,7 +285,7 @@ def _as_node_0(
 def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec, epoch: Epoch, stop: Stop) -> bool:
     """Watch this host's server. True once the run is finished; False when node 0 has begun another start, which this
     server does not belong to, or when this role is asked to end. Raises EngineStartError when the server ends."""
-    look, look_for_end, membership = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S), own.run.membership()
+    look, look_for_end, announced = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S), own.run.membership().engines
     look_alive, liveness, outage = Every(ALIVE_POLL_S), Liveness(server.pid, None), Outage("a host of an engine")
     while not stop.asked:
         status = server.poll()
@@ -298,9 +298,7 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
         if look_for_end():
             if outage.bridged(own.run.is_finished, False):
                 return True
-            if (own.index, epoch.number) in outage.bridged(
-                lambda: [(m.index, m.started) for m in membership.engines()], []
-            ):
+            if any(one.index == own.index and one.started == epoch.number for one in outage.bridged(announced, ())):
                 release_weights(spec)  # node 0 is up, and so are all
         time.sleep(POLL_S)
     return False
