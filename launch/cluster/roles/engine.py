@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -287,6 +287,7 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
     server does not belong to, or when this role is asked to end. Raises EngineStartError when the server ends."""
     look, look_for_end, announced = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S), own.run.membership().engines
     look_alive, liveness, outage = Every(ALIVE_POLL_S), Liveness(server.pid, None), Outage("a host of an engine")
+    nobody: Sequence[Member] = ()
     while not stop.asked:
         status = server.poll()
         if status is None and look_alive():
@@ -298,7 +299,7 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
         if look_for_end():
             if outage.bridged(own.run.is_finished, False):
                 return True
-            if any(one.index == own.index and one.started == epoch.number for one in outage.bridged(announced, ())):
+            if any(one.index == own.index and one.started == epoch.number for one in outage.bridged(announced, nobody)):
                 release_weights(spec)  # node 0 is up, and so are all
         time.sleep(POLL_S)
     return False
