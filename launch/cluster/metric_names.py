@@ -38,7 +38,7 @@ METRICS: tuple[MetricName, ...] = (
     MetricName(
         "evenkeel_last_step_timestamp_seconds",
         LEARNER,
-        "When that step ended; before the run's first, when it started.",
+        "When that step ended; before the next, when the first start after it began.",
     ),
     MetricName("evenkeel_steps_total", LEARNER, "Steps that this process has trained."),
     MetricName("evenkeel_steps_left", LEARNER, "Steps of the recipe after the newest one; 0 after the last."),
@@ -75,7 +75,9 @@ METRICS: tuple[MetricName, ...] = (
     MetricName("evenkeel_save_seconds", LEARNER, "Seconds that the newest checkpoint took."),
     MetricName("evenkeel_last_batch", COLLECTOR, "Index of the newest committed batch."),
     MetricName(
-        "evenkeel_last_batch_timestamp_seconds", COLLECTOR, "When it was committed; before the run's first, the start."
+        "evenkeel_last_batch_timestamp_seconds",
+        COLLECTOR,
+        "When it was committed; before the next, when the first start after it began.",
     ),
     MetricName("evenkeel_samples_total", COLLECTOR, "Samples that this process has committed."),
     MetricName("evenkeel_collect_phase_seconds", COLLECTOR, "Seconds of the newest batch's phases.", ("phase",)),

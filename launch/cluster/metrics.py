@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from launch.cluster.metric_names import BY_NAME, METRICS
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import Role, epoch_folder, first_start_after
 from pipeline.data.event_log import EventKind, LogName, Observer, newest_line
 from pipeline.data.integrity.sealed import read_sealed_json
 from pipeline.data.ledger.published import announced
@@ -70,12 +71,12 @@ COUNTED_OF_STEP = {
 SINCE_START = tuple(metric.name for metric in METRICS if metric.name.endswith("_timestamp_seconds"))
 """Before the run's first step or batch they show when the process started: one that never gets there has no other
 sign."""
-NEWEST: Mapping[str, tuple[Literal["metrics", "events"], EventKind | None]] = {
-    "evenkeel_last_step_timestamp_seconds": ("metrics", None),
-    "evenkeel_last_batch_timestamp_seconds": ("events", "committed"),
+NEWEST: Mapping[str, tuple[Role, Literal["metrics", "events"], EventKind | None]] = {
+    "evenkeel_last_step_timestamp_seconds": ("learner", "metrics", None),
+    "evenkeel_last_batch_timestamp_seconds": ("collector", "events", "committed"),
 }
-"""Gauge → where an earlier start has left its time. A role that dies before its first step or batch, each time that it
-is started again, would otherwise look as if it had just begun."""
+"""Gauge → whose work it is, and where earlier starts have left its time. A role that dies before its first step or
+batch, each time that it is started again, would otherwise look as if it had just begun."""
 LEFT_OUT = {
     "dropped": "unfit",
     "zero_variance": "zero_variance",
@@ -123,12 +124,15 @@ class RunMetrics:
         self.registry.register(_AtScrape(self))
 
     def _time_before(self, name: str) -> float | None:
-        """What the gauge showed last in earlier starts of the role; None where there was none, or nobody can tell."""
-        line = None
+        """Since when nothing was done: the first of the starts that have followed the newest step or batch, so that a
+        pause of the run does not count. None where nothing was done yet, or nobody can tell."""
         if name in NEWEST:
+            role, log, kind = NEWEST[name]
             with suppress(OSError, ValueError, EvenKeelError):
-                line = newest_line(self._run_dir, *NEWEST[name])
-        return None if line is None else line.get("time")
+                if line := newest_line(self._run_dir, log, kind):
+                    done = float(line["time"])
+                    return first_start_after(epoch_folder(self._run_dir, role), done) or done
+        return None
 
     def observe(self, which: LogName, line: Mapping[str, Any]) -> None:
         """Take in one line of the event log; an observer of pipeline.data.event_log.EventLog. Raises nothing."""

@@ -123,6 +123,21 @@ def newest(folder: Path) -> int:
     return 0
 
 
+def first_start_after(folder: Path, moment: float) -> float | None:
+    """When the earliest of the starts after a moment began, in seconds since 1970; None without one, or where those
+    that there are cannot be read."""
+    began = []
+    for number in range(newest(folder), 0, -1):
+        try:
+            at = float(read_sealed_json(folder / f"{number:06d}", "it is only shown")["time"])
+        except (OSError, StoreError, KeyError, TypeError, ValueError):
+            continue
+        if at <= moment:
+            break
+        began.append(at)
+    return min(began, default=None)
+
+
 def who(folder: Path, number: int) -> str:
     """The process that claimed an epoch, for messages."""
     try:

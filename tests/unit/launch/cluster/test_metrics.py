@@ -9,6 +9,7 @@ import pytest
 
 from launch.cluster.metric_names import ALL, METRICS, markdown
 from launch.cluster.metrics import HOST_VARIABLE, PORT_VARIABLE, RunMetrics, metrics_of
+from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog
 from pipeline.errors import EvenKeelError, PortInUseError
 from tests.support.metric_feed import fed, run_with_every_file, scraped
@@ -115,7 +116,12 @@ def test_a_start_that_does_nothing_hides_no_standstill(
         patch.setattr("pipeline.data.event_log.time.time", lambda: 3000.0)
         EventLog(run, "supervisor-000003").event("started", process=role)
     (run / "metrics" / f"{role}-000003.jsonl").write_text('{"step": 3, "ti')
-    assert shown_now() == 2000.0
+    assert shown_now() == 2000.0, "nobody has started since"
+    with monkeypatch.context() as patch:
+        for second in (900.0, 9000.0, 9100.0):
+            patch.setattr("pipeline.data.epochs.time.time", lambda second=second: second)
+            claim(run, role)
+    assert shown_now() == 9000.0, "the run stood still until then, and has done nothing since"
 
 
 def test_a_line_with_other_fields_changes_what_it_can(tmp_path: Path) -> None:
