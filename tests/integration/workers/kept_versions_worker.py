@@ -91,7 +91,7 @@ def train(folder: Path, section: LearnerSection, *, every: int, stop_after: int 
         checkpoints=Checkpoints(run.checkpoints, keep=2),
         checkpoint_every=every,
         event_log=EventLog(run.path, "learner-000001"),
-        stop_requested=lambda: learner.is_rank_zero and learner.step >= stop_after,
+        stop_requested=lambda: learner.is_rank_zero and stop_after <= learner.step < STEPS,
     )
     learner.watch(batches)
     try:

@@ -90,7 +90,7 @@ def train(
         checkpoints=Checkpoints(run.checkpoints, keep=2),
         checkpoint_every=every,
         event_log=EventLog(run.path, "learner-000001"),
-        stop_requested=lambda: learner.is_rank_zero and learner.step >= stop_after * updates,
+        stop_requested=lambda: learner.is_rank_zero and stop_after * updates <= learner.step < STEPS * updates,
     )
     try:
         trainer.train()
