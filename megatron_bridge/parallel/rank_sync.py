@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 
 import pipeline.errors as errors
-from pipeline.background import in_background, is_over
 
-ANSWER_S = 3.0
-"""While rank 0 works on what takes long, it answers at least this often."""
 T = TypeVar("T")
 
 
@@ -90,13 +87,6 @@ class RankZero:
         """The action's result (a JSON value) on every rank. Every rank raises what rank 0 raised."""
         results = self._rank_sync.all_gather_result(lambda: action() if self.is_rank_zero else None)
         return results[0]  # type: ignore[return-value]
-
-    def tell_when_done(self, action: Callable[[], T]) -> T:
-        """As `tell`, for an action that may take hours: rank 0 works in a thread, and answers "not yet" meanwhile."""
-        work = in_background(action, "long-action") if self.is_rank_zero else None
-        while not (told := self.tell(lambda: [work.result()] if work is not None and is_over(work, ANSWER_S) else [])):
-            pass
-        return told[0]
 
     def all_of(self, look: Callable[[], bool]) -> bool:
         """Whether all ranks say so. When one fails, all raise that error."""

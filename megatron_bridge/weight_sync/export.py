@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_bridge.hf.writer import WrittenWeights, write_weights
 from megatron_bridge.parallel.gathered import exhausted
 from megatron_bridge.parallel.rank_sync import RankZero
+from pipeline.background import tell_when_done
 from pipeline.data.deltas.chain import needed
 from pipeline.data.files import remove_folder
 from pipeline.data.run_directory import numbered, numbered_folders
@@ -61,7 +62,7 @@ def export_policy(
         for weights in written:
             weights.remove()
         raise
-    rank_zero.tell_when_done(lambda: written[0].complete(beside, fence))
+    tell_when_done(rank_zero, lambda: written[0].complete(beside, fence))
 
 
 def prune(policies: Path, published: int, keep: int) -> None:

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.background import ANSWER_S
 from pipeline.data.files import FIRST_POLL_S, VISIBLE_S, fsync_directory, slower
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
@@ -27,7 +28,6 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, StoppedError
 from pipeline.patience import Patience, Say, print_notice
 from pipeline.ports.learner import Learner
-from pipeline.trainer.long_actions import ANSWER_S
 
 STOP_FILE_VARIABLE = "EVENKEEL_STOP_FILE"
 """Names a local file: once it is there, training ends in order."""

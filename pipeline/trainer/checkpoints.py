@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline import spans
+from pipeline.background import ANSWER_S, LongAction, tell_when_done
 from pipeline.data.files import (
     await_visible,
     fsync_directory,
@@ -44,7 +45,6 @@ from pipeline.data.run_directory import committed_steps, numbered, unfenced
 from pipeline.errors import CorruptCheckpointError, StoreError
 from pipeline.ports.learner import Learner, SaveUnderWay
 from pipeline.trainer.kept_versions import FOLDER, KeptVersions
-from pipeline.trainer.long_actions import ANSWER_S, LongAction, tell_when_done
 from precision.text.short import quoted
 
 COMMIT = "COMMIT"

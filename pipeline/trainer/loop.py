@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from pipeline import spans
 from pipeline.advantages.compute import AdvantageComputer
+from pipeline.background import ANSWER_S
 from pipeline.control.loop import StepController
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
@@ -43,7 +44,6 @@ from pipeline.trainer.batch_figures import asked_solve_rate, describe
 from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.kept_versions import KeptVersions
-from pipeline.trainer.long_actions import ANSWER_S
 from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
 from pipeline.trainer.reference import Reference, with_reference

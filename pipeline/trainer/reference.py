@@ -13,13 +13,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.background import tell_when_done
 from pipeline.data.integrity.folders import fingerprints
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError
 from pipeline.ports.learner import Learner
-from pipeline.trainer.long_actions import tell_when_done
 
 
 class Reference(Protocol):

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_bridge.parallel import rank_sync
 from megatron_bridge.parallel.rank_sync import RankZero
+from pipeline import background
+from pipeline.background import tell_when_done
 
 
 class Alone(RankZero):
@@ -30,14 +31,14 @@ class Alone(RankZero):
 
 @pytest.mark.parametrize("result", [7, None])
 def test_a_long_action_is_told_in_short_answers(monkeypatch: pytest.MonkeyPatch, result: int | None) -> None:
-    monkeypatch.setattr(rank_sync, "ANSWER_S", 0.05)
+    monkeypatch.setattr(background, "ANSWER_S", 0.05)
     alone = Alone()
 
     def action() -> int | None:
         time.sleep(0.5)
         return result
 
-    assert alone.tell_when_done(action) == result
+    assert tell_when_done(alone, action) == result
     assert alone.told > 2
     assert alone.longest_s < 0.5
 
@@ -47,4 +48,4 @@ def test_what_it_raises_is_raised() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        Alone().tell_when_done(action)
+        tell_when_done(Alone(), action)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -22,17 +23,20 @@ class Rank:
 
     def __init__(self, other: Exception | None = None) -> None:
         self.other = other
-        self.others_wait = False
+        self.waited_for: int | None = None
+        """The thread in which something is done while the others wait in a collective."""
 
     def everywhere(self, action: Callable[[], None]) -> None:
-        self.others_wait = True
-        action()
-        self.others_wait = False
+        self.tell(action)
         if self.other is not None:
             raise self.other
 
-    def tell_when_done(self, action: Callable[[], Any]) -> Any:
-        return action()
+    def tell(self, action: Callable[[], Any]) -> Any:
+        self.waited_for = get_ident()
+        try:
+            return action()
+        finally:
+            self.waited_for = None
 
 
 @pytest.fixture
@@ -56,7 +60,7 @@ def test_nobody_waits_in_a_collective_while_rank_0_hashes_and_syncs(
     list_checksums = folders.list_checksums
 
     def watched(folder: Path) -> None:
-        hashed.append(rank.others_wait)
+        hashed.append(rank.waited_for == get_ident())
         list_checksums(folder)
 
     monkeypatch.setattr(folders, "list_checksums", watched)

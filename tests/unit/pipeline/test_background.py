@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import pytest
 
+from pipeline import background
+from pipeline.background import tell_when_done
 from pipeline.errors import CorruptCheckpointError
-from pipeline.trainer import long_actions
-from pipeline.trainer.long_actions import tell_when_done
 from tests.support.one_rank import OneRank
 
 T = TypeVar("T")
@@ -31,14 +31,14 @@ class Counting(OneRank):
 
 
 def test_a_long_action_is_told_in_short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_actions, "ANSWER_S", 0.05)
+    monkeypatch.setattr(background, "ANSWER_S", 0.05)
     learner = Counting()
 
     def action() -> int:
         time.sleep(0.6)
         return 7
 
-    assert tell_when_done(learner, action) == 7  # type: ignore[arg-type]
+    assert tell_when_done(learner, action) == 7
     assert learner.told > 2
 
 
@@ -48,8 +48,8 @@ def test_what_it_raises_is_raised(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        tell_when_done(OneRank(), action)  # type: ignore[arg-type]
+        tell_when_done(OneRank(), action)
 
 
 def test_none_is_a_result_too() -> None:
-    assert tell_when_done(OneRank(), lambda: None) is None  # type: ignore[arg-type]
+    assert tell_when_done(OneRank(), lambda: None) is None
