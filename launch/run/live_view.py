@@ -22,10 +22,12 @@ from rich.text import Text
 
 from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
 from launch.show.log_tail import LogTail
+from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares, whole_stages
 from pipeline.analysis.flight.timeline import learner_spans
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
+from pipeline.config.recipe import Recipe
 from pipeline.patience import notice_line
 from precision.mismatch.alarms import Alarm, alarms
 from precision.text.short import one_line
@@ -171,6 +173,12 @@ class LiveView:
         self._metrics, self._events = LogTail(run_dir, "metrics"), LogTail(run_dir, "events")
         self._every_steps = every_steps
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+
+    @classmethod
+    def of_run(cls, run_dir: Path, recipe: Recipe) -> Self:
+        """Of a run that goes by the recipe."""
+        stage = recipe.build_schedule().updates_per_stage
+        return cls(run_dir, recipe.run.steps, stage=stage, quantized=samples_coarser(recipe))
 
     def __enter__(self) -> Self:
         self._take(says=False)

@@ -20,7 +20,6 @@ from typing import Any
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.processes import child_environment, run_ranks, torchrun
-from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.frozen.recipes import RecipeInForce, adopt_recipes, all_recipes
@@ -130,7 +129,5 @@ def _reopen(run: RunDirectory) -> None:
 
 def _train(run: RunDirectory, recipe: Recipe, source: Path) -> None:
     command = torchrun(recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source))
-    with LiveView(
-        run.path, recipe.run.steps, stage=recipe.build_schedule().updates_per_stage, quantized=samples_coarser(recipe)
-    ) as view:
+    with LiveView.of_run(run.path, recipe) as view:
         run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)

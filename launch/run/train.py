@@ -22,7 +22,6 @@ from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.supervisor import Outcome, Supervisor
 from launch.show.saved import saved_said, what_is_saved
-from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
 from pipeline.config.recipe import Recipe
@@ -82,15 +81,7 @@ def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: in
         metrics.serve(metrics_port)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port, visible_gpus())
-    with (
-        stop_requested() as stop,
-        LiveView(
-            run.path,
-            recipe.run.steps,
-            stage=recipe.build_schedule().updates_per_stage,
-            quantized=samples_coarser(recipe),
-        ) as view,
-    ):
+    with stop_requested() as stop, LiveView.of_run(run.path, recipe) as view:
         with Supervisor(run, recipe, view, event_log, starter, units_of(recipe), epoch, stop) as supervisor:
             outcome = supervisor.supervise()
         if outcome == "finished":

@@ -38,7 +38,6 @@ from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.processes import child_environment
 from launch.run.supervisor import Outcome, Supervisor
-from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.html_report import write_report
 from pipeline.config.loader import load_recipe
 from pipeline.data.event_log import EventLog
@@ -232,12 +231,7 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
         event_log = EventLog(run.path, epoch.name, observers_of(metrics))
         try:
             with (
-                LiveView(
-                    run.path,
-                    recipe.run.steps,
-                    stage=recipe.build_schedule().updates_per_stage,
-                    quantized=samples_coarser(recipe),
-                ) as view,
+                LiveView.of_run(run.path, recipe) as view,
                 Supervisor(run, recipe, view, event_log, starter, shape.units(), epoch, asked, logs) as supervisor,
             ):
                 outcome = supervisor.supervise()
