@@ -15,16 +15,19 @@ error, for a moment while it is replaced."""
 T = TypeVar("T")
 
 
-def asked_again(look: Callable[[], T]) -> T:
-    """What `look` returns. Raises FileNotFoundError at once, and another OSError where it stays for REREAD_S."""
+def asked_again(look: Callable[[], T], *, is_whole: Callable[[T], bool] = lambda _: True) -> T:
+    """What `look` returns, as soon as that `is_whole`, or in the end. Raises FileNotFoundError at once, and another
+    OSError where it stays for REREAD_S."""
     give_up = time.monotonic() + REREAD_S
     while True:
+        is_last = time.monotonic() > give_up
         try:
-            return look()
+            if is_whole(found := look()) or is_last:
+                return found
         except FileNotFoundError:
             raise
         except OSError:
-            if time.monotonic() > give_up:
+            if is_last:
                 raise
         time.sleep(REREAD_S / 20)
 
@@ -32,15 +35,4 @@ def asked_again(look: Callable[[], T]) -> T:
 def read_replaced(path: Path, num_bytes: int) -> bytes:
     """As `read_at_most`, of a file that others replace; no bytes where it stays empty. Raises FileNotFoundError at
     once, and another OSError where it stays."""
-    give_up = time.monotonic() + REREAD_S
-    while True:
-        is_last = time.monotonic() > give_up
-        try:
-            if (data := read_at_most(path, num_bytes)) or is_last:
-                return data
-        except FileNotFoundError:
-            raise
-        except OSError:
-            if is_last:
-                raise
-        time.sleep(REREAD_S / 20)
+    return asked_again(lambda: read_at_most(path, num_bytes), is_whole=bool)
