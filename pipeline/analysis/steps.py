@@ -87,12 +87,13 @@ def _trained(line: Mapping[str, Any] | None, samples: int | None, recipe: Recipe
     return Step(
         samples=samples,
         tokens=number(line, "num_tokens"),
-        hours=_accelerators(recipe) * _seconds(line) / 3600.0 if "seconds" in line else None,
+        hours=_accelerators(recipe) * step_seconds(line) / 3600.0 if "seconds" in line else None,
         ended=float(line["time"]),
     )
 
 
-def _seconds(line: Mapping[str, Any]) -> float:
+def step_seconds(line: Mapping[str, Any]) -> float:
+    """Of all phases of a step, by its line of metrics, waiting included."""
     return sum(float(spent) for spent in line["seconds"].values())
 
 

@@ -10,7 +10,7 @@ from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.flight.bottleneck import bottleneck
 from pipeline.analysis.flight.timeline import timeline
 from pipeline.analysis.run_log import RunLog, number
-from pipeline.analysis.steps import samples_of_batches
+from pipeline.analysis.steps import samples_of_batches, step_seconds
 from pipeline.config.advice import advice
 from pipeline.config.layout_names import layout_name
 from pipeline.config.recipe import Recipe
@@ -74,7 +74,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
 def _tokens_per_s(run_log: RunLog) -> float | None:
     """Of the steps whose seconds are known."""
     timed = [line for line in run_log.metrics if line.get("seconds")]
-    seconds = sum(float(spent) for line in timed for spent in line["seconds"].values())
+    seconds = sum(map(step_seconds, timed))
     return sum(number(line, "num_tokens") or 0.0 for line in timed) / seconds if seconds > 0 else None
 
 
