@@ -32,9 +32,7 @@ def check_history(path: Path) -> dict[str, Any]:
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
     limits = build_limits(recipe)
     damaged = damaged_files(path, lambda folder: verify(folder, _step(folder)))
-    audit = verify_history(
-        path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits, RunDirectory(path).forked_at()
-    )
+    audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits, run.forked_at())
     repaired = sorted(repaired_paths(run))
     gaps = find_gaps(run, repaired)
     return dict(
