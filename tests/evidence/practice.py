@@ -19,7 +19,7 @@ from tests.evidence.hypotheses import FORECAST_MARGIN
 from tests.evidence.matrix import Matrix, read_matrix
 from tests.evidence.results import Arm, Result, load
 from tests.evidence.robust_repeat import Repeats
-from tests.evidence.robust_table import BAR, MATRIX, RobustTable, base_of, load_results, results_file
+from tests.evidence.robust_table import BAR, MATRIX, RobustTable, base_of, load_results, results_file, two
 from tests.evidence.statistics import ALPHA, Spread
 
 MATTERS = 0.1
@@ -47,14 +47,14 @@ def _unknown_disagreement(folder: Path) -> str:
     best = passing or list(table.whole)[:1]
     bases = " or ".join(dict.fromkeys(table.titles.get(base_of(arm), base_of(arm)) for arm in best))
     smaller = ", with smaller steps where samples are old" * all(base_of(arm) != arm for arm in best)
-    shares = "; ".join(f"{table.titles[arm]} {_two(table.whole[arm])}" for arm in best[:MENTIONED])
+    shares = "; ".join(f"{table.titles[arm]} {two(table.whole[arm])}" for arm in best[:MENTIONED])
     rest = f" and {len(best) - MENTIONED} lower" * (len(best) > MENTIONED)
     reach = f"{len(passing)} of {len(table.whole)} arms end" if passing else "no arm ends"
     seeds = min(map(table.least_seeds, best))
     keys = ", ".join(f"`{text}`" for text in _settings(matrix, best[0]))
     return (
         f"**Where you do not know how sampler and learner will disagree: {bases}{smaller}.** Over {len(table.cells)} "
-        f"conditions of age, rollout format and temperature {reach} at {_two(BAR)} or more of the best arm in each; "
+        f"conditions of age, rollout format and temperature {reach} at {two(BAR)} or more of the best arm in each; "
         f"{'worst shares' if passing else 'the nearest'}: {shares}{rest}.{_again(table, passing)} Keys of the first: "
         f"{keys}. {SCREEN if seeds < 2 else f'{seeds} or more seeds a cell.'} [robust.md](robust.md) has every arm."
     )
@@ -100,14 +100,14 @@ def _old_samples(folder: Path) -> str:
     others = ""
     if len(bases) > 1:
         others = (
-            f" {len(bases)} objectives end between {_two(min(ends[one] for one in bases))} and {_two(ends[best])} at "
-            f"the full rate (highest: {titles[best]}), and between {_two(min(small.values()))} and "
-            f"{_two(max(small.values()))} with the better of the two smaller steps; lower with them: "
+            f" {len(bases)} objectives end between {two(min(ends[one] for one in bases))} and {two(ends[best])} at "
+            f"the full rate (highest: {titles[best]}), and between {two(min(small.values()))} and "
+            f"{two(max(small.values()))} with the better of the two smaller steps; lower with them: "
             f"{', '.join(lower) or 'none'}."
         )
     return (
-        f"**Samples several versions old: {advice}.** At a lag of 8, CISPO with cap 5 ends at {_two(full)} at the full "
-        f"learning rate, at {_two(age)} with `learner.optimizer.lr_by_lag: sqrt` and at {_two(const)} with a third of "
+        f"**Samples several versions old: {advice}.** At a lag of 8, CISPO with cap 5 ends at {two(full)} at the full "
+        f"learning rate, at {two(age)} with `learner.optimizer.lr_by_lag: sqrt` and at {two(const)} with a third of "
         f"the rate: {'how age is counted matters less than the size' if abs(age - const) < MATTERS else 'age counts'}."
         f"{others} {_seeds(results, 'fp32')} [robust.md](robust.md) has every arm."
     )
@@ -124,9 +124,9 @@ def _another_distribution(folder: Path) -> str:
     return (
         "**Fresh samples of engines that sample otherwise than the learner: "
         + ("no clip of 0.2 around the engine's probabilities.**" if narrow else "a clip of 0.2 will do.**")
-        + f" It ends at {_two(hot['grpo_02'])} where engines sample at T = 1.2 and at {_two(fp8['grpo_02'])} with "
-        f"block FP8 rollouts, the best arm at {_two(hot[top[0]])} and {_two(fp8[top[1]])}. The other arms end between "
-        f"{_two(min(rest))} and {_two(max(rest))}; which of them is best is not decided. "
+        + f" It ends at {two(hot['grpo_02'])} where engines sample at T = 1.2 and at {two(fp8['grpo_02'])} with "
+        f"block FP8 rollouts, the best arm at {two(hot[top[0]])} and {two(fp8[top[1]])}. The other arms end between "
+        f"{two(min(rest))} and {two(max(rest))}; which of them is best is not decided. "
         f"{_seeds(results, 't12', 'fp8')} An earlier matrix with the same arms is below."
     )
 
@@ -140,7 +140,7 @@ def _one_stage(folder: Path) -> str:
     first = ends["sync"] > max(staged)
     return (
         f"**Many updates on one stage's rollouts: {'no' if first else 'a'} gain at the end was seen.** Sync ends at "
-        f"{_two(ends['sync'])}, stages of 32 updates between {_two(min(staged))} and {_two(max(staged))}. "
+        f"{two(ends['sync'])}, stages of 32 updates between {two(min(staged))} and {two(max(staged))}. "
         f"{_seeds(results, 'fp32')}"
     )
 
@@ -154,7 +154,7 @@ def _credit(folder: Path) -> str:
     others = [arm for arm in once if arm != "grpo"]
     gain = any(ends[arm] > ends["grpo"] + MATTERS for ends in (once, eight) for arm in others)
     grpo, power, fade, target = (
-        f"{_two(once[arm])} ({_two(eight[arm])})" for arm in ("grpo", "power", "fade", "fade_target")
+        f"{two(once[arm])} ({two(eight[arm])})" for arm in ("grpo", "power", "fade", "fade_target")
     )
     return (
         f"**Prompts or failures that weigh otherwise than in GRPO: {'a' if gain else 'no'} gain at the end was seen.** "
@@ -177,7 +177,7 @@ def _formats(folder: Path) -> str:
         return ""
     return (
         "**FP8 rollouts cost little ESS by themselves, FP4 much.** Before any training block FP8 leaves an ESS of "
-        f"{means['fp8_block']:.3f}, formats of 4 bits {_two(min(fours))} to {_two(max(fours))}; what becomes of it in "
+        f"{means['fp8_block']:.3f}, formats of 4 bits {two(min(fours))} to {two(max(fours))}; what becomes of it in "
         "training depends on the objective (above). In FP32 a learner that computes in the same format "
         "(`learner.fp8_emulation`) takes that away, over BF16 far less ([unified-precision.md](unified-precision.md))."
     )
@@ -197,7 +197,7 @@ def _forecast(folder: Path) -> str:
     )
     return (
         f"**Stopping a run by a forecast of its end: {advice}.** ScaleRL's sigmoid misses the end, fitted {told} (one "
-        f"number a recipe, the mean of its seeds; less than {_two(FORECAST_MARGIN)} would do). "
+        f"number a recipe, the mean of its seeds; less than {two(FORECAST_MARGIN)} would do). "
         f"{_seeds(results, 'fp32')}"
     )
 
@@ -222,8 +222,4 @@ def _seeds(results: Sequence[Result], *conditions: str) -> str:
     if most < 2:
         return SCREEN
     seeds = f"{most}" if least == most else f"{least} to {most}"
-    return f"{seeds} seeds; run-to-run standard deviation {_two(float(Spread.of(ends.values()).sd))}."
-
-
-def _two(end: float) -> str:
-    return f"{end:.2f}".removeprefix("0")
+    return f"{seeds} seeds; run-to-run standard deviation {two(float(Spread.of(ends.values()).sd))}."

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tests.evidence.robust_table import Place, RobustTable, Score
+from tests.evidence.robust_table import Place, RobustTable, Score, two
 from tests.evidence.statistics import ALPHA, holm
 
 
@@ -28,7 +28,7 @@ def _cap(table: RobustTable) -> str:
     estimates = [table.spread(cell).difference(np.array(five.ends), np.array(cap.ends)) for cell, cap, five in pairs]
     adjusted = holm(np.array([one.p_above(0.0) for one in estimates]))
     cells = "; ".join(
-        f"{table.cells[cell]} {_two(cap.mean)} against {_two(five.mean)} (p {_p(p)})"
+        f"{table.cells[cell]} {two(cap.mean)} against {two(five.mean)} (p {_p(p)})"
         for (cell, cap, five), p in zip(pairs, adjusted, strict=True)
     )
     shown = "fails where a cap of 5 holds" if (adjusted < ALPHA).all() else "is not shown to fail everywhere"
@@ -64,10 +64,6 @@ def _pairs(table: RobustTable, ours: str, theirs: str) -> Sequence[tuple[Place, 
     rows = table.scores.get(ours, {}), table.scores.get(theirs, {})
     cells = [cell for cell in table.cells if all(cell in row and not row[cell].stands_in for row in rows)]
     return [(cell, rows[0][cell], rows[1][cell]) for cell in cells]
-
-
-def _two(end: float) -> str:
-    return f"{end:.2f}".removeprefix("0")
 
 
 def _signed(value: float) -> str:

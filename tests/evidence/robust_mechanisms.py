@@ -25,11 +25,15 @@ class Trace:
     of: Callable[[Sequence[float]], float]
 
 
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
 def _late(values: Sequence[float]) -> float:
-    return float(np.mean(values[-max(1, round(LATE * len(values))) :]))
+    return _mean(values[-max(1, round(LATE * len(values))) :])
 
 
-AGE = Trace("age", "lag_mean", lambda values: float(np.mean(values)))
+AGE = Trace("age", "lag_mean", _mean)
 TRACES = (
     Trace("lowest ESS", "ess", min),
     Trace("ESS, late", "ess", _late),
@@ -59,7 +63,7 @@ def mechanisms(matrix: Matrix, name: str, results: Sequence[Result]) -> list[str
         for arm in sorted(ends, key=lambda arm: -ends[arm]):
             numbers = [experiment.arms[arm].title, f"{ends[arm]:.2f}"]
             if stale:
-                factor = _over_runs(arms[arm], FACTOR, lambda values: float(np.mean(values)))
+                factor = _over_runs(arms[arm], FACTOR, _mean)
                 numbers.append("–" if factor is None else f"{rates[arm] * factor:.2e}")
             figures = [_over_runs(arms[arm], trace.metric, trace.of) for trace in traces]
             numbers += ["–" if figure is None else f"{figure:.3g}" for figure in figures]
@@ -73,4 +77,4 @@ def mechanisms(matrix: Matrix, name: str, results: Sequence[Result]) -> list[str
 def _over_runs(arm: Arm, metric: str, of: Callable[[Sequence[float]], float]) -> float | None:
     """The mean over the runs that noted the metric."""
     runs = [values for values in arm.metric(metric) if values]
-    return float(np.mean([of(values) for values in runs])) if runs else None
+    return _mean([of(values) for values in runs]) if runs else None

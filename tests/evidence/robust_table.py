@@ -73,7 +73,7 @@ class Score:
         return float(np.mean(self.ends))
 
     def __str__(self) -> str:
-        each = " ".join(f"{end:.2f}".removeprefix("0") for end in self.ends)
+        each = " ".join(map(two, self.ends))
         return "= " * self.stands_in + (f"{self.mean:.2f} ({each})" if len(self.ends) > 1 else each)
 
 
@@ -146,6 +146,11 @@ class RobustTable:
     def least_seeds(self, arm: str) -> int:
         """Of any of its scores."""
         return min(len(one.ends) for one in self.scores[arm].values())
+
+
+def two(end: float) -> str:
+    """`.64`, `1.00`."""
+    return f"{end:.2f}".removeprefix("0")
 
 
 def markdown_row(cells: Sequence[str]) -> str:
