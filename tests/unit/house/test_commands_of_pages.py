@@ -46,12 +46,12 @@ ELSEWHERE = {
 WHOLE = {"own-run.md": "test_own_run_page.py", "distillation.md": "test_distillation_page.py"}
 """Pages whose commands are run one after the other, as they stand."""
 NAMES = {
-    "RUN": "runs/demo",
-    "/shared/runs/qwen3-32b": "runs/demo",
+    **dict.fromkeys(("RUN", "/shared/runs/qwen3-32b", "runs/one-gpu", "runs/eight"), "runs/demo"),
+    "pipeline/recipes/models/qwen3-0.6b": str(ROOT / "pipeline/recipes/models/demo"),
     "/models/qwen3-8b-fp8": "model",
     "/tmp/my-wandb": "my-wandb",
 }
-"""What a page says → what there is here."""
+"""What a page says → what there is here, of a size for a test."""
 COMMANDS = sorted({one for page in PAGES if page.name not in WHOLE for one in fenced_commands(page)})
 RUN_HERE = [one for one in COMMANDS if HERE.match(one)]
 
