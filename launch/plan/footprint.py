@@ -6,8 +6,8 @@
     scoring     + one layer at a time + the head (forward only)
     publishing  + whole tensors being gathered + the buckets of the weight channel
 
-A rank needs static + buckets + the largest of the other three + an allowance. Every pipeline stage is worked out, because the
-first holds the embedding and the most micro-batches, and the last holds the head.
+A rank needs static + buckets + the largest of the other three + an allowance. Every pipeline stage is worked out,
+because the first holds the embedding and the most micro-batches, and the last holds the head.
 
 Bytes a parameter: bfloat16 2, gradients always float32 4, and float32 main copy and two moments 12 in bfloat16 or the
 two moments alone 8 in float32, the last part divided by the data parallel ranks with the distributed optimizer. In
