@@ -41,7 +41,7 @@ test-repeated: install  # further combinations of what slow tests show
 
 test-all: test test-slow test-repeated  ## All tests that need no root.
 
-mutations: install  ## Break the product on purpose in two dozen places: some test must catch each (about 5 minutes).
+mutations: install  ## Break the product on purpose in sixty places: some test must catch each (about 5 minutes).
 	@$(BIN)/python -m tests.mutations $(ONLY)
 
 chaos: install  ## The worst day, on purpose: kills, faults, bit flips, malformed input (an hour a call, each goes on; PARTS, ARGS).

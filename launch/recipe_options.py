@@ -35,7 +35,7 @@ def check_recipe_or_run(source: Path) -> None:
     from precision.text.near import did_you_mean
     from precision.text.short import one_line
 
-    if not (source / "recipe.yaml").is_file() and (source.is_dir() or not find_recipe(source).exists()):
+    if not (source / "recipe.yaml").is_file() and not find_recipe(source).is_file():
         shipped = did_you_mean(source.name, (path.stem for path in SHIPPED.glob("*.yaml")))
         raise RecipeError(
             f"{one_line(source, 200)}: no recipe and no run directory of that name; `evenkeel runs list` shows runs"

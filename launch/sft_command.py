@@ -79,9 +79,9 @@ def sft(
 def read_recipe(path: Path, overrides: Sequence[str], steps: int, data: Path | None) -> Recipe:
     """The recipe to fine-tune by. It need not say for how many `steps`, nor, with `data`, what its task reads. Raises
     RecipeError, also for an override that sft would not go by."""
-    from pipeline.config.loader import load_recipe
+    from pipeline.config.loader import load_recipe, overridden_keys
 
-    for key in (override.partition("=")[0].strip() for override in overrides):
+    for key in overridden_keys(overrides):
         if key in INSTEAD:
             raise RecipeError(f"--set {key}: evenkeel sft does not go by it; {INSTEAD[key]}")
     return load_recipe(path, overrides, fill_in=partial(fill_in, steps=steps, rows=data))

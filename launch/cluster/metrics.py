@@ -77,6 +77,8 @@ NEWEST: Mapping[str, tuple[Role, Literal["metrics", "events"], EventKind | None]
 }
 """Gauge → whose work it is, and where earlier starts have left its time. A role that dies before its first step or
 batch, each time that it is started again, would otherwise look as if it had just begun."""
+LONGEST_PAUSE_S = 1800.0
+"""Between two starts; after a longer one the time begins anew. ops/alerts/evenkeel.yaml waits for as long."""
 LEFT_OUT = {
     "dropped": "unfit",
     "zero_variance": "zero_variance",
@@ -124,14 +126,15 @@ class RunMetrics:
         self.registry.register(_AtScrape(self))
 
     def _time_before(self, name: str) -> float | None:
-        """Since when nothing was done: the first of the starts that have followed the newest step or batch, so that a
-        pause of the run does not count. None where nothing was done yet, or nobody can tell."""
+        """Since when nothing was done: the first of the starts that have followed the newest step or batch, and one
+        another within LONGEST_PAUSE_S, so that a pause of the run does not count. None where nothing was done yet, or
+        nobody can tell."""
         if name in NEWEST:
             role, log, kind = NEWEST[name]
             with suppress(OSError, ValueError, EvenKeelError):
                 if line := newest_line(self._run_dir, log, kind):
                     done = float(line["time"])
-                    return first_start_after(epoch_folder(self._run_dir, role), done) or done
+                    return first_start_after(epoch_folder(self._run_dir, role), done, LONGEST_PAUSE_S) or done
         return None
 
     def observe(self, which: LogName, line: Mapping[str, Any]) -> None:

@@ -155,7 +155,8 @@ class LocalStarter:
         environment |= self._places.environment(unit.role, unit.index)
         if not self._urls:
             environment |= loopback_environment()
-        environment.pop(API_KEY_FILE_VARIABLE, None)
+        if unit.role != "collector":  # which hides that file from code of rewards
+            environment.pop(API_KEY_FILE_VARIABLE, None)
         return _Child(role_command(self._run, unit, *options), log, environment, own_session=True)
 
     def _port(self, unit: Unit) -> int:

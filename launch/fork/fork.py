@@ -193,7 +193,8 @@ def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
         return False
     if before.controller != recipe.controller:
         return True
-    formats = [(one.rollout.quantized_format, one.rollout.quant_map) for one in (before, recipe)]
+    rollouts = [(one.rollout, one.weights.channel) for one in (before, recipe)]
+    formats = [(one.quantized_format, one.quant_map, bool(one.urls), channel == "ipc") for one, channel in rollouts]
     return formats[0] != formats[1] or build_ladder(before) != build_ladder(recipe)
 
 

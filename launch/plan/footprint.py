@@ -1,12 +1,13 @@
 """How many bytes a learner rank needs, worked out from sizes alone. Loads neither torch nor Megatron.
 
     static      parameters + gradients + optimizer state                        there all the time
+    buckets     of a weight channel that sends while the next step trains, or keeps them
     training    + activations in flight + the head + what a backward step works on
     scoring     + one layer at a time + the head (forward only)
     publishing  + whole tensors being gathered + the buckets of the weight channel
 
-A rank needs static + the largest of the other three + an allowance. Every pipeline stage is worked out, because the
-first holds the embedding and the most micro-batches, and the last holds the head.
+A rank needs static + buckets + the largest of the other three + an allowance. Every pipeline stage is worked out,
+because the first holds the embedding and the most micro-batches, and the last holds the head.
 
 Bytes a parameter: bfloat16 2, gradients always float32 4, and float32 main copy and two moments 12 in bfloat16 or the
 two moments alone 8 in float32, the last part divided by the data parallel ranks with the distributed optimizer. In
@@ -33,6 +34,9 @@ from pipeline.config.recipe import LearnerSection
 GIB = 2**30
 CHUNK_BYTES = 3 * (16 << 20)
 """Full-precision scratch of log-probabilities: three chunks of `logprobs_torch`."""
+
+_MAY_BE_NONE = ("quantized", "buckets")
+"""Not shown where they are 0."""
 
 Kernels = Literal["fused", "local"]
 """fused: Transformer Engine with flash attention, as on a GPU. local: Megatron's own layers, as on a CPU."""
@@ -69,6 +73,11 @@ class Workload:
     fp32_lm_head: bool = False
     bucket_bytes: int = 0
     """Of the weight channel; 0 for the disk channel."""
+    buckets_stay: bool = False
+    """Whether there are buckets while a step trains: the channel sends beside training, or keeps its buffer."""
+    emulates_at_publish: bool = False
+    """Whether each publish rounds all matrices once more as engines hold them, to measure what that does
+    (megatron_bridge.weight_sync.probe)."""
     allowance: Allowance = Allowance()
 
 
@@ -103,6 +112,8 @@ class Footprint:
     """Copies of parameters in FP8; 0 without FP8 training."""
     gradients: int
     optimizer: int
+    buckets: int
+    """Of the weight channel, where they are there while a step trains."""
     activations: int
     """Kept for the backward pass, all micro-batches in flight."""
     head: int
@@ -127,14 +138,13 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        return self.static + max(self.training, self.scoring, self.publishing) + self.allowance
+        return self.static + self.buckets + max(self.training, self.scoring, self.publishing) + self.allowance
 
     def items(self) -> dict[str, int]:
         """What adds up to `total`, by name."""
         busy = "head" if self.head > self.working else "working"
-        parts = {name: getattr(self, name) for name in ("parameters", "quantized", "gradients", "optimizer")}
-        if not self.quantized:
-            del parts["quantized"]
+        static = ("parameters", "quantized", "gradients", "optimizer", "buckets")
+        parts = {name: getattr(self, name) for name in static if name not in _MAY_BE_NONE or getattr(self, name)}
         transient = {
             self.training: {"activations": self.activations, busy: getattr(self, busy)},
             self.scoring: {"scoring": self.scoring},
@@ -160,18 +170,22 @@ def _footprint(config: ModelConfig, learner: LearnerSection, work: Workload, sta
     last = stage == layout.pipeline - 1
     head = _head_bytes(config, layout, work, size) if last else 0
     whole = _largest_tensor(config) * size
+    # The largest tensor travels alone, in a bucket of its own.
+    buckets = 2 * max(whole, work.bucket_bytes) if work.bucket_bytes else 0
     found = dict(
         parameters=own.total * size,
         quantized=own.matrices * _quantized_bytes(learner),
         gradients=own.total * 4,
         optimizer=_optimizer_bytes(own, learner, layout),
+        buckets=buckets if work.buckets_stay else 0,
         activations=_activations(config, learner, work, stage),
         head=head,
         working=_working_bytes(config, learner, work, own),
         scoring=max(head, _tokens(layout, work) * size * _widest(config, layout)),
-        # A whole tensor is put together from its shards, so that both exist; likewise a bucket, in which the largest
-        # tensor travels alone.
-        publishing=2 * whole + (2 * max(whole, work.bucket_bytes) if work.bucket_bytes else 0),
+        # A whole tensor is put together from its shards, so that both exist; likewise a bucket.
+        publishing=2 * whole
+        + (0 if work.buckets_stay else buckets)
+        + (own.matrices * size if work.emulates_at_publish else 0),
     )
     plain = Footprint(stage=stage, held=own, allowance=0, **found)
     allowance = work.allowance.runtime_bytes + int(work.allowance.fragmentation * (plain.total - plain.static))

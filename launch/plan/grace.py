@@ -59,6 +59,7 @@ def planned_stop_time(planner: Planner) -> StopTime:
 
 
 def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
-    """Parameters, their float32 main copies where they are no float32 themselves, and two moments."""
+    """Parameters, their float32 main copies where they are no float32 themselves, two moments, and the older versions
+    that the learner keeps."""
     size = recipe.learner.parameter_bytes
-    return config.num_parameters * (size + (0 if size == 4 else 4) + 8)
+    return config.num_parameters * (size + (0 if size == 4 else 4) + 8 + recipe.num_kept_versions * size)

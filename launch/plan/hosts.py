@@ -28,7 +28,7 @@ class HostAllowance:
     """What no formula gives: assumed, not measured."""
 
     process_bytes: int = 6 * GIB
-    """Of each process that has a GPU: Python, CUDA's and NCCL's pinned memory."""
+    """Of each process that has a GPU: Python, CUDA's and NCCL's pinned memory, the unused end of blocks of our own."""
     shm_bytes_per_process: int = 2 * GIB
     """NCCL's and SGLang's buffers between the processes of a host."""
     verifier_bytes: int = GIB

@@ -118,17 +118,20 @@ class Planner:
 
     def workload(self, learner: LearnerSection) -> Workload:
         """Micro-batches are as full as they can get: memory is planned for the longest samples."""
-        recipe = self.recipe
+        recipe, channel = self.recipe, self.recipe.weights.channel
+        local = learner.fp8_emulation or learner.precision == "fp32"
         return Workload(
             micro_batches=MicroBatches(
                 tokens=learner.micro_batch_tokens,
                 count=self.traffic().num_micro_batches(learner.data_parallel),
             ),
             # Emulation and float32 are computed in Megatron's own layers, on a GPU too (megatron_bridge.model.build).
-            kernels="local" if learner.fp8_emulation or learner.precision == "fp32" else "fused",
+            kernels="local" if local else "fused",
             repeated_keys=learner.precision == "fp32",
             fp32_lm_head=recipe.model.fp32_lm_head,
-            bucket_bytes=recipe.weights.bucket_mib << 20 if recipe.weights.channel in ("broadcast", "ipc") else 0,
+            bucket_bytes=recipe.weights.bucket_mib << 20 if channel in ("broadcast", "ipc") else 0,
+            buckets_stay=channel == "ipc" or (channel == "broadcast" and recipe.build_schedule().overlaps),
+            emulates_at_publish=local and not learner.fp8_emulation and recipe.rollout.quantized_format is not None,
         )
 
     def durations(self, learner: LearnerSection) -> Durations:
@@ -357,8 +360,8 @@ def _memory(one: Footprint) -> dict[str, Any]:
         parameters_per_rank=one.held.total,
         static_gib=gib(one.static),
         **{f"{name}_gib": gib(size) for name, size in one.items().items()},
-        scoring_peak_gib=gib(one.static + one.scoring + one.allowance),
-        publishing_peak_gib=gib(one.static + one.publishing + one.allowance),
+        scoring_peak_gib=gib(one.static + one.buckets + one.scoring + one.allowance),
+        publishing_peak_gib=gib(one.static + one.buckets + one.publishing + one.allowance),
         total_gib=gib(one.total),
     )
 

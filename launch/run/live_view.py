@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -189,9 +190,12 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.refresh()
-        if self._live is not None:
-            self._live.stop()
+        try:
+            with suppress(OSError):  # a file system that does not answer must not hide how the run has ended
+                self.refresh()
+        finally:
+            if self._live is not None:
+                self._live.stop()
 
     def refresh(self) -> None:
         """Take in what the run has written since the last call, and show it."""

@@ -10,6 +10,7 @@ resumes the run.
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -110,6 +111,8 @@ class Supervisor:
         once."""
         try:
             if not isinstance(error, DiskFullError | SupersededError | KeyboardInterrupt):
+                if isinstance(error, FatalError) and any(unit.role == "learner" for unit in self.running):
+                    print(f"error: {error}; the learner is asked to save", file=sys.stderr, flush=True)
                 self._stop()
         finally:
             self._end(list(self.running), SERVERS_GRACE_S)
@@ -126,9 +129,9 @@ class Supervisor:
         while not self._outage.bridged(self._is_finished, False):
             if self._superseded():
                 self._outage.bridged(self.epoch.check, None)
-            if self.stop_requested():
+            if self._outage.bridged(self.stop_requested, False):
                 self._stop()
-                return "finished" if self.run.is_finished() else "stopped"
+                return "finished" if self._outage.bridged(self.run.is_finished, False) else "stopped"
             self._outage.bridged(self._note_engines, None)
             for unit, started in list(self.running.items()):
                 if (status := started.poll()) is not None:
@@ -139,7 +142,7 @@ class Supervisor:
             self._outage.bridged(progress.look, None)
             self._outage.bridged(self.view.refresh, None)
             time.sleep(POLL_S)
-        self.view.refresh()
+        self._show()
         return "finished"
 
     def _is_finished(self) -> bool:
@@ -221,12 +224,15 @@ class Supervisor:
         ends = time.monotonic() + grace_s
         try:
             while any(one.poll() is None for one in started) and time.monotonic() < ends:
-                with suppress(OSError):  # a file system that does not answer: who saves is waited for all the same
-                    self.view.refresh()
+                self._show()
                 time.sleep(POLL_S)
         finally:
             for one in started:
                 one.kill()
+
+    def _show(self) -> None:
+        with suppress(OSError):  # a file system that does not answer: who saves is waited for all the same
+            self.view.refresh()
 
     def _remove_leftovers(self) -> None:
         """All roles have ended: a file that one of them was killed over is nobody's any more."""

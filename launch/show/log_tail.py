@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +23,18 @@ class Tail:
 
     path: Path
     offset: int = 0
+    _read: deque[dict[str, Any]] = field(default_factory=deque)
+    """Lines that were read and not taken: the caller may be cut short, by a read of another file that fails."""
 
     def new_lines(self) -> Iterator[dict[str, Any]]:
         """New lines, oldest first; none while the file does not exist."""
-        while part := self._next_part():
-            yield from (parsed for line in part if (parsed := parse_line(line)) is not None)
+        while True:
+            while self._read:
+                yield self._read[0]
+                self._read.popleft()
+            if not (part := self._next_part()):
+                return
+            self._read += (parsed for line in part if (parsed := parse_line(line)) is not None)
 
     def _next_part(self) -> list[bytes]:
         """Some complete lines; none at the end. What has no end within MAX_BYTES is taken for a damaged line."""

@@ -34,7 +34,7 @@ class ShardSave:
         self._complete = list(request.finalize_fns)
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
-            arguments[1] = _copied(request.preload_fn(), in_training)
+            arguments[1] = _copied(request.async_fn_args[1], in_training)
             _forget(request.async_fn_args[1])
 
         def write() -> None:
@@ -68,16 +68,22 @@ def storages_of(state: Any) -> frozenset[int]:
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in data)
 
 
-def _copied(loaded: list[Any], in_training: frozenset[int]) -> list[Any]:
-    """Buckets whose tensors no optimizer step changes. What comes from a GPU is a copy already, and so is a part of a
-    larger tensor on the host."""
+def _copied(buckets: list[Any], in_training: frozenset[int]) -> list[Any]:
+    """Buckets in host memory, whose tensors no optimizer step changes.
+
+    Megatron's own `preload_fn` copies into pinned memory, which torch rounds up to powers of two and never gives back:
+    that may be as much again as the checkpoint. This copy takes longer, and what it needs, and that for a while.
+    """
     return [
         (path, key, (texts, [(item, _own(tensor, in_training)) for item, tensor in tensors]))
-        for path, key, (texts, tensors) in loaded
+        for path, key, (texts, tensors) in buckets
     ]
 
 
 def _own(tensor: torch.Tensor, in_training: frozenset[int]) -> torch.Tensor:
+    """A part of a larger tensor on the host is a copy already."""
+    if tensor.device.type != "cpu":
+        return tensor.to("cpu")
     return tensor.clone() if tensor.untyped_storage().data_ptr() in in_training else tensor
 
 

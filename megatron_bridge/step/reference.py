@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_bridge.pinned_memory import PinnedMemory
 from megatron_bridge.step.fp8_emulation import weights_changed
 from megatron_bridge.weights import convert
 from pipeline.data.records import Batch
@@ -33,10 +34,8 @@ class HostWeights:
         """Those that the model has now."""
         self._learner = learner
         self._parameters = [parameter for chunk in learner.model for parameter in chunk.module.parameters()]
-        pinned = learner.device.type == "cuda"
-        self._copies = [
-            torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned) for parameter in self._parameters
-        ]
+        memory = PinnedMemory(learner.device.type == "cuda")
+        self._copies = [memory.empty(parameter.shape, parameter.dtype) for parameter in self._parameters]
         self.take()
 
     def take(self) -> None:

@@ -15,14 +15,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megatron_bridge.pinned_memory import PinnedMemory
+
 
 class HostSnapshot:
     """Named tensors, in the order in which they were added. One thread adds, any number read."""
 
     def __init__(self, *, pinned: bool) -> None:
         """`pinned` memory is copied to and from a GPU at full speed."""
-        self._pinned = pinned
-        self._memory: dict[str, Tensor] = {}
+        self._pinned = PinnedMemory(pinned)
+        self._memory: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+        """A tensor may change its format and change it back."""
         self._tensors: list[tuple[str, Tensor]] = []
         self._complete = True
         self._failure: Exception | None = None
@@ -35,9 +38,9 @@ class HostSnapshot:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor; the caller may then change it."""
-        copy = self._memory.get(name)
-        if copy is None or copy.shape != tensor.shape or copy.dtype is not tensor.dtype:
-            copy = self._memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
+        kind = (name, tensor.shape, tensor.dtype)
+        if (copy := self._memory.get(kind)) is None:
+            copy = self._memory[kind] = self._pinned.empty(tensor.shape, tensor.dtype)
         copy.copy_(tensor.detach())
         with self._changed:
             self._tensors.append((name, copy))

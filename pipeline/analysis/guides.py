@@ -281,7 +281,8 @@ GUIDES = (
     ),
     Guide(
         look_at="`clip_hits`",
-        healthy="below 0.2 (rule of thumb); 0 at the first update on a batch where `objective.anchor` is `old`",
+        healthy="below 0.2 (rule of thumb); 0 at the first update on a batch where `objective.anchor` is `old` (in "
+        "`staged`: of a stage)",
         closer="above",
         then="a lower learning rate, fewer `learner.updates_per_batch`; where the engine's mismatch is clipped, "
         "`objective.anchor: old`",

@@ -72,6 +72,15 @@ def override_of(key: str, value: object) -> str:
     return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"  # YAML knows no halves of characters
 
 
+def overridden_keys(overrides: Sequence[str]) -> list[str]:
+    """`section.key` of all that the overrides say, also of what they say as the mapping of a section. Raises
+    RecipeError."""
+    data: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(data, override)
+    return list(_flatten(data))
+
+
 def find_recipe(path: Path) -> Path:
     """The path itself, or the file of a shipped recipe where `path` is only a name, such as `demo`, and no file."""
     return path if _is_file(path) else _shipped(str(path)) or path

@@ -123,19 +123,19 @@ def newest(folder: Path) -> int:
     return 0
 
 
-def first_start_after(folder: Path, moment: float) -> float | None:
-    """When the earliest of the starts after a moment began, in seconds since 1970; None without one, or where those
-    that there are cannot be read."""
-    began = []
+def first_start_after(folder: Path, moment: float, longest_pause_s: float) -> float | None:
+    """When the earliest of the starts after a moment began that followed one another within `longest_pause_s`, in
+    seconds since 1970; None without one, or where those that there are cannot be read."""
+    began: float | None = None
     for number in range(newest(folder), 0, -1):
         try:
             at = float(read_sealed_json(folder / f"{number:06d}", "it is only shown")["time"])
         except (OSError, StoreError, KeyError, TypeError, ValueError):
             continue
-        if at <= moment:
+        if at <= moment or (began is not None and began - at > longest_pause_s):
             break
-        began.append(at)
-    return min(began, default=None)
+        began = at if began is None else min(began, at)
+    return began
 
 
 def who(folder: Path, number: int) -> str:

@@ -307,7 +307,8 @@ class RunDirectory:
     def _has_finished(self, role: str) -> bool:
         with suppress(FileNotFoundError, NotADirectoryError):
             path = self.path / "finished" / role
-            return read_sealed(path, "remove it: the same command then finds out what is left to do") == _FINISHED
+            remedy = "remove it: the same command then finds out what is left to do"
+            return read_sealed(path, remedy, is_replaced=True) == _FINISHED
         return False
 
     def make_folders(self) -> None:

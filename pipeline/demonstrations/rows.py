@@ -101,9 +101,7 @@ def read_demonstrations(path: Path, form: Form, *, longest: int) -> Demonstratio
         f"{too_long} of {too_long + len(rows)} rows of {path} have more than {longest} tokens (rollout.context_tokens)"
     )
     if not rows:
-        raise RecipeError(
-            f"{said}, up to {most}; raise it" if too_long else f"{path} has no rows; write one object a line"
-        )
+        raise RecipeError(f"{said}, up to {most}; raise it")
     notes = (f"{said} and are left out; the longest has {most}",) if too_long else ()
     return Demonstrations(rows=tuple(rows), first=first, notes=notes, keys=tuple(keys))
 

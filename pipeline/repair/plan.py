@@ -23,6 +23,7 @@ from pipeline.data.ledger.lost_batches import Known, LostBatch
 from pipeline.data.ledger.published import announced
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.data.store import BatchStore
+from pipeline.errors import RunConflictError
 from pipeline.repair.damage import Damage, Kind
 
 
@@ -50,7 +51,8 @@ class Plan:
 
 
 def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
-    """`recorded` says when and by whom, for records of losses. Raises as BatchStore.read does."""
+    """`recorded` says when and by whom, for records of losses. Raises RunConflictError for a fork that has no whole
+    checkpoint of its own to go on from, and as BatchStore.read does."""
     return _Planner(run, found, recorded).plan() if found else Plan()
 
 
@@ -61,6 +63,12 @@ class _Planner:
     recorded: str
 
     def plan(self) -> Plan:
+        if (forked_at := self.run.forked_at()) > self.resume:
+            lost = "; ".join(f"{one.path.relative_to(self.run.path)}: {one.problem}" for one in self.found[:3])
+            raise RunConflictError(
+                f"{self.run.path} is a fork at step {forked_at} and holds nothing from which it could train that step "
+                f"again ({lost}); remove it and fork its parent again, `evenkeel fork PARENT NEW --at {forked_at}`"
+            )
         repairs = [*self._policies(), *self._checkpoints(), *self._records(), *self._batches()]
         begin = f"from step {self.resume}" if self.resume else "from its beginning"
         return Plan(repairs, f"started again, the run goes on {begin}")

@@ -43,7 +43,7 @@ def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
     RunConflictError for what the run cannot go on with, and StoreError for a fork without its checkpoint."""
     if not recipe_file(run.path).exists():
         return {}
-    if (forked_at := run.forked_at()) > max(run.saved_steps(), default=0):
+    if (forked_at := run.forked_at()) > max(run.saved_steps(), default=0) and not nothing_left(run, recipe):
         raise StoreError(
             f"{run.path} is a fork at step {forked_at}, and holds no checkpoint of that step or a later one: it would "
             "train its parent's steps again; remove it and fork again, at a step that the parent still holds"

@@ -140,7 +140,8 @@ def _decoded(fields: Any) -> Judgment:
     if not (failed is None or failed in FAILURES) or not isinstance(detail, str):
         raise BadMessageError("an unknown failure")
     numbers = {name: float(part) for name, part in parts.items()}
-    return Judgment(float(reward), numbers, failed, one_line(detail, _MAX_DETAIL))
+    said = detail[:_MAX_DETAIL] if failed is None else one_line(detail, _MAX_DETAIL)  # a path is given on as it is
+    return Judgment(float(reward), numbers, failed, said)
 
 
 def _is_number(value: Any) -> bool:

@@ -26,8 +26,7 @@ DIGEST_KEYS = frozenset(("task.sha256", "task.template_sha256"))
 
 def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
     """The recipe with `task.sha256` and `task.template_sha256`: those of the run's frozen recipe, else of what there is
-    now. A run that began before there was one goes on without. Raises RecipeError for data that cannot be read,
-    ModelError for a tokenizer that cannot."""
+    now. Raises RecipeError for data that cannot be read, ModelError for a tokenizer that cannot."""
     if not isinstance(recipe.task, DataTask):
         return recipe
     if os.path.lexists(run.path / "recipe.yaml") and run.num_settled():

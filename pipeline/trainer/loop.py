@@ -305,7 +305,7 @@ class Trainer:
             self._finish(math.inf if within_stage else 0.0)
             if within_stage and self._refused:
                 return
-            if self._moving is None:
+            if self._moving is None and (within_stage or not self.learner.tell(self.batches.stop_requested)):
                 self.channel.wait_for_folder()
         started = time.monotonic()
         with spans.span("step", "save", step=step - 1):

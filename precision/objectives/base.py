@@ -97,7 +97,8 @@ class ScoredStep:
     def row_sum(self, values: Tensor) -> Tensor:
         """float64 [num_rows]: `values` [tokens] (bool counts) summed over the sampled tokens of each response."""
         kept = torch.where(self.sampled, values.double(), 0.0)
-        return torch.zeros(self.num_rows, dtype=torch.float64, device=kept.device).index_add_(0, self.row, kept)
+        # In the tokens' order: a scattered sum on a GPU has none, and ranks that share a response must agree on it.
+        return torch.segment_reduce(kept, "sum", lengths=self.offsets.diff(), unsafe=True)
 
     def row_mean(self, values: Tensor) -> Tensor:
         """float64 [num_rows]: the mean over sampled tokens; 0 for a response without any."""

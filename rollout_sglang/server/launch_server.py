@@ -19,6 +19,9 @@ from rollout_sglang.server.parentage import be_a_parent, be_a_spawned_child
 from rollout_sglang.server.torch_groups import bind_stores, bound_groups
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
+HEALTH_SAMPLES_VARIABLE = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+"""/health says whether the server is up; one that must sample would wait behind a long prefill, and for ever on an
+engine that is paused for an update."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -46,6 +49,7 @@ def hide_in_logs(secret: str) -> None:
 def serve(argv: Sequence[str]) -> None:
     """Run SGLang in this process until it ends, then kill what it left behind."""
     be_a_parent()
+    os.environ[HEALTH_SAMPLES_VARIABLE] = "false"  # SGLang reads it when it is imported
     key = os.environ.get(API_KEY_VARIABLE)
     arguments = arguments_with_key(argv)
     if key:

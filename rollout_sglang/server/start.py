@@ -178,8 +178,6 @@ def start(spec: EngineSpec) -> ServerProcess:
         | {
             # A folder that is missing must be an error, not a download.
             "HF_HUB_OFFLINE": "1",
-            # /health says whether the server is up; a probe that must sample would wait behind a long prefill.
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
             FLOOR_VARIABLE: str(spec.update_floor),
             # Always set: layers named in the user's environment would be served in another format than the map says.
             IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),

@@ -78,9 +78,11 @@ class ReplicaKeeper:
         while not self._stop.wait(LOOK_S):
             try:
                 self._look()
-            except EvenKeelError as error:  # a later start of the engine: this one ends
+            except SupersededError as error:
                 print(f"the replica is not kept any longer: {error}", flush=True)
                 return
+            except EvenKeelError as error:  # the run's file system did not answer; the role goes on as well
+                print(f"warning: {error}; the replica is looked at again", flush=True)
 
     def _look(self) -> None:
         """Make the newest version, unless that was done."""

@@ -21,12 +21,22 @@ from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, FatalError, RunConflictError
 from pipeline.process_log import log_tail
-from tests.evidence.matrix import REPOSITORY, Cell, Experiment, Matrix, Model, as_overrides, model_folder
+from tests.evidence.matrix import (
+    REPOSITORY,
+    Cell,
+    Experiment,
+    Matrix,
+    Model,
+    Overrides,
+    as_overrides,
+    model_folder,
+)
 from tests.evidence.results import SETTLED, state_of
 
 POLL_S = 0.5
 CELL_DEADLINE_S = 4 * 3600.0
 MODEL_DEADLINE_S = 3600.0
+_OPTIMIZER = "learner.optimizer"
 
 Say = Callable[[str], None]
 
@@ -92,12 +102,21 @@ def make_model(model: Model, name: str, root: Path, say: Say) -> None:
     if out.exists():
         return
     write_atomically(made_by, declared)
-    values = {"run.name": name, "run.root": str(root / "warm-up"), "model.path": str(base), **model.set}
+    settings = _for_warm_up(model.set)
+    values = {"run.name": name, "run.root": str(root / "warm-up"), "model.path": str(base), **settings}
     sets = [part for override in as_overrides(values) for part in ("--set", override)]
     numbers = ("--steps", str(model.steps), "--batch-size", str(model.batch_size))
     say(f"warming up {name}: {model.steps} steps")
     arguments = ("sft", str(REPOSITORY / model.recipe), "--out", str(out), *numbers, *sets)
     _finish(Job(name=name, arguments=arguments, log=root / "logs" / f"{name}.log", deadline_s=MODEL_DEADLINE_S))
+
+
+def _for_warm_up(settings: Overrides) -> Overrides:
+    """What a model's cells are given, without their learning rate: the warm-up keeps that of `evenkeel sft`."""
+    whole = {key: value for key, value in settings.items() if key != f"{_OPTIMIZER}.lr"}
+    if isinstance(optimizer := whole.get(_OPTIMIZER), dict):
+        whole[_OPTIMIZER] = {key: value for key, value in optimizer.items() if key != "lr"}
+    return whole
 
 
 def _finish(job: Job) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from pipeline.data.files import VISIBLE_S
 from pipeline.data.membership import Announcement, Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError
+from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, SupersededError
 from rollout_sglang.server.liveness import Liveness
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, server_url, start
@@ -132,6 +133,7 @@ def _run_start(
 
     def meet(spec: EngineSpec) -> None:
         if own.nodes > 1:
+            epoch.check()  # a later start may have written its own
             Rendezvous(epoch.number, address, meeting_port, own.nodes, spec.version).write(own.rendezvous)
 
     spec = keeper.first(newest) if keeper else hold_weights(own.run, own.index, own.node, epoch.number, newest, meet)
@@ -254,29 +256,38 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
             host=address, nodes=own.nodes, node=own.node, rendezvous=f"{rendezvous.host}:{rendezvous.port}"
         )
         spec_of = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
-        spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, _as_node_0(own, rendezvous, stop, spec_of))
-        server = start(spec)
-        try:
-            if _serve_with_node_0(own, server, spec, Epoch(starts, rendezvous.epoch), stop):
-                return 0
-        finally:
-            stop_server(server, 0.0)
-            release_weights(spec)
+        epoch = Epoch(starts, rendezvous.epoch)
+        newest = _as_node_0(own, rendezvous, stop, spec_of, epoch)
+        with suppress(SupersededError):  # before this host had its weights
+            spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, newest)
+            server = start(spec)
+            try:
+                if _serve_with_node_0(own, server, spec, epoch, stop):
+                    return 0
+            finally:
+                stop_server(server, 0.0)
+                release_weights(spec)
         stop.check()
         print(f"start {rendezvous.epoch} of engine {own.index} is superseded; following the next", flush=True)
 
 
 def _as_node_0(
-    own: EngineRole, rendezvous: Rendezvous, stop: Stop, spec_of: Callable[..., EngineSpec]
+    own: EngineRole, rendezvous: Rendezvous, stop: Stop, spec_of: Callable[..., EngineSpec], epoch: Epoch
 ) -> Callable[[], EngineSpec]:
-    """With the weights that node 0 holds for its start. The call raises DeadlineExceededError where that has ended, and
-    StoppedError."""
+    """With the weights that node 0 holds for its start. The call raises SupersededError once node 0 is started again,
+    DeadlineExceededError where it has ended, and StoppedError."""
     folder = starting_folder(own.run, own.index, 0, rendezvous.epoch)
+
+    def are_there() -> bool | None:
+        if folder.is_dir():
+            return True
+        epoch.check()
+        return None
 
     def spec() -> EngineSpec:
         if rendezvous.version is None:
             return spec_of()
-        wait_for(stop, lambda: folder.is_dir() or None, f"the weights that node 0 holds ({folder})", VISIBLE_S)
+        wait_for(stop, are_there, f"the weights that node 0 holds ({folder})", VISIBLE_S)
         return spec_of(weights=(rendezvous.version, folder))
 
     return spec

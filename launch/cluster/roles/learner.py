@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -125,16 +126,28 @@ def _lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, st
     seed_policy(run, recipe)
     if shares_gpus(recipe):
         wait_for_engines(run, recipe, stop, recipe.rollout.engines)
-    if own.nodes == 1:
-        verdict = attend(own, recipe, address, epoch, stop, None)
-    else:
-        verdict = _lead_others(own, recipe, address, epoch, stop, key)
-    if verdict.status == 0:
-        run.set_finished("learner")
-    return verdict
+
+    def attended(peers: Peers | None) -> Verdict:
+        verdict = attend(own, recipe, address, epoch, stop, peers)
+        if verdict.status == 0:
+            run.set_finished("learner")
+        return verdict
+
+    return attended(None) if own.nodes == 1 else _lead_others(own, recipe, address, epoch, stop, key, attended)
 
 
-def _lead_others(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, key: str | None) -> Verdict:
+def _lead_others(
+    own: LearnerNode,
+    recipe: Recipe,
+    address: str,
+    epoch: Epoch,
+    stop: Stop,
+    key: str | None,
+    attended: Callable[[Peers], Verdict],
+) -> Verdict:
+    """`attended` runs the ranks, and marks a learner that has finished before the other nodes hear of it: they are not
+    started again then."""
+
     def complete() -> bool | None:
         epoch.check()
         return peers.complete or None
@@ -146,12 +159,13 @@ def _lead_others(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, s
             f"port {own.port + 1} of {own.host} is taken ({error.strerror}); stop what listens there or give --port"
         ) from None
     with peers:
+        epoch.check()  # a later start may have written its own
         Rendezvous(epoch.number, own.host, own.port, own.nodes).write(own.rendezvous)
         others = f"the other {own.nodes - 1} nodes of the learner"
         wait_for(stop, complete, others, recipe.rollout.start_deadline_s)
         peers.start_ranks()
         try:
-            verdict = attend(own, recipe, address, epoch, stop, peers)
+            verdict = attended(peers)
         except BaseException as error:
             peers.end(Verdict(1, str(error)))
             raise

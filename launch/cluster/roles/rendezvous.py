@@ -37,7 +37,7 @@ class Rendezvous:
         """None when there is none that can be read now. Raises StoreError when it is damaged."""
         remedy = "remove it, and start node 0 again"
         try:
-            return cls(**read_sealed_json(path, remedy))
+            return cls(**read_sealed_json(path, remedy, is_replaced=True))
         except OSError:
             return None
         except TypeError as error:

@@ -16,6 +16,8 @@ from pathlib import Path
 from pipeline.errors import FatalError, RetryableError, SupersededError
 
 DEADLINE_S = 60
+ASK_PAUSE_S = 5.0
+"""Before Slurm's controller, which gave no answer, is asked again."""
 _GONE = ("down", "fail", "*", "unknown", "powered", "powering", "reboot")
 """In the state of a node on which nothing can be started; `*`: it does not answer."""
 _OF_THE_USER = ("SLURM_CONF", "SLURM_CLUSTERS")

@@ -28,7 +28,7 @@ from typing import TypeVar
 from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import GRACE_VARIABLE
-from launch.cluster.slurm.allocation import Allocation, SlurmError
+from launch.cluster.slurm.allocation import ASK_PAUSE_S, Allocation, SlurmError
 from launch.cluster.slurm.placement import Shape
 from launch.cluster.slurm.render import RECIPE, SCRIPT
 from launch.cluster.slurm.srun import Guard, Images, SrunStarter
@@ -51,7 +51,8 @@ from pipeline.errors import (
     StoreError,
     SupersededError,
 )
-from pipeline.resume.resume import nothing_left, reopen
+from pipeline.resume.resume import changes_to, nothing_left, reopen
+from pipeline.tasks.digest import with_digest
 
 REQUEUED_S = 120
 """Longest wait for Slurm to end this process after it was told to requeue the job."""
@@ -59,7 +60,6 @@ REQUEUES = "requeues.json"
 """In the job's folder: how often it has requeued itself in a row without progress."""
 OWN_S = 20
 """Of the notice before the time limit, what this program keeps for itself; the roles get the rest, or half."""
-ASK_PAUSE_S = 5.0
 NO_ROOM_S = 1800.0
 """Longest time in which Slurm's controller is asked to requeue a job that too few nodes are left of: nothing ends it
 meanwhile."""
@@ -214,6 +214,7 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
     if run.is_finished():
         if nothing_left(run, recipe):
             return "finished"
+        changes_to(run, with_digest(recipe, run))  # what is refused leaves the run finished
         reopen(run)  # this supervisor would end
     shape = Shape.of(recipe, job.gpus_per_node, job.learner_nodes)
     starter = SrunStarter(allocation, shape, role_program(job, run, shape), role_environment(key), job.images)
@@ -261,14 +262,15 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
         count_requeue(job, before, str(error))
         return requeue(allocation, str(error), NO_ROOM_S)
     print(f"{allocation.name}: {outcome}", flush=True)
-    (job.folder / REQUEUES).unlink(missing_ok=True)
+    with suppress(OSError):  # a file system that does not answer
+        (job.folder / REQUEUES).unlink(missing_ok=True)
     if outcome == "finished":
         return 0
     if is_preempted(allocation, signals.left_s(job.grace_s) / 2):
         return requeue(allocation, "Slurm preempts the job", signals.left_s(job.grace_s))
     if not signals.time_limit or not job.resubmit:
         return 0
-    if progress(job) == before:
+    if not has_moved(job, before):
         raise FatalError(
             "the time limit came before the run had sampled a batch, saved a checkpoint or published a version, so the "
             "job is not submitted again; raise --time"
@@ -277,6 +279,16 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
     following = answered(lambda: allocation.submit_next(job.script), signals.left_s(job.grace_s))
     print(f"submitted job {following}, which goes on", flush=True)
     return 0
+
+
+def has_moved(job: Job, before: tuple[int, ...]) -> bool:
+    """Whether the run has come further than `before`. So it is taken to be where the file system does not answer: the
+    next job finds that out."""
+    try:
+        return progress(job) != before
+    except OSError as error:
+        print(f"warning: {os_error_line(error)}; the run is taken to have come further", file=sys.stderr, flush=True)
+        return True
 
 
 def answered(order: Callable[[], T], within_s: float) -> T:
@@ -350,8 +362,9 @@ def main() -> None:
     except FatalError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = FATAL_EXIT_CODE
-    except EvenKeelError as error:
-        print(f"error: {error}; submit the job again", file=sys.stderr, flush=True)
+    except (EvenKeelError, OSError) as error:
+        said = os_error_line(error) if isinstance(error, OSError) else error
+        print(f"error: {said}; submit the job again", file=sys.stderr, flush=True)
         status = 1
     sys.exit(status)
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.cluster.slurm.allocation import Allocation, SlurmError
+from launch.cluster.slurm.allocation import ASK_PAUSE_S, Allocation, SlurmError
 from launch.cluster.slurm.placement import Shape, moved, place
 from launch.cluster.starter import Unit, unit_environment
 from pipeline.child_process import ChildProcess
@@ -72,6 +72,8 @@ class Step:
     asked: bool = False
     """To end, by us."""
     status: int | None = None
+    _ask_at: float = math.inf
+    """When it is asked again to end, where Slurm's controller did not answer."""
     _look_at: float = field(default_factory=lambda: time.monotonic() + UNMADE_S)
     """When it is looked whether Slurm has made it."""
 
@@ -85,6 +87,8 @@ class Step:
             # srun ends with 0 when the node of its step dies.
             self.status = NODE_DIED if status == 0 and not self.allocation.is_up(self.host) else status
             self.on_end(self)
+        elif self.status is None and time.monotonic() >= self._ask_at:
+            self._ask_to_end()
         elif self.status is None and time.monotonic() >= self._look_at:
             self._look_at = math.inf
             self._say_if_unmade()
@@ -105,14 +109,18 @@ class Step:
         if self.poll() is not None:
             return
         self.asked = True
+        self._ask_to_end()
+
+    def _ask_to_end(self) -> None:
+        self._ask_at = math.inf
         try:
-            step = self.allocation.step(self.name)
-            if step is not None:
+            if (step := self.allocation.step(self.name)) is None:
+                self.client.kill()
+            else:
                 self.allocation.signal(step, "TERM")
-                return
-        except SlurmError as error:
-            print(f"warning: {error}; {self.name} is killed instead", file=sys.stderr, flush=True)
-        self.client.kill()
+        except SlurmError as error:  # its controller may be started again just now; `poll` asks once more
+            print(f"warning: {error}; {self.name} is asked to end again", file=sys.stderr, flush=True)
+            self._ask_at = time.monotonic() + ASK_PAUSE_S
 
     def kill(self) -> None:
         """End the step; returns once it is gone, or after KILL_S."""

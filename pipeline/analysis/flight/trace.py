@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.analysis.flight.bottleneck import bottleneck, phase_shares
+from pipeline.analysis.flight.bottleneck import bottleneck, judged_steps, phase_shares
 from pipeline.analysis.flight.timeline import COLLECTOR, RANK_ZERO, STEP, Span, timeline
 from pipeline.analysis.run_log import RunLog
 from pipeline.errors import StoreError
@@ -43,6 +43,7 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
             "run": run_log.recipe.run.name,
             "began": begin,
             "steps": [numbers[0], numbers[-1] + 1],
+            "judged_steps": judged_steps(until_then, **window),
             "shares": phase_shares(until_then, **window),
             "bottleneck": bottleneck(until_then, **window),
         },

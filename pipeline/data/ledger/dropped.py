@@ -39,7 +39,7 @@ class DroppedGroup:
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether group and problem say all of it. Older files give another reason."""
+        """Whether group and problem say all of it."""
         return self.kind == "solved" and self == DroppedGroup.passed_over(self.group, self.problem)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from launch.sft_command import read_recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
@@ -184,6 +186,17 @@ class TestResuming:
         assert "diverged at step 0: loss is nan" in (tmp_path / "docs" / "evidence.md").read_text()
         assert command.main([*arguments, "--page"]) == 0
         assert len(ran) == 2
+
+    def test_sft_takes_what_warms_a_model_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(runner, "_finish", lambda job: made.append(job.arguments))
+        for file in sorted((command.REPOSITORY / "tests/evidence").glob("*.yaml")):
+            (root := tmp_path / file.stem / "models").mkdir(parents=True)
+            for name, model in read_matrix(file).models.items():
+                made: list[tuple[str, ...]] = []
+                runner.make_model(model, name, root.parent, lambda _: None)
+                _, sft = made
+                sets = [value for option, value in pairwise(sft) if option == "--set"]
+                assert read_recipe(Path(sft[1]), sets, model.steps, None).run.name == name
 
     def test_a_changed_cell_is_refused(self, tmp_path: Path) -> None:
         cells = self.cells(tmp_path)

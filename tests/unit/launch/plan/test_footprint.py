@@ -149,6 +149,25 @@ def test_publishing_holds_the_largest_tensor_in_pieces_and_whole() -> None:
         assert found.publishing == expected
 
 
+def test_buckets_that_are_there_while_a_step_trains_are_added_to_it() -> None:
+    plain, beside = (
+        worst_footprint(QWEN3_32B, learner(4, 4, 2), work(bucket_bytes=1 << 31, buckets_stay=stay))
+        for stay in (False, True)
+    )
+    assert plain.training > plain.publishing  # else nothing would be shown
+    assert beside.total - beside.allowance == plain.total - plain.allowance + (2 << 31)
+    assert sum(beside.items().values()) == beside.total
+    assert beside.buckets + beside.publishing == plain.publishing
+
+
+def test_the_probe_rounds_a_copy_of_the_matrices() -> None:
+    plain, emulated = (
+        worst_footprint(QWEN3_32B, learner(4, 4, 2), work(kernels="local", emulates_at_publish=emulates))
+        for emulates in (False, True)
+    )
+    assert emulated.publishing - plain.publishing == 2 * plain.held.matrices
+
+
 layouts = st.builds(
     learner,
     tensor=st.sampled_from([1, 2, 4, 8]),

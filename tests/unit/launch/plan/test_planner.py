@@ -15,6 +15,7 @@ from rich.console import Console
 
 from launch.plan.costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
 from launch.plan.fitting import check_sizes
+from launch.plan.grace import checkpoint_bytes
 from launch.plan.hosts import cluster_needs, planner_that_fits
 from launch.plan.models import config_for, engine_model
 from launch.plan.planner import Machine, Planner, make_plan
@@ -194,6 +195,23 @@ def test_float32_is_planned_for_the_layers_that_compute_it() -> None:
 
     assert layers("learner.precision=fp32") == ("local", True)
     assert layers() == ("fused", False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stay", "emulates"),
+    [
+        (["weights.channel=broadcast", "schedule={kind: sync}"], False, False),
+        (["weights.channel=broadcast", "schedule={kind: async, lag: 1}"], True, False),
+        (["weights.channel=ipc", "schedule={kind: sync}"], True, False),
+        (["weights.channel=disk", "learner.precision=fp32", "rollout.precision=fp8_block"], False, True),
+        (["weights.channel=disk", "learner.precision=fp32", "rollout.precision=bf16"], False, False),
+        (["weights.channel=disk", "learner.fp8_emulation=true", "rollout.precision=fp8_block"], False, False),
+    ],
+)
+def test_what_a_publish_holds_while_a_step_trains(overrides: list[str], stay: bool, emulates: bool) -> None:
+    planner = Planner(DENSE, load_recipe(DENSE, overrides), Machine(gpus=64, gpu_gib=80), assumptions())
+    work = planner.workload(planner.recipe.learner)
+    assert (work.buckets_stay, work.emulates_at_publish) == (stay, emulates)
 
 
 def test_layouts_that_do_not_divide_are_named() -> None:
@@ -456,3 +474,21 @@ def test_hosts_hold_what_is_published() -> None:
     disk, few, many = (memory(*one) for one in (["weights.channel=disk"], ["rollout.engines=1"], []))
     assert many - disk == pytest.approx(model, rel=1e-6), "eight ranks hold a quarter each"
     assert few == disk
+
+
+@pytest.mark.parametrize(
+    ("overrides", "of_a_parameter"),
+    [
+        ([], 4 + 8 + 8 * 4),
+        (["learner.precision=bf16"], 2 + 4 + 8 + 8 * 2),
+        (["schedule.lag=3"], 4 + 8 + 3 * 4),
+        (["learner.old_logprobs_at=update"], 4 + 8),
+        (["schedule={kind: sync}"], 4 + 8),
+    ],
+)
+def test_a_checkpoint_holds_the_older_versions_that_the_learner_keeps(
+    overrides: list[str], of_a_parameter: int
+) -> None:
+    """Weights, their main copies in float32, two moments, and the weights of as many versions as the lag has."""
+    recipe, config = load_recipe(RECIPES / "decoupled.yaml", overrides), shape("qwen3-32b")
+    assert checkpoint_bytes(config, recipe) == config.num_parameters * of_a_parameter

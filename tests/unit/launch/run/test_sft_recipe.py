@@ -44,6 +44,8 @@ def test_a_staged_recipe_may_have_fewer_steps_than_a_stage(tmp_path: Path) -> No
         ("learner.optimizer.decay=cosine", "falls linearly to zero; leave it out"),
         ("learner.optimizer.min_lr=0.1", "falls linearly to zero; leave it out"),
         ("learner.optimizer.decay_steps=7", "falls linearly to zero; leave it out"),
+        ("learner.optimizer={weight_decay: 0.1, lr: 1.0e-4}", "give --lr"),
+        ("learner={optimizer: {lr: 1.0e-4}}", "give --lr"),
     ],
 )
 def test_a_key_that_would_be_dropped_is_refused(override: str, instead: str) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch.fork.fork import fork_run
 from pipeline.analysis.audit import verify_history
 from pipeline.control.files import ControlFiles
 from pipeline.data.integrity.sealed import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
+from pipeline.errors import RunConflictError
 from pipeline.repair.apply import apply, repaired_paths
 from pipeline.repair.damage import find_damage
 from pipeline.repair.plan import Plan, plan_repair
@@ -190,6 +192,19 @@ def test_without_the_controllers_record_its_step_is_decided_again(tmp_path: Path
     assert ControlFiles(run.control, run.fence).read(3) is None
     damage(run.control / "000000.json")
     assert repaired(run).after.endswith("from step 2")
+
+
+@pytest.mark.parametrize("name", ["checkpoints/000004", "control/000003.json"])
+def test_a_fork_that_cannot_train_its_first_step_again_is_to_be_made_anew(tmp_path: Path, name: str) -> None:
+    """It would begin at step 0, with its parent's batches. The controller goes on from what step 3 decided."""
+    fork_run(whole_run(tmp_path, controlled=True).path, Path("new"), 4)
+    run = RunDirectory(tmp_path / "new")
+    assert plan_of(run) == Plan()
+    damage(run.path / name)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises(RunConflictError, match=rf"is a fork at step 4 .*{name}.*`evenkeel fork PARENT NEW --at 4`"):
+        repaired(run)
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
 def test_pi_old_of_a_stage_under_way_is_scored_again(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from launch.build.trainer import build_rates
+from launch.fork.fork import fork_run
 from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe
 from pipeline.data import epochs
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog, read_events
-from pipeline.data.files import remove_leftovers
+from pipeline.data.files import remove_folder, remove_leftovers
 from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
 from pipeline.data.integrity.folders import list_checksums, verify_folder
 from pipeline.data.integrity.sealed import write_sealed_json
@@ -132,6 +133,19 @@ def test_a_finished_run_with_more_steps_is_not_finished(tmp_path: Path) -> None:
     assert not run.model_manifest.exists()
     assert (run.model / "config.json").exists()
     verify_folder(run.model, "")
+
+
+def test_a_fork_without_a_checkpoint_needs_none_once_it_is_finished(tmp_path: Path) -> None:
+    """With more steps it would train those of its parent again."""
+    fork_run(whole_run(tmp_path).path, Path("new"), 4)
+    run = RunDirectory(tmp_path / "new")
+    remove_folder(run.checkpoints / "000004")
+    with pytest.raises(StoreError, match="is a fork at step 4, and holds no checkpoint"):
+        changes_to(run, run.recipe())
+    finish(run)
+    assert changes_to(run, run.recipe()) == {}
+    with pytest.raises(StoreError, match="is a fork at step 4, and holds no checkpoint"):
+        changes_to(run, changed(run.recipe(), run=dict(steps=16)))
 
 
 def test_who_works_by_the_old_recipe_is_superseded(tmp_path: Path) -> None:

@@ -184,6 +184,14 @@ def test_what_failed_is_one_line_without_control_characters(detail: str) -> None
         assert len(shown) <= 500
 
 
+def test_the_detail_of_what_did_not_fail_comes_back_as_it_is() -> None:
+    """It names a path, in which two blanks are not one."""
+    path = "/a  folder/of\ttabs "
+    scored, failed = Judgment(1.0, {}, None, path), Judgment(0.0, {}, "raised", path)
+    read = decode_judgment("k", encode_judgment("k", together([scored, failed])))
+    assert [one.detail for one in read.of_each(2)] == [path, "/a folder/of tabs"]
+
+
 def answered(status: int) -> httpx.HTTPStatusError:
     request = httpx.Request("POST", "http://judge")
     return httpx.HTTPStatusError("no", request=request, response=httpx.Response(status, request=request))

@@ -233,11 +233,26 @@ def test_a_request_to_stop_saves_what_is_trained_once(
     assert steps.calls == saved
 
 
-def test_a_checkpoint_waits_for_the_folder(run: RunDirectory) -> None:
-    """Without it, a crash could leave a checkpoint past a version that is served and nowhere on disk."""
+@pytest.mark.parametrize(
+    ("schedule", "asked_to_end", "waits"),
+    [
+        (Schedule(kind="sync", steps=4), False, True),
+        (Schedule(kind="sync", steps=4), True, False),
+        (Schedule(kind="staged", steps=4, updates_per_stage=4), False, True),
+        (Schedule(kind="staged", steps=4, updates_per_stage=4), True, True),
+    ],
+)
+def test_a_checkpoint_waits_for_the_folder(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, schedule: Schedule, asked_to_end: bool, waits: bool
+) -> None:
+    """Without it, a crash could leave a checkpoint past a version that is served and nowhere on disk. A learner that is
+    asked to end has no time for that; the next start publishes the checkpoint's version, but not within a stage."""
     recorder = Recorder()
-    trainer(run, recorder, recorder)._save(2)
-    assert recorder.calls == ["wait_for_folder", "save 2"]
+    monkeypatch.setattr(recorder, "stop_requested", lambda: asked_to_end)
+    loop = trainer(run, recorder, recorder)
+    loop.schedule = schedule
+    loop._save(2)
+    assert recorder.calls == ["wait_for_folder"] * waits + ["save 2"]
 
 
 class Beside(Steps):
@@ -353,7 +368,7 @@ def test_a_learner_that_is_asked_to_end_with_its_engines_does_not_publish(
 ) -> None:
     """There may be no engine any more, and one would be waited for until the grace time is over."""
     calls = ended(run, Ending(run, last=1), monkeypatch, kind="sync")
-    assert calls == ["batch 0", "publish 1", "batch 1", "wait_for_folder", "save 2"]
+    assert calls == ["batch 0", "publish 1", "batch 1", "save 2"]
     assert [line["step"] for line in read_metrics(run.path)] == [0, 1]
 
 
@@ -363,7 +378,7 @@ def test_a_version_that_no_engine_took_because_all_end_does_not_keep_from_saving
 ) -> None:
     """Also where the engines were asked to end a moment before the learner."""
     calls = ended(run, Ending(run, last=1, late_looks=late_looks), monkeypatch, kind="async", lag=1)
-    assert calls == ["batch 0", "begin 1", "batch 1", "finish", "wait_for_folder", "save 2"]
+    assert calls == ["batch 0", "begin 1", "batch 1", "finish", "save 2"]
 
 
 def test_a_version_that_never_arrives_is_left_behind(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +388,7 @@ def test_a_version_that_never_arrives_is_left_behind(run: RunDirectory, monkeypa
 
 def test_the_last_version_is_published_by_the_next_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = ended(run, Ending(run, last=3), monkeypatch, kind="sync")
-    assert calls[-3:] == ["batch 3", "wait_for_folder", "save 4"]
+    assert calls[-2:] == ["batch 3", "save 4"]
 
 
 def test_no_checkpoint_within_a_stage_whose_version_no_engine_took(

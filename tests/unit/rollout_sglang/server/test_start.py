@@ -23,10 +23,11 @@ import pytest
 
 from pipeline import scratch
 from pipeline.errors import EngineStartError, ModelError, PortInUseError, RecipeError
-from rollout_sglang.server import process, start
+from rollout_sglang.server import launch_server, process, start
 from rollout_sglang.server.block_shapes import check_block_shapes
 from rollout_sglang.server.launch_server import (
     API_KEY_VARIABLE,
+    HEALTH_SAMPLES_VARIABLE,
     arguments_with_key,
     hide_in_logs,
     note_shared_memory,
@@ -226,6 +227,16 @@ def test_the_key_is_in_the_environment_and_nowhere_else(tmp_path: Path, monkeypa
     assert "EVENKEEL_API_KEY" not in server_environment(None)
     assert arguments_with_key(["--port", "1"]) == ["--port", "1", "--api-key=secret"]
     assert arguments_with_key([]) == []
+
+
+def test_every_server_answers_whether_it_is_up_without_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of rollout.urls too, which nobody here has started: one that is paused for an update samples nothing."""
+    monkeypatch.setenv(HEALTH_SAMPLES_VARIABLE, "true")
+    monkeypatch.setattr(launch_server, "be_a_parent", lambda: None)
+    monkeypatch.setitem(sys.modules, "sglang.launch_server", None)  # importing it fails: the variable is set before
+    with pytest.raises(ImportError):
+        launch_server.serve([])
+    assert os.environ[HEALTH_SAMPLES_VARIABLE] == "false"
 
 
 def test_a_key_that_begins_with_a_dash_is_still_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

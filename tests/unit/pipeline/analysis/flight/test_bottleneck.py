@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.analysis.flight.bottleneck import bottleneck, phase_shares, wait_shares, whole_stages
-from pipeline.analysis.flight.timeline import LEARNER_PHASES, Span, collector_spans, learner_spans
+from pipeline.analysis.flight.bottleneck import bottleneck, judged_steps, phase_shares, wait_shares, whole_stages
+from pipeline.analysis.flight.timeline import (
+    LEARNER_PHASES,
+    RANK_ZERO,
+    STEP,
+    Span,
+    collector_spans,
+    learner_spans,
+)
 
 
 def steps(count: int = 3, **seconds: float) -> list[Span]:
@@ -62,6 +69,34 @@ def test_a_batch_that_was_ready_before_it_was_awaited_is_not_blamed() -> None:
         for step in range(3)
     ]
     assert wait_shares([*steps(wait=8.0), *collector_spans(early)])["evaluate"] == 0.0
+
+
+def test_each_wait_of_the_first_step_of_a_stage_is_for_another_batch() -> None:
+    """A stage is scored before its first update, which waits for one of its batches after the other."""
+    learner = [
+        Span(part=RANK_ZERO, lane=STEP, name=name, number=number, start=start, end=end)
+        for name, number, start, end in (
+            *(("wait", 4, 100.0, 102.0), ("wait", 4, 103.0, 110.0), ("update", 4, 110.0, 110.5)),
+            *(("wait", 5, 110.5, 110.5), ("update", 5, 110.5, 111.0)),
+        )
+    ]
+    events = [
+        {"kind": "committed", "batch": 4, "started": 90.0, "seconds": {"generate": 12.0}},
+        {"kind": "committed", "batch": 5, "started": 91.0, "seconds": {"generate": 12.0, "evaluate": 7.0}},
+    ]
+    spans = [*learner, *collector_spans(events)]
+    shares = wait_shares(spans, stage=2)
+    assert (shares["generate"], shares["evaluate"]) == (pytest.approx(2 / 9), pytest.approx(7 / 9))
+    assert bottleneck(spans, stage=2).startswith("evaluations: the learner waits 70 % of each step for held-out answers")
+
+
+def test_the_steps_of_a_verdict_are_named() -> None:
+    """Without the first one, as soon as there is another stage."""
+    assert judged_steps([]) is None
+    assert judged_steps(steps(1, update=1.0)) == (0, 1)
+    assert judged_steps(steps(5, update=1.0)) == (1, 5)
+    assert judged_steps(steps(50, update=1.0)) == (30, 50)
+    assert judged_steps(steps(50, update=1.0), stage=32) == (18, 50)
 
 
 def test_warm_up_step_and_old_steps_do_not_count() -> None:

@@ -37,7 +37,7 @@ def test_a_run_without_recorded_spans_is_traced_from_its_logs(write_run: WriteRu
     assert [event["name"] for event in rows["learner rank 0", "step"]] == [
         name for step in (2, 3) for name in (f"step {step}", *SECONDS)
     ]
-    assert found["otherData"]["steps"] == [2, 4]
+    assert found["otherData"]["steps"] == found["otherData"]["judged_steps"] == [2, 4]
     assert found["otherData"]["shares"]["wait"] == pytest.approx(0.6)
     assert found["otherData"]["bottleneck"].startswith("rollouts: the learner waits ")
 
@@ -79,6 +79,12 @@ def test_recorded_spans_replace_what_is_rebuilt(write_run: WriteRun) -> None:
 
 def test_the_default_is_the_last_steps(write_run: WriteRun) -> None:
     assert trace(write_run(24))["otherData"]["steps"] == [4, 24]
+
+
+def test_the_steps_that_were_judged_are_told_where_they_are_not_those_shown(write_run: WriteRun) -> None:
+    """The first step is shown, and left out of shares and verdict."""
+    found = trace(write_run(3))["otherData"]
+    assert (found["steps"], found["judged_steps"]) == ([0, 3], [1, 3])
 
 
 def test_refusals_say_what_there_is(write_run: WriteRun, tmp_path: Path) -> None:
