@@ -83,6 +83,7 @@ class Replica:
         first, last = chain[0], chain[-1]
         own = {copy.link.state: copy for copy in self._held}
         if last.state in own and own[last.state].link.version == last.version:
+            self.on_change(self.folders)  # once more: the first time it may have failed
             return own[last.state].folder
         target = self.folder / replica_name(last.version, last.state)
         temporary = temporary_name(target)
@@ -99,9 +100,9 @@ class Replica:
 
     def _begin(self, first: Link, own: _Copy | None, temporary: Path) -> None:
         """Make `temporary` the weights of `first`: a folder that is not needed any more, or a copy."""
-        spare = self._held.pop(0) if len(self._held) == _KEPT else None
-        if spare is not None:
-            self.on_change(self.folders)  # before it is written to: who reads the list loads another one
+        if len(self._held) == _KEPT:
+            self.on_change(self.folders[1:])  # before it is written to: who reads the list loads another one
+            spare = self._held.pop(0)
             spare.folder.rename(temporary)
             if spare == own:
                 return

@@ -40,6 +40,7 @@ from launch.run.processes import child_environment
 from launch.run.supervisor import Outcome, Supervisor
 from pipeline.analysis.html_report import write_report
 from pipeline.config.loader import load_recipe
+from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
@@ -244,22 +245,23 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
     return outcome
 
 
-def progress(job: Job) -> tuple[int, ...]:
+def progress(recipe: Recipe) -> tuple[int, ...]:
     """What a further job goes on from: the published version, the newest checkpoint, batches and evaluations. A stage
     of several steps publishes once, and saves meanwhile."""
-    run = RunDirectory(load_recipe(job.folder / RECIPE).directory)
+    run = RunDirectory(recipe.directory)
     published = run.published_version() if run.is_published() else -1
     return published, max(run.saved_steps(), default=-1), run.num_settled(), len(run.evaluated_versions())
 
 
 def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
     """One attempt, and what follows from how it ended; returns the exit status of the batch script."""
-    before = progress(job)
+    recipe = load_recipe(job.folder / RECIPE)  # once: at the end the file system may not answer
+    before = progress(recipe)
     try:
         with api_key(job, allocation.name) as key:
             outcome = attempt(job, allocation, signals, key)
     except NoRoomError as error:
-        count_requeue(job, before, str(error))
+        count_requeue(job, recipe, before, str(error))
         return requeue(allocation, str(error), NO_ROOM_S)
     print(f"{allocation.name}: {outcome}", flush=True)
     with suppress(OSError):  # a file system that does not answer
@@ -270,7 +272,7 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
         return requeue(allocation, "Slurm preempts the job", signals.left_s(job.grace_s))
     if not signals.time_limit or not job.resubmit:
         return 0
-    if not has_moved(job, before):
+    if not has_moved(recipe, before):
         raise FatalError(
             "the time limit came before the run had sampled a batch, saved a checkpoint or published a version, so the "
             "job is not submitted again; raise --time"
@@ -281,11 +283,11 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
     return 0
 
 
-def has_moved(job: Job, before: tuple[int, ...]) -> bool:
+def has_moved(recipe: Recipe, before: tuple[int, ...]) -> bool:
     """Whether the run has come further than `before`. So it is taken to be where the file system does not answer: the
     next job finds that out."""
     try:
-        return progress(job) != before
+        return progress(recipe) != before
     except OSError as error:
         print(f"warning: {os_error_line(error)}; the run is taken to have come further", file=sys.stderr, flush=True)
         return True
@@ -315,10 +317,10 @@ def is_preempted(allocation: Allocation, within_s: float) -> bool:
         return False
 
 
-def count_requeue(job: Job, before: tuple[int, ...], reason: str) -> None:
+def count_requeue(job: Job, recipe: Recipe, before: tuple[int, ...], reason: str) -> None:
     """Raises FatalError once the job has requeued itself `run.max_restarts` times in a row without progress: nodes that
     fail whatever is started there would come back with every attempt."""
-    path, now, most = job.folder / REQUEUES, progress(job), load_recipe(job.folder / RECIPE).run.max_restarts
+    path, now, most = job.folder / REQUEUES, progress(recipe), recipe.run.max_restarts
     in_a_row = 0 if now != before else 1 + _requeues_at(path, now)
     if in_a_row > most:
         path.unlink(missing_ok=True)  # who submits it again has seen to it

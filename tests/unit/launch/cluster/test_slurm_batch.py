@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
@@ -110,6 +111,20 @@ def test_a_job_of_a_finished_run_starts_nothing(job: Job, allocation: Said, monk
     (job.folder / "recipe.yaml").write_text(longer.to_yaml())
     monkeypatch.setattr(Supervisor, "supervise", lambda _: pytest.fail("finished") if run.is_finished() else "stopped")
     assert run_job(job, allocation, Signals()) == 0
+
+
+def test_a_recipe_that_is_refused_leaves_a_finished_run_finished(job: Job, allocation: Said) -> None:
+    recipe = load_recipe(job.folder / "recipe.yaml")
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    run.set_published(1)
+    for role in ("learner", "collector"):
+        run.set_finished(role)
+    longer = recipe.run.model_copy(update=dict(steps=recipe.run.steps + 1, seed=recipe.run.seed + 1))
+    (job.folder / "recipe.yaml").write_text(recipe.model_copy(update=dict(run=longer)).to_yaml())
+    with pytest.raises(RunConflictError, match=r"run\.seed"):
+        run_job(job, allocation, Signals())
+    assert run.is_finished()
 
 
 @pytest.mark.parametrize(("sent", "orders"), [("time_limit", ["submit job.sbatch"]), ("end", [])])
@@ -236,6 +251,43 @@ def test_a_job_that_only_saved_goes_on(job: Job, allocation: Said, monkeypatch: 
 
     attempt(monkeypatch, saves)
     assert (run_job(job, allocation, signals), allocation.orders) == (0, ["submit job.sbatch"])
+
+
+def test_a_job_goes_on_where_the_file_system_does_not_say_what_it_has_reached(
+    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stale(_: RunDirectory) -> list[int]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def stopped() -> str:
+        signals._limit()
+        monkeypatch.setattr(RunDirectory, "saved_steps", stale)
+        return "stopped"
+
+    published(job, 3)
+    signals = Signals()
+    attempt(monkeypatch, stopped)
+    assert (run_job(job, allocation, signals), allocation.orders) == (0, ["submit job.sbatch"])
+    assert "the run is taken to have come further" in capsys.readouterr().err
+
+
+def test_a_file_system_that_fails_is_told_in_one_line_and_the_job_may_be_submitted_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/runs/demo")
+
+    for name, value in dict(SLURM_JOB_ID="7", SLURMD_NODENAME="n1", EVENKEEL_GRACE_S="9").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["batch", str(job.folder), "--gpus-per-node", "0", "--grace", "60"])
+    monkeypatch.setattr(Signals, "install", lambda signals: signals)
+    monkeypatch.setattr(batch, "run_job", fails)
+    with pytest.raises(SystemExit) as ended:
+        batch.main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: /runs/demo: Input/output error (EIO); ")
+    assert line.endswith("; submit the job again")
 
 
 def test_too_few_nodes_are_a_requeue(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:

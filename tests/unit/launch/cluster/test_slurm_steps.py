@@ -282,6 +282,27 @@ def test_a_step_is_asked_to_end_by_its_number(fake: FakeSlurm, allocation: Alloc
     assert step.poll() == -signal.SIGKILL
 
 
+def test_a_step_is_asked_to_end_again_where_the_controller_did_not_answer(
+    fake: FakeSlurm,
+    allocation: Allocation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It saves then; killed, it would not."""
+    monkeypatch.setattr("launch.cluster.slurm.srun.ASK_PAUSE_S", 0.0)
+    step = starter(allocation).start(SECOND, tmp_path / "log")
+    (fake.folder / "steps").write_text("42.3 learner-1.0.1\n")
+    fake.script("squeue", '[ -e "$F/away" ] || cat "$F/steps"; ! rm "$F/away" 2>/dev/null')
+    (fake.folder / "away").touch()
+    step.terminate()
+    assert "learner-1.0.1 is asked to end again" in capsys.readouterr().err
+    assert (fake.said(), step.client.poll()) == ("", None)
+    for _ in range(2):
+        assert step.poll() is None
+    assert fake.said() == "scancel --ctld --signal=TERM 42.3\n"
+
+
 def test_a_step_of_a_hidden_partition_is_asked_to_end(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
     fake.script("squeue", 'case "$*" in "-a "*) cat "$F/steps" ;; esac')
     step = starter(allocation).start(SECOND, tmp_path / "log")

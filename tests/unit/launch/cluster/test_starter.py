@@ -116,6 +116,19 @@ def test_the_collector_alone_is_given_the_teacher_s_key(tmp_path: Path, monkeypa
     assert all(one["EVENKEEL_API_KEY"] == "key" for one in given)
 
 
+def test_the_collector_alone_is_told_which_file_the_key_lies_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hides that file from code of rewards."""
+    monkeypatch.setenv("EVENKEEL_API_KEY_FILE", "/keys/mine")
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(starter, "_Child", lambda _, __, environment, **___: given.append(environment))
+    here = LocalStarter(RunDirectory(tmp_path), a_recipe(tmp_path, engines=2), "key")
+    for unit in (Unit("engine", 0), Unit("router"), Unit("learner"), Unit("collector")):
+        here.start(unit, tmp_path / "log")
+    assert [one.get("EVENKEEL_API_KEY_FILE") for one in given] == [None, None, None, "/keys/mine"]
+
+
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
     import socket
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -196,3 +197,17 @@ def test_a_teacher_that_fails_has_words_of_its_own(tmp_path: Path) -> None:
     shown = wide.export_text()
     assert f"8 samples of 1 steps without the teacher's scores; {said}" in shown
     assert "without a reward" not in shown
+
+
+def test_a_file_system_that_does_not_answer_hides_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the block raised is what is told, and the terminal is given back."""
+
+    def fails() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    view = LiveView(tmp_path, 20, console=Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr(view, "refresh", fails)
+    with pytest.raises(ZeroDivisionError), view:
+        raise ZeroDivisionError
+    assert view._live is not None
+    assert not view._live.is_started

@@ -280,6 +280,38 @@ def test_whatever_ends_the_run_a_healthy_learner_saves_first(
     assert all(process.status or process.killed for _, process in case.starter.started)
 
 
+@pytest.mark.parametrize(("fails", "said"), [(COLLECTOR, True), (LEARNER, False)])
+def test_a_fatal_reason_is_told_before_a_learner_is_waited_for(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: Unit, said: bool
+) -> None:
+    def fail() -> None:
+        leave_fatal_note(case.run, f"{fails.name}-000001", RewardError("it fails"))
+        case.end(fails, 64)()
+
+    told: list[str] = []
+    terminate = Process.terminate
+    monkeypatch.setattr(Process, "terminate", lambda one: (told.append(capsys.readouterr().err), terminate(one))[1])
+    case.script = [fail]
+    with pytest.raises(RewardError), case.supervisor as supervisor:
+        supervisor.supervise()
+    assert told[0] == ("error: it fails; the learner is asked to save\n" if said else "")
+
+
+def test_a_file_system_that_does_not_answer_at_a_requested_stop_is_no_error(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roles have saved by then; it is looked whether nothing was left to do."""
+
+    def fail(_: RunDirectory) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(RunDirectory, "is_finished", fail)
+    case.script = [lambda: setattr(case, "stop", True)]
+    with case.supervisor as supervisor:
+        assert supervisor.supervise() == "stopped"
+    assert case.starter.processes(LEARNER)[0].asked
+
+
 def test_a_file_system_that_does_not_answer_for_a_while_ends_nothing(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -54,4 +55,29 @@ def test_lines_of_all_starts_come_by_time(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr("pipeline.data.event_log.time.time", lambda when=when: float(when))
         logs[when % 2].event("issued", group=when)
     assert [line["group"] for line in tail.new_lines()] == list(range(6))
+    assert [*tail.new_lines()] == []
+
+
+def test_lines_that_were_read_before_another_file_failed_come_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_tail, "_PART_BYTES", 1)
+    logs = [EventLog(tmp_path, f"{role}-000001") for role in ("collector", "learner")]
+    for when in range(6):
+        monkeypatch.setattr("pipeline.data.event_log.time.time", lambda when=when: float(when))
+        logs[when % 2].event("issued", group=when)
+    tail, next_part, failing = LogTail(tmp_path, "events"), Tail._next_part, True
+
+    def part(one: Tail) -> list[bytes]:
+        if failing and one.offset and one.path.name.startswith("learner"):
+            raise OSError(errno.EIO, "Input/output error")
+        return next_part(one)
+
+    monkeypatch.setattr(Tail, "_next_part", part)
+    taken: list[int] = []
+    with pytest.raises(OSError, match="Input/output"):
+        taken.extend(line["group"] for line in tail.new_lines())
+    assert taken == [0, 1], "the collector's 2 is read, and not taken"
+    failing = False
+    assert [line["group"] for line in tail.new_lines()] == [2, 3, 4, 5]
     assert [*tail.new_lines()] == []

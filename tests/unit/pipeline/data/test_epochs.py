@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data import epochs
-from pipeline.data.epochs import claim, epoch_folder, newest
+from pipeline.data.epochs import claim, epoch_folder, first_start_after, newest
 from pipeline.data.files import create_exclusively, is_temporary, replacing, temporary_name, write_atomically
 from pipeline.data.integrity import replaced
 from pipeline.data.membership import Member, Membership
@@ -56,6 +56,19 @@ def test_a_slower_start_does_not_set_the_pointer_back(tmp_path: Path, monkeypatc
     slower = claim(tmp_path, "learner")
     assert (slower.name, later[1]) == ("learner-000001", "learner-000002")
     assert (slower.folder / "NEWEST").read_text().startswith("000002")
+
+
+@pytest.mark.parametrize(
+    ("moment", "longest_pause_s", "first"),
+    [(50, 1000, 5000), (50, 4000, 100), (1000, 4000, 5000), (5200, 1000, 5500), (5500, 1000, None)],
+)
+def test_starts_before_a_longer_pause_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: float, longest_pause_s: float, first: float | None
+) -> None:
+    for began in (100.0, 1000.0, 5000.0, 5500.0):
+        monkeypatch.setattr(epochs.time, "time", lambda began=began: began)
+        claim(tmp_path, "learner")
+    assert first_start_after(epoch_folder(tmp_path, "learner"), moment, longest_pause_s) == first
 
 
 @pytest.mark.parametrize("hidden", ["000002", "NEWEST"])

@@ -163,6 +163,19 @@ def test_what_is_published_is_waited_for_a_moment(recipe: Recipe) -> None:
         run.published_version()
 
 
+def test_a_mark_that_is_empty_for_a_moment_is_read_again(recipe: Recipe) -> None:
+    """So another host may see it while it is replaced."""
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    run.set_finished("learner")
+    run.set_finished("collector")
+    (run.path / "finished" / "learner").write_text("")
+    writer = threading.Timer(0.1, run.set_finished, ["learner"])
+    writer.start()
+    assert run.is_finished()
+    writer.join()
+
+
 def test_what_is_published_never_falls(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner was frozen after its check, just before version 2 got its name; it thaws when 6 is published."""
     run = RunDirectory(recipe.directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from pipeline.data.deltas.chain import read_link
 from pipeline.data.membership import Announcement, Member, Membership
 from pipeline.data.run_directory import RunDirectory, unfenced
-from pipeline.errors import EngineVersionError, SupersededError
+from pipeline.errors import DeadlineExceededError, EngineVersionError, SupersededError
 from rollout_sglang.engine_pool import EnginePool, PooledEngine
 from rollout_sglang.server.start import EngineSpec
 from rollout_sglang.target import Target
@@ -152,3 +153,47 @@ def test_a_superseded_start_says_nothing(tmp_path: Path) -> None:
         told.say(silent="hangs")
     assert Membership(tmp_path).engines() == []
     assert told.member == replace(OWN, silent="hangs", stuck="x")
+
+
+def unanswered(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """What the run answers to the next announcements: of what there is, and of why there is not more."""
+    fails: list[Exception] = [DeadlineExceededError("the pointer cannot be read")] * 2
+
+    def fence() -> None:
+        if fails:
+            raise fails.pop()
+
+    monkeypatch.setattr(host.told, "_fence", fence)
+    return fails
+
+
+def test_a_run_that_does_not_answer_at_an_announcement_is_followed_further(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.begin()
+    fails = unanswered(host, monkeypatch)
+    host.publish()
+    ends = time.monotonic() + 20
+    while fails:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    host.publish()
+    assert host.prepare(3).name == host.name(3)
+    assert "warning: the pointer cannot be read; the replica is looked at again" in capsys.readouterr().out
+
+
+def test_what_could_not_be_announced_is_announced_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner waits for it, and publishes nothing meanwhile."""
+    monkeypatch.setattr(replica_keeper, "RETRY_S", 0.1)
+    host.begin()
+    unanswered(host, monkeypatch)
+    host.publish()
+    assert host.prepare(2, deadline_s=3.0).name == host.name(2)
+
+
+def test_a_superseded_start_follows_no_further(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.begin()
+    monkeypatch.setattr(host.told, "_fence", Mock(side_effect=SupersededError("later")))
+    host.publish()
+    host.keeper._thread.join(20)
+    assert not host.keeper._thread.is_alive()

@@ -276,6 +276,36 @@ def test_another_host_of_a_start_that_has_ended_is_started_again(
         run_engine(other.own, Stop())
 
 
+def test_another_host_that_waits_for_weights_follows_node_0_s_next_start_at_once(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+    shutil.rmtree(run.path / "engines" / "starting")
+    at_each_look(monkeypatch, other.node_0_starts, lambda: finish(run))
+    assert run_engine(other.own, Stop()) == 0
+    assert [one.spec.rendezvous for one in other.servers if one.spec] == ["n1:40002"]
+
+
+def test_a_superseded_node_0_leaves_the_rendezvous_of_its_successor(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, hold = EngineRole(run, 0, nodes=2), role.hold_weights
+    later = Rendezvous(2, "n2", 40000, 2, 0)
+
+    def frozen_meanwhile(*given: Any) -> EngineSpec:
+        assert claim(run.path, "engine", 0).number == later.epoch
+        later.write(own.rendezvous)
+        return hold(*given)
+
+    monkeypatch.setattr(role, "check_engines", lambda _: None)
+    monkeypatch.setattr(role, "hold_weights", frozen_meanwhile)
+    monkeypatch.setattr(role, "start", lambda _: pytest.fail("it starts a server"))
+    with pytest.raises(SupersededError, match="start 2 has taken over"):
+        run_engine(own, Stop())
+    assert Rendezvous.read(own.rendezvous) == later
+
+
 def test_node_0_says_which_version_it_holds(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Rendezvous | None] = []
     own = EngineRole(run, 0, nodes=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from launch.cluster.roles import base, learner
 from launch.cluster.roles.base import Stop
-from launch.cluster.roles.heartbeat import Peers, Verdict
+from launch.cluster.roles.heartbeat import Peer, Peers, Verdict
 from launch.cluster.roles.learner import (
     LearnerNode,
     follow,
@@ -25,7 +26,7 @@ from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import LayoutError, StoreError
+from pipeline.errors import LayoutError, StoreError, SupersededError
 from rollout_sglang.server.process import free_port
 
 
@@ -152,3 +153,64 @@ def test_a_node_outside_the_learner_and_a_run_that_was_not_begun_are_refused(tmp
         run_learner_node(LearnerNode(RunDirectory(tmp_path), node=2, nodes=2), Stop())
     with pytest.raises(StoreError, match="is not a run directory"):
         run_learner_node(LearnerNode(RunDirectory(tmp_path)), Stop())
+
+
+def leading(tmp_path: Path) -> tuple[LearnerNode, Recipe]:
+    """Node 0 of two, of a run that was begun."""
+    run = RunDirectory((recipe := a_recipe(tmp_path, tensor_parallel=2)).directory)
+    run.freeze(recipe)
+    return LearnerNode(run, nodes=2, port=free_port() - 1), recipe
+
+
+def test_a_learner_is_marked_finished_before_its_other_nodes_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their next start finds it finished then, and waits for nobody."""
+    own, recipe = leading(tmp_path)
+    epoch, told, end = claim(own.run.path, "learner"), list[tuple[Verdict, bool]](), Peers.end
+
+    def tell(peers: Peers, verdict: Verdict) -> None:
+        told.append((verdict, (own.run.path / "finished" / "learner").exists()))
+        end(peers, verdict)
+
+    monkeypatch.setattr(learner, "seed_policy", lambda *_: None)
+    monkeypatch.setattr(learner, "attend", lambda *_: Verdict(0))
+    monkeypatch.setattr(Peers, "end", tell)
+    with ThreadPoolExecutor() as pool:
+        stop = Stop()
+        leads = pool.submit(learner._lead_start, own, recipe, "127.0.0.1", epoch, stop, None)
+        try:
+            ends = time.monotonic() + 20
+            while Rendezvous.read(own.rendezvous) is None:
+                assert time.monotonic() < ends, "it has not said where it listens"
+                time.sleep(0.01)
+            with Peer("127.0.0.1", own.port + 1, node=1, epoch=epoch.number, key=None):
+                assert leads.result(20) == Verdict(0)
+        finally:
+            stop.asked = True
+    assert told == [(Verdict(0), True)]
+
+
+def test_a_superseded_node_0_leaves_the_rendezvous_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, recipe = leading(tmp_path)
+    epoch = claim(own.run.path, "learner")
+
+    def frozen_meanwhile(*_: object) -> None:
+        Rendezvous(claim(own.run.path, "learner").number, "n2", 29500, 2).write(own.rendezvous)
+
+    monkeypatch.setattr(learner, "seed_policy", frozen_meanwhile)
+    with pytest.raises(SupersededError, match="start 2 has taken over"):
+        learner._lead_start(own, recipe, "127.0.0.1", epoch, Stop(), None)
+    assert Rendezvous.read(own.rendezvous) == Rendezvous(2, "n2", 29500, 2)
+
+
+def test_a_rendezvous_that_is_empty_for_a_moment_is_read_again(tmp_path: Path) -> None:
+    """So another host may see it while it is replaced."""
+    path, whole = tmp_path / "learner.json", Rendezvous(3, "n1", 29500, 2)
+    path.write_text("")
+    writer = threading.Timer(0.1, whole.write, [path])
+    writer.start()
+    assert Rendezvous.read(path) == whole
+    writer.join()

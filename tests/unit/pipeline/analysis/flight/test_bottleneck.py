@@ -87,7 +87,9 @@ def test_each_wait_of_the_first_step_of_a_stage_is_for_another_batch() -> None:
     spans = [*learner, *collector_spans(events)]
     shares = wait_shares(spans, stage=2)
     assert (shares["generate"], shares["evaluate"]) == (pytest.approx(2 / 9), pytest.approx(7 / 9))
-    assert bottleneck(spans, stage=2).startswith("evaluations: the learner waits 70 % of each step for held-out answers")
+    assert bottleneck(spans, stage=2).startswith(
+        "evaluations: the learner waits 70 % of each step for held-out answers"
+    )
 
 
 def test_the_steps_of_a_verdict_are_named() -> None:
