@@ -79,4 +79,7 @@ def told(arms: Sequence[Arm]) -> str:
             f" Between runs of one arm, prompts of a seed apart, a version more goes with {slope.value:+.3f} ± "
             f"{slope.error:.3f} of pass@1 at the end (95 % interval, {slope.runs} runs)."
         )
+        if abs(slope.value) > slope.error:
+            most = abs(slope.value) * (max(means) - min(means))
+            text += f" Between the oldest and the youngest arm that would make {most:.2f}."
     return text

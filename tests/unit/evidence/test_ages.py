@@ -59,3 +59,11 @@ def test_nothing_is_told_where_nothing_is_stale() -> None:
     assert told([arm("a", [0.0], [50])]) == told([]) == ""
     said = told([arm("a", [3.0, 4.0], [50, 60]), arm("b", [5.0], [50])])
     assert "4.0 versions old in the mean, 3.5 to 5.0 in that of an arm" in said
+
+
+def test_what_age_could_make_between_arms_is_told_where_it_is_seen_to_matter() -> None:
+    """Arms of 4 and 7 versions in the mean, .02 a version; and an interval that holds 0."""
+    young, old = arm("a", [3.0, 5.0, 4.0], [44, 50, 62]), arm("b", [6.0, 7.0, 8.0], [80, 88, 96])
+    assert told([young, old]).endswith("Between the oldest and the youngest arm that would make 0.06.")
+    scattered = [arm(name, [4.0, second], ends) for name, second, ends in (("a", 2.0, [50, 46]), ("b", 4.0, [50, 48]))]
+    assert told([*scattered, arm("c", [4.0, 6.0], [50, 56])]).endswith("runs).")
