@@ -304,8 +304,8 @@ MUTATIONS = (
     Mutation(
         "a replica overwrites the folder that the engine serves",
         "rollout_sglang/weights/replica.py",
-        "spare = self._held.pop(0) if",
-        "spare = self._held.pop() if",
+        "spare = self._held.pop(0)",
+        "spare = self._held.pop()",
         (f"{UNIT}/rollout_sglang/weights/test_replica.py",),
     ),
     Mutation(
@@ -402,8 +402,8 @@ MUTATIONS = (
     Mutation(
         "the planner forgets the memory of a publish",
         "launch/plan/footprint.py",
-        "return self.static + max(self.training, self.scoring, self.publishing) + self.allowance",
-        "return self.static + max(self.training, self.scoring) + self.allowance",
+        "return self.static + self.buckets + max(self.training, self.scoring, self.publishing) + self.allowance",
+        "return self.static + self.buckets + max(self.training, self.scoring) + self.allowance",
         (f"{UNIT}/launch/plan",),
     ),
     Mutation(

@@ -29,7 +29,7 @@ from typing import Literal
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.te_precision import is_fp8
 from megatron_bridge.parallel.layout import Layout
-from pipeline.config.recipe import LearnerSection
+from pipeline.config.recipe import LearnerSection, Recipe
 
 GIB = 2**30
 CHUNK_BYTES = 3 * (16 << 20)
@@ -79,6 +79,22 @@ class Workload:
     """Whether each publish rounds all matrices once more as engines hold them, to measure what that does
     (megatron_bridge.weight_sync.probe)."""
     allowance: Allowance = Allowance()
+
+    @classmethod
+    def of(cls, recipe: Recipe, learner: LearnerSection, micro_batches: MicroBatches) -> Workload:
+        """Of a recipe on GPUs, with another `learner` section perhaps."""
+        channel = recipe.weights.channel
+        # Emulation and float32 are computed in Megatron's own layers, on a GPU too (megatron_bridge.model.build).
+        local = learner.fp8_emulation or learner.precision == "fp32"
+        return cls(
+            micro_batches=micro_batches,
+            kernels="local" if local else "fused",
+            repeated_keys=learner.precision == "fp32",
+            fp32_lm_head=recipe.model.fp32_lm_head,
+            bucket_bytes=recipe.weights.bucket_mib << 20 if channel in ("broadcast", "ipc") else 0,
+            buckets_stay=channel == "ipc" or (channel == "broadcast" and recipe.build_schedule().overlaps),
+            emulates_at_publish=local and not learner.fp8_emulation and recipe.rollout.quantized_format is not None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,21 +118,8 @@ class Planner:
 
     def workload(self, learner: LearnerSection) -> Workload:
         """Micro-batches are as full as they can get: memory is planned for the longest samples."""
-        recipe, channel = self.recipe, self.recipe.weights.channel
-        local = learner.fp8_emulation or learner.precision == "fp32"
-        return Workload(
-            micro_batches=MicroBatches(
-                tokens=learner.micro_batch_tokens,
-                count=self.traffic().num_micro_batches(learner.data_parallel),
-            ),
-            # Emulation and float32 are computed in Megatron's own layers, on a GPU too (megatron_bridge.model.build).
-            kernels="local" if local else "fused",
-            repeated_keys=learner.precision == "fp32",
-            fp32_lm_head=recipe.model.fp32_lm_head,
-            bucket_bytes=recipe.weights.bucket_mib << 20 if channel in ("broadcast", "ipc") else 0,
-            buckets_stay=channel == "ipc" or (channel == "broadcast" and recipe.build_schedule().overlaps),
-            emulates_at_publish=local and not learner.fp8_emulation and recipe.rollout.quantized_format is not None,
-        )
+        count = self.traffic().num_micro_batches(learner.data_parallel)
+        return Workload.of(self.recipe, learner, MicroBatches(tokens=learner.micro_batch_tokens, count=count))
 
     def durations(self, learner: LearnerSection) -> Durations:
         return durations(self.config, self.engine_model, self.capacity, self.recipe, self.assumed, learner)

@@ -63,7 +63,7 @@ class _Planner:
     recorded: str
 
     def plan(self) -> Plan:
-        if (forked_at := self.run.forked_at()) > self.resume:
+        if (forked_at := self.run.forked_at()) > self.resume and not self._is_over():
             lost = "; ".join(f"{one.path.relative_to(self.run.path)}: {one.problem}" for one in self.found[:3])
             raise RunConflictError(
                 f"{self.run.path} is a fork at step {forked_at} and holds nothing from which it could train that step "
@@ -72,6 +72,10 @@ class _Planner:
         repairs = [*self._policies(), *self._checkpoints(), *self._records(), *self._batches()]
         begin = f"from step {self.resume}" if self.resume else "from its beginning"
         return Plan(repairs, f"started again, the run goes on {begin}")
+
+    def _is_over(self) -> bool:
+        """Whether the run is finished and keeps its model: nothing has to be trained again."""
+        return not self.numbers("model") and not self.numbers("finished") and self.run.is_finished()
 
     @cached_property
     def recipes(self) -> list[RecipeInForce]:
@@ -122,6 +126,8 @@ class _Planner:
             return None
         required = schedule.required_version(first)
         served = not self.whole_policies or self.published in self.whole_policies
+        if schedule.publishes_after(step - 1) and schedule.allows(first, step):
+            return None  # the next start publishes the checkpoint's own version, which that batch may be sampled by
         if (required > self.published or not served) and step > max(self.published, required):
             return f"version {max(self.published, required)} has to be published again, before that step"
         return None

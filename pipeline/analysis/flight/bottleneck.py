@@ -7,8 +7,8 @@ meantime says why it came late.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 from pipeline.analysis.flight.timeline import COLLECTOR, COLLECTOR_PHASES, LEARNER_PHASES, RANK_ZERO, STEP, Span
 
@@ -59,25 +59,26 @@ def wait_shares(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int
             batches[span.number].append(span)
     waits = [span for span in _recent(spans, window, stage) if span.name == "wait"]
     seconds = dict.fromkeys(COLLECTOR_PHASES, 0.0)
-    for wait in waits:
-        for phase in _waited_for(wait, batches, stage):
+    for wait, batch in _batches_waited_for(waits):
+        for phase in batches.get(batch, ()):
             seconds[phase.name] += wait.overlap_s(phase)
     total = sum(wait.end - wait.start for wait in waits)
     return {phase: min(1.0, spent / total) if total > 0 else 0.0 for phase, spent in seconds.items()}
 
 
-def _waited_for(wait: Span, batches: Mapping[int, Sequence[Span]], stage: int) -> Sequence[Span]:
-    """Phases of the batch: the first of the stage, from this step on, that was not there when the waiting began. Where
-    a stage is scored at its beginning, its first step waits for all of its batches, one after the other."""
-    rest = range(wait.number, (wait.number // stage + 1) * stage)
-    missing = (batches[index] for index in rest if any(phase.end > wait.start for phase in batches.get(index, ())))
-    return next(missing, ())
+def _batches_waited_for(waits: Iterable[Span]) -> Iterator[tuple[Span, int]]:
+    """Each wait with its batch. A step waits for its own; the first of a stage that is scored at its beginning then
+    for every batch of that stage in turn, its own once more (pipeline.trainer.old_logprobs)."""
+    of_step = Counter[int]()
+    for wait in sorted(waits, key=lambda span: span.start):
+        yield wait, wait.number + max(0, of_step[wait.number] - 1)
+        of_step[wait.number] += 1
 
 
-def judged_steps(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int = 1) -> tuple[int, int] | None:
-    """First step and end of those that shares and verdict are of; None without any."""
+def judged_steps(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int = 1) -> tuple[int, ...]:
+    """First step and end of those that shares and verdict are of; empty without any."""
     numbers = {span.number for span in _recent(spans, window, stage)}
-    return (min(numbers), max(numbers) + 1) if numbers else None
+    return (min(numbers), max(numbers) + 1) if numbers else ()
 
 
 def bottleneck(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int = 1) -> str:

@@ -43,7 +43,7 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
             "run": run_log.recipe.run.name,
             "began": begin,
             "steps": [numbers[0], numbers[-1] + 1],
-            "judged_steps": judged_steps(until_then, **window),
+            "judged_steps": list(judged_steps(until_then, **window)),
             "shares": phase_shares(until_then, **window),
             "bottleneck": bottleneck(until_then, **window),
         },

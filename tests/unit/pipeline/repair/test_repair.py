@@ -207,6 +207,27 @@ def test_a_fork_that_cannot_train_its_first_step_again_is_to_be_made_anew(tmp_pa
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
+def test_a_fork_that_is_async_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """The start publishes the checkpoint's version, by which its first batch may be sampled."""
+    fork_run(whole_run(tmp_path, schedule=dict(kind="async", lag=1)).path, Path("new"), 4)
+    run = RunDirectory(tmp_path / "new")
+    assert plan_of(run) == Plan()
+    damage(run.logprobs / "000002.npy")
+    assert repaired(run).after.endswith("from step 4")
+    assert run.saved_steps() == [4]
+
+
+def test_a_finished_fork_is_repaired_without_a_checkpoint(tmp_path: Path) -> None:
+    fork_run(whole_run(tmp_path).path, Path("new"), 4)
+    run = RunDirectory(tmp_path / "new")
+    finish(run)
+    shutil.rmtree(run.checkpoints / "000004")
+    assert plan_of(run) == Plan()
+    damage(run.logprobs / "000002.npy")
+    assert [one.path.name for one in repaired(run).repairs] == ["000002.npy"]
+    assert run.is_finished()
+
+
 def test_pi_old_of_a_stage_under_way_is_scored_again(tmp_path: Path) -> None:
     """The stage began with step 4; step 6 needs what was scored then."""
     run = whole_run(tmp_path, schedule=STAGED, committed=8, saved=(3, 4, 5), published=7, policies=(0, 4, 7))

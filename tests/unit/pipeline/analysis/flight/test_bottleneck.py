@@ -76,7 +76,8 @@ def test_each_wait_of_the_first_step_of_a_stage_is_for_another_batch() -> None:
     learner = [
         Span(part=RANK_ZERO, lane=STEP, name=name, number=number, start=start, end=end)
         for name, number, start, end in (
-            *(("wait", 4, 100.0, 102.0), ("wait", 4, 103.0, 110.0), ("update", 4, 110.0, 110.5)),
+            *(("wait", 4, 100.0, 102.0), ("wait", 4, 102.0, 102.0), ("logprobs", 4, 102.0, 103.0)),
+            *(("wait", 4, 103.0, 110.0), ("update", 4, 110.0, 110.5)),
             *(("wait", 5, 110.5, 110.5), ("update", 5, 110.5, 111.0)),
         )
     ]
@@ -88,13 +89,13 @@ def test_each_wait_of_the_first_step_of_a_stage_is_for_another_batch() -> None:
     shares = wait_shares(spans, stage=2)
     assert (shares["generate"], shares["evaluate"]) == (pytest.approx(2 / 9), pytest.approx(7 / 9))
     assert bottleneck(spans, stage=2).startswith(
-        "evaluations: the learner waits 70 % of each step for held-out answers"
+        "evaluations: the learner waits 64 % of each step for held-out answers"
     )
 
 
 def test_the_steps_of_a_verdict_are_named() -> None:
     """Without the first one, as soon as there is another stage."""
-    assert judged_steps([]) is None
+    assert judged_steps([]) == ()
     assert judged_steps(steps(1, update=1.0)) == (0, 1)
     assert judged_steps(steps(5, update=1.0)) == (1, 5)
     assert judged_steps(steps(50, update=1.0)) == (30, 50)
