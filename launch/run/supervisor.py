@@ -40,6 +40,8 @@ SERVERS_GRACE_S = 3.0
 """Nothing is in flight when servers are asked to end: this is for taking back what they have announced."""
 SPARE_S = 10.0
 """What a unit gets beyond its own grace before it is killed."""
+TOLD_S = 5.0
+"""After which somebody who waits for a learner that saves is told why."""
 NO_LOG_PAUSE_S = 5.0
 """Before a unit is started again for which no log could be opened, since the file system does not answer."""
 LONGEST_PAUSE_S = 30.0
@@ -111,9 +113,7 @@ class Supervisor:
         once."""
         try:
             if not isinstance(error, DiskFullError | SupersededError | KeyboardInterrupt):
-                if isinstance(error, FatalError) and any(unit.role == "learner" for unit in self.running):
-                    print(f"error: {error}; the learner is asked to save", file=sys.stderr, flush=True)
-                self._stop()
+                self._stop(str(error) if isinstance(error, FatalError) else "")
         finally:
             self._end(list(self.running), SERVERS_GRACE_S)
         remove_left_scratch()  # of roles that had to be killed
@@ -210,21 +210,24 @@ class Supervisor:
         up = {member.index for member in announced(self.run, self.recipe)}
         return any(one.role == "engine" and one.index in up - {unit.index} for one in self.running)
 
-    def _stop(self) -> None:
-        """The learner may be publishing: engines outlive it."""
+    def _stop(self, reason: str = "") -> None:
+        """The learner may be publishing: engines outlive it. Whoever waits for it is told the `reason`."""
         loops = [unit for unit in self.running if unit.role in ("learner", "collector")]
-        self._end(loops, grace_s() + SPARE_S)
+        self._end(loops, grace_s() + SPARE_S, reason)
 
-    def _end(self, units: Sequence[Unit], grace_s: float) -> None:
+    def _end(self, units: Sequence[Unit], grace_s: float, reason: str = "") -> None:
         """Ask all to end, and kill those that have not after `grace_s`."""
         started = [self.running.pop(unit) for unit in units]
         for one in started:
             if one.poll() is None:
                 one.terminate()
-        ends = time.monotonic() + grace_s
+        began = time.monotonic()
         try:
-            while any(one.poll() is None for one in started) and time.monotonic() < ends:
+            while any(one.poll() is None for one in started) and time.monotonic() < began + grace_s:
                 self._show()
+                if reason and time.monotonic() > began + TOLD_S:
+                    print(f"{reason}; waiting until the learner has saved", file=sys.stderr, flush=True)
+                    reason = ""
                 time.sleep(POLL_S)
         finally:
             for one in started:
