@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -144,6 +145,9 @@ class Experiment(Section):
     conditions: dict[str, Variant]
     arms: dict[str, Variant]
     seeds: tuple[int, ...]
+    more: dict[str, dict[str, tuple[int, ...]]] = Field(
+        default_factory=dict, description="Condition → arm → further seeds, where a verdict hangs on few runs."
+    )
     target: float | None = Field(None, gt=0.0, lt=1.0, description="Held-out pass@1 whose price is compared.")
     alone: bool = Field(False, description="Its cells run one at a time, because their seconds are compared.")
     pass_at: tuple[PositiveInt, ...] = Field((1,), description="Each k whose pass@k is tabled and drawn.")
@@ -153,6 +157,12 @@ class Experiment(Section):
     quick: dict[str, Any] | None = Field(
         default_factory=dict, description="Fields that `--quick` replaces; `set` is added. Null: it is left out."
     )
+
+    def runs(self) -> Iterator[tuple[int, str, str]]:
+        """Seed, condition and arm of each, those of `more` at the end."""
+        yield from product(self.seeds, self.conditions, self.arms)
+        for condition, arms in self.more.items():
+            yield from ((seed, condition, arm) for arm, seeds in arms.items() for seed in seeds)
 
     def others(self, claim: Claim) -> list[str]:
         """The arms that a comparison is with."""
@@ -170,13 +180,16 @@ class Experiment(Section):
                 )
             if isinstance(claim.judge, Faster) and self.target is None:
                 raise ValueError(f"claim {claim.text!r} needs the experiment's target; set it")
+        for condition, arms in self.more.items():
+            if unknown := sorted({condition} - self.conditions.keys() | arms.keys() - self.arms.keys()):
+                raise ValueError(f"more names {unknown[0]}, which is neither a condition nor an arm of the experiment")
         if missing := sorted({column.metric for column in self.columns} - set(self.series)):
             raise ValueError(f"column metric {missing[0]} is not kept; add it to series")
         return self
 
     def quickened(self) -> Self:
         """The same question, asked of less."""
-        fields: dict[str, Any] = dict(self.quick or {})
+        fields: dict[str, Any] = {"more": {}, **(self.quick or {})}
         kept = {key: fields.pop(key, list(getattr(self, key))) for key in ("conditions", "arms")}
         for key, names in kept.items():
             fields[key] = {name: getattr(self, key)[name] for name in names}
@@ -246,26 +259,24 @@ def cells_of(matrix: Matrix, name: str, root: Path) -> Iterator[Cell]:
     """Every cell of one experiment, seed by seed, so that an interrupted matrix has whole comparisons."""
     experiment = matrix.experiments[name]
     model = matrix.models[experiment.model]
-    for seed in experiment.seeds:
-        for condition, where in experiment.conditions.items():
-            for arm, what in experiment.arms.items():
-                identity = f"{name}-{condition}-{arm}-s{seed}"
-                run = {
-                    "run.name": identity,
-                    "run.root": str(root),
-                    "run.seed": seed,
-                    "model.path": str(model_folder(root, experiment.model)),
-                }
-                merged = {**model.set, **experiment.set, **where.set, **what.set, **run}
-                yield Cell(
-                    experiment=name,
-                    condition=condition,
-                    arm=arm,
-                    seed=seed,
-                    recipe=REPOSITORY / model.recipe,
-                    overrides=as_overrides(merged),
-                    root=root,
-                )
+    for seed, condition, arm in experiment.runs():
+        identity = f"{name}-{condition}-{arm}-s{seed}"
+        run = {
+            "run.name": identity,
+            "run.root": str(root),
+            "run.seed": seed,
+            "model.path": str(model_folder(root, experiment.model)),
+        }
+        where, what = experiment.conditions[condition], experiment.arms[arm]
+        yield Cell(
+            experiment=name,
+            condition=condition,
+            arm=arm,
+            seed=seed,
+            recipe=REPOSITORY / model.recipe,
+            overrides=as_overrides({**model.set, **experiment.set, **where.set, **what.set, **run}),
+            root=root,
+        )
 
 
 def model_folder(root: Path, name: str) -> Path:

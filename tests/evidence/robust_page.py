@@ -93,8 +93,9 @@ def _answer(matrix: Matrix, table: RobustTable, early: RobustTable) -> list[str]
     """The bar and who passes it; what is lacking where that cannot be said yet."""
     lines = [
         "Written by `python -m tests.evidence.robust` from `tests/evidence/robust.yaml`, which lists arms, seeds and "
-        f"cells and is older than every result. The bar: one arm ends at {BAR} or more of the best arm in every cell. "
-        "Small models show mechanisms, not sizes of effects.",
+        "cells and, but for what it says was declared later, is older than every result. "
+        f"The bar: one arm ends at {BAR} or more of the best arm in every cell. Small models show mechanisms, not "
+        "sizes of effects.",
         "",
     ]
     if not table.scores:
@@ -185,8 +186,20 @@ def _cells(matrix: Matrix, table: RobustTable, early: RobustTable) -> list[str]:
         "answers, in its own format and at T = 1, also where training samples at another temperature. = are the runs "
         "of the arm that this one is where nothing is stale; … is not run yet, – is not declared. A share is that of "
         "the best arm of the cell, the largest of many noisy numbers, so shares err on the low side, but for that of "
-        "the arm that is chosen as the best of all.",
+        "the arm that is chosen as the best of all." + _more(matrix),
     ]
+
+
+def _more(matrix: Matrix) -> str:
+    """Where scores have further seeds."""
+    where = "; ".join(
+        f"{experiment.conditions[condition].title} ({', '.join(experiment.arms[arm].title for arm in arms)})"
+        for experiment in matrix.experiments.values()
+        for condition, arms in experiment.more.items()
+    )
+    return (
+        f" Further seeds were declared after all others had run, where verdicts hang on few: {where}." if where else ""
+    )
 
 
 def _missing(matrix: Matrix, arm: str, experiment: str) -> str:

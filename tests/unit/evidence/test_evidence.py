@@ -131,6 +131,14 @@ class TestMatrix:
         assert [claim.text for claim in experiment.claims] == ["a"]  # the other one needs grpo
         assert len(read_matrix(path).experiments["trial"].claims) == 2
 
+    def test_further_seeds_come_last_and_not_in_quick(self, tmp_path: Path) -> None:
+        path = matrix_file(tmp_path, more=dict(plain=dict(grpo=[7, 8])))
+        names = [cell.name for cell in cells_of(read_matrix(path), "trial", tmp_path)]
+        assert names[4:] == ["trial-plain-grpo-s7", "trial-plain-grpo-s8"]
+        assert not any(cell.seed > 2 for cell in cells_of(read_matrix(path, quick=True), "trial", tmp_path))
+        with pytest.raises(RecipeError, match="more names other"):
+            read_matrix(matrix_file(tmp_path, more=dict(plain=dict(other=[7]))))
+
     def test_quick_leaves_an_experiment_out(self, tmp_path: Path) -> None:
         path = matrix_file(tmp_path, quick=None)
         assert not read_matrix(path, quick=True).experiments
