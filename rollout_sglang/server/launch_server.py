@@ -49,7 +49,7 @@ def hide_in_logs(secret: str) -> None:
 def serve(argv: Sequence[str]) -> None:
     """Run SGLang in this process until it ends, then kill what it left behind."""
     be_a_parent()
-    os.environ[HEALTH_SAMPLES_VARIABLE] = "false"  # SGLang reads it when it is imported
+    os.environ[HEALTH_SAMPLES_VARIABLE] = "false"
     key = os.environ.get(API_KEY_VARIABLE)
     arguments = arguments_with_key(argv)
     if key:

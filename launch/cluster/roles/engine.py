@@ -258,7 +258,7 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
         spec_of = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
         epoch = Epoch(starts, rendezvous.epoch)
         newest = _as_node_0(own, rendezvous, stop, spec_of, epoch)
-        with suppress(SupersededError):  # before this host had its weights
+        with suppress(SupersededError):  # node 0 is started again, and this host had no weights yet
             spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, newest)
             server = start(spec)
             try:

@@ -233,7 +233,7 @@ def test_every_server_answers_whether_it_is_up_without_sampling(monkeypatch: pyt
     """Those of rollout.urls too, which nobody here has started: one that is paused for an update samples nothing."""
     monkeypatch.setenv(HEALTH_SAMPLES_VARIABLE, "true")
     monkeypatch.setattr(launch_server, "be_a_parent", lambda: None)
-    monkeypatch.setitem(sys.modules, "sglang.launch_server", None)  # importing it fails: the variable is set before
+    monkeypatch.setitem(sys.modules, "sglang.launch_server", None)  # importing it fails, so nothing is started
     with pytest.raises(ImportError):
         launch_server.serve([])
     assert os.environ[HEALTH_SAMPLES_VARIABLE] == "false"

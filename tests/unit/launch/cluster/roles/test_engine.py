@@ -213,6 +213,11 @@ class OtherHost:
         self.servers.append(Server(spec))
         return self.servers[-1]
 
+    def node_0_ends_as_it_starts(self) -> None:
+        """It leaves its rendezvous, and no weights."""
+        self.node_0_starts()
+        shutil.rmtree(self.run.path / "engines" / "starting")
+
     def node_0_starts(self) -> None:
         """With the policy that is published now."""
         start, run = claim(self.run.path, "engine", 0).number, self.run
@@ -268,8 +273,7 @@ def test_another_host_of_a_start_that_has_ended_is_started_again(
 ) -> None:
     """It follows the next one then."""
     other = OtherHost(run, monkeypatch)
-    other.node_0_starts()
-    shutil.rmtree(run.path / "engines" / "starting")
+    other.node_0_ends_as_it_starts()
     monkeypatch.setattr(role, "VISIBLE_S", 0.0)
     monkeypatch.setattr(base, "POLL_S", 0.0)
     with pytest.raises(DeadlineExceededError, match="the weights that node 0 holds"):
@@ -280,8 +284,7 @@ def test_another_host_that_waits_for_weights_follows_node_0_s_next_start_at_once
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = OtherHost(run, monkeypatch)
-    other.node_0_starts()
-    shutil.rmtree(run.path / "engines" / "starting")
+    other.node_0_ends_as_it_starts()
     at_each_look(monkeypatch, other.node_0_starts, lambda: finish(run))
     assert run_engine(other.own, Stop()) == 0
     assert [one.spec.rendezvous for one in other.servers if one.spec] == ["n1:40002"]
