@@ -123,7 +123,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=subprocess.STDOUT,
-                env=dict(environment),
+                env=dict(environment) if log is None else {**environment, "PYTHONIOENCODING": "utf-8:backslashreplace"},
                 start_new_session=own_session,
             )
         finally:

@@ -28,11 +28,11 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="evenkeel-convert-") as scratch:
         run = RunDirectory(Path(scratch))
         run.logs.mkdir()
-        (run.path / "job.json").write_text(json.dumps(job))
+        (run.path / "job.json").write_text(json.dumps(job), encoding="utf-8")
         ranks = [sys.executable, "-m", module, scratch]
         command = ranks if num_processes is None else torchrun(num_processes, module, scratch)
         deadline = 600.0 + num_bytes / SLOWEST_BYTES_S
         log = run.logs / "conversion.log"
         run_ranks(run, command, log=log, env=child_environment(), watch=watch, deadline_s=deadline)
         path = run.path / "result.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -115,7 +115,7 @@ def calibrate(run: RunDirectory) -> None:
     from megatron_bridge.hf.modelopt import export_quantized
     from precision.formats.quant_map import QuantMap
 
-    job = json.loads((run.path / "job.json").read_text())
+    job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
     source = Path(job["source"])
     config = ModelConfig.from_hf(read_hf_config(source))
     export_quantized(

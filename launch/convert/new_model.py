@@ -287,4 +287,4 @@ def _normal(generator: Generator, rows: int, columns: int, std: float) -> Tensor
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ def write(run: RunDirectory) -> None:
     from megatron_bridge.model.build import build_chunks
     from megatron_bridge.weights.convert import load_hf
 
-    job = json.loads((run.path / "job.json").read_text())
+    job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
     section = LearnerSection.model_validate(job["learner"])
     layout, source = Layout.of(section), Path(job["source"])
     initialize(layout, 0, section.step_deadline_s)

@@ -70,7 +70,7 @@ def _run(job: dict[str, Any], hf: Path) -> dict[str, Any]:
 
 def score_both(run: RunDirectory) -> None:
     """Body of the one rank: writes result.json."""
-    job = json.loads((run.path / "job.json").read_text())
+    job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
     hf_config = read_config(Path(job["hf"]))
     rows = random_rows(hf_config)
     learner = _learner(Path(job["hf"]))
@@ -78,7 +78,7 @@ def score_both(run: RunDirectory) -> None:
         result = _score_megatron(learner, Path(job["hf"]), Path(job["checkpoint"]), rows)
     else:
         result = _score_fp8(learner, hf_config, Path(job["folder"]), job["layout"], rows)
-    (run.path / "result.json").write_text(json.dumps(result))
+    (run.path / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 def random_rows(hf_config: dict[str, Any]) -> list[list[int]]:

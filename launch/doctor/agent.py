@@ -39,7 +39,7 @@ def look(folder: str) -> Answer:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     usage = shutil.disk_usage(path)
-    kind, options = mount_of(path.resolve(), Path("/proc/self/mountinfo").read_text())
+    kind, options = mount_of(path.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace"))
     return dict(free=usage.free, total=usage.total, kind=kind, options=options)
 
 
@@ -221,7 +221,7 @@ def obey(line: str) -> Iterator[Answer]:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return None
 

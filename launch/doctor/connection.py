@@ -69,7 +69,12 @@ class Agent:
         self._command = [*words_of(via, host.name), *(program or (sys.executable, "-m", AGENT))]
         try:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
             )
         except OSError as error:
             raise HostError(f"{shlex.join(self._command)} cannot be started ({error.strerror}); see --via") from None

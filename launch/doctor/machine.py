@@ -255,7 +255,7 @@ def check_locked_memory(devices: Path = Path("/dev"), status: Path = Path("/proc
 
 def _capabilities(status: Path) -> int:
     """The effective ones, a bit each (capabilities(7))."""
-    lines = status.read_text().splitlines()
+    lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
 
 

@@ -126,7 +126,7 @@ def run_id(log: RunLog) -> str:
 def _alone(folder: Path, name: str) -> Iterator[None]:
     """Refuse a second exporter on this host: both would write each step."""
     make_folder(folder)
-    with (folder / name).open("w") as lock:
+    with (folder / name).open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -106,7 +106,7 @@ def _client_of(file: Path) -> MlflowClient:
 def _make(file: Path) -> None:
     """Make the database, which takes MLflow seconds, under a temporary name: what a kill leaves of it cannot be opened
     again, nor what two make at once."""
-    with (file.parent / ".making.lock").open("w") as lock:
+    with (file.parent / ".making.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         remove_leftovers_of(file)
         if not file.exists():

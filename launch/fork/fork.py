@@ -234,7 +234,7 @@ def _is_of(event: dict[str, Any], step: int) -> bool:
 def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     make_folder(path.parent)
     text = "".join(seal(json.dumps(line, ensure_ascii=False) + "\n") for line in lines)
-    _durably(path, lambda: path.write_text(text))
+    _durably(path, lambda: path.write_text(text, encoding="utf-8"))
 
 
 def _link(old: Path, new: Path) -> None:

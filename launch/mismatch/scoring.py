@@ -74,11 +74,11 @@ class Job(BaseModel):
         return len(self.versions) * (num_layers + 4) + search + 1
 
     def write(self, folder: Path) -> None:
-        (folder / JOB_FILE).write_text(self.model_dump_json())
+        (folder / JOB_FILE).write_text(self.model_dump_json(), encoding="utf-8")
 
     @staticmethod
     def read(folder: Path) -> Job:
-        return Job.model_validate_json((folder / JOB_FILE).read_text())
+        return Job.model_validate_json((folder / JOB_FILE).read_text(encoding="utf-8"))
 
 
 def responses_of(rows: SampledRows) -> dict[str, Any]:

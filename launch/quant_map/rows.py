@@ -29,7 +29,7 @@ def work(run: RunDirectory) -> None:
     result.json gets rows and scores."""
     from transformers import AutoModelForCausalLM
 
-    job = json.loads((run.path / "job.json").read_text())
+    job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_pretrained(job["source"], dtype="auto").eval()
     sample = None if job["rows"] else sampled(model, job["prompts"], job["row_tokens"], job["temperature"])
     rows = job["rows"] if sample is None else [asdict(row) for row in sample]

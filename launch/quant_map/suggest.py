@@ -145,12 +145,12 @@ def in_ranks(recipe: Recipe, job: dict[str, Any]) -> dict[str, Any]:
         run = RunDirectory(Path(scratch))
         run.logs.mkdir()
         run.freeze(recipe)
-        (run.path / "job.json").write_text(json.dumps(job))
+        (run.path / "job.json").write_text(json.dumps(job), encoding="utf-8")
         command = torchrun(recipe.learner.num_processes, "launch.quant_map.suggest_ranks", scratch)
         groups = 4 * ModelConfig.from_hf(read_hf_config(recipe.model.path)).num_layers
         deadline = recipe.learner.step_deadline_s * (2 + 3 * groups)
         run_ranks(run, command, log=run.logs / "ranking.log", env=child_environment(), deadline_s=deadline)
-        result: dict[str, Any] = json.loads((run.path / "result.json").read_text())
+        result: dict[str, Any] = json.loads((run.path / "result.json").read_text(encoding="utf-8"))
     return result
 
 

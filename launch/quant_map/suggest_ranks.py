@@ -33,7 +33,7 @@ FP8_BYTES = 1
 
 def measure(run: RunDirectory) -> dict[str, Any]:
     """The keys of `judged`, and version (of the run's checkpoint)."""
-    recipe, job = run.recipe(), json.loads((run.path / "job.json").read_text())
+    recipe, job = run.recipe(), json.loads((run.path / "job.json").read_text(encoding="utf-8"))
     # Formats are emulated in Megatron's own layers, also where there are others.
     learner = build_learner(recipe, layers="megatron")
     version, rows = 0, [ScoredRow(**row) for row in job["rows"]]

@@ -81,7 +81,7 @@ def _write(alive: Path, epoch: Epoch, number: int) -> None:
 
 def _read(alive: Path) -> str | None:
     try:
-        with alive.open(errors="replace") as file:
+        with alive.open(encoding="utf-8", errors="replace") as file:
             return file.read(_MOST_CHARACTERS)
     except FileNotFoundError:
         return None

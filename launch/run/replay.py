@@ -70,7 +70,7 @@ def manifest(run: RunDirectory) -> dict[str, Any]:
     try:
         if path.exists():
             verify_folder(run.model, f"`evenkeel repair {run.path}`, then the run started again, exports it anew")
-        tensors: dict[str, Any] = json.loads(path.read_text())["tensors"]
+        tensors: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["tensors"]
     except OSError as error:
         raise StoreError(f"{path} is missing: {run.path} was not trained to its end; finish it first") from error
     return tensors

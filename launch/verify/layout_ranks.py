@@ -34,7 +34,7 @@ CONTRACT = LogprobContract(temperature=TEMPERATURE, top_p=1.0, top_k=-1, tokeniz
 def measure(folder: Path) -> None:
     """Write NAME.npz for each case of cases.json: logprobs [responses] before the first step; loss, grad_norm, ess
     [steps taken]; weight_change [parameters]."""
-    for case in json.loads((folder / "cases.json").read_text()):
+    for case in json.loads((folder / "cases.json").read_text(encoding="utf-8")):
         section = LearnerSection(**case["learner"])
         check_layout(read_hf_config(folder / case["model"]), section)
         initialize(Layout.of(section), seed=0, deadline_s=section.step_deadline_s)

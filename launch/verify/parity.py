@@ -173,7 +173,7 @@ class Engine(OneEngine):
 
     async def sample(self) -> Rows:
         """Random prompts of token ids, and completions of them."""
-        vocabulary = json.loads((self.recipe.model.path / "config.json").read_text())["vocab_size"]
+        vocabulary = json.loads((self.recipe.model.path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         generator = random.Random(0)
         prompts = [[generator.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
         client = self.client()
@@ -199,7 +199,7 @@ def score_in_ranks(
 ) -> dict[str, list[NDArray[np.float32]]]:
     """Score rows in a learner of the recipe's layout, `before` and `after` it trained a step and published it."""
     run.membership().announce(Member(0, engine.url))
-    (run.path / "rows.json").write_text(json.dumps(rows))
+    (run.path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     command = torchrun(recipe.learner.num_processes, "launch.verify.parity_ranks", str(run.path), str(publish))
     env = {**child_environment(), API_KEY_VARIABLE: engine.key}
     run_ranks(run, command, log=run.logs / "parity.log", env=env, deadline_s=recipe.learner.step_deadline_s)

@@ -23,7 +23,7 @@ from pipeline.data.run_directory import RunDirectory
 def score(run: RunDirectory, version: int) -> None:
     """Write scores.npz: NAME.i is row i's logprobs of tokens 1 … n-1, float32."""
     recipe = run.recipe()
-    rows: list[list[int]] = json.loads((run.path / "rows.json").read_text())
+    rows: list[list[int]] = json.loads((run.path / "rows.json").read_text(encoding="utf-8"))
     quant = build_quant_map(recipe)
     # Formats are emulated in Megatron's own layers, also where there are others.
     learner = build_learner(recipe, layers=None if quant is None else "megatron")

@@ -153,7 +153,7 @@ class CheckpointIndex:
                 )
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):  # noqa: S301 (it finds only what is allowed)
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(importlib.import_module(module), name, None) if module in _ALLOWED else None
         if name in _ALLOWED.get(module, ()) or (module == "torch" and isinstance(found, torch.dtype)):

@@ -115,7 +115,7 @@ def describe_folder(folder: Path, source: Path, hf_config: Mapping[str, Any], dt
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def _sync_tree(folder: Path) -> None:

@@ -90,6 +90,6 @@ def gather_manifests(temporary: Path, num_stages: int, deadline_s: float) -> dic
                 raise DeadlineExceededError(f"{path} did not appear within {deadline_s:g} s; see that stage's log")
             time.sleep(pause_s)
             pause_s = slower(pause_s)
-        manifest |= json.loads(path.read_text())
+        manifest |= json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
     return manifest

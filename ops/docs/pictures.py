@@ -58,7 +58,7 @@ def write_prompts(path: Path, fewest: int, most: int) -> None:
     for _ in range(400):
         digits = "".join(draw.choices("0123456789", k=draw.randint(fewest, most)))
         rows.append(json.dumps(dict(prompt=f"{digits}=", answer="".join(sorted(digits)))))
-    path.write_text("\n".join(dict.fromkeys(rows)) + "\n")
+    path.write_text("\n".join(dict.fromkeys(rows)) + "\n", encoding="utf-8")
 
 
 def make_runs() -> None:

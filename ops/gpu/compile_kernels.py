@@ -79,9 +79,9 @@ def compile_kernel(kernel: Any, dtype: str, types: Mapping[str, str], tile: Mapp
 def _assemble(ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
+        file.write_text(ptx, encoding="utf-8")
         command = [PTXAS, "-v", "-arch=sm_90a", file, "-o", file.with_suffix(".cubin")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True, timeout=60)
     return done.stdout + done.stderr
 
 

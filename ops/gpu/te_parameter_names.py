@@ -92,4 +92,6 @@ def _rank(shape: ModelConfig, layout: Layout, rank: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     text = json.dumps(record(), indent=1)
-    Path(sys.argv[1]).write_text(re.sub(r"\[[\d,\s]+\]", lambda shape: "".join(shape[0].split()), text) + "\n")
+    Path(sys.argv[1]).write_text(
+        re.sub(r"\[[\d,\s]+\]", lambda shape: "".join(shape[0].split()), text) + "\n", encoding="utf-8"
+    )

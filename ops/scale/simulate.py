@@ -190,7 +190,7 @@ def main() -> None:
     given = parser.parse_args()
     made = tables(Size(given.engines, given.ranks))
     if given.write:
-        PAGE.write_text(page_with(made, PAGE.read_text()))
+        PAGE.write_text(page_with(made, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(made, end="")
 
 

@@ -58,7 +58,9 @@ def render_page(run_log: RunLog, *, samples: bool = False) -> str:
     """The page as text; `samples`: there is a page of samples that it leads to."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(percent=percent, decimal=decimal, duration=duration, count=count)
-    template = environment.from_string(resources.files("pipeline.analysis").joinpath("html_report.html.j2").read_text())
+    template = environment.from_string(
+        resources.files("pipeline.analysis").joinpath("html_report.html.j2").read_text(encoding="utf-8")
+    )
     listed = event_rows(run_log)
     return template.render(
         style=page_style(),

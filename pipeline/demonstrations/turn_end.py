@@ -44,7 +44,7 @@ def learned_end(rows: Iterable[Demonstration], tokenizer: Tokenizer) -> int | No
 def write_with_end(tokenizer: Tokenizer, end: int, folder: Path) -> None:
     """Write the tokenizer's generation_config.json into `folder`, with `end` beside all at which servers stop."""
     named = _read(tokenizer.folder / _GENERATION_FILE) | dict(eos_token_id=[*sorted(_stop_ids(tokenizer)), end])
-    (folder / _GENERATION_FILE).write_text(json.dumps(named, indent=1) + "\n")
+    (folder / _GENERATION_FILE).write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
 
 
 def _stop_ids(tokenizer: Tokenizer) -> set[int]:

@@ -129,6 +129,6 @@ class Children:
 
 def _children() -> list[int]:
     try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()]
     except OSError:
         return []

@@ -85,7 +85,7 @@ def what_is_wrong_with(rung: Rung, needs: Needs = NOTHING) -> str | None:
                 return problem
     with tempfile.TemporaryDirectory(prefix="evenkeel-probe-") as folder:
         hidden = Path(folder).resolve() / "hidden"
-        hidden.write_text("not to be read")
+        hidden.write_text("not to be read", encoding="utf-8")
         sandbox = replace(needs, hidden=(*needs.hidden, hidden.parent)).on(rung)
         with subprocess.Popen([sys.executable, "-ISc", "input()"], stdin=subprocess.PIPE) as target:
             try:

@@ -218,6 +218,6 @@ def _become_program(given: int, writing: int, script: Path, confinement: Confine
         os.chdir(script.parent)
         if confinement is not None:
             confinement.enter()
-        os.execv(sys.executable, [sys.executable, "-I", "-B", script.name])
+        os.execv(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", script.name])
     finally:
         os._exit(1)

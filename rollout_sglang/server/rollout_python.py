@@ -69,7 +69,13 @@ def sglang_version() -> str | None:
     command = [python, "-P", "-c", _ASK]
     try:
         asked = subprocess.run(
-            command, env=module_environment(), capture_output=True, text=True, timeout=_ASK_DEADLINE_S, check=True
+            command,
+            env=module_environment(),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_ASK_DEADLINE_S,
+            check=True,
         )
         version: str | None = json.loads(asked.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:

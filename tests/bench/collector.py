@@ -219,7 +219,7 @@ def measure(prompts: int) -> dict[str, float]:
             spare_collections()
             idle = asyncio.run(ticking(asyncio.sleep(3.0)))
             before = _memory("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the highest mark begins anew
             ticks = asyncio.run(ticking(collector.collect()))
             most = _memory("VmHWM")
             batch = collector.store.read(0, None)
@@ -246,7 +246,7 @@ def measure(prompts: int) -> dict[str, float]:
 
 def _memory(name: str) -> int:
     """Bytes, of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 

@@ -159,7 +159,7 @@ def peak_of_update(learner: MegatronLearner, lengths: Sequence[int]) -> float:
         for n in lengths
     ]
     batch = given_batch(0, [([1], responses)], CONTRACT)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark starts again from here
     learner.update(batch, np.ones(batch.num_samples, np.float32), batch.rollout_logprobs)
     return resident("VmHWM")
 
@@ -253,7 +253,7 @@ def logprob_memory(learner: MegatronLearner) -> dict[str, float]:
     assert rows <= 4096
     learner.logprobs(batch)  # buffers that stay
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark starts again from here
     learner.logprobs(batch)
     logits = rows * learner.model_config.vocab_size * 4
     return dict(ratio=(resident("VmHWM") - before) / logits, logits_mib=logits / 2**20, micro_batch_tokens=float(rows))
@@ -261,7 +261,7 @@ def logprob_memory(learner: MegatronLearner) -> dict[str, float]:
 
 def resident(field: str) -> int:
     """Bytes of a line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}; this needs Linux")

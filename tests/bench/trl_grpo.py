@@ -21,7 +21,9 @@ from tests.support.rewards import digit_share
 
 def main(settings: dict[str, Any]) -> None:
     torch.set_num_threads(settings["threads"])
-    prompts = [json.loads(line)["prompt"] for line in Path(settings["prompts"]).read_text().splitlines()]
+    prompts = [
+        json.loads(line)["prompt"] for line in Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()
+    ]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     ends: list[float] = []
 

@@ -52,7 +52,7 @@ def missing_for(*commands: str) -> str | None:
             f"the cluster tests need {', '.join(c for c in wanted if _which(c) is None)}, which this machine lacks; "
             f"apt-get install --yes --no-install-recommends {' '.join(packages)}"
         )
-    status = Path("/proc/self/status").read_text().splitlines()
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     capabilities = int(next(line for line in status if line.startswith("CapEff:")).split()[1], 16)
     if os.geteuid() != 0 or not capabilities >> _CAP_SYS_ADMIN & 1:
         return (
@@ -255,7 +255,7 @@ def _alive(owner: str) -> bool:
 def _started(pid: int) -> str:
     """When a process began, in the kernel's ticks; empty when there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except FileNotFoundError:
         return ""
 

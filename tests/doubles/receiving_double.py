@@ -23,7 +23,7 @@ from tests.doubles.sglang_double import EngineDouble, Release
 BucketFault = Literal["refuse", "hang", "die"]
 
 
-class SafeUnpickler(pickle.Unpickler):
+class SafeUnpickler(pickle.Unpickler):  # noqa: S301
     """Knows, of the names that SGLang's own lets through, those that a bucket needs."""
 
     KNOWN = frozenset(

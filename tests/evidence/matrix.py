@@ -245,7 +245,7 @@ class Cell:
 def read_matrix(path: Path, *, quick: bool = False) -> Matrix:
     """Read and check a matrix. Raises RecipeError naming every offending key."""
     try:
-        matrix = Matrix.model_validate(yaml.safe_load(path.read_text()))
+        matrix = Matrix.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         if not quick:
             return matrix
         asked = {name: one.quickened() for name, one in matrix.experiments.items() if one.quick is not None}

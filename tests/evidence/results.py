@@ -146,7 +146,7 @@ def load(path: Path) -> list[Result]:
     """What `save` wrote; nothing when there is no such file."""
     if not path.exists():
         return []
-    return [_result(data) for data in json.loads(path.read_text())]
+    return [_result(data) for data in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def keep(path: Path, cells: Sequence[Cell], series: Sequence[str], states: Collection[State]) -> None:

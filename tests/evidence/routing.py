@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> None:
     Console(width=140).print(table(rows))
     if arguments:
         found: list[dict[str, Any]] = [vars(row) for row in rows]
-        Path(arguments[0]).write_text(json.dumps(found, indent=1))
+        Path(arguments[0]).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def keep_logs(target: Path, title: str, log: Path, runs: Path) -> None:
     """Append a part's log and the ends of those of its runs (engines, learner), then remove the runs: with weights and
     checkpoints of every part a disk would fill."""
     logs = [log, *sorted(runs.glob("*/logs/*.log"))]
-    with target.open("a", errors="replace") as file:
+    with target.open("a", errors="replace", encoding="utf-8") as file:
         for path in logs:
             text = path.read_text(errors="replace")
             file.write(f"==== {title}: {path.name} ====\n{text if path == log else text[-LOG_CHARACTERS:]}\n")

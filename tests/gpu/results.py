@@ -72,7 +72,7 @@ def load_or_begin(path: Path, fresh: Results) -> Results:
     other kind: figures of two machines are no table."""
     if not path.exists():
         return fresh
-    data = json.loads(path.read_text())
+    data = json.loads(path.read_text(encoding="utf-8"))
     data.pop("verdicts")
     checks = {
         check: {part: Outcome(**outcome) for part, outcome in parts.items()}

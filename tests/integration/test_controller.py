@@ -46,7 +46,7 @@ def test_killed_between_decision_and_action_it_acts_once(run: RunDirectory) -> N
             record = None
             give_up = time.monotonic() + 400
             while record is None or record.decision is None:
-                assert supervisor.poll() is None, Path(out.name).read_text()
+                assert supervisor.poll() is None, Path(out.name).read_text(encoding="utf-8")
                 assert time.monotonic() < give_up, "no decision was made"
                 time.sleep(0.01)
                 record = files.newest() if run.control.exists() else None
@@ -56,7 +56,7 @@ def test_killed_between_decision_and_action_it_acts_once(run: RunDirectory) -> N
             published = run.published_version()
             assert ranks
             assert published == record.step, "killed before the version that the decision is for"
-            assert supervisor.wait(600) == 0, Path(out.name).read_text()
+            assert supervisor.wait(600) == 0, Path(out.name).read_text(encoding="utf-8")
         finally:
             if supervisor.is_running():
                 supervisor.terminate()

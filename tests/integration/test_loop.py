@@ -161,7 +161,7 @@ def test_report_trajectories_and_text(tp2: Path) -> None:
 def test_trace_of_a_real_run(tp2: Path) -> None:
     """Every process that worked is in it, and a rank's phases fill its steps."""
     said = evenkeel_json("trace", tp2, "--steps", "1:3")
-    trace = json.loads(Path(said["file"]).read_text())
+    trace = json.loads(Path(said["file"]).read_text(encoding="utf-8"))
     check_trace(trace)
     rows = rows_of(trace)
     assert {part for part, _ in rows} == {"learner rank 0", "learner rank 1", "collector", "engine 0", "verifiers"}

@@ -232,13 +232,13 @@ def _fork(order: dict[str, object]) -> int:
 def serve_orders() -> None:
     """The fork server: a line of JSON comes in, a process id goes out."""
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
-    with open(os.devnull, "r+") as nothing:
+    with open(os.devnull, "r+", encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)  # what imports print is not an answer
     from rollout_sglang.cpu.cpu_server import prepare
 
     prepare()
-    import sglang.launch_server
+    import sglang.launch_server  # noqa: F401
     import sglang.srt.entrypoints.http_server  # noqa: F401 (the server's own imports)
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries servers that were killed
@@ -266,7 +266,7 @@ def _become_role(role: list[str], environment: dict[str, str], log: str, status:
     def end(number: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        Path(status).write_text(str(number))
+        Path(status).write_text(str(number), encoding="utf-8")
         os._exit(number)
 
     product.ServerProcess = ServerOfRole  # type: ignore[misc, assignment]

@@ -95,7 +95,7 @@ async def under_way(request: Coroutine[Any, Any, T], log: Path) -> asyncio.Task[
 
 def num_decodes(log: Path) -> int:
     """How many steps of decoding an engine has reported in its log."""
-    return log.read_text(errors="replace").count("Decode batch")
+    return log.read_text(errors="replace", encoding="utf-8").count("Decode batch")
 
 
 def wait_for_decode(log: Path, before: int, deadline_s: float = 60.0) -> None:

@@ -31,17 +31,22 @@ def name_of(page: Path) -> str:
 
 def blocks(page: Path, language: str) -> list[str]:
     """Its fenced code of a language; "" for code that names none."""
-    return [text for found, text in _FENCED.findall(page.read_text()) if found == language]
+    return [text for found, text in _FENCED.findall(page.read_text(encoding="utf-8")) if found == language]
 
 
 def commands(page: Path) -> list[str]:
     """Calls of evenkeel in code, with continued lines joined and comments cut off."""
-    return [*fenced_commands(page), *re.findall(r"`(evenkeel [^`\n]*)`", _FENCED.sub("", page.read_text()))]
+    return [
+        *fenced_commands(page),
+        *re.findall(r"`(evenkeel [^`\n]*)`", _FENCED.sub("", page.read_text(encoding="utf-8"))),
+    ]
 
 
 def fenced_commands(page: Path) -> list[str]:
     """Those that somebody would copy: they stand in code of their own."""
-    text = "\n".join(code for language, code in _FENCED.findall(page.read_text()) if language in ("", "sh", "bash"))
+    text = "\n".join(
+        code for language, code in _FENCED.findall(page.read_text(encoding="utf-8")) if language in ("", "sh", "bash")
+    )
     found = re.findall(r"^(?:\w+=\S+ )*(evenkeel [^\n]*)", text.replace("\\\n", " "), re.MULTILINE)
     return [command.split("  #")[0].strip() for command in found]
 
@@ -84,7 +89,7 @@ def parse(command: str) -> None:
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
     """(target, anchor) of every link to a file; the target is "" for one to a place on the same page."""
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8")):
         if not re.match(r"[a-z]+:", target):
             yield target, anchor
 

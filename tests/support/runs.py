@@ -35,7 +35,7 @@ def make_prompts(path: Path, count: int = 200) -> Path:
         json.dumps(dict(prompt="".join(rng.choice("0123456789") for _ in range(rng.randint(3, 9))) + "=", answer="1"))
         for _ in range(count)
     ]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 

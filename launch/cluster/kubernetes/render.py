@@ -41,7 +41,7 @@ def read(folder: Path, files: Files, run: str) -> list[dict[str, Any]]:
     found = []
     for path in (path for name in files if (path := folder / name).exists()):
         try:
-            objects = [*yaml.safe_load_all(path.read_text())]
+            objects = [*yaml.safe_load_all(path.read_text(encoding="utf-8"))]
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise RecipeError(f"cannot read {path} ({' '.join(str(error).split())}); remove it") from error
         if not all(_is_of(run, one) for one in objects):
@@ -67,7 +67,7 @@ def write(files: Files, folder: Path) -> list[Path]:
     for name, objects in files.items():
         path = folder / name
         if objects:
-            path.write_text(to_yaml(objects))
+            path.write_text(to_yaml(objects), encoding="utf-8")
             written.append(path)
         else:
             path.unlink(missing_ok=True)

@@ -87,7 +87,9 @@ def commit_of(sources: Path) -> str | None:
 
 def _git(sources: Path, *arguments: str) -> str:
     command = ["git", "--no-optional-locks", "-C", str(sources), *arguments]  # others may be at work in it
-    return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_DEADLINE_S, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", timeout=_GIT_DEADLINE_S, check=True
+    ).stdout
 
 
 def _gpu_names(folder: Path) -> list[str]:

@@ -139,7 +139,9 @@ def ask(*command: str) -> str:
     # A job that is submitted from within a job must not inherit the first one's wishes.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in _OF_THE_USER}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=DEADLINE_S, env=environment
+        )
     except FileNotFoundError as error:
         raise FatalError(f"{command[0]} is not on the PATH; the batch script needs Slurm's commands") from error
     except subprocess.TimeoutExpired as error:

@@ -125,7 +125,7 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
     """Replace what an earlier rendering left."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _setup_lines(setup: Path | None) -> str:
@@ -145,7 +145,12 @@ def submitted(script: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "EVENKEEL_API_KEY"}
     try:
         done = subprocess.run(
-            ["sbatch", str(script)], capture_output=True, text=True, timeout=DEADLINE_S, env=environment
+            ["sbatch", str(script)],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=DEADLINE_S,
+            env=environment,
         )
     except FileNotFoundError as error:
         raise RecipeError(f"--submit needs Slurm's sbatch; on a node that has it: sbatch {script}") from error

@@ -29,7 +29,7 @@ def render(result: Mapping[str, Any], picture: Path) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(nats=nats, percent=percent)
     template = environment.from_string(
-        resources.files("pipeline.analysis.mismatch").joinpath("page.html.j2").read_text()
+        resources.files("pipeline.analysis.mismatch").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
     rows = [(term, MEANING[term], result["terms"][term]) for term in shown_terms(result)]
     image = base64.b64encode(picture.read_bytes()).decode()

@@ -51,7 +51,7 @@ def write_comparison(paths: Sequence[Path], page: Path) -> Path:
     ]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(percent=percent, decimal=decimal, duration=duration, count=count)
-    source = resources.files("pipeline.analysis").joinpath("pages/comparison.html.j2").read_text()
+    source = resources.files("pipeline.analysis").joinpath("pages/comparison.html.j2").read_text(encoding="utf-8")
     text = environment.from_string(source).render(
         style=page_style(),
         runs=[{**run, **told} for run, told in zip(runs, compared["runs"], strict=True)],

@@ -89,8 +89,8 @@ def _render(run_log: RunLog, run: RunDirectory, found: _Found) -> str:
     groups = [group for one in found.chosen for group in _groups(one, pieces, most)]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     folder = resources.files("pipeline.analysis.pages")
-    script = folder.joinpath("samples.js").read_text()
-    return environment.from_string(folder.joinpath("samples.html.j2").read_text()).render(
+    script = folder.joinpath("samples.js").read_text(encoding="utf-8")
+    return environment.from_string(folder.joinpath("samples.html.j2").read_text(encoding="utf-8")).render(
         style=page_style(),
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -108,7 +108,7 @@ def _file_curve(path: Path, x: str | None, y: str | None) -> Curve:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"cannot read {path} ({error}); give a JSONL file, one JSON object a line") from error
     for count, line in enumerate(text.splitlines(), 1):

@@ -127,7 +127,7 @@ def _watch(train: psutil.Popen, run: Path, tmp: Path, measured: Path, every: int
         if (step := steps_done(run)) >= due:
             due = step + every
             line = dict(step=step, time=time.time(), **measure(train, run, tmp))
-            with measured.open("a") as file:
+            with measured.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
 
@@ -162,7 +162,7 @@ def slopes_of(measured: Path, horizon: int) -> list[Slope]:
     """Every series that one process has over the whole time."""
     steps: dict[str, list[float]] = defaultdict(list)
     values: dict[str, list[float]] = defaultdict(list)
-    lines = [json.loads(line) for line in measured.read_text().splitlines()]
+    lines = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
     last = {name: process["pid"] for name, process in lines[-1]["processes"].items()}
     for line in lines:
         rows = {

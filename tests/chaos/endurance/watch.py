@@ -66,7 +66,7 @@ def anonymous_kib(pid: int) -> float:
     """Resident memory that is no file's: what other processes share of a file comes and goes with them. Raises
     psutil.NoSuchProcess."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         raise psutil.NoSuchProcess(pid) from None
     return sum(float(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))

@@ -304,16 +304,16 @@ def children() -> list[int]:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     own = f"/proc/self/task/{os.getpid()}/children"
-    return [int(word) for word in Path(own).read_text().split()]
+    return [int(word) for word in Path(own).read_text(encoding="utf-8").split()]
 
 
 def command_of(pid: int) -> str:
     with suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({line[-60:].strip()})"
+        return f"{Path(f'/proc/{pid}/comm').read_text(encoding='utf-8').strip()} ({line[-60:].strip()})"
     return str(pid)
 
 
 def last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    lines = path.read_text(errors="replace", encoding="utf-8").strip().splitlines() if path.exists() else []
     return lines[-1] if lines else ""

@@ -40,7 +40,7 @@ def preload() -> None:
     from rollout_sglang.cpu.cpu_server import prepare
 
     prepare()
-    import sglang.launch_server
+    import sglang.launch_server  # noqa: F401
     import sglang.srt.entrypoints.http_server  # noqa: F401 (the server's own imports)
 
     gc.collect()
@@ -180,7 +180,9 @@ def _become_program(command: Sequence[str], env: Mapping[str, str], output: int 
         os.dup2(output, 1)
         os.dup2(output, 2)
     _let_go(set(keep))
-    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True, encoding="utf-8") for n in (1, 2)
+    )
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # which this process was told before it was forked

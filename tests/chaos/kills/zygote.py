@@ -54,7 +54,7 @@ def _zygote() -> subprocess.Popen[str]:
 
 def main() -> None:
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
-    with open(os.devnull, "r+") as nothing:
+    with open(os.devnull, "r+", encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)  # what imports print is no answer
     from pipeline.child_process import die_with_parent

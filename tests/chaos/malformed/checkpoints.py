@@ -142,7 +142,7 @@ def _change_json(rng: random.Random, path: Path) -> None:
         if rng.random() < 0.6:  # what another program, or another version, wrote on purpose
             write_sealed(path, text)
         else:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         if path.name != COMMIT and rng.random() < 0.6:
             _recommit(path.parent)
 

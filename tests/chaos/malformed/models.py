@@ -111,7 +111,7 @@ def _change(rng: random.Random, model: Path) -> None:
 
 
 def _richer(rng: random.Random, path: Path) -> Any:
-    data = json.loads(path.read_text())
+    data = json.loads(path.read_text(encoding="utf-8"))
     if path.name == "config.json" and rng.random() < 0.6:
         more: dict[str, Any] = dict(
             rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,

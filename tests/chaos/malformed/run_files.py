@@ -124,7 +124,7 @@ def _change(rng: random.Random, run: Path) -> None:
 def _change_data(rng: random.Random, path: Path) -> None:
     """JSON in every line of a log, or in a file; other files get a nasty text."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
         at = rng.randrange(len(lines))
         lines[at] = json.dumps(mutated_data(rng, json.loads(lines[at])))
         path.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))

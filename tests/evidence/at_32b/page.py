@@ -42,7 +42,7 @@ def write(results: Path) -> None:
     estimates, factor = estimates_at_32b(measured), chi2_per_kl(measured)
     shown = {name: estimates[name] for name in ("fp8_block", "block_down_o", "bf16")}
     plots.lengths(measured, shown, TITLES, factor, FIGURES / "precision-at-32b-length.png")
-    PAGE.write_text("\n".join(_page(measured, estimates, factor)) + "\n")
+    PAGE.write_text("\n".join(_page(measured, estimates, factor)) + "\n", encoding="utf-8")
 
 
 def map_ratios(measured: Measured) -> dict[str, dict[str, float]]:

@@ -55,7 +55,7 @@ class Measured:
 def read(folder: Path) -> Measured:
     """All cases of `folder`, or the reduced table that `save` wrote."""
     if folder.is_file():
-        stored = json.loads(folder.read_text())
+        stored = json.loads(folder.read_text(encoding="utf-8"))
         names = stored["columns"]
         rows = (dict(zip(names, row, strict=True)) for row in stored["points"])
         return Measured(tuple(Point(**{**row, "parts": tuple(row["parts"])}) for row in rows), stored["local"])

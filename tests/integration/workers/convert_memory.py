@@ -13,7 +13,7 @@ from megatron_bridge.hf import fp8, shard_writer  # noqa: F401 (imported before 
 
 def resident_bytes(field: str) -> int:
     """VmRSS (now) or VmHWM (the most that there was)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 

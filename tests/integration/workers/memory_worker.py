@@ -24,7 +24,7 @@ from precision.objectives.clipped import Clipped  # noqa: E402
 
 def status(field: str) -> int:
     """Bytes of a field of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
@@ -33,7 +33,7 @@ def status(field: str) -> int:
 
 def forget_peak() -> None:
     """VmHWM starts again from what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def batch(index: int, rows: int, width: int) -> Batch:

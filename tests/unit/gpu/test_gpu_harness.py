@@ -124,7 +124,7 @@ def test_a_hang_ends_with_all_of_its_processes(workshop: Workshop) -> None:
 def alive(pid: int) -> bool:
     """A zombie that nobody has reaped yet is not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 

@@ -21,7 +21,7 @@ LEAVES = {key.rpartition(".")[2] for key in known_keys()}
 
 def rows(page: Path) -> list[tuple[list[str], list[str]]]:
     """(their words, keys here) of each row of the table."""
-    found = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", page.read_text(), re.MULTILINE)
+    found = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     return [(re.findall(r"`([^`]+)`", theirs), re.findall(r"`([^`]+)`", ours)) for theirs, ours in found]
 
 

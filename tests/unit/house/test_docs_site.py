@@ -172,7 +172,7 @@ def test_a_batch_is_read_by_the_code_of_its_page(tmp_path: Path, capsys: pytest.
 
 @EVERY_PAGE
 def test_paths_modules_and_targets_exist(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w./-]+)`", text)
     assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
@@ -184,7 +184,9 @@ def test_paths_modules_and_targets_exist(page: Path) -> None:
 @EVERY_PAGE
 def test_recipe_keys_exist(page: Path) -> None:
     sections = "|".join(Recipe.model_fields)
-    named = re.findall(rf"`(?:--set )?((?:{sections})(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`", page.read_text())
+    named = re.findall(
+        rf"`(?:--set )?((?:{sections})(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`", page.read_text(encoding="utf-8")
+    )
     assert sorted({key for key in named if key not in known_keys() and not key.startswith("model.layers")}) == []
 
 

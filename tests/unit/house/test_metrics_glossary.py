@@ -31,7 +31,7 @@ METHODS = tuple(
 
 def written_keys(path: Path) -> Iterator[str]:
     """Literal keys of dicts, also those that are set one by one; in an f-string `X` stands for what is filled in."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Dict):
             yield from map(_text, (key for key in node.keys if isinstance(key, ast.Constant | ast.JoinedStr)))
         elif (

@@ -26,7 +26,7 @@ def messages() -> tuple[str, ...]:
 
 
 def texts(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else GAP for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -62,7 +62,7 @@ def test_things_are_numbered_and_every_alert_is_one_of_them() -> None:
 
 @pytest.mark.parametrize("page", [RUNBOOK, CLUSTER])
 def test_metrics_exist(page: Path) -> None:
-    assert set(re.findall(r"`(evenkeel_\w+)`", page.read_text())) <= BY_NAME.keys()
+    assert set(re.findall(r"`(evenkeel_\w+)`", page.read_text(encoding="utf-8"))) <= BY_NAME.keys()
 
 
 def test_ports_of_the_page_are_those_of_the_code() -> None:

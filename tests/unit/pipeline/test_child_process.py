@@ -26,7 +26,7 @@ def python(code: str, log: Path) -> ChildProcess:
 
 def wait_for(text: str, log: Path) -> None:
     ends = time.monotonic() + DEADLINE_S
-    while text not in (log.read_text() if log.exists() else ""):
+    while text not in (log.read_text(encoding="utf-8") if log.exists() else ""):
         assert time.monotonic() < ends, f"{log} never said {text}"
         time.sleep(0.02)
 
@@ -98,10 +98,10 @@ def test_a_child_ignores_no_signals_because_python_does(tmp_path: Path) -> None:
     try:
         status = Path(f"/proc/{child.pid}/status")
         ends = time.monotonic() + DEADLINE_S
-        while "Name:\tsleep" not in status.read_text():
-            assert time.monotonic() < ends, status.read_text()
+        while "Name:\tsleep" not in status.read_text(encoding="utf-8"):
+            assert time.monotonic() < ends, status.read_text(encoding="utf-8")
             time.sleep(0.02)
-        ignored = int(status.read_text().partition("SigIgn:")[2].split()[0], 16)
+        ignored = int(status.read_text(encoding="utf-8").partition("SigIgn:")[2].split()[0], 16)
         assert [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored >> (number - 1) & 1] == []
     finally:
         child.kill()

@@ -80,7 +80,7 @@ def published(job: Job, version: int) -> None:
 
 
 def test_a_signal_counts_where_its_line_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, "stdout", full)
         signals = Signals()
         signals._limit()

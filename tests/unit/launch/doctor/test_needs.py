@@ -72,7 +72,7 @@ def test_a_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_file_system_that_is_mounted_read_only() -> None:
     """/proc/sys is, in most containers; elsewhere there may be none."""
-    mounted = [Path(line.split()[1]) for line in Path("/proc/mounts").read_text().splitlines()]
+    mounted = [Path(line.split()[1]) for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     read_only = [one for one in mounted if one.is_dir() and os.statvfs(one).f_flag & os.ST_RDONLY]
     if not read_only:
         pytest.skip("nothing is mounted read-only here")

@@ -27,7 +27,7 @@ def write(path: Path, midpoint: float, exponent: float, asymptote: float, reach:
         score = 0.35 + (asymptote - 0.35) / (1.0 + (midpoint / compute) ** exponent)
     score += np.random.default_rng(seed).uniform(-0.003, 0.003, 41)
     lines = (dict(gpu_hours=float(c), reward=float(r)) for c, r in zip(compute, score, strict=True))
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -86,7 +86,7 @@ def test_too_short_a_curve_says_so_in_words(tmp_path: Path) -> None:
 
 def test_a_start_taken_late_is_warned_of(tmp_path: Path, scale_rl: Path) -> None:
     late = tmp_path / "late.jsonl"
-    late.write_text("".join(scale_rl.read_text().splitlines(keepends=True)[8:]))
+    late.write_text("".join(scale_rl.read_text(encoding="utf-8").splitlines(keepends=True)[8:]), encoding="utf-8")
     assert any("R_0 was taken at C = 2033.6" in text for text in answer("fit", late)["warnings"])
 
 

@@ -64,7 +64,7 @@ def test_what_the_machine_of_one_rank_met_is_no_damage(error: Exception) -> None
 
 
 def test_an_index_that_a_mount_cannot_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stale(pickle.Unpickler):
+    class Stale(pickle.Unpickler):  # noqa: S301
         def load(self) -> None:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 

@@ -84,11 +84,11 @@ def huge(path: Path) -> None:
 
 
 def deep(path: Path) -> None:
-    path.write_text(seal(f'{{"a": {"[" * 100_000}{"]" * 100_000}}}\n'))
+    path.write_text(seal(f'{{"a": {"[" * 100_000}{"]" * 100_000}}}\n'), encoding="utf-8")
 
 
 def another_object(path: Path) -> None:
-    path.write_text(seal("{}\n"))
+    path.write_text(seal("{}\n"), encoding="utf-8")
 
 
 def plan_of(run: RunDirectory) -> Plan:

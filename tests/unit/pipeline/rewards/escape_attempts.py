@@ -380,14 +380,18 @@ def keyring(needs: dict[str, object]) -> Parts:
 
 def privileges(needs: dict[str, object]) -> Parts:
     """Capabilities that are left, and whether new ones can be had."""
-    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    status = dict(
+        line.split(":\t", 1)
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        if ":\t" in line
+    )
     capabilities = {name: float(int(status[name], 16)) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")}
     return capabilities | {"new ones": 1.0 - float(status["NoNewPrivs"])}
 
 
 def what_is_left(needs: dict[str, object]) -> Parts:
     """What legitimate code may do."""
-    with open(os.path.join(os.environ["HOME"], "own"), "w") as file:
+    with open(os.path.join(os.environ["HOME"], "own"), "w", encoding="utf-8") as file:
         file.write("x")
     left, right = socket.socketpair()
     left.send(b"x")

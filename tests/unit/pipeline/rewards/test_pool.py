@@ -228,7 +228,9 @@ def test_workers_do_not_outlive_a_killed_parent(last: str, built_in: str) -> Non
     command = [sys.executable, "-c", program, last, built_in]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=False)
     worker, give_up = int(done.stdout), time.monotonic() + 20.0
-    while Path(f"/proc/{worker}/status").exists() and "Z (zombie)" not in Path(f"/proc/{worker}/status").read_text():
+    while Path(f"/proc/{worker}/status").exists() and "Z (zombie)" not in Path(f"/proc/{worker}/status").read_text(
+        encoding="utf-8"
+    ):
         assert time.monotonic() < give_up, f"worker {worker} outlived its parent"
         time.sleep(0.1)
 

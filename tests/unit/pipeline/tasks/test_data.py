@@ -19,7 +19,7 @@ from pipeline.tasks.digest import digest_of_data
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

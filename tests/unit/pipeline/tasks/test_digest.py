@@ -67,16 +67,16 @@ def test_the_same_data_goes_on(path: Path) -> None:
 )
 def test_other_data_is_refused(path: Path, lines: list[str]) -> None:
     begin_and_sample(recipe_of(path))
-    path.write_text("".join(lines))
+    path.write_text("".join(lines), encoding="utf-8")
     with pytest.raises(RecipeError, match=r"p\.jsonl is not the data of this run \(sha256 .*; put it back"):
         begin(recipe_of(path))
-    path.write_text("".join(LINES))
+    path.write_text("".join(LINES), encoding="utf-8")
     begin(recipe_of(path))
 
 
 def test_a_run_without_a_batch_takes_the_data_as_it_is_now(path: Path) -> None:
     begin(recipe_of(path))
-    path.write_text("".join(LINES[::-1]))
+    path.write_text("".join(LINES[::-1]), encoding="utf-8")
     run = RunDirectory(path.parent / "run")
     go_on_with(run, with_digest(recipe_of(path), run))
     assert isinstance(task := run.recipe().task, DataTask)
@@ -105,7 +105,7 @@ def test_a_run_of_before_goes_on_without(path: Path) -> None:
     run = RunDirectory(path.parent / "run")
     run.freeze(recipe_of(path))
     (run.batches / "000000.zarr.zip").touch()
-    path.write_text("".join(LINES[::-1]))
+    path.write_text("".join(LINES[::-1]), encoding="utf-8")
     assert begin(recipe_of(path)) == recipe_of(path)
 
 

@@ -137,7 +137,7 @@ def test_rows_that_lack_something_can_be_left_out(path: Path, lacking: dict[str,
     ]
     rows[3] |= lacking
     rows[5] |= dict.fromkeys(lacking)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     task = section(path, "complete", columns=columns)
     assert answers(task) == [n for n in range(ROWS) if n not in (3, 5)]
     assert digest(task) != digest(task.model_copy(update=dict(filter=None)))
@@ -146,7 +146,9 @@ def test_rows_that_lack_something_can_be_left_out(path: Path, lacking: dict[str,
 
 
 def test_a_filter_that_does_not_expect_null_is_told_of_it(path: Path) -> None:
-    path.write_text(path.read_text() + json.dumps(dict(prompt="x", answer=None)) + "\n")
+    path.write_text(
+        path.read_text(encoding="utf-8") + json.dumps(dict(prompt="x", answer=None)) + "\n", encoding="utf-8"
+    )
     with pytest.raises(
         RecipeError, match=rf"line {ROWS + 1}: task.filter \S+:low failed where answer is null .TypeError"
     ):

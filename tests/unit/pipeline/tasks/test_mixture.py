@@ -25,7 +25,7 @@ SIZES = dict(math=30, chat=4)
 
 def write(path: Path, name: str, count: int, **more: str) -> dict[str, str]:
     lines = [json.dumps(dict(prompt=f"{name} {number}", answer="1", **more)) for number in range(count)]
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines), encoding="utf-8")
     return dict(path=str(path))
 
 
@@ -149,7 +149,7 @@ def test_what_is_too_long_is_left_out_of_its_source(sources: list[dict[str, Any]
 def test_the_digest_is_of_all_sources(sources: list[dict[str, Any]]) -> None:
     first = digest(section(sources))
     assert digest(section(sources[::-1])) != first
-    with Path(sources[1]["path"]).open("a") as file:
+    with Path(sources[1]["path"]).open("a", encoding="utf-8") as file:
         file.write("\n")
     assert digest(section(sources)) != first
     with pytest.raises(RecipeError, match=r"math.jsonl or .*chat.v2.jsonl is not the data of this run"):

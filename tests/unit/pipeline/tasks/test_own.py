@@ -56,7 +56,7 @@ def test_a_class_by_its_name(recipe: Path) -> None:
 
 def test_it_is_frozen_as_it_was_written(recipe: Path) -> None:
     loaded = load_recipe(recipe)
-    recipe.write_text(loaded.to_yaml())
+    recipe.write_text(loaded.to_yaml(), encoding="utf-8")
     assert load_recipe(recipe) == loaded
     assert "class: doubling_task:Double" in loaded.to_yaml()
 
