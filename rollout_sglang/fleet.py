@@ -263,9 +263,9 @@ class Fleet:
         target = self._target
         assert target is not None, "resync names it"
         await self._pool.refresh()
-        admitted = self._pool.admitted
+        admitted, settled = self._pool.admitted, self._updates.settled()
         found = await all_of(look(engine) for engine in admitted)
-        if self._updates.under_way() is None:
+        if settled is not None and self._updates.newest() == settled[0]:
             for engine, (served, _) in zip(admitted, found, strict=True):
                 if served is None or served < target.version:
                     await self._pool.quarantine(engine, f"it serves version {served}, expected {target.version}")

@@ -69,26 +69,31 @@ class Monitor:
             resyncing, self._resyncing = self._resyncing, None
             resyncing.result()
         await self._pool.refresh()
-        under_way, newest, expected = await asyncio.to_thread(self._expected)
+        settled = await asyncio.to_thread(self._settled)
         engines = self._pool.engines
         began = time.monotonic()
         await asyncio.gather(*(look(engine) for engine in engines if not engine.member.silent))
-        settled = under_way is None and self._updates.newest() == newest
+        wrong = dict[PooledEngine, str]()
+        if settled is not None and self._updates.newest() == settled[0]:
+            seen = [engine for engine in engines if engine.answered >= began and engine.served != settled[1]]
+            wrong = {engine: f"it serves version {engine.served}, expected {settled[1]}" for engine in seen}
         for engine in engines:
-            await self._judge(engine, expected if settled and engine.answered >= began else None)
+            await self._judge(engine, wrong.get(engine))
         answering = [e for e in self._pool.returnable if e.answered >= began and e.try_at <= time.monotonic()]
         if answering and self._resyncing is None:
             self._resyncing = asyncio.create_task(self._try_to_resync(answering))
         if self._syncing is None or self._syncing.done():  # beside it: a router that hangs delays no look
             self._syncing = asyncio.create_task(self._pool.sync_router())
 
-    def _expected(self) -> tuple[int | None, int, int]:
-        """The update under way, the newest one, and the version that engines should serve."""
-        given = self._updates.given()
+    def _settled(self) -> tuple[int, int] | None:
+        """Return the newest update and the version that engines should serve; None while one is under way."""
+        settled = self._updates.settled()
+        if settled is None:
+            return None
         # Versions only rise: a lower one is what an update that saw a cached listing has remembered.
-        return self._updates.under_way(), self._updates.newest(), max(self._published(), given or 0)
+        return settled[0], max(self._published(), settled[1] or 0)
 
-    async def _judge(self, engine: PooledEngine, expected: int | None) -> None:
+    async def _judge(self, engine: PooledEngine, wrong: str | None) -> None:
         if engine.trouble:
             admitted, reason = engine.quarantined is None, engine.trouble
             if engine.quarantined != reason:
@@ -102,10 +107,9 @@ class Monitor:
             reason = f"it has answered nothing for {silent_s:.0f} s"
             await self._pool.quarantine(engine, reason)
             self._pool.abandon(engine, reason)
-        elif expected is not None and engine.served != expected:
-            reason = f"it serves version {engine.served}, expected {expected}"
-            await self._pool.quarantine(engine, reason)
-            self._pool.abandon(engine, reason)  # a publish that lost it left it paused: it would not answer
+        elif wrong is not None:
+            await self._pool.quarantine(engine, wrong)
+            self._pool.abandon(engine, wrong)  # a publish that lost it left it paused: it would not answer
 
     async def _try_to_resync(self, engines: Sequence[PooledEngine]) -> None:
         try:

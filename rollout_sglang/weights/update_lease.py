@@ -94,9 +94,24 @@ class Updates:
         """The newest number; 0 when no update was begun."""
         return max(self._listed()[_RECORD], default=0)
 
+    def settled(self) -> tuple[int, int | None] | None:
+        """Return the newest number and the version that engines were given last; None while an update is under way.
+
+        All of it is of one listing: between two, an update may begin or end. While `newest` stays the same afterwards,
+        engines serve that version.
+        """
+        listed = self._listed()
+        return None if self._under_way(listed) is not None else (max(listed[_RECORD], default=0), self._given(listed))
+
     def given(self) -> int | None:
         """The version that engines were given last; None when none was."""
-        listed = self._listed()
+        return self._given(self._listed())
+
+    def under_way(self) -> int | None:
+        """The number of an update that has not ended, though its process may be gone; None when there is none."""
+        return self._under_way(self._listed())
+
+    def _given(self, listed: Mapping[str, set[int]]) -> int | None:
         for number in sorted(listed[_RECORD], reverse=True):
             suffix = _RELEASED if number in listed[_RELEASED] else _RECORD
             record = self._read(number, suffix)
@@ -105,9 +120,7 @@ class Updates:
                 return None if version is None else int(version)
         return None
 
-    def under_way(self) -> int | None:
-        """The number of an update that has not ended, though its process may be gone; None when there is none."""
-        listed = self._listed()
+    def _under_way(self, listed: Mapping[str, set[int]]) -> int | None:
         number = max(listed[_RECORD], default=0)
         if not number or number in listed[_RELEASED] or self._is_superseded(self._read(number, _RECORD)):
             return None

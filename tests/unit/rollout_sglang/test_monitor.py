@@ -17,10 +17,13 @@ from pipeline.errors import FatalError, SupersededError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang import engine_pool, monitor, transport
+from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
+from rollout_sglang.monitor import Monitor
+from rollout_sglang.protocol import ModelInfo
 from rollout_sglang.weights.update_lease import Updates
 from tests.doubles.sglang_double import EngineDouble, RouterDouble
-from tests.support.fleets import settings
+from tests.support.fleets import fleet_of, settings
 
 SAMPLING = Sampling(max_new_tokens=2)
 
@@ -255,14 +258,14 @@ def test_the_monitor_goes_on_after_an_error_of_the_file_system_and_its_end_is_se
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     troubles: list[Exception] = [OSError(116, "Stale file handle")] * 3
-    read = Updates.given
+    read = Updates.settled
 
-    def given(updates: Updates) -> int | None:
+    def settled(updates: Updates) -> tuple[int, int | None] | None:
         if troubles:
             raise troubles.pop()
         return read(updates)
 
-    monkeypatch.setattr(Updates, "given", given)
+    monkeypatch.setattr(Updates, "settled", settled)
     with EngineDouble(3) as engine:
 
         async def act(fleet: Fleet, membership: Membership) -> None:
@@ -275,6 +278,78 @@ def test_the_monitor_goes_on_after_an_error_of_the_file_system_and_its_end_is_se
                 await fleet.generate([1], 1, SAMPLING)
 
         monitored(tmp_path, act)
+
+
+@pytest.mark.parametrize("judge", ["monitor", "resync"])
+@pytest.mark.parametrize("acts", [("end",), ("begin",), ("begin", "end")], ids=" and ".join)
+def test_a_publish_between_any_two_reads_of_a_look_quarantines_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, acts: tuple[str, ...], judge: str
+) -> None:
+    """The learner's publish of version 4 begins or ends before one read of the look: the first, the second, … Which
+    version is published is written after that."""
+    reads: list[Callable[[], None] | None] = []
+    """What happens before each read of the look."""
+    listed, info = Updates._listed, EngineClient.model_info
+
+    def read() -> None:
+        if reads and (act := reads.pop(0)) is not None:
+            act()
+
+    def listing(self: Updates) -> dict[str, set[int]]:
+        read()
+        return listed(self)
+
+    async def model_info(self: EngineClient, deadline_s: float | None = None) -> ModelInfo:
+        read()
+        return await info(self, deadline_s)
+
+    monkeypatch.setattr(Updates, "_listed", listing)
+    monkeypatch.setattr(EngineClient, "model_info", model_info)
+
+    async def looks(folder: Path, before: int, engine: EngineDouble) -> bool:
+        """Look once. False where it has fewer than `before` reads."""
+        fleet, changes = fleet_of(folder, [engine.url]), list[tuple[str, object]]()
+        await fleet.load(3, folder, WeightCheck(version=3, probe=None, digests=()))
+        learner = Updates(folder / "policy" / "updates")
+        known = set(learner.folder.iterdir())
+        async with learner.take("publish", 1.0) as update:
+            update.given = 4
+        record, released = sorted(set(learner.folder.iterdir()) - known)
+        files = {path: path.read_bytes() for path in (record, released)}
+        for path in files:
+            path.unlink()
+
+        def begin() -> None:
+            record.write_bytes(files[record])
+            engine.version = "unverified-4"
+
+        def end() -> None:
+            engine.version = "4"
+            released.write_bytes(files[released])
+
+        def act() -> None:
+            for name in acts:
+                dict(begin=begin, end=end)[name]()
+
+        if acts == ("end",):
+            begin()
+        fleet._pool._on_change = lambda kind, **fields: changes.append((kind, fields.get("reason")))
+        reads[:] = [*([None] * before), act]
+        if judge == "resync":
+            await fleet.resync(3, folder)
+        else:
+            await Monitor(fleet._pool, fleet._updates, fleet._resync_engines, lambda: 3).look()
+        happened = not reads
+        reads.clear()
+        await fleet.close()
+        assert changes == [], f"before read {before}"
+        return happened
+
+    with EngineDouble(0) as engine:
+        before = 0
+        while asyncio.run(looks(tmp_path / str(before), before, engine)):
+            before += 1
+    assert before >= 2, "the numbers and the engine"
 
 
 def test_the_router_is_told_the_engines_again_after_it_lost_them(tmp_path: Path) -> None:
