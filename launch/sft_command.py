@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,6 @@ from pipeline.errors import RecipeError
 if TYPE_CHECKING:
     from pipeline.config.recipe import Recipe
 
-DATA_LR, TINY_MODEL_LR = 1e-5, 3e-3
 _FALLS = "sft's rate falls linearly to zero; leave it out"
 INSTEAD = {
     "run.steps": "give --steps",
@@ -68,7 +67,7 @@ def sft(
         out,
         steps=steps,
         batch_size=batch_size,
-        lr=lr if lr is not None else TINY_MODEL_LR if data is None else DATA_LR,
+        lr=lr,
         warmup_steps=warmup_steps,
         data=data,
         held_out=held_out,
@@ -76,7 +75,7 @@ def sft(
     emit_or_print(result, as_json)
 
 
-def read_recipe(path: Path, overrides: Sequence[str], steps: int, data: Path | None) -> Recipe:
+def read_recipe(path: Path | Mapping[str, Any], overrides: Sequence[str], steps: int, data: Path | None) -> Recipe:
     """The recipe to fine-tune by. It need not say for how many `steps`, nor, with `data`, what its task reads. Raises
     RecipeError, also for an override that sft would not go by."""
     from pipeline.config.loader import load_recipe, overridden_keys

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
 
 CHECKPOINT_EVERY = 100
+DATA_LR, TINY_MODEL_LR = 1e-5, 3e-3
 SFT_SOURCE = "sft"
 SOURCE_FILE = "sft.json"
 SFT_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
@@ -68,6 +69,8 @@ class Source(Settings):
     @staticmethod
     def of(batch_size: int, data: Path | None, held_out: str | None) -> Source:
         """Raises RecipeError for what cannot be read or does not go together."""
+        if batch_size < 1:
+            raise RecipeError(f"--batch-size is {batch_size}, expected a positive number of rows a step")
         if data is None:
             if held_out is not None:
                 raise RecipeError("--held-out needs --data: a task's demonstrations are made, not read")
@@ -131,12 +134,14 @@ def run_sft(
     *,
     steps: int,
     batch_size: int,
-    lr: float,
+    lr: float | None,
     warmup_steps: int,
     data: Path | None = None,
     held_out: str | None = None,
 ) -> dict[str, Any]:
     """Train on demonstrations and export an HF folder. The same command resumes an interrupted run."""
+    if lr is None:
+        lr = TINY_MODEL_LR if data is None else DATA_LR
     if out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another folder")
     check_learner_here(recipe)

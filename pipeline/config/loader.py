@@ -2,6 +2,8 @@
 
     load_recipe(path, overrides)     file ◀─over─ the file it `extends` …, then `--set section.key=value`
 
+A program may give what a file would hold as a mapping.
+
 A file may name another one in `extends:`, by its path relative to the file or, where no such file lies beside it, by
 the name of a shipped recipe. Then it holds only what differs. `recipe_files` says which files were taken. A section
 picks what its keys mean by `name`, `class` or `kind` (objective, advantage, schedule …). One that picks another than
@@ -10,11 +12,12 @@ the base replaces the base's section, in a file and by `--set` alike: settings o
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +58,24 @@ _TAGGED = {name for name, field in Recipe.model_fields.items() if isinstance(fie
 
 
 def load_recipe(
-    path: Path, overrides: Sequence[str] = (), *, fill_in: Callable[[dict[str, Any]], None] | None = None
+    path: Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    fill_in: Callable[[dict[str, Any]], None] | None = None,
 ) -> Recipe:
-    """Read a recipe file, or the shipped recipe of that name (see `find_recipe`), and apply `section.key=value`
-    overrides (values are YAML). `fill_in` may add to the data what they lack. Raises RecipeError."""
-    data = _read(find_recipe(path), ())[0]
+    """Read a recipe file, or the shipped recipe of that name (see `find_recipe`), or a mapping of sections as a file
+    would hold, and apply `section.key=value` overrides (values are YAML). `fill_in` may add to the data what they lack.
+    Raises RecipeError."""
+    source = "recipe" if isinstance(path, Mapping) else str(path)
+    if isinstance(path, Mapping):
+        data = _extended(copy.deepcopy(dict(path)), Path(source), ())[0]
+    else:
+        data = _read(find_recipe(path), ())[0]
     for override in sorted(overrides, key=lambda text: not _is_choice(text.partition("=")[0])):
         _apply_override(data, override)
     if fill_in is not None:
         fill_in(data)
-    return recipe_from(data, source=str(path))
+    return recipe_from(data, source=source)
 
 
 def override_of(key: str, value: object) -> str:
@@ -151,6 +162,13 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], tu
     if not isinstance(data, dict):
         held = "is empty" if data is None else f"holds {quoted(data)}"
         raise RecipeError(f"{path} {held}, expected sections such as run, model and task")
+    return _extended(data, path, extended_by)
+
+
+def _extended(
+    data: dict[str, Any], path: Path, extended_by: tuple[Path, ...]
+) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """The data of the file `path` over that of the file it extends, and these files."""
     base = data.pop("extends", None)
     if base is None:
         return data, (path,)

@@ -1,7 +1,6 @@
 """Even Keel from Python: `import evenkeel`.
 
-    recipe = evenkeel.load_recipe("demo", {"run.name": "mine", "run.steps": 20})
-    run = evenkeel.train(recipe)                      # or evenkeel.Run("runs/mine"), also while it is trained
+    run = evenkeel.train("demo", {"run.name": "mine"})    # or evenkeel.Run("runs/mine"), also while it is trained
     run.metrics["reward_mean"], run.batch(3).reward   # arrays
     pandas.DataFrame(run.metrics)                     # a dict of columns is what data frames are made of
 
@@ -12,9 +11,9 @@ line would say.
 from __future__ import annotations
 
 from evenkeel.runs import Run, list_runs
-from evenkeel.training import load_recipe, new_model, train
+from evenkeel.training import load_recipe, new_model, sft, train
 from pipeline.config.recipe import Recipe
 from pipeline.data.records import Batch
 from pipeline.errors import EvenKeelError
 
-__all__ = ["Batch", "EvenKeelError", "Recipe", "Run", "list_runs", "load_recipe", "new_model", "train"]
+__all__ = ["Batch", "EvenKeelError", "Recipe", "Run", "list_runs", "load_recipe", "new_model", "sft", "train"]

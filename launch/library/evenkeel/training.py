@@ -1,28 +1,41 @@
-"""Recipes and training."""
+"""Recipes, fine-tuning and training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from evenkeel.functions import name_of_function
 from evenkeel.runs import Run
 from pipeline.child_process import see_own_classes
 from pipeline.config import loader
 from pipeline.config.recipe import Recipe
+from pipeline.errors import RecipeError
+from precision.text.short import quoted
+
+RecipeLike = str | Path | Mapping[str, Any] | Recipe
+"""A YAML file, the name of a recipe that comes with Even Keel, a mapping of what a file would hold, or a recipe."""
+Changes = Mapping[str, Any] | Sequence[str]
+"""{"learner.optimizer.lr": 1e-4}, or ["learner.optimizer.lr=1e-4"] as after --set of the command line."""
 
 
-def load_recipe(name: str | Path, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe of a YAML file, or the one of that name that comes with Even Keel, with `changes` of its keys:
-    {"learner.optimizer.lr": 1e-4}. Raises RecipeError.
+def load_recipe(recipe: RecipeLike, changes: Changes = ()) -> Recipe:
+    """The recipe of a YAML file, or the one of that name that comes with Even Keel, or of a mapping such as
+    {"extends": "demo", "run": {"name": "mine"}}, with `changes` of its keys. Raises RecipeError.
 
-    Classes that it names, `package.module:Class`, are looked for in the working folder as well.
+    Functions, such as a reward, may be given by name, `package.module:function`, or as they are. Modules are looked for
+    in the working folder as well.
     """
     see_own_classes()
-    return loader.load_recipe(Path(name), [loader.override_of(*change) for change in (changes or {}).items()])
+    return loader.load_recipe(*_readable(recipe, changes))
 
 
-def train(recipe: Recipe) -> Run:
+def train(recipe: RecipeLike, changes: Changes = (), *, metrics_port: int | None = None) -> Run:
     """Train as `evenkeel train` does: engines, collector and learner are processes of their own on this machine.
 
     Returns the run once it is finished, or once it was asked to end by Ctrl-C; the same call then goes on. Progress is
@@ -30,14 +43,113 @@ def train(recipe: Recipe) -> Run:
     """
     from launch.run.train import train_run
 
-    train_run(recipe)
-    return Run(recipe.directory)
+    resolved = load_recipe(recipe, changes)
+    with _alone("train"):
+        train_run(resolved, metrics_port)
+    return Run(resolved.directory)
 
 
-def new_model(folder: str | Path, **sizes: Any) -> Path:
-    """A random Qwen3 with a character tokenizer, as `evenkeel model new`: layers=2, hidden=128, seed=0 … Needs torch.
-    Raises ModelError."""
+def sft(
+    recipe: RecipeLike,
+    out: str | Path,
+    changes: Changes = (),
+    *,
+    steps: int = 220,
+    batch_size: int = 128,
+    lr: float | None = None,
+    warmup_steps: int = 50,
+    data: str | Path | None = None,
+    held_out: float | str | Path | None = None,
+) -> Run:
+    """Fine-tune as `evenkeel sft` does, on demonstrations of the task or on the rows of `data`, and write the model to
+    the folder `out`.
+
+    Returns the run, whose metrics are the losses; the same call resumes one that was interrupted. Call it in the main
+    thread. Raises EvenKeelError.
+    """
+    from launch.run.sft import run_sft
+    from launch.sft_command import read_recipe
+
+    see_own_classes()
+    rows = None if data is None else Path(data)
+    resolved = read_recipe(*_readable(recipe, changes), steps, rows)
+    with _alone("sft"):
+        run_sft(
+            resolved,
+            Path(out),
+            steps=steps,
+            batch_size=batch_size,
+            lr=lr,
+            warmup_steps=warmup_steps,
+            data=rows,
+            held_out=None if held_out is None else str(held_out),
+        )
+    return Run(resolved.directory.with_name(f"{resolved.run.name}-sft"))
+
+
+def new_model(folder: str | Path, *, config: str | Path | None = None, **sizes: Any) -> Path:
+    """A random Qwen3 with a character tokenizer, as `evenkeel model new`: layers=2, hidden=128, seed=0 …; with
+    `config`, of the sizes of the config.json in that folder. Needs torch. Raises ModelError."""
     from launch.convert.new_model import new_model as make
+    from launch.convert.new_model import new_model_like as make_like
 
-    make(Path(folder), **sizes)
+    if config is None:
+        make(Path(folder), **sizes)
+    else:
+        make_like(Path(folder), Path(config), **sizes)
     return Path(folder)
+
+
+def _readable(recipe: RecipeLike, changes: Changes) -> tuple[Path | dict[str, Any], list[str]]:
+    """What the loader takes. Keys with a dot at the top of a mapping, such as "run.name", are changes of it."""
+    if not isinstance(recipe, str | Path | Mapping | Recipe):
+        raise RecipeError(
+            f"recipe is {quoted(recipe)}, expected the path or the name of one, a mapping or what load_recipe returned"
+        )
+    if isinstance(changes, str) or not isinstance(changes, Mapping | Sequence):
+        raise RecipeError(f'changes are {quoted(changes)}, expected {{"run.steps": 3}} or ["run.steps=3"]')
+    if isinstance(recipe, Recipe):
+        recipe = recipe.model_dump(mode="json")
+    overrides = _overrides(changes) if isinstance(changes, Mapping) else [str(change) for change in changes]
+    if isinstance(recipe, Mapping):
+        plain = _plain(recipe)
+        sections = {key: value for key, value in plain.items() if "." not in key}
+        return sections, _overrides({key: plain[key] for key in plain.keys() - sections.keys()}) + overrides
+    return Path(recipe), overrides
+
+
+def _overrides(changes: Mapping[str, Any]) -> list[str]:
+    return [loader.override_of(key, value) for key, value in _plain(changes).items()]
+
+
+def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON would have it: a path is text, a function its name, a number of numpy a number. Raises RecipeError."""
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(data), default=_said))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{quoted(data)} is not plain data: {error}") from error
+    return found
+
+
+def _said(value: Any) -> Any:
+    if callable(value):
+        return name_of_function(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+@contextmanager
+def _alone(what: str) -> Iterator[None]:
+    """Train in a cell of a notebook as in a program: the kernel's event loop stands still meanwhile, and other loops
+    run. Raises RecipeError in another thread than the main one, which alone hears of Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        raise RecipeError(f"evenkeel.{what} is called in thread {threading.current_thread().name}; call it in the main")
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        if running is not None:
+            asyncio.set_event_loop(running)
+        asyncio._set_running_loop(running)

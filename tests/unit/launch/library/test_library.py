@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,13 @@ import pyarrow
 import pytest
 
 import evenkeel
+from launch import cli as command_line
+from launch import sft_command
+from launch.convert.new_model import new_model as make
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, StoreError
+from pipeline.rewards.calling.judge import resolve
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
 from tests.support.batches import CONTRACT, batch_of_rewards
@@ -93,28 +101,163 @@ def test_samples_are_texts_with_their_rewards(tmp_path: Path) -> None:
     assert "".join(one["response"] for one in found) == expected
 
 
+def python_of_the_page() -> list[str]:
+    return re.findall("```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
 def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block of docs/python.md that reads a run, but for its text: that takes a tokenizer."""
-    path = write_run(tmp_path / "runs", 1)
-    batch = batch_of_rewards([[0.0, 1.0], [1.0, 1.0]])
-    BatchStore(RunDirectory(path).batches).commit(batch)
-    RunDirectory(path).write_learner_logprobs(0, batch.rollout_logprobs - 0.5)
-    [_, reading] = re.findall("```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+    """Its blocks, but for the minutes of training, and for the text of samples, which takes a tokenizer."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evenkeel.Run, "samples", lambda run, index: [])
+    ran: list[tuple[Any, ...]] = []
+
+    def run_sft(recipe: evenkeel.Recipe, out: Path, **options: Any) -> None:
+        write_run(tmp_path / "runs", 2, name=f"{recipe.run.name}-sft")
+        ran.append((str(recipe.model.path), str(out), options))
+
+    def train_run(recipe: evenkeel.Recipe, metrics_port: int | None) -> None:
+        write_run(tmp_path / "runs", 3, name=recipe.run.name)
+        ran.append((str(recipe.model.path), recipe.run.steps, metrics_port))
+
+    monkeypatch.setattr("launch.run.sft.run_sft", run_sft)
+    monkeypatch.setattr("launch.run.train.train_run", train_run)
+    training, own, reading = python_of_the_page()
     names: dict[str, Any] = {}
+    exec(training, names)
+    assert (tmp_path / "runs/models/mine/model.safetensors").is_file()
+    options = dict(steps=300, batch_size=128, lr=None, warmup_steps=50, data=None, held_out=None)
+    assert ran == [
+        ("runs/models/mine", "runs/models/mine-sft", options),
+        ("runs/models/mine-sft", 20, None),
+    ]
+    assert names["run"].metrics["step"].tolist() == [0, 1, 2]
+
+    program = f"import evenkeel\n\n{own}print(*(f'{{one.task.reward}}|{{one.run.name}}' for one in (recipe, again)))\n"
+    (tmp_path / "own.py").write_text(program, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "launch/library")])
+    done = subprocess.run(
+        [sys.executable, "own.py"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert re.fullmatch(r"(evenkeel_score_[0-9a-f]{8}:score)\|own \1\|second\n", done.stdout), done.stderr
+
+    written = write_run(tmp_path / "runs", 1, name="demo")
+    batch = batch_of_rewards([[0.0, 1.0], [1.0, 1.0]])
+    BatchStore(RunDirectory(written).batches).commit(batch)
+    RunDirectory(written).write_learner_logprobs(0, batch.rollout_logprobs - 0.5)
+    monkeypatch.setattr(evenkeel.Run, "samples", lambda run, index: [])
     exec(reading, names)
     np.testing.assert_allclose(names["gap"], -0.5, rtol=1e-6)
 
 
-def test_training_returns_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import launch.run.train
+def test_the_page_and_the_notebook_show_all_that_there_is() -> None:
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    shown = "".join([*python_of_the_page(), *("".join(cell["source"]) for cell in notebook["cells"])])
+    types = {"Batch", "EvenKeelError", "Recipe"}
+    assert set(re.findall(r"evenkeel\.(\w+)\(", shown)) == set(evenkeel.__all__) - types
+    read = [name for name in vars(evenkeel.Run) if not name.startswith("_")]
+    assert [name for name in read if f"run.{name}" not in shown and f".{name} " not in shown] == []
 
-    monkeypatch.setattr(launch.run.train, "train_run", lambda recipe: write_run(tmp_path, 3, name=recipe.run.name))
-    recipe = evenkeel.load_recipe("demo", {"run.root": tmp_path, "run.name": "mine"})
-    assert evenkeel.train(recipe).metrics["step"].tolist() == [0, 1, 2]
+
+def test_python_takes_what_the_command_line_takes() -> None:
+    def defaults(function: Any) -> dict[str, Any]:
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name: p.default for p in parameters if p.name not in ("changes", "overrides", "as_json")}
+
+    assert defaults(evenkeel.sft) == defaults(sft_command.sft)
+    taken = inspect.signature(make).parameters.keys() | {"config"}
+    assert inspect.signature(command_line.model_new).parameters.keys() - {"context", "directory"} <= taken
+
+
+RECIPE: dict[str, Any] = dict(run=dict(name="own", steps=2), model=dict(path="m"), task=dict(name="sort_digits"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        (RECIPE, {"run.seed": np.int64(3), "learner.optimizer.lr": np.float32(0.5)}),
+        (RECIPE, ["run.seed=3", "learner.optimizer.lr=0.5"]),
+        ({**RECIPE, "run.seed": 3, "learner.optimizer": {"lr": 0.5}}, ()),
+        ({"extends": "demo", "run": {"name": "own", "steps": 2, "seed": 3}, "learner.optimizer.lr": 0.5}, ()),
+        ("demo", {"run": {"name": "own", "steps": 2, "seed": 3}, "learner.optimizer.lr": 0.5}),
+    ],
+)
+def test_a_recipe_is_a_name_a_mapping_or_a_recipe(recipe: Any, changes: Any) -> None:
+    for loaded in (evenkeel.load_recipe(recipe, changes), evenkeel.load_recipe(evenkeel.load_recipe(recipe, changes))):
+        assert (loaded.run.name, loaded.run.steps, loaded.run.seed) == ("own", 2, 3)
+        assert loaded.learner.optimizer.lr == 0.5
+    assert RECIPE["run"] == dict(name="own", steps=2)
+
+
+CIRCLE: dict[str, Any] = {}
+CIRCLE["run"] = CIRCLE
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "said"),
+    [
+        (3, (), "recipe is 3, expected the path or the name of one, a mapping"),
+        ({"runn": {}}, (), "unknown key runn"),
+        ({"extends": "demmo"}, (), "did you mean demo"),
+        (CIRCLE, (), "is not plain data"),
+        ("demo", "run.steps=3", "changes are 'run.steps=3', expected"),
+        ("demo", ["run.steps"], "is not section.key=value"),
+        ("demo", {"task.reward": lambda response: 1.0}, "no name at the top of a module"),
+        ("demo", {"task": {"name": "data", "path": "x", "reward": len}}, "no name at the top of a module"),
+    ],
+)
+def test_what_is_no_recipe_is_said_in_a_line(recipe: Any, changes: Any, said: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(said)) as raised:
+        evenkeel.load_recipe(recipe, changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_function_of_a_program_brings_along_what_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "program.py").write_text(
+        "import math as maths, re\nfrom functools import lru_cache\nimport evenkeel\n"
+        "LAST = re.compile('(X?)(.)$', re.I)\nWORTH = {'a': 0.5}\n"
+        "@lru_cache\ndef last(text):\n    return LAST.search(text)[2] if text else last('a')\n"
+        "def score(response, worth=WORTH, unused: 'Nowhere' = None):\n"
+        "    return max(maths.floor(2.5) * worth[last(c)] for c in [response])\n"
+        "OPEN = open(__file__)\n"
+        "def bad(response):\n    return OPEN\n"
+        "def task(reward): return {'task': {'name': 'data', 'path': 'x', 'reward': reward}}\n"
+        "print(evenkeel.load_recipe('demo', task(score)).task.reward)\n"
+        "try:\n    evenkeel.load_recipe('demo', task(bad))\n"
+        "except evenkeel.EvenKeelError as error:\n    print(error)\n",
+        encoding="utf-8",
+    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "launch/library")])
+    command = [sys.executable, str(tmp_path / "program.py")]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    name, refused = done.stdout.splitlines()
+    assert refused.startswith("the function uses OPEN, a TextIOWrapper, which no file can say"), done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [resolve(name)(response) for response in ("xa", "")] == [1.0, 1.0]
+
+
+def test_training_goes_on_beside_the_event_loop_of_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def something() -> Path:
+        await asyncio.sleep(0)
+        return write_run(tmp_path, 3, name="own")
+
+    monkeypatch.setattr("launch.run.train.train_run", lambda recipe, port: asyncio.run(something()))
+    recipe = evenkeel.load_recipe(RECIPE, {"run.root": tmp_path})
+
+    async def cell() -> list[int]:
+        steps = evenkeel.train(recipe).metrics["step"].tolist()
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop() is asyncio.get_event_loop()
+        return steps
+
+    assert asyncio.run(cell()) == [0, 1, 2]
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RecipeError, match="call it in the main"):
+        pool.submit(evenkeel.train, recipe).result()
+
+
+def test_runs_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, 3, name="mine")
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "recipe.yaml").write_text("no: recipe\n")
+    (tmp_path / "broken" / "recipe.yaml").write_text("no: recipe\n", encoding="utf-8")
     assert [run.path.name for run in evenkeel.list_runs(tmp_path)] == ["mine"]
 
 
