@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from launch.cluster.metric_names import BY_NAME, METRICS
-from pipeline.analysis.alarm_history import samples_coarser
+from pipeline.analysis.alarm_history import formats_differ
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Role, epoch_folder, first_start_after
 from pipeline.data.event_log import EventKind, LogName, Observer, newest_line
@@ -204,7 +204,7 @@ class RunMetrics:
         if isinstance(step := line.get("step"), int) and recipe is not None:
             self._set("evenkeel_steps_left", recipe.run.steps - 1 - step)
         self._set_buckets(line.get("mismatch"))
-        self._set_alarms(line, quantized=recipe is not None and samples_coarser(recipe))
+        self._set_alarms(line, quantized=recipe is not None and formats_differ(recipe))
         self._set_phases("evenkeel_phase_seconds", line.get("seconds"))
         self._set_phases("evenkeel_publish_phase_seconds", line.get("publish_seconds"))
 

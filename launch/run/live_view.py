@@ -23,7 +23,7 @@ from rich.text import Text
 
 from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
 from launch.show.log_tail import LogTail
-from pipeline.analysis.alarm_history import samples_coarser
+from pipeline.analysis.alarm_history import formats_differ
 from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares, whole_stages
 from pipeline.analysis.flight.timeline import learner_spans
 from pipeline.analysis.html_report import count, decimal, duration, percent
@@ -82,7 +82,7 @@ class Progress:
     """Not scored by the teacher, of the steps trained."""
     doing: str = "starting"
     quantized: bool = False
-    """Whether engines sample in a coarser format than the learner trains in."""
+    """Whether learner and engines do not compute in the same quantized format."""
     alarms: list[Alarm] = field(default_factory=list)
     """Of the newest step."""
     engines: EngineStates = field(default_factory=EngineStates)
@@ -166,8 +166,8 @@ class LiveView:
         console: Console | None = None,
         every_steps: int = 10,
     ) -> None:
-        """`stage`: steps of a stage, of a staged run. `quantized`: engines sample in a coarser format than the learner
-        trains in, and alarms allow for it."""
+        """`stage`: steps of a stage, of a staged run. `quantized`: learner and engines do not compute in the same
+        quantized format, and alarms allow for it."""
         self.console = console or Console(stderr=True)
         recent = deque[dict[str, Any]](maxlen=whole_stages(WINDOW_STEPS, stage) + 1)
         self.progress = Progress(steps, stage, recent, quantized=quantized)
@@ -179,7 +179,7 @@ class LiveView:
     def of_run(cls, run_dir: Path, recipe: Recipe) -> Self:
         """Of a run that goes by the recipe."""
         stage = recipe.build_schedule().updates_per_stage
-        return cls(run_dir, recipe.run.steps, stage=stage, quantized=samples_coarser(recipe))
+        return cls(run_dir, recipe.run.steps, stage=stage, quantized=formats_differ(recipe))
 
     def __enter__(self) -> Self:
         self._take(says=False)

@@ -25,7 +25,7 @@ class AlarmHistory:
     @property
     def text(self) -> str:
         """One line: `ess low: 0.12 at worst, below 0.3, at 2 of steps 3 to 7, until now`."""
-        beyond = f"{self.worst.value:.3g} at worst, {self.worst.rule.wrong} {self.worst.bound:g}"
+        beyond = f"{self.worst.value_text} at worst, {self.worst.rule.wrong} {self.worst.bound:g}"
         return f"{self.name}: {beyond}, at {self.steps}"
 
     @property
@@ -40,12 +40,12 @@ class AlarmHistory:
         return f"{steps}, until now" if self.lasts else steps
 
 
-def samples_coarser(recipe: Recipe) -> bool:
-    """Whether engines sample in a quantized format while the learner trains in none: the bounds of some alarms depend
-    on it."""
-    learner = recipe.learner
-    trains_in_fp8 = learner.fp8_emulation or learner.precision.startswith("fp8")
-    return recipe.rollout.quantized_format is not None and not trains_in_fp8
+def formats_differ(recipe: Recipe) -> bool:
+    """Whether the learner computes in another quantized format than the engines, or only one side in any: the bounds of
+    some alarms depend on it."""
+    learner, sampled = recipe.learner, recipe.rollout.quantized_format
+    trained = sampled if learner.fp8_emulation else learner.precision if learner.precision.startswith("fp8") else None
+    return trained != sampled
 
 
 def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
@@ -53,7 +53,7 @@ def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
     by_rule: dict[str, list[tuple[int, Alarm]]] = {}
     for line in run_log.metrics:
         step = int(line["step"])
-        for alarm in alarms(line, quantized=samples_coarser(run_log.recipe_of(step))):
+        for alarm in alarms(line, quantized=formats_differ(run_log.recipe_of(step))):
             by_rule.setdefault(alarm.rule.name, []).append((step, alarm))
     found = [_history(steps, run_log.num_steps - 1) for steps in by_rule.values()]
     return sorted(found, key=lambda history: (not history.lasts, -history.last_step, -history.num_steps))

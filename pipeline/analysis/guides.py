@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pipeline.analysis.alarm_history import samples_coarser
+from pipeline.analysis.alarm_history import formats_differ
 from pipeline.analysis.run_log import RunLog
 from precision.mismatch.alarms import RULES, Rule
 
@@ -39,6 +39,8 @@ class Guide:
     low: float | None = None
     high: float | None = None
     """Bounds of the rule of thumb."""
+    low_if_quantized: float | None = None
+    """Instead of `low`, as Rule.bound_if_quantized."""
     times_median: float | None = None
     """The same, as a multiple of the median over the steps of the run at which the number is not next to 0."""
 
@@ -77,7 +79,7 @@ def reading_of(title: str, run_log: RunLog) -> Reading | None:
     if bounds[False] == (-math.inf, math.inf):
         return Reading(guide=guide, text=f"{newest}.", state="")
     # A fork may sample in other formats than its parent did: each step has the bounds of its own recipe.
-    of_step = (bounds[samples_coarser(run_log.recipe_of(step))] for step in steps)
+    of_step = (bounds[formats_differ(run_log.recipe_of(step))] for step in steps)
     within = [low <= value <= high for (low, high), value in zip(of_step, values, strict=True)]
     beyond = within.count(False)
     if not beyond:
@@ -104,7 +106,8 @@ def _bounds(guide: Guide, values: Sequence[float], *, quantized: bool) -> tuple[
     if guide.times_median is not None:
         # Not the mean: ten percent of the steps would lift it to a tenth of what they hold, and so hide themselves.
         return -math.inf, guide.times_median * median(_beside_zero(values))
-    return (-math.inf if guide.low is None else guide.low), (math.inf if guide.high is None else guide.high)
+    low = guide.low_if_quantized if quantized and guide.low_if_quantized is not None else guide.low
+    return (-math.inf if low is None else low), (math.inf if guide.high is None else guide.high)
 
 
 def _beside_zero(values: Sequence[float]) -> list[float]:
@@ -162,7 +165,7 @@ GUIDES = (
     ),
     Guide(
         look_at="`mismatch`, `age`, `0`, `k3_kl`",
-        healthy="below 1e-3; with FP8 rollouts below 1e-2",
+        healthy="below 1e-3; with FP8 on one side below 3e-2",
         closer="above",
         then="engines compute otherwise: `evenkeel verify parity`, `evenkeel mismatch RUN`",
         titles=("KL from engine to learner, nats a token",),
@@ -170,7 +173,7 @@ GUIDES = (
     ),
     Guide(
         look_at="`mismatch`, `age`, `0`, `probability_error`",
-        healthy="below 1.05",
+        healthy="below 1.05; with FP8 on one side below 1.15",
         closer="above",
         then="it rises from publish to publish: weights arrive wrong; else as for the row above",
         rule=_RULES["fresh_probability_error_high"],
@@ -272,12 +275,13 @@ GUIDES = (
     ),
     Guide(
         look_at="`logprob_pearson`",
-        healthy="above 0.99 (rule of thumb)",
+        healthy="above 0.99; with FP8 on one side above 0.9 (rule of thumb)",
         closer="below",
         then="engines compute otherwise: `evenkeel verify parity`",
         titles=("Correlation of the two sides",),
         metric="logprob_pearson",
         low=0.99,
+        low_if_quantized=0.9,
     ),
     Guide(
         look_at="`clip_hits`",

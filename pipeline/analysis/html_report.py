@@ -126,7 +126,7 @@ def alarm_rows(run_log: RunLog) -> list[dict[str, str]]:
     rows = []
     for history in alarm_history(run_log):
         rule, worst = history.worst.rule, history.worst
-        text = f"{rule.what} was {worst.value:.3g} at worst, {rule.wrong} {worst.bound:g}"
+        text = f"{rule.what} was {worst.value_text} at worst, {rule.wrong} {worst.bound:g}"
         rows.append(
             dict(
                 when=history.steps,

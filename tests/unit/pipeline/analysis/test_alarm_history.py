@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from launch.show.runs import render
-from pipeline.analysis.alarm_history import alarm_history, samples_coarser
+from pipeline.analysis.alarm_history import alarm_history, formats_differ
 from pipeline.analysis.guides import reading_of
 from pipeline.analysis.html_report import render_page
 from pipeline.analysis.run_log import RunLog
@@ -62,7 +62,7 @@ def test_the_worst_is_the_furthest_beyond_the_bound_of_its_step(write_run: Write
     recipe = RunLog.read(path).recipe
     rollout = recipe.rollout.model_copy(update=dict(precision="fp8_block"))
     add_recipe(path, recipe.model_copy(update=dict(rollout=rollout)), first_step=1, first_batch=1)
-    lines = [dict(step=step, time=0.0, mismatch={"age": {"0": {"k3_kl": kl}}}) for step, kl in ((0, 9e-3), (1, 1.1e-2))]
+    lines = [dict(step=step, time=0.0, mismatch={"age": {"0": {"k3_kl": kl}}}) for step, kl in ((0, 9e-3), (1, 3.1e-2))]
     (history,) = alarm_history(replace(RunLog.read(path), metrics=lines))
     assert (history.worst.value, history.worst.bound, history.num_steps) == (9e-3, 1e-3, 2)
 
@@ -88,17 +88,19 @@ def test_the_table_of_a_run_has_a_row_for_each(write_run: WriteRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("learner", "rollout", "coarser"),
+    ("learner", "rollout", "differ"),
     [
         ({}, dict(precision="fp8_block"), True),
         (dict(fp8_emulation=True), dict(precision="fp8_block"), False),
         (dict(precision="fp8_block"), dict(precision="fp8_block"), False),
+        (dict(precision="fp8_delayed"), dict(precision="fp8_block"), True),
+        (dict(precision="fp8_block"), dict(precision="bf16"), True),
         ({}, dict(precision="bf16"), False),
     ],
 )
-def test_when_rollouts_are_coarser(learner: dict[str, Any], rollout: dict[str, Any], coarser: bool) -> None:
+def test_when_formats_differ(learner: dict[str, Any], rollout: dict[str, Any], differ: bool) -> None:
     recipe = Recipe.model_validate(
         dict(run=dict(name="x", steps=1), model=dict(path="m"), task=dict(name="sort_digits"))
         | dict(learner=learner, rollout=rollout)
     )
-    assert samples_coarser(recipe) == coarser
+    assert formats_differ(recipe) == differ

@@ -75,6 +75,14 @@ def test_quantized_rollouts_have_the_wider_bound_of_the_alarm(write_run: WriteRu
         assert reading.state == state
 
 
+def test_quantized_rollouts_have_the_wider_bound_of_the_rule_of_thumb(write_run: WriteRun) -> None:
+    for precision, state in (("bf16", "beyond"), ("fp8_block", "within")):
+        run = RunLog.read(write_run(0, name=precision, overrides=dict(rollout=dict(precision=precision))))
+        reading = reading_of("Correlation of the two sides", with_values(run, "logprob_pearson", [0.97]))
+        assert reading is not None
+        assert reading.state == state
+
+
 def test_every_alarm_and_every_figure_has_words(run_log: RunLog) -> None:
     assert {rule.name for rule in RULES} == {guide.rule.name for guide in GUIDES if guide.rule is not None}
     explained = {title for guide in GUIDES for title in guide.titles}

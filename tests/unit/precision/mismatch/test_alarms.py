@@ -57,10 +57,17 @@ def test_only_what_is_beyond_the_bound_is_an_alarm(rule: Rule, quantized: bool) 
         assert names(with_value(rule, center - bound * 1.01), quantized=quantized) == [rule.name]
 
 
-def test_coarser_rollouts_may_differ_more() -> None:
-    step = HEALTHY | dict(mismatch=dict(age={"0": dict(k3_kl=5e-3)}))
-    assert names(step) == ["fresh_kl_high"]
+def test_what_fp8_does_is_no_alarm_where_it_is_on_one_side() -> None:
+    """The largest of the demo's steps under block FP8; the others are far below."""
+    step = HEALTHY | dict(mismatch=dict(age={"0": dict(k3_kl=1.03e-2, probability_error=1.054)}))
+    assert names(step) == ["fresh_kl_high", "fresh_probability_error_high"]
     assert names(step, quantized=True) == []
+
+
+def test_a_value_next_to_its_bound_is_told_from_it() -> None:
+    step = HEALTHY | dict(mismatch=dict(age={"0": dict(probability_error=1.05304)}))
+    (alarm,) = alarms(step, quantized=False)
+    assert alarm.text.endswith("is 1.053, above 1.05")
 
 
 @pytest.mark.parametrize("value", [None, "high", True, math.nan, math.inf, {}])
