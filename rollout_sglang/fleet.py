@@ -136,7 +136,7 @@ class Fleet:
         quarantined. Raises EngineUnavailableError when none serves `version`.
         """
         watch = Stopwatch()
-        target = Target(version, directory, check or WeightCheck.load(directory))
+        target = Target(version, directory, check or WeightCheck.load(directory, version))
         async with self._updates.take("publish", self._load_deadline_s) as update:
             watch.lap("lock_s")
             self._target = target
@@ -158,7 +158,7 @@ class Fleet:
         A fleet that is monitored returns as soon as one engine is admitted; the monitor sees to the others. When
         another process has meanwhile given another version, the caller is behind: no engine is given weights.
         """
-        self._target = await asyncio.to_thread(Target.read, version, directory)
+        self._target = await asyncio.to_thread(Target.read, version, directory, self._target)
         await self._share(self._resync)
 
     @asynccontextmanager
@@ -168,7 +168,7 @@ class Fleet:
         role, is raised by the next `generate`."""
 
         async def resync(engines: Sequence[PooledEngine]) -> None:
-            self._target = await asyncio.to_thread(Target.read, *published())
+            self._target = await asyncio.to_thread(Target.read, *published(), self._target)
             await self._resync_engines(engines)
 
         monitor = Monitor(self._pool, self._updates, resync, lambda: published()[0])

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
+from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
 from pipeline.errors import EngineVersionError
@@ -26,9 +27,14 @@ class Target:
     check: WeightCheck | None
 
     @staticmethod
-    def read(version: int, directory: Path) -> Target:
-        """That of a policy folder, with the check in it. Raises StoreError when it is damaged."""
-        return Target(version, directory, WeightCheck.load(directory))
+    def read(version: int, directory: Path, known: Target | None = None) -> Target:
+        """That of a policy folder, with the check in it. Where no digests tell whether an engine holds these weights,
+        the files are compared with their checksums, unless it is the target that was `known` before. Raises StoreError
+        for a folder that is damaged, or that of another version."""
+        target = Target(version, directory, WeightCheck.load(directory, version))
+        if target != known and target.check is not None and not target.has_digests:
+            verify_folder(directory, "stop the run and repair it: `evenkeel repair`")
+        return target
 
     @property
     def coming(self) -> ComingCheck:
@@ -49,7 +55,7 @@ class Target:
             return self
         older = older_folder(self.directory, engine.quant_map)
         if older.is_dir():
-            return Target(self.version, older, WeightCheck.load(older))
+            return Target(self.version, older, WeightCheck.load(older, self.version))
         newest = self._quant_map
         if newest not in ("", engine.quant_map):  # empty where the folder behind a broadcast was not written yet
             raise EngineVersionError(

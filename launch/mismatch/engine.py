@@ -133,7 +133,7 @@ class MeasuredEngine(OneEngine):
     async def _compare(self, client: EngineClient, version: int) -> None:
         deadline_s = self.recipe.weights.publish_deadline_s
         held = await client.checksums(deadline_s=deadline_s)
-        check = WeightCheck.load(self.run.policy_directory(version))
+        check = WeightCheck.load(self.run.policy_directory(version), version)
         await client.name(version)
         await self._audit(client, version)
         if held is None or check is None or not check.digests:

@@ -244,8 +244,16 @@ def _prefill(
 
 def _write_policy(run: RunDirectory, recipe: Recipe, part: VersionRows) -> None:
     """The version's folder in the rollout's format, with its checksums."""
-    digests, folder = checksums_of(recipe), run.policy_directory(part.number)
+    digests = checksums_of(recipe)
+
+    def write_check(folder: Path) -> None:
+        WeightCheck(version=part.number, digests=() if digests is None else digests.digests()).save(folder)
+
     write_policy(
-        TensorFolder(part.weights).tensors(), recipe.model.path, folder, build_quant_map(recipe), digests=digests
+        TensorFolder(part.weights).tensors(),
+        recipe.model.path,
+        run.policy_directory(part.number),
+        build_quant_map(recipe),
+        digests=digests,
+        beside=write_check,
     )
-    WeightCheck(version=part.number, digests=() if digests is None else digests.digests()).save(folder)

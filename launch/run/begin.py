@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engine_arguments import check_extra_args
@@ -115,10 +116,14 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
 
     source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
     tensors, quant = TensorFolder(source).tensors(), build_quant_map(recipe)
-    with _all_cores():
-        write_policy(tensors, source, folder, quant, digests=digests, fence=run.fence)
     formats = formats_of(quant, engine_dtype(recipe))
-    WeightCheck(version=0, digests=() if digests is None else digests.digests(), formats=formats).save(folder)
+
+    def write_check(folder: Path) -> None:
+        known = () if digests is None else digests.digests()
+        WeightCheck(version=0, digests=known, formats=formats).save(folder)
+
+    with _all_cores():
+        write_policy(tensors, source, folder, quant, digests=digests, beside=write_check, fence=run.fence)
     run.set_published(0)
 
 

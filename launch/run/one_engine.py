@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from launch.build.engines import engine_spec
 from pipeline.config.recipe import Recipe
-from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.coming_check import ComingCheck
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weight_check import WeightCheck, verify_policy
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server import start as server
 from rollout_sglang.server.process import ServerProcess, free_port
@@ -35,7 +34,7 @@ class OneEngine:
     def __enter__(self) -> Self:
         """Start it and wait. Raises EngineStartError, EngineVersionError."""
         spec = engine_spec(self.run, self.recipe, 0, self.port, self.key, log=self.run.logs / "engine-0.log")
-        verify_folder(spec.model, "publish the version again, or take another run")
+        verify_policy(spec.model, spec.version, "publish the version again, or take another run")
         self.process = server.start(spec)
         try:
             self.process.wait_ready(self.recipe.rollout.start_deadline_s)
@@ -62,7 +61,7 @@ class OneEngine:
         client.take_part(fresh_number())
         try:
             verifier = WeightVerifier(self.recipe.weights.publish_deadline_s)
-            check = ComingCheck.known(version, WeightCheck.load(self.run.policy_directory(version)))
+            check = ComingCheck.known(version, WeightCheck.load(self.run.policy_directory(version), version))
             await verifier.verify(client, version, check)
         finally:
             await client.close()

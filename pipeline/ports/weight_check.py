@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.errors import StoreError
 
@@ -82,23 +83,37 @@ class WeightCheck:
         write_sealed_json(folder / WEIGHT_CHECK_FILE, asdict(self))
 
     @staticmethod
-    def load(folder: Path) -> WeightCheck | None:
-        """The check of a policy folder, None where there is none. Raises StoreError when it is damaged."""
+    def load(folder: Path, version: int) -> WeightCheck | None:
+        """The check of the policy folder of a version, None where the folder is not there (yet). Raises StoreError when
+        the check is damaged, missing, or that of another version: whoever loads the folder would name it wrongly."""
         path = folder / WEIGHT_CHECK_FILE
         remedy = "stop the run and repair it: `evenkeel repair`"
         try:
             data = read_sealed_json(path, remedy)
             probe = data["probe"]
-            return WeightCheck(
+            check = WeightCheck(
                 version=int(data["version"]),
                 probe=None if probe is None else _probe_from(probe),
                 digests=tuple(dict(rank) for rank in data["digests"]),
                 formats=data["formats"],
             )
         except FileNotFoundError:
-            return None
+            if not folder.is_dir():
+                return None
+            raise StoreError(f"{path} is missing: nothing says of which version the weights are; {remedy}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
+        if check.version != version:
+            raise StoreError(f"{folder} holds version {check.version}, expected {version}; {remedy}")
+        return check
+
+
+def verify_policy(folder: Path, version: int, remedy: str) -> None:
+    """Compare every file of a policy folder with its checksum, and the folder with the version that it is named by. The
+    check is one of the listed files, so that one of another version is found beside right weights, too. Raises
+    StoreError."""
+    WeightCheck.load(folder, version)  # first: of what lies in its place it reads little
+    verify_folder(folder, remedy)
 
 
 class ChecksumRecorder(Protocol):

@@ -23,7 +23,7 @@ from pipeline.data.quant_maps import NumberedMaps
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, StoreError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weight_check import verify_policy
 from pipeline.trainer.checkpoints import verify
 
 Kind = Literal[
@@ -113,16 +113,12 @@ def _checkpoints(run: RunDirectory) -> Iterator[Damage]:
 
 
 def _policies(run: RunDirectory) -> Iterator[Damage]:
-    def read(folder: Path) -> None:
-        verify_folder(folder, "")
-        WeightCheck.load(folder)
-
     steps = run.recipe().run.steps
     versions = numbered_folders(run.policies) if run.policies.is_dir() else []
     damaged = set[int]()
     for version in versions:
         folder = run.policy_directory(version)
-        for damage in _judged("policy", folder, version, partial(read, folder)):
+        for damage in _judged("policy", folder, version, partial(verify_policy, folder, version, "")):
             damaged.add(version)
             yield damage
     for version in versions:

@@ -213,7 +213,7 @@ def test_publishing(models: Path, runs: Runs, found: Found, layout: str) -> None
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_published_comes_with_its_proof(models: Path, runs: Runs, layout: str) -> None:
     """The probe is scored at temperature 1, as engines prefill, whatever the temperature of the sampling."""
-    check = WeightCheck.load(runs[layout] / "policy" / "000001")
+    check = WeightCheck.load(runs[layout] / "policy" / "000001", 1)
     assert check is not None
     assert check.probe is not None
     assert TEMPERATURE != 1

@@ -117,7 +117,7 @@ def test_the_quant_map_is_frozen_and_served(tp2: Path) -> None:
         scaled = {name.removesuffix(".weight_scale_inv") for name in tensors if name.endswith("weight_scale_inv")}
         assert len(scaled) == 13
         assert EXCEPTION not in scaled
-        check = WeightCheck.load(folder)
+        check = WeightCheck.load(folder, version)
         assert check is not None
         assert check.formats is not None
         assert {name for name, kept in check.formats.items() if kept == "float32"} == {EXCEPTION}

@@ -46,7 +46,7 @@ class Engine:
     lock: Path
 
     def check(self, version: int) -> WeightCheck:
-        check = WeightCheck.load(self.policies[version])
+        check = WeightCheck.load(self.policies[version], version)
         assert check is not None
         return check
 

@@ -16,6 +16,7 @@ from pipeline.data.deltas.delta import Delta, DeltaWriter, state_of
 from pipeline.data.files import temporary_name
 from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import numbered
+from pipeline.ports.weight_check import WeightCheck
 
 Tensors = Mapping[str, NDArray[np.uint8]]
 NAMES = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight")
@@ -67,5 +68,6 @@ def write_version(
     if whole or base is None:
         save_file(dict(tensors), folder / "model-00001.safetensors")
         (folder / INDEX_FILE).write_text("{}")
+    WeightCheck(version=version).save(folder)
     list_checksums(folder)
     return folder.rename(published)

@@ -111,8 +111,8 @@ def _policy(run: RunDirectory, version: int) -> None:
     folder = run.policy_directory(version)
     folder.mkdir()
     (folder / "model.safetensors").write_text(f"version {version}")
-    list_checksums(folder)
     WeightCheck(version=version).save(folder)
+    list_checksums(folder)
 
 
 def finish(run: RunDirectory) -> None:

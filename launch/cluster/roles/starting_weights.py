@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.errors import StoreError
+from pipeline.ports.weight_check import verify_policy
 from rollout_sglang.server.start import EngineSpec
 
 _ATTEMPTS = 20
@@ -43,7 +43,7 @@ def hold_weights(
 
     `start` counts the starts of the engine. What earlier ones have left on this host is removed. `held` is told what it
     will be, before all of it is read. Raises StoreError when every policy is deleted while it is linked, or when a file
-    is not as it was written.
+    is not as it was written, or that of another version.
     """
     folder = starting_folder(run, index, node, start)
     for left in folder.parent.glob(f"{numbered(index)}-{node}-*"):
@@ -53,7 +53,7 @@ def hold_weights(
         spec = newest()
         if _link(spec.model, folder):
             held(spec)
-            verify_folder(folder, f"stop the run; `evenkeel repair {run.path}` has it made anew")
+            verify_policy(folder, spec.version, f"stop the run; `evenkeel repair {run.path}` has it made anew")
             return replace(spec, model=folder)
     raise StoreError(
         f"{spec.model}, and those before it, were deleted while they were linked to {folder}; raise weights.keep"

@@ -77,7 +77,7 @@ def engine_start(path: Path) -> str:
     try:
         folder = run.policy_directory(spec.version)
         held = sorted(one.name for one in spec.model.iterdir())
-        return repr((spec, held, WeightCheck.load(folder), read_quant_map(folder)))
+        return repr((spec, held, WeightCheck.load(folder, int(folder.name)), read_quant_map(folder)))
     finally:
         release_weights(spec)
 

@@ -166,7 +166,7 @@ class Worker:
         class Engines:
             async def load(self, version: int, directory: Path, check: WeightCheck) -> dict[str, float]:
                 assert (directory / "manifest.json").exists()
-                assert WeightCheck.load(directory) == check
+                assert WeightCheck.load(directory, check.version) == check
                 if version == 2:
                     raise EngineUnavailableError("no engine is left")
                 return {"load_s": 0.5}

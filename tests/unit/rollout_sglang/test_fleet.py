@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.membership import Member, Membership
-from pipeline.errors import DeadlineExceededError, EngineUnavailableError, FatalError
+from pipeline.errors import DeadlineExceededError, EngineUnavailableError, FatalError, StoreError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import Probe, WeightCheck
 from rollout_sglang.fleet import ATTEMPTS, REFUSALS, Fleet
@@ -258,11 +259,31 @@ def test_heal_leaves_healthy_engines_alone(tmp_path: Path, engines: list[EngineD
     assert [engine.loads for engine in engines] == [1, 1]
 
 
+@pytest.mark.parametrize("copied", ["the whole folder", "the weights alone"])
+def test_no_engine_is_given_the_weights_of_an_older_version_under_a_newer_name(
+    tmp_path: Path, engines: list[EngineDouble], copied: str
+) -> None:
+    """Without digests, as on GPUs, an engine could not tell: a step's weights differ by less than kernels do."""
+    folders = [tmp_path / "policy" / f"{version:06}" for version in (5, 6)]
+    for version, folder in enumerate(folders, start=5):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text(f"weights {version}")
+        WeightCheck(version=version).save(folder)
+        list_checksums(folder)
+    names = ["model.safetensors"] if copied == "the weights alone" else [path.name for path in folders[0].iterdir()]
+    for name in names:
+        (folders[1] / name).write_bytes((folders[0] / name).read_bytes())
+    with pytest.raises(StoreError, match=r"(holds version 5, expected 6|model.safetensors is damaged).*repair"):
+        with_fleet(tmp_path, engines, lambda fleet: fleet.resync(6, folders[1]))
+    assert [engine.loads for engine in engines] == [0, 0]
+
+
 def test_given_engines_that_may_have_served_another_run_are_given_weights_once(
     tmp_path: Path, engines: list[EngineDouble]
 ) -> None:
     """They claim version 0, and so does every run. A check without digests, as on GPUs, cannot tell whose it is."""
     WeightCheck(version=0).save(tmp_path)
+    list_checksums(tmp_path)
 
     async def act(fleet: Fleet) -> None:
         await fleet.resync(0, tmp_path)

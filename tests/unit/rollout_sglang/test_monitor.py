@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.membership import Member, Membership
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, SupersededError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
@@ -33,6 +35,17 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "PERIOD_S", 0.05)
 
 
+def policy(run: Path, version: int) -> Path:
+    return RunDirectory(run).policy_directory(version)
+
+
+def save(check: WeightCheck, run: Path) -> None:
+    folder = policy(run, check.version)
+    folder.mkdir(parents=True)
+    check.save(folder)
+    list_checksums(folder)
+
+
 def monitored(
     run: Path, act: Callable[[Fleet, Membership], Awaitable[None]], published: Callable[[], int] = lambda: 3
 ) -> list[tuple[str, Any]]:
@@ -45,7 +58,7 @@ def monitored(
         taken["on_change"] = lambda kind, **fields: changes.append((kind, fields["engine"]))
         fleet = Fleet(membership, **taken)
         try:
-            async with fleet.monitored(lambda: (published(), run)):
+            async with fleet.monitored(lambda: (published(), policy(run, published()))):
                 await act(fleet, membership)
         finally:
             await fleet.close()
@@ -126,7 +139,7 @@ def test_an_engine_whose_role_says_that_it_hangs_costs_nobody_anything(tmp_path:
     """Its HTTP process answers as ever: only its role sees that its scheduler is frozen. A publish does not ask it, and
     one that is under way lets go of it. When it goes on, it is given the weights that it lacks."""
     check, version = WeightCheck(version=4, probe=None, digests=()), [3]
-    check.save(tmp_path)
+    save(check, tmp_path)
     with EngineDouble(3) as hung, EngineDouble(3) as other:
         well, silent = Member(0, hung.url, 1), Member(0, hung.url, 1, silent="its process 7 is stopped")
 
@@ -250,7 +263,7 @@ def test_a_publish_waits_for_the_next_start_of_the_only_engine(tmp_path: Path) -
             assert (await loading)["engines_checked"] == 0.0
             assert again.version == "4"
 
-        check.save(tmp_path)
+        save(check, tmp_path)
         monitored(tmp_path, act, published=lambda: 4)
 
 

@@ -22,20 +22,24 @@ def test_a_check_comes_back_from_its_folder_as_it_was(tmp_path: Path) -> None:
         WeightCheck(version=4, probe=replace(PROBE, quantized=((-1.1, -2.4), (-0.2,)))),
     ):
         check.save(tmp_path)
-        assert WeightCheck.load(tmp_path) == check
+        assert WeightCheck.load(tmp_path, check.version) == check
     assert [path.name for path in tmp_path.iterdir()] == [WEIGHT_CHECK_FILE]
 
 
-def test_a_folder_without_a_proof_has_none(tmp_path: Path) -> None:
-    assert WeightCheck.load(tmp_path) is None
-    assert WeightCheck.load(tmp_path / "missing") is None
+def test_a_folder_that_is_there_has_a_check_of_its_own_version(tmp_path: Path) -> None:
+    assert WeightCheck.load(tmp_path / "missing", 6) is None
+    with pytest.raises(StoreError, match=r"weight_check\.json is missing: nothing says of which version"):
+        WeightCheck.load(tmp_path, 6)
+    WeightCheck(version=5).save(tmp_path)
+    with pytest.raises(StoreError, match="holds version 5, expected 6; stop the run and repair it"):
+        WeightCheck.load(tmp_path, 6)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "probe": {"rows": 3}, "digests": []}'])
 def test_a_damaged_proof_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / WEIGHT_CHECK_FILE).write_text(text)
     with pytest.raises(StoreError, match=r"weight_check\.json is damaged"):
-        WeightCheck.load(tmp_path)
+        WeightCheck.load(tmp_path, 1)
 
 
 def test_the_gap_is_the_mean_over_all_tokens() -> None:

@@ -42,7 +42,7 @@ REPAIRED: dict[str, tuple[Read, Any]] = {
     "checkpoints/000004/COMMIT": (restored, 2),
     "policy/PUBLISHED/000005": (lambda run: run.published_version(), 5),
     "policy/000005/weight_check.json": (
-        lambda run: WeightCheck.load(run.policy_directory(run.newest_policy(5))),
+        lambda run: WeightCheck.load(run.policy_directory(run.newest_policy(5)), 4),
         WeightCheck(version=4),
     ),
     "control/000003.json": (lambda run: ControlFiles(run.control, run.fence).read(3), None),

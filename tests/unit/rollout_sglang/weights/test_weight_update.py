@@ -148,7 +148,7 @@ def test_after_a_dead_sender_the_collector_feeds_the_published_version(
     async def resync() -> list[int | None]:
         fleet = collector_fleet(tmp_path, engines)
         try:
-            await fleet.resync(12, tmp_path)
+            await fleet.resync(12, POLICY)
             return list((await fleet.versions()).values())
         finally:
             await fleet.close()

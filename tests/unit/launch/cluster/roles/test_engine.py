@@ -32,6 +32,7 @@ from pipeline.errors import (
     StoppedError,
     SupersededError,
 )
+from pipeline.ports.weight_check import WeightCheck
 from pipeline.resume.resume import go_on_with
 from rollout_sglang.server.start import EngineSpec
 
@@ -78,6 +79,7 @@ def run(recipe: Recipe) -> RunDirectory:
     policy = run.policy_directory(0)
     policy.mkdir(parents=True, exist_ok=True)
     (policy / "model.safetensors").write_text("weights")
+    WeightCheck(version=0).save(policy)
     list_checksums(policy)
     return run
 
@@ -252,6 +254,7 @@ def test_another_host_starts_with_the_weights_of_node_0(run: RunDirectory, monke
     newer = run.policy_directory(1)
     shutil.copytree(run.policy_directory(0), newer)
     (newer / "model.safetensors").write_text("newer weights")
+    WeightCheck(version=1).save(newer)
     list_checksums(newer)
     run.set_published(1)
     shutil.rmtree(run.policy_directory(0))

@@ -11,6 +11,7 @@ from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
+from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.server.start import EngineSpec
 
 
@@ -25,6 +26,7 @@ def policy(run: RunDirectory, version: int) -> EngineSpec:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(str(version))
     (folder / "model.safetensors").write_text(f"weights {version}")
+    WeightCheck(version=version).save(folder)
     list_checksums(folder)
     return spec(folder, version)
 
@@ -37,7 +39,8 @@ def test_weights_outlive_the_policy_that_they_are_of(tmp_path: Path) -> None:
     assert (held.model / "model.safetensors").read_text() == "weights 7"
     assert (held.version, held.port) == (7, 1)
     eight = hold_weights(run, 3, 0, 2, lambda: policy(run, 8))
-    assert sorted(path.name for path in eight.model.iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors"]
+    names = ["SHA256SUMS", "config.json", "model.safetensors", "weight_check.json"]
+    assert sorted(path.name for path in eight.model.iterdir()) == names
     assert (eight.model / "config.json").read_text() == "8", "nothing of version 7"
     assert not held.model.exists(), "a new start removes what an earlier one has left"
     assert run.membership().engines() == [], "the folder is no member"
@@ -75,6 +78,15 @@ def test_no_engine_starts_with_damaged_weights(tmp_path: Path) -> None:
     (seven.model / "SHA256SUMS").unlink()
     with pytest.raises(StoreError, match="SHA256SUMS is missing"):
         hold_weights(run, 0, 0, 2, lambda: seven)
+
+
+def test_no_engine_starts_with_the_weights_of_another_version_under_a_newer_name(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    five, six = policy(run, 5), policy(run, 6)
+    shutil.rmtree(six.model)
+    shutil.copytree(five.model, six.model)
+    with pytest.raises(StoreError, match="holds version 5, expected 6; stop the run and repair it"):
+        hold_weights(run, 0, 0, 1, lambda: six)
 
 
 def test_policies_that_always_go_are_an_error(tmp_path: Path) -> None:
