@@ -17,8 +17,8 @@ help:  ## Show this list.
 install: $(STAMP)  ## Make .venv from the lock file (about 2 minutes; a second call returns at once).
 
 $(STAMP): $(LOCK) ops/locks/triton.txt pyproject.toml
-	@./ops/install.sh $(PYTHON) $(VENV) $(LOCK)
-	@touch $@
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or run make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) ops/install.py $(VENV) $(LOCK)
 
 demo: install  ## Fine-tune a tiny model, then train it with P3O on FP8 rollouts; ends with a table and a report.
 	@[ -f runs/models/demo-base/config.json ] || $(BIN)/evenkeel model new runs/models/demo-base
