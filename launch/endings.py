@@ -13,6 +13,7 @@ import errno
 import os
 import select
 import sys
+import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import typer
 
-from launch.extras import EXTRA_OF, how_to_install
+from launch.extras import EXTRA_OF, REBUILD, how_to_install
 from launch.usage import usage_line
 from pipeline.errors import EvenKeelError
 from precision.text.short import one_line
@@ -29,6 +30,8 @@ from precision.text.short import one_line
 TRACEBACK_VARIABLE = "EVENKEEL_TRACEBACK"
 FAULT_EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h: a fault of the program, not of its input."""
+ROOMS = frozenset({"precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch", "evenkeel"})
+"""Our own packages, which a wheel puts beside everybody's."""
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141
 
@@ -79,6 +82,13 @@ def _told(error: BaseException) -> int:
             return _PIPE_CLOSED
         case ModuleNotFoundError() if (package := (error.name or "").split(".")[0]) in EXTRA_OF:
             return _say(f"error: this command needs {error.name}: {how_to_install(package)}", 1)
+        case ImportError() | OSError() if (package := _broken_package(error)) is not None:
+            what = f"{type(error).__name__}: {one_line(error, 200)}"
+            return _say(
+                f"error: this Python environment is broken: {package} cannot be imported ({what}); {REBUILD}; "
+                "`evenkeel doctor` tries every package",
+                1,
+            )
         case OSError() if error.errno is not None:
             return _say(f"error: {os_error_line(error)}", 1)
         case MemoryError():
@@ -87,6 +97,24 @@ def _told(error: BaseException) -> int:
             return _usage(error)
         case _:
             return _say(f"error: {_fault_line(error)}", FAULT_EXIT_CODE)
+
+
+def _broken_package(error: BaseException) -> str | None:
+    """Return the installed package that failed while it was imported; None where something else went wrong.
+
+    A shared library that the loader misses is an ImportError, or from ctypes an OSError without a number.
+    """
+    if isinstance(error, OSError) and (error.errno is not None or ".so" not in str(error)):
+        return None
+    site, standard = Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("stdlib"))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_relative_to(site):
+            package = file.relative_to(site).parts[0].removesuffix(".py")
+            return None if package in ROOMS else package
+        if not file.is_relative_to(standard) and not frame.filename.startswith("<"):
+            return None
+    return None
 
 
 def os_error_line(error: OSError) -> str:

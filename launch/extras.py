@@ -38,6 +38,9 @@ DISTRIBUTIONS = {
 """What to install for a package where that has another name, or is not all."""
 
 
+REBUILD = "in the source folder `make clean install` builds the environment anew; elsewhere install the package again"
+
+
 def absent(packages: tuple[str, ...]) -> list[str]:
     """Those that are not installed. Nothing is imported."""
     return [package for package in packages if find_spec(package) is None]

@@ -23,7 +23,7 @@ SHOWN = ("Collecting", "Downloading", "Installing", "Building", '{"module"')
 """Beginnings of the lines of a log that say what goes on."""
 ABSENT = """
 from importlib import metadata
-from packaging.requirements import Requirement
+from pip._vendor.packaging.requirements import Requirement
 for need in map(Requirement, metadata.requires("torch") or []):
     if need.marker is None or need.marker.evaluate({"extra": ""}):
         try:
@@ -54,8 +54,8 @@ def main(folder: Path, lock: Path) -> None:
     if lacking:
         say(
             f"this index has torch for CUDA only. It works without a GPU and needs more packages ({len(lacking)} and "
-            "theirs): 7 GB in all instead of 2.5. To have the small one: Ctrl-C, make clean, then make install with the "
-            "PyTorch project's index of CPU wheels in PIP_EXTRA_INDEX_URL"
+            "theirs): 7 GB in all instead of 2.5. To have the small one: Ctrl-C, make clean, then make install with "
+            "the PyTorch project's index of CPU wheels in PIP_EXTRA_INDEX_URL"
         )
         pip(folder, ["--constraint", str(lock), *(pin for pin in pins if pin.startswith("torch=="))])
     pip(folder, ["--no-deps", "--no-build-isolation", "--editable", "."])

@@ -1,6 +1,6 @@
 """`evenkeel doctor`: what this machine has, what is missing, and what to do about it.
 
-Reads package metadata instead of importing packages, so it works, and is quick, where they are broken.
+Imports packages in a child process, so it works where they are broken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launch.extras import how_to_install
+from launch.doctor.imports import failed_imports
+from launch.extras import REBUILD, how_to_install
 from pipeline.data.files import create_exclusively
 from pipeline.errors import EngineStartError, StoreError
 from pipeline.rewards.ladder import choose
@@ -40,6 +41,9 @@ WANTED_SHM_MIB = 64
 _CAP_IPC_LOCK = 1 << 14
 MIN_GLIBC = (2, 28)
 """What the wheels of torch and safetensors are built against (manylinux_2_28)."""
+
+_MODULES = {"pyyaml": "yaml", "megatron-core": "megatron.core"}
+"""What is imported of a distribution, where that has another name."""
 
 Status = Literal["ok", "warn", "fail"]
 STYLES: dict[str, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -57,7 +61,8 @@ class Check:
 
 def run_doctor(as_json: bool, runs_root: Path = Path("runs")) -> int:
     """Print the findings and return the exit code: 1 when something fails."""
-    checks = diagnose(runs_root)
+    with Console(stderr=True).status("importing every package, as a run does (half a minute)"):
+        checks = diagnose(runs_root)
     code = int(any(check.status == "fail" for check in checks))
     if as_json:
         print(json.dumps(dict(ok=code == 0, checks=[asdict(check) for check in checks])))
@@ -137,6 +142,9 @@ def check_packages(distribution: str = "evenkeel") -> list[Check]:
             asked = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
             if asked and requirement.name != distribution and requirement.name not in checks:
                 checks[requirement.name] = check_package(requirement, extra)
+    names = {_MODULES.get(name, name.replace("-", "_")): name for name in checks if _version(name) is not None}
+    for module, error in failed_imports(list(names)).items():
+        checks[names[module]] = Check(names[module], "fail", f"cannot be imported: {error}", REBUILD)
     return list(checks.values())
 
 

@@ -51,6 +51,26 @@ def test_one_line_and_a_status(
     assert len(told) < 2100
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["import ctypes; ctypes.CDLL('libgone.so.9')", "from absent_part import x", "raise ImportError('libc++.so: no')"],
+)
+def test_a_package_that_cannot_be_imported_is_a_broken_environment(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "package_with_a_fault.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", {"purelib": str(tmp_path), "stdlib": os.path.dirname(os.__file__)}.get)
+
+    def command() -> None:
+        import package_with_a_fault  # noqa: F401
+
+    assert end_of(command) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: this Python environment is broken: package_with_a_fault cannot be imported (")
+    assert line.count("\n") == 1
+
+
 def test_a_fault_of_ours_is_one_line_and_its_traceback_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

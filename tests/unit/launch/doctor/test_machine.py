@@ -61,6 +61,31 @@ def test_packages(requirement: str, extra: str, status: str, found: str | None) 
         assert check.advice == f"pip install '{requirement}'"
 
 
+def test_an_installed_package_that_cannot_be_imported_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata is in order, and a library of it is missing; or it ends the interpreter."""
+    for name, source in (
+        ("no_library", "import ctypes; ctypes.CDLL('libgone.so.9')"),
+        ("deadly", "import os; os._exit(3)"),
+    ):
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8"
+        )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    requires = ["deadly>=1", 'no_library>=1; extra == "learner"', "numpy>=1"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: requires)
+    checks = {check.name: check for check in doctor.check_packages()}
+    assert {name: check.status for name, check in checks.items()} == {
+        "deadly": "fail",
+        "no_library": "fail",
+        "numpy": "ok",
+    }
+    assert "status 3" in checks["deadly"].found
+    assert "libgone.so.9: cannot open shared object file" in checks["no_library"].found
+
+
 def test_core_packages_that_are_missing_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     requires = ["gone>=1", 'away>=2; extra == "learner"', 'never; python_version < "3"']
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: requires)
