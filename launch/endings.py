@@ -82,10 +82,10 @@ def _told(error: BaseException) -> int:
             return _PIPE_CLOSED
         case ModuleNotFoundError() if (package := (error.name or "").split(".")[0]) in EXTRA_OF:
             return _say(f"error: this command needs {error.name}: {how_to_install(package)}", 1)
-        case ImportError() | OSError() if (package := _broken_package(error)) is not None:
+        case ImportError() | OSError() if (broken := _broken_package(error)) is not None:
             what = f"{type(error).__name__}: {one_line(error, 200)}"
             return _say(
-                f"error: this Python environment is broken: {package} cannot be imported ({what}); {REBUILD}; "
+                f"error: this Python environment is broken: {broken} cannot be imported ({what}); {REBUILD}; "
                 "`evenkeel doctor` tries every package",
                 1,
             )
