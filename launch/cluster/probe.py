@@ -26,6 +26,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import BadAnswerError, EvenKeelError
 from precision.text.short import one_line, quoted
 from rollout_sglang.protocol import UNVERIFIED, ModelInfo, claimed_version
+from rollout_sglang.server.start import server_url
 from rollout_sglang.transport import MOST_BYTES
 
 DEADLINE_S = 15.0
@@ -43,7 +44,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         print("not the first pod of its engine: the first is asked")
         return 0
     with deadline(DEADLINE_S):
-        problem = problem_of(f"http://{environment.get('EVENKEEL_HOST', '127.0.0.1')}:{given.port}", given, environment)
+        url = server_url(environment.get("EVENKEEL_HOST", "127.0.0.1"), given.port)
+        problem = problem_of(url, given, environment)
     print(problem or "ok")
     return 1 if problem else 0
 

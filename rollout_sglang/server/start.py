@@ -233,7 +233,7 @@ def router_command(port: int, metrics: tuple[str, int], host: str = HOST, *, req
     With these thresholds it balances by load, as soon as loads differ. Its policy `power_of_two` would too, but does
     not start without engines.
     """
-    argv = [*module_command("rollout_sglang.server.launch_router"), "--host", host, "--port", str(port)]
+    argv = [*module_command("rollout_sglang.server.launch_router"), "--host", before_port(host), "--port", str(port)]
     argv += ["--policy", "cache_aware", "--prometheus-host", metrics[0], "--prometheus-port", str(metrics[1])]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]
     argv += ["--balance-abs-threshold", "1", "--balance-rel-threshold", "1.0"]
@@ -268,7 +268,12 @@ def start_router(
 
 def server_url(host: str, port: int) -> str:
     """Of a server at that port of a host, by name or address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{before_port(host)}:{port}"
+
+
+def before_port(host: str) -> str:
+    """A host as it stands before `:PORT`: an IPv6 address is in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def require_key(address: str, api_key: str | None) -> None:

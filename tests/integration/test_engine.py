@@ -24,6 +24,7 @@ from pipeline.errors import EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.router import RouterClient
+from rollout_sglang.server.process import free_ports
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.start import free_port, start_router
 from rollout_sglang.server.update_fence import UPDATE_HEADER
@@ -264,6 +265,17 @@ def test_the_router_asks_nobody_for_a_tokenizer(tmp_path: Path, monkeypatch: pyt
             router.stop()
             hub.shutdown()
             thread.join()
+
+
+def test_a_router_at_an_ipv6_address_answers_and_shows_its_metrics(tmp_path: Path) -> None:
+    port, metrics_port = free_ports(2)
+    router = start_router(port, KEY, tmp_path / "router.log", "::1", metrics_port, request_deadline_s=60)
+    try:
+        router.wait_ready(60)
+        for url in (f"http://[::1]:{port}/liveness", f"http://[::1]:{metrics_port}/metrics"):
+            assert httpx.get(url).status_code == 200
+    finally:
+        router.stop()
 
 
 async def _admit(router_url: str, engine_url: str) -> None:

@@ -47,7 +47,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, SupersededError
 from rollout_sglang.server.liveness import Liveness
 from rollout_sglang.server.process import ServerProcess
-from rollout_sglang.server.start import EngineSpec, server_url, start
+from rollout_sglang.server.start import EngineSpec, before_port, server_url, start
 from rollout_sglang.weights.replica_keeper import ReplicaKeeper
 
 DEFAULT_PORT = 30000
@@ -126,7 +126,7 @@ def _run_start(
     place: dict[str, Any] = dict(host=address, metrics=own.metrics)
     meeting_port = port + RENDEZVOUS_PORTS
     if own.nodes > 1:
-        place |= dict(nodes=own.nodes, node=0, rendezvous=f"{address}:{meeting_port}")
+        place |= dict(nodes=own.nodes, node=0, rendezvous=f"{before_port(address)}:{meeting_port}")
     newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
     told = Announcement(membership, Member(own.index, server_url(own.host, port), epoch.number), epoch.check)
     keeper = ReplicaKeeper(own.run, told.change) if recipe.weights.channel == "delta" else None
@@ -253,7 +253,7 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
         if rendezvous == "finished":
             return 0
         place: dict[str, Any] = dict(
-            host=address, nodes=own.nodes, node=own.node, rendezvous=f"{rendezvous.host}:{rendezvous.port}"
+            host=address, nodes=own.nodes, node=own.node, rendezvous=f"{before_port(rendezvous.host)}:{rendezvous.port}"
         )
         spec_of = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
         epoch = Epoch(starts, rendezvous.epoch)

@@ -87,6 +87,14 @@ def test_hosts_of_one_engine_meet_at_node_0(tmp_path: Path) -> None:
     assert "--nnodes" not in command(spec(tmp_path), cuda=True)
 
 
+def test_the_router_takes_an_ipv6_address_in_brackets_and_its_metrics_one_without() -> None:
+    """Otherwise the router does not start, and its metrics have no answers."""
+    argv = start.router_command(8000, ("fd00::2", 29000), "fd00::2", request_deadline_s=60)
+    assert [value_of(argv, flag) for flag in ("--host", "--prometheus-host")] == ["[fd00::2]", "fd00::2"]
+    assert start.server_url("fd00::2", 8000) == "http://[fd00::2]:8000"
+    assert start.before_port("10.0.0.2") == "10.0.0.2"
+
+
 def test_other_hosts_reach_no_server_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "ServerProcess", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(RecipeError, match=r"a server at 0\.0\.0\.0 needs an API key"):
