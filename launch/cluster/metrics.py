@@ -314,11 +314,17 @@ def metrics_of(role: str, run_dir: Path) -> RunMetrics | None:
         raise EvenKeelError(
             f"{PORT_VARIABLE} is {port!r}, expected a port from 0 to 65535; unset it to show no metrics"
         )
+    return shown_metrics(role, run_dir, int(port), os.environ.get(HOST_VARIABLE) or LOOPBACK)
+
+
+def shown_metrics(role: str, run_dir: Path, port: int, host: str = LOOPBACK) -> RunMetrics | None:
+    """Show a role's metrics at the port. None, with a warning, where that cannot be: a run never ends for its
+    metrics."""
     metrics = RunMetrics(role, run_dir)
     try:
-        metrics.serve(int(port), os.environ.get(HOST_VARIABLE) or LOOPBACK)
+        metrics.serve(port, host)
     except PortInUseError as error:
-        print(f"warning: {error}", file=sys.stderr, flush=True)  # a run does not end for its metrics
+        print(f"warning: {error}", file=sys.stderr, flush=True)
         return None
     return metrics
 

@@ -29,7 +29,7 @@ def run_job(
         run = RunDirectory(Path(scratch))
         run.logs.mkdir()
         (run.path / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        ranks = [sys.executable, "-m", module, scratch]
+        ranks = [sys.executable, "-P", "-m", module, scratch]
         command = ranks if num_processes is None else torchrun(num_processes, module, scratch)
         deadline = 600.0 + num_bytes / SLOWEST_BYTES_S
         log = run.logs / "conversion.log"

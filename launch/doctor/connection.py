@@ -66,7 +66,7 @@ class Agent:
     def __init__(self, host: Host, via: str, program: Sequence[str] = ()) -> None:
         """`program` is the command of the agent there: by default this Python, at the same path."""
         self.host = host
-        self._command = [*words_of(via, host.name), *(program or (sys.executable, "-m", AGENT))]
+        self._command = [*words_of(via, host.name), *(program or (sys.executable, "-P", "-m", AGENT))]
         try:
             self._process = subprocess.Popen(
                 self._command,

@@ -57,7 +57,7 @@ def check_hosts(
         words_of(via, host.name)
     settings = HostsSettings(
         via=via,
-        program=(python, "-m", AGENT) if python else (),
+        program=(python, "-P", "-m", AGENT) if python else (),
         ports=_parse_ports(ports),
         visible_within_s=visible_within_s,
     )

@@ -47,7 +47,8 @@ def torchrun(num_processes: int, module: str, *arguments: str, options: Sequence
     """The command that runs `module` once a rank on this machine (launch.run.torchrun). `options` are torchrun's, by
     which several machines meet, too; without any the ranks meet on loopback."""
     return [
-        *(sys.executable, "-m", "launch.run.torchrun", *(options or rendezvous_options(0, LOOPBACK, 0, LOOPBACK))),
+        *(sys.executable, "-P", "-m", "launch.run.torchrun"),
+        *(options or rendezvous_options(0, LOOPBACK, 0, LOOPBACK)),
         *("--max-restarts", "0", "--nproc-per-node", str(num_processes), "-m", module, *arguments),
     ]
 

@@ -12,7 +12,7 @@ from typing import Any
 from launch.build.engines import check_engines
 from launch.build.rewards import check_reward
 from launch.cluster.gpu_places import gpu_places, visible_gpus
-from launch.cluster.metrics import RunMetrics, observers_of
+from launch.cluster.metrics import observers_of, shown_metrics
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.roles.base import grace_s
 from launch.cluster.starter import LocalStarter, units_of
@@ -75,10 +75,7 @@ def _go_on(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> None:
 
 
 def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: int | None) -> Outcome:
-    metrics = None
-    if metrics_port is not None:
-        metrics = RunMetrics("supervisor", run.path)
-        metrics.serve(metrics_port)
+    metrics = None if metrics_port is None else shown_metrics("supervisor", run.path, metrics_port)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port, visible_gpus())
     with stop_requested() as stop, LiveView.of_run(run.path, recipe) as view:

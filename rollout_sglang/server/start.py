@@ -6,6 +6,7 @@ import ctypes
 import ipaddress
 import math
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
-from pipeline.errors import RecipeError
+from pipeline.errors import PortInUseError, RecipeError
 from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from precision.text.json_data import parse_object
 from rollout_sglang.protocol import UNVERIFIED
@@ -251,12 +252,17 @@ def start_router(
     request_deadline_s: float,
 ) -> ServerProcess:
     """Start SGLang's router. Dies with the calling thread. Raises as `start` does. It shows its metrics at
-    `metrics_port` of `host`; without one, where nobody looks. See router_command about `request_deadline_s`."""
+    `metrics_port` of `host`; without one, or where that is taken, where nobody looks: the router would not start. See
+    router_command about `request_deadline_s`."""
     require_key(host, api_key)
     check_port_free(port, host)
-    metrics = (
-        (HOST, next(free for free in free_ports(2) if free != port)) if metrics_port is None else (host, metrics_port)
-    )
+    metrics = (HOST, next(free for free in free_ports(2) if free != port))
+    if metrics_port is not None:
+        try:
+            check_port_free(metrics_port, host)
+            metrics = (host, metrics_port)
+        except PortInUseError:
+            print(f"warning: the router shows no metrics: port {metrics_port} is taken", file=sys.stderr, flush=True)
     return ServerProcess(
         router_command(port, metrics, host, request_deadline_s=request_deadline_s),
         environment=server_environment(api_key),

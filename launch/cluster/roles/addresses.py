@@ -51,8 +51,7 @@ def own_address(host: str, check: Callable[[], None] = lambda: None, deadline_s:
     ends, told = time.monotonic() + deadline_s, False
     while True:
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            address = str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+            address = first_address(host)
             if is_loopback(address) or interface_of(address) is not None:
                 return address
             problem = f"leads to {address}, which is no address of this machine"
@@ -69,6 +68,19 @@ def own_address(host: str, check: Callable[[], None] = lambda: None, deadline_s:
             print(f"waiting: --host {host} {problem}", flush=True)
             told = True
         time.sleep(_NAME_POLL_S)
+
+
+def first_address(host: str) -> str:
+    """What a name leads to, an IPv4 address if there is one. Raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+
+
+def own_address_towards(address: str) -> str:
+    """The address of this machine from which it reaches another one; nothing is sent. Raises OSError."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0])
 
 
 def is_loopback(address: str) -> bool:

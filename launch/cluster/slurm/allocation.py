@@ -10,9 +10,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch.cluster.roles.addresses import LOOPBACK, first_address, is_loopback, own_address_towards
 from pipeline.errors import FatalError, RetryableError, SupersededError
 
 DEADLINE_S = 60
@@ -43,6 +45,8 @@ class Allocation:
     """Of the nodes that are up, those that are to get no further job: by an administrator, or by a health check that
     found a fault."""
     _last_known: list[str] = field(default_factory=list)
+    _node_addresses: dict[str, str] = field(default_factory=dict)
+    """NodeAddr of each, a name or an address."""
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Allocation:
@@ -53,6 +57,11 @@ class Allocation:
             raise FatalError(
                 f"{error.args[0]} is not set, so this is no batch script of Slurm's; submit job.sbatch with sbatch"
             ) from error
+        if "SLURM_ARRAY_JOB_ID" in environment:
+            raise FatalError(
+                "this job is an array (sbatch --array), and all its tasks would train the same run; submit job.sbatch "
+                "without it, and give each run a recipe and a folder of its own"
+            )
         restart = int(environment.get("SLURM_RESTART_COUNT") or 0)
         counts = environment.get("SLURM_JOB_CPUS_PER_NODE") or environment.get("SLURM_CPUS_ON_NODE") or "1"
         # Nodes alike stand together, as in 190(x3),128.
@@ -68,15 +77,16 @@ class Allocation:
         Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
         try:
             nodes = ask("scontrol", "show", "hostnames", self._current()["NodeList"])
-            states = ask("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T %Z")
+            states = ask("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T %Z %o")
         except SlurmError as error:
             if not self._last_known:
                 raise
             print(f"warning: {error}; the nodes are taken to be those of before", file=sys.stderr, flush=True)
             return self._last_known
         lines = [line.split() for line in states.splitlines()]
-        said = {node: word for node, word, _ in lines}
-        self.threads_per_core = max((int(threads) for _, _, threads in lines), default=self.threads_per_core)
+        said = {node: word for node, word, _, _ in lines}
+        self.threads_per_core = max((int(threads) for _, _, threads, _ in lines), default=self.threads_per_core)
+        self._node_addresses = {node: address for node, _, _, address in lines}
         # One that sinfo does not list is of a partition that it hides from this user, and is the job's all the same.
         state = {node: said.get(node, "idle") for node in nodes.split()}
         up = [node for node, word in state.items() if not any(sign in word for sign in _GONE)]
@@ -94,6 +104,24 @@ class Allocation:
                 f"{self.restart} ends"
             )
         return fields
+
+    def address(self, node: str) -> str:
+        """Where the other nodes reach a node: what its name leads to, or else its NodeAddr.
+
+        Not the name itself, which a node may have at 127.0.1.1 in its own /etc/hosts. Of a node that is known by no
+        better name here, the address from which it reaches another one; a job on one node needs loopback alone.
+        """
+        for name in (node, self._node_addresses.get(node, node)):
+            with suppress(OSError):
+                if not is_loopback(address := first_address(name)):
+                    return address
+        if node != self.batch_host:
+            return node
+        for other in self._last_known:
+            with suppress(OSError):
+                if not is_loopback(address := own_address_towards(first_address(other))):
+                    return address
+        return LOOPBACK if self._last_known == [node] else node
 
     def is_up(self, node: str) -> bool:
         """Whether the node is one of those."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from launch.cluster.metrics import RunMetrics, observers_of
+from launch.cluster.metrics import observers_of, shown_metrics
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import GRACE_VARIABLE
 from launch.cluster.slurm.allocation import ASK_PAUSE_S, Allocation, SlurmError
@@ -39,6 +39,7 @@ from launch.run.live_view import LiveView
 from launch.run.processes import child_environment
 from launch.run.supervisor import Outcome, Supervisor
 from pipeline.analysis.html_report import write_report
+from pipeline.child_process import see_own_classes
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
@@ -192,11 +193,13 @@ def role_environment(key: Path) -> dict[str, str]:
     return {**environment, API_KEY_FILE_VARIABLE: str(key.absolute())}
 
 
-def role_program(job: Job, run: RunDirectory, shape: Shape) -> Callable[[Unit, str], list[str]]:
+def role_program(
+    job: Job, run: RunDirectory, shape: Shape, address_of: Callable[[str], str]
+) -> Callable[[Unit, str], list[str]]:
     """The command of a unit on a node. The learner begins the run with the rendered recipe, for which others wait."""
 
     def command(unit: Unit, host: str) -> list[str]:
-        options = ["--recipe", str(job.folder / RECIPE), "--host", host]
+        options = ["--recipe", str(job.folder / RECIPE), "--host", address_of(host)]
         if unit.role == "learner":
             options += ["--nodes", str(shape.learner_nodes)]
         if unit.role == "engine" and shape.engine_nodes > 1:
@@ -218,7 +221,9 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
         changes_to(run, with_digest(recipe, run))  # what is refused leaves the run finished
         reopen(run)  # this supervisor would end
     shape = Shape.of(recipe, job.gpus_per_node, job.learner_nodes)
-    starter = SrunStarter(allocation, shape, role_program(job, run, shape), role_environment(key), job.images)
+    starter = SrunStarter(
+        allocation, shape, role_program(job, run, shape, allocation.address), role_environment(key), job.images
+    )
     guard = Guard(allocation, logs / "guard.log")
 
     def asked() -> bool:
@@ -227,9 +232,9 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
 
     # The node of an earlier attempt may be cut off, and its supervisor still alive there.
     with claimed(run, takes_over=allocation.restart > 0) as epoch:
-        metrics = None if job.metrics_port is None else RunMetrics("supervisor", run.path)
-        if metrics is not None and job.metrics_port is not None:
-            metrics.serve(job.metrics_port, allocation.batch_host)
+        metrics = None
+        if job.metrics_port is not None:
+            metrics = shown_metrics("supervisor", run.path, job.metrics_port, allocation.address(allocation.batch_host))
         event_log = EventLog(run.path, epoch.name, observers_of(metrics))
         try:
             with (
@@ -353,6 +358,7 @@ def requeue(allocation: Allocation, reason: str, within_s: float) -> int:
 
 def main() -> None:
     """Entry point of the batch script."""
+    see_own_classes()
     signals = Signals().install()
     job = Job.parse(sys.argv[1:])
     os.environ[GRACE_VARIABLE] = str(max(job.grace_s - OWN_S, job.grace_s // 2))

@@ -85,6 +85,11 @@ def slurm(
     from launch.plan.sizes import sizes_folder
     from pipeline.config.loader import load_recipe
 
+    if rollout_image and not (container_image or python):
+        raise RecipeError(
+            "--rollout-image is given without --container-image, and one Python starts roles inside and outside of "
+            f"containers, where {sys.executable} may not be; give --container-image, or --python python3"
+        )
     loaded = load_recipe(recipe, overrides or [])
     check_extra_args(loaded)
     options = SlurmOptions(

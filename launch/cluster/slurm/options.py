@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from launch.plan.grace import StopTime
+from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
@@ -55,6 +58,17 @@ class SlurmOptions:
             )
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise RecipeError(f"--time is {self.time!r}, expected Slurm's form, such as 90, 24:00:00 or 2-00:00:00")
+        if self.python != Path(self.python).name and not Path(self.python).is_absolute():
+            raise RecipeError(
+                f"--python is {self.python!r}, which every folder understands otherwise; give an absolute path, or a "
+                "name on the PATH such as python3"
+            )
+        for one in self.sbatch:
+            if one.startswith("-a") or re.match(r"--ar(r(a(y)?)?)?(=|$)", one):
+                raise RecipeError(
+                    f"--sbatch is {one!r}: all tasks of an array would train the same run; leave it out, and render a "
+                    "job for each run"
+                )
         words = dict(
             partition=self.partition,
             account=self.account,
@@ -77,3 +91,44 @@ def check_path(option: str, path: Path) -> None:
             f"{option} is {str(path)!r}; Slurm would misread it: use a folder without space, line break, quote, $, % "
             "or backslash in its path"
         )
+
+
+def check_mounts(recipe: Recipe, options: SlurmOptions, folder: Path) -> None:
+    """Whether roles in containers see what they need. Raises RecipeError: otherwise they fail after the queue.
+
+    Where the batch script uses a folder too, it must be mounted where the node has it.
+    """
+    if options.container_image is None and options.rollout_image is None:
+        return
+    key = ("--api-key-file", options.api_key_file) if options.api_key_file else ("--key-dir", options.key_dir)
+    both = {"--out": folder, "--workdir": options.workdir, key[0]: Path(key[1]).expanduser()}
+    both["run.root"] = options.workdir / recipe.run.root
+    needed = both | {name: options.workdir / path for name, path in _paths(recipe.model_dump())}
+    mounts = [_mount(text) for text in (options.container_mounts or "").split(",") if text]
+    for name, path in needed.items():
+        inside = [(there, here) for here, there in mounts if path.is_relative_to(there)]
+        there, here = max(inside, key=lambda mount: len(mount[0].parts), default=(None, None))
+        if there is None or (here != there and name in both):
+            found = "in no mount" if there is None else f"another folder there ({here}:{there})"
+            raise RecipeError(
+                f"{name} is {path}, which containers do not see: it is {found} of --container-mounts "
+                f"{options.container_mounts or '(none)'}; add {path}:{path}, or a folder above it"
+            )
+
+
+def _mount(text: str) -> tuple[Path, Path]:
+    """Where a mount comes from, and where it is: SOURCE, SOURCE:TARGET or SOURCE:TARGET:FLAGS."""
+    source, _, rest = text.partition(":")
+    return Path(source), Path(rest.partition(":")[0] or source)
+
+
+def _paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
+    """All paths that a recipe names, with their keys."""
+    if isinstance(value, PurePath):
+        yield key, Path(value)
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _paths(one, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _paths(one, key)

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.cluster.slurm.options import SlurmOptions, check_path
+from launch.cluster.slurm.options import SlurmOptions, check_mounts, check_path
 from launch.cluster.slurm.placement import Shape
 from launch.plan.grace import FIXED_S, SAFETY, StopTime
 from pipeline.config.recipe import Recipe
@@ -22,6 +22,7 @@ SCRIPT, RECIPE, SETUP, README = "job.sbatch", "recipe.yaml", "setup.sh", "README
 def render(recipe: Recipe, options: SlurmOptions, folder: Path, setup: str = "") -> dict[str, str]:
     """Name → text of each file. `folder` is the absolute path under which every node will find them."""
     check_path("--out", folder)
+    check_mounts(recipe, options, folder)
     shape = Shape.of(recipe, options.gpus_per_node, options.learner_nodes)
     return {
         SCRIPT: batch_script(recipe, options, shape, folder),
@@ -74,7 +75,7 @@ def _directives(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Pat
 
 def _supervisor(options: SlurmOptions, folder: Path) -> Iterator[list[str]]:
     """The command in the batch script, in groups of words that belong together."""
-    yield [options.python, "-m", "launch.cluster.slurm.batch", str(folder)]
+    yield [options.python, "-P", "-m", "launch.cluster.slurm.batch", str(folder)]
     yield ["--gpus-per-node", str(options.gpus_per_node)]
     if options.learner_nodes is not None:
         yield ["--learner-nodes", str(options.learner_nodes)]

@@ -51,7 +51,8 @@ class Images:
         image = self.rollout if unit.role in ("engine", "router") else self.learner
         if image is None:
             return []
-        return [f"--container-image={image}", *([f"--container-mounts={self.mounts}"] if self.mounts else [])]
+        mounts = [f"--container-mounts={self.mounts}"] if self.mounts else []
+        return [f"--container-image={image}", *mounts, f"--container-workdir={Path.cwd()}"]
 
 
 class Srun(ChildProcess):

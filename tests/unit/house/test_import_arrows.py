@@ -189,3 +189,14 @@ def test_the_run_itself_needs_no_heavy_stack() -> None:
 
 def test_weight_of_an_import_would_be_seen() -> None:
     assert "torch" in modules_after("precision.formats.formats")
+
+
+def test_no_module_of_the_users_hides_the_program_that_is_started() -> None:
+    """`python -m` looks in the folder that it is started in first, and a `pipeline.py` may lie there."""
+    started = [
+        (name, before)
+        for name, file in MODULES.items()
+        for before in re.findall(r'(\S+ )"-m", (?!module, \*arguments)', file.read_text(encoding="utf-8"))
+    ]
+    assert len(started) >= 7
+    assert [name for name, before in started if before != '"-P", '] == []

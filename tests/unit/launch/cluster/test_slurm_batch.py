@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -356,6 +357,19 @@ def test_a_second_job_is_refused_while_one_is_at_work(job: Job, monkeypatch: pyt
     assert run_job(job, Said("7", restart, "n1", 8), Signals()) == 0
 
 
+def test_a_job_does_not_end_for_its_metrics(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """9400, for example, is taken on nodes that show what their GPUs do; and a node may have no address."""
+    monkeypatch.setattr(Supervisor, "supervise", lambda _: "stopped")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        shown = dataclasses.replace(job, metrics_port=taken.getsockname()[1])
+        assert run_job(shown, Said("7", 0, "localhost", 8, _last_known=["localhost"]), Signals()) == 0
+        assert run_job(shown, Said("8", 0, "nowhere.invalid", 8), Signals()) == 0
+    warnings = capsys.readouterr().err
+    assert warnings.count("warning: metrics of the supervisor cannot be shown on") == 2
+
+
 def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:
     with api_key(job, Allocation("7", 0, "n1", 8).name) as path:
         assert path.match(JOB_KEYS), "by which the sandbox of reward code hides it"
@@ -391,28 +405,30 @@ def test_roles_get_the_name_of_the_keys_file_and_not_the_key(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("unit", "words"),
     [
-        (Unit("learner"), "role learner RUN 0 --recipe JOB/recipe.yaml --host n2 --nodes 4 --metrics-port 9401"),
+        (Unit("learner"), "role learner RUN 0 --recipe JOB/recipe.yaml --host 10.0.0.2 --nodes 4 --metrics-port 9401"),
         (
             Unit("learner", node=3),
-            "role learner RUN 3 --recipe JOB/recipe.yaml --host n2 --nodes 4 --metrics-port 9401",
+            "role learner RUN 3 --recipe JOB/recipe.yaml --host 10.0.0.2 --nodes 4 --metrics-port 9401",
         ),
-        (Unit("collector"), "role collector RUN --recipe JOB/recipe.yaml --host n2 --metrics-port 9402"),
-        (Unit("router"), "role router RUN --recipe JOB/recipe.yaml --host n2 --metrics-port 9403"),
-        (Unit("engine", 5), "role engine RUN 5 --recipe JOB/recipe.yaml --host n2 --metrics"),
+        (Unit("collector"), "role collector RUN --recipe JOB/recipe.yaml --host 10.0.0.2 --metrics-port 9402"),
+        (Unit("router"), "role router RUN --recipe JOB/recipe.yaml --host 10.0.0.2 --metrics-port 9403"),
+        (Unit("engine", 5), "role engine RUN 5 --recipe JOB/recipe.yaml --host 10.0.0.2 --metrics"),
     ],
 )
 def test_commands_of_the_roles(unit: Unit, words: str) -> None:
     options = ["--gpus-per-node", "8", "--grace", "9", "--python", "/venv/bin/python", "--metrics-port", "9400"]
     job = Job.parse(["JOB", *options])
     shape = Shape.of(load_recipe(Path("qwen3_32b")), 8)
-    command = role_program(job, RunDirectory(Path("/RUN")), shape)(unit, "n2")
+    command = role_program(job, RunDirectory(Path("/RUN")), shape, {"n2": "10.0.0.2"}.__getitem__)(unit, "n2")
     assert command == ["/venv/bin/python", "-P", "-m", "launch.cli", *words.replace("RUN", "/RUN").split()]
 
 
 def test_an_engine_over_two_nodes_knows_which_it_is() -> None:
     job = Job.parse(["JOB", "--gpus-per-node", "8", "--grace", "9"])
     shape = Shape.of(load_recipe(Path("qwen3_32b"), ["rollout.tensor_parallel=16"]), 8)
-    command = role_program(job, RunDirectory(Path("/RUN")), shape)(Unit("engine", 5, 1), "n2")
+    command = role_program(job, RunDirectory(Path("/RUN")), shape, {"n2": "10.0.0.2"}.__getitem__)(
+        Unit("engine", 5, 1), "n2"
+    )
     assert command[-4:] == ["--nodes", "2", "--node", "1"]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,61 @@ def files(*overrides: str, **options: Any) -> dict[str, str]:
 def test_the_files_for_32b(name: str) -> None:
     """What a user gets; whoever changes it reads the difference here."""
     assert files()[name] == (GOLDEN / name).read_text()
+
+
+CONTAINER: dict[str, Any] = dict(container_image="registry#learner", key_dir="/shared/keys")
+SETS = ("run.root=/shared/runs", "model.path=/models/qwen", "task.path=/shared/math.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("mounts", "message"),
+    [
+        (None, r"--out is /shared/jobs/qwen, which containers do not see: it is in no mount of .*\(none\)"),
+        ("/shared:/shared", r"model.path is /models/qwen, .* add /models/qwen:/models/qwen, or a folder above it"),
+        ("/lustre:/shared,/models", r"--out is /shared/jobs/qwen, .* another folder there \(/lustre:/shared\)"),
+        ("/shared,/models,/tmp:/shared/keys", r"--key-dir is /shared/keys, .* another folder there"),
+        ("/shared/jobs:/shared/jobs,/shared/keys,/shared/runs,/models", "--workdir is /shared/team"),
+        ("/shared:/shared:rw,/data/models:/models:ro", None),
+        ("/shared,/models", None),
+    ],
+)
+def test_what_containers_do_not_see_is_refused_before_the_queue(mounts: str | None, message: str | None) -> None:
+    if message is None:
+        assert f"--container-mounts {mounts}" in files(*SETS, **CONTAINER, container_mounts=mounts)["job.sbatch"]
+        return
+    with pytest.raises(RecipeError, match=message):
+        files(*SETS, **CONTAINER, container_mounts=mounts)
+    assert files(*SETS, container_mounts=mounts), "without an image nothing is hidden"
+
+
+def test_a_rollout_image_alone_does_not_get_this_python(tmp_path: Path) -> None:
+    command = ["launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--rollout-image", "registry#rollout"]
+    refused = evenkeel(*command)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "give --container-image, or --python python3" in refused.stderr
+
+
+@pytest.mark.parametrize("option", ["--array=1-4", "--arr=1-4", "--ar=0", "-a1-4"])
+def test_an_array_is_refused(option: str) -> None:
+    with pytest.raises(RecipeError, match="all tasks of an array would train the same run"):
+        files(sbatch=(option,))
+    assert files(sbatch=("--account=a", "--acctg-freq=30"))
+
+
+def test_a_module_of_the_users_hides_none_of_ours(tmp_path: Path) -> None:
+    """In the folder where the job begins."""
+    (tmp_path / "pipeline.py").write_text("raise SystemExit('shadowed')")
+    script = files(python=sys.executable)["job.sbatch"]
+    program = shlex.split(script.partition("\nexec ")[2].replace("\\\n", ""))[:4]
+    done = subprocess.run([*program, "--help"], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    assert (done.returncode, "--gpus-per-node" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("python", ["venv/bin/python", "./python"])
+def test_an_interpreter_by_a_relative_path_is_refused(python: str) -> None:
+    with pytest.raises(RecipeError, match="give an absolute path, or a name on the PATH"):
+        files(python=python)
+    assert files(python="python3")
 
 
 def test_two_renderings_are_the_same_bytes_and_one_number_is_one_line(tmp_path: Path) -> None:
@@ -87,7 +144,7 @@ def test_the_script_is_bash_and_holds_what_the_contract_with_slurm_is() -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     for line in ("--no-kill", "--requeue", "--signal=B:USR1@1410", "--open-mode=append", "--nodes=8"):
         assert f"#SBATCH {line}\n" in script
-    assert "\nexec /shared/venv/bin/python -m launch.cluster.slurm.batch /shared/jobs/qwen" in script
+    assert "\nexec /shared/venv/bin/python -P -m launch.cluster.slurm.batch /shared/jobs/qwen" in script
 
 
 def test_without_gpus_none_are_asked_for() -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from launch.cluster.slurm import allocation as allocation_module
 from launch.cluster.slurm.allocation import Allocation, SlurmError
 from launch.cluster.slurm.placement import Shape
 from launch.cluster.slurm.srun import NODE_DIED, Guard, Images, Srun, SrunStarter, Step
@@ -61,8 +63,9 @@ class FakeSlurm:
         (self.folder / "job").write_text(f"{fields} NodeList={','.join(names)} BatchHost=n1 Power= \n")
 
     def states(self, threads: int = 2, **states: str) -> None:
-        """As sinfo prints them, with threads per core."""
-        (self.folder / "states").write_text("".join(f"{node} {state} {threads}\n" for node, state in states.items()))
+        """As sinfo prints them, with threads per core and NodeAddr."""
+        lines = "".join(f"{node} {state} {threads} 10.0.0.{node[1:]}\n" for node, state in states.items())
+        (self.folder / "states").write_text(lines)
 
     def said(self, name: str = "said") -> str:
         path = self.folder / name
@@ -115,6 +118,12 @@ def test_outside_of_a_batch_script_it_says_so() -> None:
         Allocation.of({})
 
 
+def test_a_task_of_an_array_starts_nothing() -> None:
+    environment = {"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "n1", "SLURM_ARRAY_JOB_ID": "41"}
+    with pytest.raises(FatalError, match="all its tasks would train the same run"):
+        Allocation.of(environment)
+
+
 def test_nodes_are_up_if_they_answer_and_are_still_in_the_job(fake: FakeSlurm, allocation: Allocation) -> None:
     assert allocation.up() == ["n1", "n2", "n3"]
     fake.states(n1="draining", n2="mixed*", n3="idle")
@@ -122,6 +131,32 @@ def test_nodes_are_up_if_they_answer_and_are_still_in_the_job(fake: FakeSlurm, a
     fake.nodes("n1", "n2")  # Slurm has taken n3 out of the job
     fake.states(n1="mixed", n2="down*", n3="idle")
     assert allocation.up() == ["n1"]
+
+
+def test_a_node_that_calls_itself_127_0_1_1_is_reached_at_an_address(
+    fake: FakeSlurm, allocation: Allocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian's installer writes it into /etc/hosts. Roles get addresses: other nodes call themselves so, too."""
+    known = dict(n1="127.0.1.1", n2="192.0.2.2")
+
+    def getaddrinfo(host: str, *_: object, **__: object) -> list[Any]:
+        if host.startswith("n") and host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known.get(host, host), 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    allocation.up()
+    assert [allocation.address(node) for node in ("n1", "n2", "n3")] == ["10.0.0.1", "192.0.2.2", "10.0.0.3"]
+    fake.script("sinfo", 'sed "s/10.0.0./n/" "$F/states"')  # NodeAddr is the name, as it is by default
+    allocation.up()
+    monkeypatch.setattr(
+        allocation_module, "own_address_towards", {"192.0.2.2": "192.0.2.1", "127.0.1.1": "127.0.0.1"}.__getitem__
+    )
+    assert [allocation.address(node) for node in ("n1", "n3")] == ["192.0.2.1", "n3"]
+    fake.nodes("n1")
+    allocation.up()
+    monkeypatch.setattr(allocation_module, "own_address_towards", lambda other: other)
+    assert allocation.address("n1") == "127.0.0.1"
 
 
 def test_a_node_of_a_hidden_partition_is_not_gone(fake: FakeSlurm, allocation: Allocation) -> None:
@@ -228,7 +263,9 @@ def test_a_step_that_slurm_does_not_make_is_told_once(
 
 def test_images_are_those_of_the_role(allocation: Allocation) -> None:
     images = Images(learner="l.sqsh", rollout="r.sqsh", mounts="/a:/a")
-    assert images.options(LEARNER) == ["--container-image=l.sqsh", "--container-mounts=/a:/a"]
+    assert images.options(LEARNER) == [
+        *("--container-image=l.sqsh", "--container-mounts=/a:/a", f"--container-workdir={Path.cwd()}"),
+    ]
     assert images.options(Unit("engine", 0))[0] == "--container-image=r.sqsh"
     assert Images().options(LEARNER) == []
 

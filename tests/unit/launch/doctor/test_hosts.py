@@ -44,6 +44,16 @@ def named(checks: list[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
+def test_a_module_of_the_users_hides_none_of_ours_from_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder that `--via` starts it in."""
+    (tmp_path / "launch.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(tmp_path)
+    with Agent(PAIR[0], HERE) as running:
+        assert running.ask("hello")["pid"]
+
+
 def test_two_hosts_with_one_folder(tmp_path: Path) -> None:
     checks = named(diagnose_hosts(PAIR, tmp_path, HostsSettings(via=HERE, ports=(0,))))
     assert {"clock of a", "folder on b", "a writes, b reads", "exclusive creation", "replaced file on b"} <= set(checks)

@@ -43,6 +43,16 @@ def test_python_versions(version: tuple[int, int], status: str) -> None:
     assert doctor.check_python(version).status == status
 
 
+@pytest.mark.parametrize(("version", "status"), [("2.27", "fail"), ("2.28", "fail"), ("2.33", "fail"), ("2.34", "ok")])
+def test_the_c_library_is_one_that_engines_can_be_installed_with(
+    version: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", version))
+    check = doctor.check_glibc()
+    assert (check.status, "2.34" in check.advice) == (status, status == "fail")
+    assert ("a learner alone runs here" in check.advice) == (version in ("2.28", "2.33"))
+
+
 @pytest.mark.parametrize(
     ("requirement", "extra", "status", "found"),
     [

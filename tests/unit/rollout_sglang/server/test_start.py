@@ -302,6 +302,21 @@ def test_free_ports_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert commands[0][commands[0].index("--prometheus-port") + 1] == str(found[1])
 
 
+def test_a_router_does_not_end_for_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang's panics where their port is taken."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(start, "ServerProcess", lambda command, **_: commands.append(command))
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = holder.getsockname()[1]
+        start.start_router(free_port(), None, tmp_path / "log", "127.0.0.1", taken, request_deadline_s=60)
+    start.start_router(free_port(), None, tmp_path / "log", "127.0.0.1", free := free_port(), request_deadline_s=60)
+    shown = [value_of(argv, "--prometheus-port") for argv in commands]
+    assert (shown[0] != str(taken), shown[1]) == (True, str(free))
+    assert f"the router shows no metrics: port {taken} is taken" in capsys.readouterr().err
+
+
 def test_too_few_free_ports_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(port: int) -> None:
         raise PortInUseError(str(port))
