@@ -40,5 +40,6 @@ def build_advantage_computer(recipe: Recipe) -> AdvantageComputer:
         estimator=recipe.advantage.estimator(),
         max_new_tokens=recipe.rollout.max_new_tokens,
         overlong=recipe.reward.overlong,
+        solved_at=recipe.reward.solved_at,
         distillation=recipe.distillation,
     )

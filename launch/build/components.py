@@ -140,6 +140,7 @@ def build_solved_prompt_rule(recipe: Recipe) -> SolvedPromptRule | None:
     return SolvedPromptRule(
         pass_rate=prompts.solved_pass_rate,
         min_samples=prompts.solved_min_samples or recipe.rollout.group_size,
+        solved_at=recipe.reward.solved_at,
     )
 
 

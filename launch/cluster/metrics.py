@@ -81,7 +81,7 @@ LONGEST_PAUSE_S = 1800.0
 """Between two starts; after a longer one the time begins anew. ops/alerts/evenkeel.yaml waits for as long."""
 LEFT_OUT = {
     "dropped": "unfit",
-    "zero_variance": "zero_variance",
+    "zero_variance_dropped": "zero_variance",
     "filtered": "filtered",
     "solved_groups": "solved",
 }

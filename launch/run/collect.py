@@ -77,6 +77,7 @@ def settings(recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
         max_refills=recipe.prompts.max_refills if recipe.prompts.refill or recipe.prompts.group_filter else 0,
         keeps_equal=not recipe.prompts.refill,
         solved_rule=build_solved_prompt_rule(recipe),
+        solved_at=recipe.reward.solved_at,
     )
 
 

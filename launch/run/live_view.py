@@ -28,6 +28,7 @@ from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_
 from pipeline.analysis.flight.timeline import learner_spans
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
+from pipeline.analysis.summary import unsolved_line
 from pipeline.config.recipe import Recipe
 from pipeline.patience import notice_line
 from precision.mismatch.alarms import Alarm, alarms
@@ -48,6 +49,7 @@ SAID = (
     "controlled",
     "no_progress",
     "reward_failed",
+    "unsolved",
     "teacher_failed",
     "skipped",
     *ENGINE_EVENTS,
@@ -76,6 +78,8 @@ class Progress:
     """The first sample of the run whose verifier failed."""
     samples_failed: float = 0.0
     """Without a reward, of the steps trained."""
+    unsolved: dict[str, Any] | None = None
+    """That no sample of the first batches was solved, as long as none is."""
     teacher_failed: dict[str, Any] | None = None
     """The first group of the run that the teacher of a distillation did not score."""
     samples_untaught: float = 0.0
@@ -96,6 +100,8 @@ class Progress:
         self.start = start
         self.recent.append(line)
         self.samples_failed += number(line, "verifier_failures") or 0.0
+        if number(line, "solve_rate"):
+            self.unsolved = None
         self.samples_untaught += number(line, "teacher_failures") or 0.0
         self.alarms = alarms(line, quantized=self.quantized)
         self.doing = f"step {line['step'] + 1} of {self.steps}"
@@ -113,6 +119,8 @@ class Progress:
             self.sample = event
         elif event.get("kind") == "reward_failed":
             self.reward_failed = self.reward_failed or event
+        elif event.get("kind") == "unsolved":
+            self.unsolved = event
         elif event.get("kind") == "teacher_failed":
             self.teacher_failed = self.teacher_failed or event
         elif event.get("kind") == "no_progress":
@@ -251,6 +259,8 @@ def render(progress: Progress) -> RenderableType:
     if progress.reward_failed is not None:
         of_steps = f"{progress.samples_failed:.0f} samples of {progress.num_steps} steps without a reward; the first: "
         blocks += [Text(), Text(of_steps + event_line(progress.reward_failed), style="yellow")]
+    if progress.unsolved is not None:
+        blocks += [Text(), Text(event_line(progress.unsolved), style="yellow")]
     if progress.teacher_failed is not None:
         of_steps = (
             f"{progress.samples_untaught:.0f} samples of {progress.num_steps} steps without the teacher's scores; "
@@ -307,6 +317,8 @@ def _said(event: dict[str, Any]) -> str:
         return notice_line(event)
     if event["kind"] == "reward_failed":
         return f"a sample has no reward ({event['reason']}): {event['detail']}"
+    if event["kind"] == "unsolved":
+        return unsolved_line(event)
     if event["kind"] == "teacher_failed":
         return f"the teacher did not score a group ({event['reason']}): {event['detail']}"
     if event["kind"] == "skipped":

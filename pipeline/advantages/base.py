@@ -54,7 +54,8 @@ class Advantage(Settings, ABC):
     )
 
     asks_what_is_solved: ClassVar[bool] = False
-    """Whether the formula compares rewards with 1, or clips them to [0, 1]: nothing may be added to those."""
+    """Whether the formula compares rewards with 1, or clips them to [0, 1]: nothing may be added to those, and
+    they come divided by reward.solved_at."""
     moving_parts: ClassVar[tuple[str, ...]] = ()
     """What of the formula changes during a run, by the names that a report gives it. With any, zero_variance skip is
     refused: `observe` would be told the entropy of some groups alone."""

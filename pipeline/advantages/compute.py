@@ -29,7 +29,7 @@ from pipeline.advantages.base import Advantage, AdvantageEstimator
 from pipeline.advantages.distillation import Distillation, taught
 from pipeline.advantages.groups import Grouped
 from pipeline.advantages.overlong import OverlongPenalty
-from pipeline.data.records import Batch
+from pipeline.data.records import SOLVED_REWARD, Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,9 @@ class AdvantageComputer:
     """What long responses lose; None: nothing."""
     distillation: Distillation | None = None
     """What a teacher adds to each token; None: there is none."""
+    solved_at: float = SOLVED_REWARD
+    """The reward of a sample that solved its problem. Formulas that ask what is solved compare with 1: they get the
+    rewards in units of it."""
 
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
         """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
@@ -97,6 +100,8 @@ class AdvantageComputer:
         return {} if self.overlong is None else {"overlong_penalty": float(self.overlong_penalty(batch).mean())}
 
     def _rewards(self, batch: Batch) -> NDArray[np.float32]:
+        if self.section.asks_what_is_solved:
+            return batch.reward / np.float32(self.solved_at)
         return batch.reward if self.overlong is None else batch.reward + self.overlong_penalty(batch)
 
     def _filtered(self, batch: Batch, judged: NDArray[np.bool_]) -> NDArray[np.bool_]:

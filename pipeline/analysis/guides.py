@@ -131,6 +131,14 @@ GUIDES = (
         high=0.0,
     ),
     Guide(
+        look_at="`repeated_samples`",
+        healthy="0",
+        closer="any",
+        then="an engine gives one answer again and again: `evenkeel trajectories show RUN STEP` names it; a fixed seed "
+        "in `rollout.extra_args`?",
+        rule=_RULES["samples_repeated"],
+    ),
+    Guide(
         look_at="`teacher_failures`, with `distillation`",
         healthy="0",
         closer="any",

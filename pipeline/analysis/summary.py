@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,12 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
         bottleneck=bottleneck(timeline(run_log), stage=recipe.build_schedule().updates_per_stage),
         teacher_failures=int(sum(run_log.series("teacher_failures")[1])),
-        warnings=[*advice(recipe), *_failed_rewards(run_log, samples), *_failed_teacher(run_log, samples)],
+        warnings=[
+            *advice(recipe),
+            *_failed_rewards(run_log, samples),
+            *_unsolved(run_log),
+            *_failed_teacher(run_log, samples),
+        ],
         alarms=[history.text for history in alarm_history(run_log)],
     )
 
@@ -91,6 +97,21 @@ def _failed_rewards(run_log: RunLog, samples: int) -> list[str]:
         ]
     first = f"; the first, {told[0]['reason']}: {told[0]['detail']}" if told else ""
     return [f"{failed:.0f} of {samples} samples had no reward, since their verifier failed{first}"]
+
+
+def _unsolved(run_log: RunLog) -> list[str]:
+    """What the collector said of rewards that are all too low, unless a later sample was solved."""
+    told = run_log.of_kind("unsolved")
+    return [unsolved_line(told[0])] if told and not any(run_log.series("solve_rate")[1]) else []
+
+
+def unsolved_line(event: Mapping[str, Any]) -> str:
+    """The event `unsolved` as one sentence."""
+    return (
+        f"no sample of {event['batches']} batches reached reward.solved_at {event['solved_at']:g}, the highest reward "
+        f"was {event['highest']:g}: pass rates stay 0, and so do advantages that ask what is solved; set "
+        "reward.solved_at to what your reward gives where a problem is solved, or ask easier prompts"
+    )
 
 
 def _failed_teacher(run_log: RunLog, samples: int) -> list[str]:

@@ -91,6 +91,16 @@ def check_wiring(objective: Objective, correction: Correction, advantage: Advant
         )
 
 
+def check_solved_at(solved_at: float, advantage: Advantage) -> None:
+    """Raises ValueError where a formula would measure how far a sample is solved by a number that is not above 0."""
+    if advantage.asks_what_is_solved and solved_at < 1e-30:  # what is far less is 0 as float32
+        raise ValueError(
+            f"reward.solved_at is {solved_at:g}, but advantage.name is {advantage.name}, which takes a reward's share "
+            "of it, from 0 to 1, for how far a sample is solved; let the reward give more than 0 where a problem is "
+            "solved, or use advantage.name=grpo"
+        )
+
+
 def check_overlong(overlong: OverlongPenalty | None, advantage: Advantage, longest: int) -> None:
     """Raises ValueError where a penalty for length begins before the first of `longest` tokens, or would be taken for
     an answer that is not solved."""

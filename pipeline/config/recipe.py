@@ -32,6 +32,7 @@ from pipeline.config.algorithm import (
     check_overlong,
     check_reference,
     check_sampler,
+    check_solved_at,
     check_whole_distributions,
     check_wiring,
     with_paper_aggregation,
@@ -175,6 +176,7 @@ class Recipe(Section):
         check_distillation(self.distillation, self.advantage, refill=self.prompts.refill)
         if self.distillation is not None:
             check_whole_distributions(rollout.temperature, self.learner.temperature, rollout.top_p, rollout.top_k)
+        check_solved_at(self.reward.solved_at, self.advantage)
         check_overlong(self.reward.overlong, self.advantage, self.rollout.max_new_tokens)
         check_emulation(self.learner.fp8_emulation, self.learner.precision, rollout.precision, rollout.quantized_format)
         if not self.rollout.asks_for_kept_sets:

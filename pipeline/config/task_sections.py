@@ -241,6 +241,13 @@ class RewardSection(Section):
     max_failed_share: Probability = Field(
         0.1, description="The run ends when more of the last 256 samples have no reward, since their verifier failed."
     )
+    solved_at: float = Field(
+        1.0,
+        ge=-3e38,
+        le=3e38,
+        description="A sample with at least this reward solved its problem: for pass rates, prompts.solved_pass_rate, "
+        "and the advantages that weigh by them. Compared as float32.",
+    )
     overlong: OverlongPenalty | None = Field(
         None, description="What responses lose that come near rollout.max_new_tokens (DAPO); default: nothing."
     )

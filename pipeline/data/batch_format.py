@@ -72,6 +72,7 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
         "open_groups": _ranges(batch.open_groups),
         "reward_part_names": sorted(batch.reward_parts),
         "optional_arrays": sorted(_optional_arrays(batch)),
+        **({"repeated": batch.repeated} if batch.repeated else {}),
     } | ({"sources": {name: [of.start, of.stop] for name, of in batch.sources.items()}} if batch.sources else {})
 
 
@@ -159,6 +160,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if KEPT[0] in optional else None,
         experts=RoutedExperts(ids=arrays[EXPERTS[0]], known=arrays[EXPERTS[1]]) if EXPERTS[0] in optional else None,
         teacher_logprobs=arrays[TEACHER_LOGPROBS] if TEACHER_LOGPROBS in optional else None,
+        repeated=attributes.get("repeated", 0),
         sources={name: range(*ends) for name, ends in attributes.get("sources", {}).items()},
         share=share,
         **fields,

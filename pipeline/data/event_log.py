@@ -50,6 +50,7 @@ EventKind = Literal[
     "controlled",
     "no_progress",
     "reward_failed",
+    "unsolved",
     "teacher_failed",
     "skipped",
     "finished",

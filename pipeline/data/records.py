@@ -29,7 +29,14 @@ FINISH_REASONS = ("stop", "length", "abort")
 FinishReason = Literal["stop", "length", "abort"]
 
 SOLVED_REWARD = 1.0
-"""A sample with at least this reward solved its problem. Pass rates, pass@k and weights by solve rate rest on it."""
+"""What solves a problem where a recipe says nothing else (`reward.solved_at`)."""
+
+
+def is_solved(reward: Sequence[float] | NDArray[np.float32], solved_at: float) -> NDArray[np.bool_]:
+    """[n] whether each reward solves its problem. Pass rates, pass@k and weights by solve rate rest on it.
+
+    Both sides are compared as float32, which is what a batch stores: a reward of .7 + .2 + .1 reaches 1."""
+    return np.asarray(reward, np.float32) >= np.float32(solved_at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +151,11 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]
 
+    @property
+    def rewards(self) -> NDArray[np.float32]:
+        """[judged] of the samples that have one, as they are stored."""
+        return np.array([sample.reward for sample in self.samples if sample.judged], np.float32)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -200,6 +212,9 @@ class Batch:
     """[total] where the engines sent each token, for a learner that replays it; None: they were not asked."""
     sources: Mapping[str, range] = field(default_factory=dict)
     """Name → the problems of each source of the task; empty where there is one."""
+    repeated: int = 0
+    """Samples, those of dropped groups too, that repeat another of their group, though the engine's log-probabilities
+    left that no chance (pipeline.rollout.batch_builder.num_repeated)."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[responses] natural log, of a teacher at temperature 1; 0.0 where `loss_mask` is False. None: there is none."""
     reference_logprobs: NDArray[np.float32] | None = None
@@ -333,6 +348,7 @@ class Batch:
         recipe_sha256: str,
         open_groups: Sequence[int] = (),
         sources: Mapping[str, range] | None = None,
+        repeated: int = 0,
     ) -> Batch:
         """Flatten scored groups, in the order given. For a thread: a batch has millions of tokens."""
         rows = [(g.prompt, s, s.completion) for g in groups for s in g.samples]
@@ -371,6 +387,7 @@ class Batch:
             experts=RoutedExperts.of_all([c.experts for _, _, c in rows], lengths),
             teacher_logprobs=_taught([c for _, _, c in rows]),
             sources=dict(sources or {}),
+            repeated=repeated,
             **per_sample,
         )
 

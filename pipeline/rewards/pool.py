@@ -26,6 +26,8 @@ from queue import Empty, SimpleQueue
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
 from pipeline import spans
 from pipeline.beside_loop import beside_loop
 from pipeline.data.border.values import verdict_fault
@@ -153,7 +155,9 @@ class Verifiers:
             if fault is None:
                 if self._watch is not None:
                     self._watch.judged()
-                return Verdict(reward=judgment.reward, parts=judgment.parts)
+                # The border: nothing behind it sees more of a number than a batch stores. Noise below decides nothing.
+                parts = {name: float(np.float32(part)) for name, part in judgment.parts.items()}
+                return Verdict(reward=float(np.float32(judgment.reward)), parts=parts)
             judgment = failure("bad_result", fault)
         assert judgment.failed is not None
         self.failures[judgment.failed] += 1

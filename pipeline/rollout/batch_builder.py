@@ -7,13 +7,16 @@ the batch is filled up with groups that were to be dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from pipeline.advantages.distillation import taught
-from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.records import SOLVED_REWARD, Batch, Group, Prompt
+from pipeline.data.ledger.dropped import DropKind, DroppedGroup
+from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, is_solved
 from pipeline.errors import RecipeError, RewardError
 from pipeline.rollout.group_allocator import Allocator
 from pipeline.rollout.solved_prompts import Attempts
@@ -56,9 +59,18 @@ class BatchBuilder:
     """How often `wanted` further groups may be asked; 0 keeps every group, whatever its rewards."""
     keeps_equal: bool = False
     """Groups of equal rewards are kept all the same: only those that are filtered out make room."""
+    solved_at: float = SOLVED_REWARD
     asked: int = 0
     kept: list[Group] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
+    num_solved: int = 0
+    """Samples, those of dropped groups too."""
+    highest: float | None = None
+    """Reward of any sample; None until one was judged."""
+    num_repeated: int = 0
+    """Samples that `num_repeated` counts, likewise."""
+    _num_equal: int = 0
+    """Groups of equal rewards, kept or not."""
     _reserve: list[Group] = field(default_factory=list)
 
     def next_prompt(self) -> Prompt | None:
@@ -80,23 +92,23 @@ class BatchBuilder:
 
     def keep(self, group: Group) -> bool:
         """Keep the group for the batch or for the reserve; False when another one should be asked in its place."""
+        self._note(group)
         wanted = self.max_refills == 0 or self.keeps_equal or is_informative(group)
         (self.kept if wanted else self._reserve).append(group)
         return wanted
 
+    def _note(self, group: Group) -> None:
+        """Count what was sampled, whatever becomes of it."""
+        rewards = group.rewards
+        self._num_equal += not is_informative(group)
+        self.num_solved += int(is_solved(rewards, self.solved_at).sum())
+        if len(rewards):
+            self.highest = max(float(rewards.max()), self.highest if self.highest is not None else -math.inf)
+
     def filter_out(self, group: Group) -> bool:
         """Drop a group that the user's filter does not keep; another one should be asked in its place."""
-        rewards = [sample.reward for sample in group.samples if sample.judged]
-        self.dropped.append(
-            DroppedGroup(
-                group=group.prompt.group,
-                reason="prompts.group_filter did not keep it",
-                kind="filtered",
-                problem=group.prompt.problem,
-                samples=len(rewards),
-                solved=sum(reward >= SOLVED_REWARD for reward in rewards),
-            )
-        )
+        self.dropped.append(self._sampled(group, "filtered", "prompts.group_filter did not keep it"))
+        self._note(group)
         return False
 
     def require_kept(self) -> None:
@@ -131,20 +143,23 @@ class BatchBuilder:
         self._reserve.sort(key=_number)
         free = self.wanted - len(self.kept)
         self.kept = sorted([*self.kept, *self._reserve[:free]], key=_number)
-        self.dropped = sorted([*self.dropped, *self._uninformative(free)], key=_number)
+        for other in self._reserve[free:]:
+            rewards = other.rewards
+            reason = f"zero variance: all rewards {rewards[0]:g}" if len(rewards) else "no sample has a reward"
+            self.dropped.append(self._sampled(other, "zero_variance", reason))
+        self.dropped.sort(key=_number)
 
-    def _uninformative(self, first: int) -> Iterator[DroppedGroup]:
-        for group in self._reserve[first:]:
-            rewards = [sample.reward for sample in group.samples if sample.judged]
-            samples, reward = len(rewards), max(rewards, default=0.0)
-            yield DroppedGroup(
-                group=group.prompt.group,
-                reason=f"zero variance: all rewards {reward}" if rewards else "no sample has a reward",
-                kind="zero_variance",
-                problem=group.prompt.problem,
-                samples=samples,
-                solved=samples * (reward >= SOLVED_REWARD),
-            )
+    def _sampled(self, group: Group, kind: DropKind, reason: str) -> DroppedGroup:
+        """A group that is dropped though it was sampled: its samples count for pass rates."""
+        solved = is_solved(group.rewards, self.solved_at)
+        return DroppedGroup(
+            group=group.prompt.group,
+            reason=reason,
+            kind=kind,
+            problem=group.prompt.problem,
+            samples=len(solved),
+            solved=int(solved.sum()),
+        )
 
     def figures(self) -> dict[str, int]:
         """Counts for the event log, after `fill_up`."""
@@ -153,7 +168,9 @@ class BatchBuilder:
             dropped=kinds.count("unfit"),
             informative=sum(map(is_informative, self.kept)),
             refills=max(0, self.asked - self.wanted),
-            zero_variance=kinds.count("zero_variance"),
+            zero_variance=self._num_equal,
+            zero_variance_dropped=kinds.count("zero_variance"),
+            repeated=self.num_repeated,
             filtered=kinds.count("filtered"),
             solved_groups=kinds.count("solved"),
             solved_problems=len(self.solved),
@@ -176,7 +193,26 @@ def require_scores(batch: Batch) -> None:
 
 def is_informative(group: Group) -> bool:
     """Whether those of its rewards differ that there are: otherwise every advantage that compares them is 0."""
-    return len({sample.reward for sample in group.samples if sample.judged}) > 1
+    return len(np.unique(group.rewards)) > 1
+
+
+NO_CHANCE_NATS = 30.0
+"""One in 10^13."""
+
+
+def num_repeated(completions: Sequence[Completion], contract: LogprobContract) -> int:
+    """How many of a group's completions repeat another, though by the engine's own log-probabilities there was no
+    chance of it: an engine that draws each with one seed, or copies its answer. Short answers of a policy that is sure
+    of them are alike, and are not counted."""
+    if contract.top_k != -1 and not contract.kept_set:
+        return 0  # nobody knows what was left to draw from: at top_k 1 all are alike
+    # Cut at top_p, a token is at most 1 / top_p as likely as it is in the whole vocabulary.
+    more = 0.0 if contract.kept_set else -math.log(contract.top_p)
+    alike: dict[bytes, list[float]] = {}
+    for one in completions:
+        surprise = -float(one.logprobs.sum(dtype=np.float64)) - more * int(one.loss_mask.sum())
+        alike.setdefault(one.tokens.tobytes(), []).append(surprise)
+    return sum(len(same) - 1 for same in alike.values() if sum(same[1:]) >= NO_CHANCE_NATS)
 
 
 def _number(entry: Group | DroppedGroup) -> int:

@@ -27,14 +27,14 @@ from pipeline.advantages.distillation import taught
 from pipeline.beside_loop import beside_loop
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, StoreError
 from pipeline.patience import Patience, noted_in
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
-from pipeline.rollout.batch_builder import BatchBuilder, PromptSource, require_scores
+from pipeline.rollout.batch_builder import BatchBuilder, PromptSource, num_repeated, require_scores
 from pipeline.rollout.evaluation import by_source, evaluate
 from pipeline.rollout.group_allocator import Allocator, GroupAllocator, HoleAllocator
 from pipeline.rollout.group_filter import GroupFilter
@@ -46,6 +46,9 @@ from pipeline.rollout.solved_prompts import SolvedPromptFilter, SolvedPromptRule
 from pipeline.rollout.teacher_scores import TeacherScores, distance_from_teacher, scored_sample
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
+
+_UNSOLVED_BATCHES = 3
+"""Without a solved sample, after which it is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,7 @@ class CollectorSettings:
     keeps_equal: bool = False
     """With max_refills: groups of equal rewards are kept."""
     solved_rule: SolvedPromptRule | None = None
+    solved_at: float = SOLVED_REWARD
     poll_s: float = 0.5
     """Pause between two looks at PUBLISHED, at most; the first ones come sooner."""
     retry_s: float = 0.2
@@ -103,6 +107,8 @@ class Collector:
     _allocator: Allocator = field(init=False)
     _evaluated: set[int] = field(init=False)
     _for_publish: Patience = field(init=False)
+    _unsolved: list[float] | None = field(init=False, default_factory=list)
+    """The highest reward of each batch so far; None once a sample was solved, or once it was told that none was."""
 
     def __post_init__(self) -> None:
         say = noted_in(self.event_log.event)
@@ -215,6 +221,7 @@ class Collector:
         ready = time.time()
         batch, interrupted = await self._commit(builder)
         await self._tell_a_sample(builder)
+        self._look_for_solved(builder)
         self.event_log.event(
             "committed",
             batch=index,
@@ -243,6 +250,7 @@ class Collector:
             wanted=self.settings.prompts_per_batch,
             max_refills=self.settings.max_refills,
             keeps_equal=self.settings.keeps_equal,
+            solved_at=self.settings.solved_at,
         )
 
     async def _fill_place(self, builder: BatchBuilder, first: Prompt) -> None:
@@ -265,6 +273,8 @@ class Collector:
             priority=(builder.index, prompt.group),
             allowed=lambda version: self._allows(builder.index, version),
         )
+        repeated = await beside_loop(num_repeated, completions, self.contract)
+        builder.num_repeated += repeated  # not in one line: other groups are counted meanwhile
         group = Group(prompt=prompt, samples=await self._score(prompt, completions))
         if self.group_filter is not None and not await self.group_filter.keeps(group, self._text):
             return builder.filter_out(group)
@@ -294,6 +304,7 @@ class Collector:
             open_groups=open_groups,
             recipe_sha256=self.settings.recipe_sha256,
             sources=self.prompts.sources,
+            repeated=builder.num_repeated,
         )
         require_scores(batch)
         self._solved.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
@@ -311,6 +322,19 @@ class Collector:
             prompt.text, prompt.answer, prompt.metadata, texts, info
         )
         return tuple(scored_sample(*each) for each in zip(completions, verdicts, strict=True))
+
+    def _look_for_solved(self, builder: BatchBuilder) -> None:
+        """An event where no sample of the first batches solved its problem: the reward may never give so much."""
+        if self._unsolved is None:
+            return
+        if builder.highest is not None:
+            self._unsolved.append(builder.highest)
+        if builder.num_solved:
+            self._unsolved = None
+        elif len(self._unsolved) == _UNSOLVED_BATCHES:
+            highest, solved_at = max(self._unsolved), self.settings.solved_at
+            self.event_log.event("unsolved", batches=_UNSOLVED_BATCHES, highest=highest, solved_at=solved_at)
+            self._unsolved = None
 
     async def _tell_a_sample(self, builder: BatchBuilder) -> None:
         """An event with one sample of the batch, of another place in each, for people who watch the run."""
@@ -336,10 +360,10 @@ class Collector:
         held_out = self.prompts.held_out(self.settings.evaluation_prompts)
         samples = self.settings.evaluation_samples
         answers = await gather_or_cancel([self._answers(prompt, samples, version, index) for prompt in held_out])
-        found = evaluate(answers)
+        found = evaluate(answers, self.settings.solved_at)
         found |= {} if self.teacher is None else distance_from_teacher(answers)
         if self.prompts.sources:
-            found["sources"] = by_source([prompt.source for prompt in held_out], answers)
+            found["sources"] = by_source([prompt.source for prompt in held_out], answers, self.settings.solved_at)
         self.run.fence()
         # Reports read the log: a collector that dies between the two lines evaluates once more, and loses nothing.
         self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.data.border.own_parts import TEACHER_FAILED
-from pipeline.data.records import SOLVED_REWARD, Sample
+from pipeline.data.records import SOLVED_REWARD, Sample, is_solved
 
 _Z_95 = 1.959963984540054
 MOST_SHORT = 0.1
@@ -34,13 +34,16 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
 
 
-def evaluate(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+def evaluate(answers: Sequence[Sequence[Sample]], solved_at: float = SOLVED_REWARD) -> dict[str, Any]:
     """Scores from the samples of each prompt, as many of each; plain values, ready for a file.
 
     `prompts`, `samples` of each, `correct` and `judged` [prompts], and what `summarize` and `rewards` find.
     """
     judged = [[sample for sample in each if sample.judged] for each in answers]
-    correct, known = [_solved(each) for each in judged], [len(each) for each in judged]
+    correct, known = (
+        [int(is_solved([sample.reward for sample in each], solved_at).sum()) for each in judged],
+        [len(each) for each in judged],
+    )
     samples = max(map(len, answers), default=0)
     counts = dict(prompts=len(answers), samples=samples, correct=correct, judged=known)
     return counts | summarize(correct, known) | rewards([sample for each in answers for sample in each])
@@ -106,17 +109,15 @@ def rewards(samples: Sequence[Sample]) -> dict[str, Any]:
     return mean | dict(reward_parts=means, verifier_failures=len(samples) - len(judged))
 
 
-def by_source(sources: Sequence[str], answers: Sequence[Sequence[Sample]]) -> dict[str, dict[str, float]]:
+def by_source(
+    sources: Sequence[str], answers: Sequence[Sequence[Sample]], solved_at: float = SOLVED_REWARD
+) -> dict[str, dict[str, float]]:
     """`prompts`, `verifier_failures` and, where a sample has a reward, `pass_at_1` and `reward_mean` of each source;
     from the source of each prompt and the samples of it."""
     found: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(sources):
         own = [each for name, each in zip(sources, answers, strict=True) if name == source]
-        told = evaluate(own)
+        told = evaluate(own, solved_at)
         names = ("prompts", "pass_at_1", "reward_mean", "verifier_failures")
         found[source] = {name: told[name] for name in names if name in told}
     return found
-
-
-def _solved(samples: Sequence[Sample]) -> int:
-    return sum(sample.reward >= SOLVED_REWARD for sample in samples)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.data.records import SOLVED_REWARD, Batch
+from pipeline.data.records import SOLVED_REWARD, Batch, is_solved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class SolvedPromptRule:
 
     pass_rate: float
     min_samples: int
+    solved_at: float = SOLVED_REWARD
+    """The reward of a sample that solved it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class SolvedPromptFilter:
     def record(self, batch: Batch) -> None:
         """A batch that was committed."""
         if self._solved_rule is not None:
-            self._later.append((batch.index, attempts(batch)))
+            self._later.append((batch.index, attempts(batch, self._solved_rule.solved_at)))
 
     def solved(self, version: int) -> Mapping[int, Attempts]:
         """Problem → the attempts that made it count as solved, by the batches below `version`.
@@ -75,11 +77,15 @@ class SolvedPromptFilter:
             self._solved = {**self._solved, **newly_solved}
 
 
-def attempts(batch: Batch) -> dict[int, Attempts]:
+def attempts(batch: Batch, solved_at: float) -> dict[int, Attempts]:
     """Problem → its samples in one batch, those of dropped groups included. Groups of no known problem are left out."""
     problems, members = np.unique(batch.problem, return_inverse=True)
     samples = np.bincount(members, batch.judged, minlength=len(problems)).astype(int).tolist()
-    solved = np.bincount(members, batch.reward >= SOLVED_REWARD, minlength=len(problems)).astype(int).tolist()
+    solved = (
+        np.bincount(members, batch.judged & is_solved(batch.reward, solved_at), minlength=len(problems))
+        .astype(int)
+        .tolist()
+    )
     found = {p: Attempts(*counts) for p, *counts in zip(problems.tolist(), samples, solved, strict=True)}
     for drop in batch.dropped:
         if drop.samples:

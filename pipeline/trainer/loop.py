@@ -135,8 +135,11 @@ class Trainer:
             self._skip(step)
             return
         update = self._update(batch, watch)
-        measured = describe(batch, step) | self.advantage_computer.measured(batch)
-        self.advantage_computer.estimator.observe(solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"])
+        solved_at = self.advantage_computer.solved_at
+        measured = describe(batch, step, solved_at) | self.advantage_computer.measured(batch)
+        self.advantage_computer.estimator.observe(
+            solve_rate=asked_solve_rate(batch, solved_at), entropy=update.metrics["entropy"]
+        )
         with watch.phase("publish"):
             self._finish()
             # What is decided holds from the next version on, so it is decided before that is published.

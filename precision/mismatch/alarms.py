@@ -135,6 +135,16 @@ RULES = (
         source="ScaleRL (arXiv 2510.13786): 10 to 15 % went before instability",
     ),
     Rule(
+        name="samples_repeated",
+        what="the number of samples that repeat another of their group, which by their probabilities was no chance,",
+        path=("repeated_samples",),
+        wrong="above",
+        bound=0.0,
+        to_do="an engine gives one answer again and again, and the group says nothing: see which by `evenkeel "
+        "trajectories show`, look whether rollout.extra_args fixes a seed, and start it again",
+        source="a group of one sample has no contrast; the chance is below one in 10^13 (rollout.batch_builder)",
+    ),
+    Rule(
         name="lag_high",
         what="the age of the oldest token, in versions,",
         path=("lag_max",),

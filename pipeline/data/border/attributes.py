@@ -56,6 +56,7 @@ class _Attributes(_Strict):
     reward_part_names: list[_Text]
     optional_arrays: list[_Text]
     sources: dict[Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], _Range] = {}
+    repeated: _Number = 0
     arrays: dict[_Text, _Array]
 
 

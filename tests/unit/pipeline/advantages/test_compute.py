@@ -66,6 +66,15 @@ def test_exclude_looks_at_rewards_and_skip_at_advantages() -> None:
     assert skipped.through_model[solved_once].all()
 
 
+@pytest.mark.parametrize("name", ["pass_at_k", "maxrl", "f_grpo", "fade", "power"])
+def test_what_is_solved_is_asked_in_units_of_what_solves(name: str) -> None:
+    """A reward whose highest value is .9 makes the advantages of one that gives 1."""
+    low, full = batch_of_rewards([[0.9, 0.0, 0.0, 0.0, 0.0, 0.9]]), batch_of_rewards([[1.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
+    of_low = replace(computer(name=name), solved_at=0.9).compute_advantages(low).values
+    assert of_low.tolist() == computer(name=name).compute_advantages(full).values.tolist()
+    assert of_low.any()
+
+
 @pytest.mark.parametrize("choice", ["keep", "skip", "exclude"])
 def test_a_batch_without_contrast_still_makes_its_step(choice: str) -> None:
     found = computer(name="dr_grpo", batch_normalized=True, zero_variance=choice).compute_advantages(

@@ -193,3 +193,12 @@ def test_what_the_teacher_did_not_score_is_no_failure_of_the_verifier(write_run:
     told = "8 of 32 samples were not scored by the teacher and left out of the loss; the first, no answer: refused"
     assert told in found["warnings"]
     assert not [sentence for sentence in found["warnings"] if "verifier" in sentence]
+
+
+def test_a_reward_that_never_solves_is_a_warning_until_a_sample_is_solved(write_run: Callable[..., Path]) -> None:
+    run = write_run(0)
+    EventLog(run, "collector-000009").event("unsolved", batches=3, highest=0.9, solved_at=1.0)
+    (told,) = [sentence for sentence in summary(run)["warnings"] if "solved_at" in sentence]
+    assert told.startswith("no sample of 3 batches reached reward.solved_at 1, the highest reward was 0.9:")
+    EventLog(run, "learner-000009").metrics(0, solve_rate=0.1, num_tokens=1)
+    assert not [sentence for sentence in summary(run)["warnings"] if "solved_at" in sentence]

@@ -56,6 +56,11 @@ def says_that_it_failed(response: str) -> dict[str, float]:
     return {"reward": 1.0, "verifier_failed": 0.0}
 
 
+def sums_its_parts(response: str) -> Any:
+    """0.9999999999999999 where everything is right."""
+    return 0.7 + 0.2 + 0.1, {"sum": 0.7 + 0.2 + 0.1}
+
+
 def raises(response: str) -> float:
     raise KeyError("score")
 

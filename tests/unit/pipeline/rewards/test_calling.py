@@ -63,6 +63,11 @@ def test_what_it_may_not(result: Any) -> None:
     assert 'expected a number, (number, {part: number}) or {"reward": number' in found.detail
 
 
+def test_a_verdict_is_rounded_to_float32_where_it_enters_the_run() -> None:
+    (found,) = verdicts("reward_examples:sums_its_parts", "yes")
+    assert (found.reward, found.parts) == (1.0, {"sum": 1.0})
+
+
 def test_a_part_that_says_that_the_verifier_failed_is_not_a_function_s_to_give() -> None:
     (found,) = verdicts("reward_examples:says_that_it_failed", "yes")
     assert found == Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="bad_result")

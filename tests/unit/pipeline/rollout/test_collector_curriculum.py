@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.analysis.audit import verify_history
 from pipeline.data.event_log import read_events
+from pipeline.data.records import Completion, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import PromptsExhaustedError
-from pipeline.rewards.pool import Verifiers
+from pipeline.rewards.pool import Verdict, Verifiers
+from pipeline.rollout.batch_builder import num_repeated
+from pipeline.rollout.collector import Collector
 from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.schedule import Schedule
-from tests.support.collecting import GROUP, PROMPTS, batches, build, collect, engines_of
+from pipeline.trainer.batch_figures import asked_solve_rate, describe
+from precision.mismatch.alarms import alarms
+from tests.support.collecting import GROUP, PROMPTS, PretendEngines, batches, build, collect, engines_of
 
 SYNC = Schedule(kind="sync", steps=4)
 SCHEDULES = [
@@ -50,7 +58,7 @@ def test_refills_until_every_group_tells_samples_apart(run: RunDirectory, verifi
         for drop in batch.dropped:
             solved = tells_apart(asked[drop.group], 0)
             assert not is_informative(asked[drop.group])
-            assert drop.reason == f"zero variance: all rewards {float(solved)}"
+            assert drop.reason == f"zero variance: all rewards {float(solved):g}"
             assert (drop.kind, drop.samples, drop.solved) == ("zero_variance", GROUP, GROUP * solved)
             assert drop.problem == collector.prompts.problem(drop.group)
     dropped = sum(len(batch.dropped) for batch in found)
@@ -58,7 +66,7 @@ def test_refills_until_every_group_tells_samples_apart(run: RunDirectory, verifi
     assert verify_history(run.path, SYNC, SYNC.steps).sound
     for event, batch in zip(read_events(run.path, "committed"), found, strict=True):
         assert (event["informative"], event["dropped"], event["interrupted"]) == (PROMPTS, 0, 0)
-        assert event["refills"] == event["zero_variance"] == len(batch.dropped)
+        assert event["refills"] == event["zero_variance"] == event["zero_variance_dropped"] == len(batch.dropped)
 
 
 def test_refills_are_bounded_and_then_the_batch_is_filled_up(run: RunDirectory, verifiers: Verifiers) -> None:
@@ -71,7 +79,9 @@ def test_refills_are_bounded_and_then_the_batch_is_filled_up(run: RunDirectory, 
         assert [drop.group for drop in batch.dropped] == list(range(first + 3, first + 9))
         assert batch.next_group == first + 9
     events = read_events(run.path, "committed")
-    assert [(e["informative"], e["refills"], e["zero_variance"]) for e in events] == [(0, 6, 6)] * 2
+    assert [(e["informative"], e["refills"], e["zero_variance_dropped"], e["zero_variance"]) for e in events] == [
+        (0, 6, 6, 9)
+    ] * 2
 
 
 def test_a_prompt_that_cannot_fit_is_refilled_too(run: RunDirectory, verifiers: Verifiers) -> None:
@@ -167,3 +177,72 @@ def test_when_every_problem_has_retired_the_run_ends_with_a_reason(run: RunDirec
         collect(collector)
     assert collector.store.committed() == [0, 1]
     assert verify_history(run.path, schedule, 2, RETIREMENT).sound
+
+
+def rewards_of(collector: Collector, rewards: Sequence[float]) -> Collector:
+    """With a reward function that gives these to the samples of each group."""
+
+    class Given:
+        async def score_group(self, *given: Any) -> list[Verdict]:
+            return [Verdict(reward=reward) for reward in rewards]
+
+    collector.verifiers = dict.fromkeys(collector.verifiers, Given())  # type: ignore[arg-type]
+    return collector
+
+
+def test_groups_that_are_equal_as_float32_are_equal_everywhere(run: RunDirectory, verifiers: Verifiers) -> None:
+    """Kept or refilled, the log and the pass rate call them equal and solved, as the learner does."""
+    collector = rewards_of(build(run, verifiers, Schedule(kind="sync", steps=2), max_refills=1), [0.7 + 0.2 + 0.1, 1.0])
+    found = batches(collect(collector))
+    assert [len(batch.dropped) for batch in found] == [PROMPTS] * 2
+    assert {drop.solved for batch in found for drop in batch.dropped} == {GROUP}
+    assert {asked_solve_rate(batch) for batch in found} == {1.0}
+    assert {event["pass_at_1"] for event in read_events(run.path, "evaluated")} == {1.0}
+
+
+def test_groups_of_equal_rewards_are_counted_where_they_are_kept(run: RunDirectory, verifiers: Verifiers) -> None:
+    collect(build(run, verifiers, Schedule(kind="sync", steps=2)))
+    events = read_events(run.path, "committed")
+    assert [(e["zero_variance"], e["zero_variance_dropped"]) for e in events] == [(PROMPTS, 0)] * 2
+
+
+@pytest.mark.parametrize(("solved_at", "told"), [(1.0, 1), (0.9, 0)])
+def test_a_reward_that_never_solves_is_told_once(
+    run: RunDirectory, verifiers: Verifiers, solved_at: float, told: int
+) -> None:
+    """Its highest value is .9: pass rates would stay 0 without a word."""
+    collector = build(run, verifiers, Schedule(kind="sync", steps=5), solved_at=solved_at)
+    collect(rewards_of(collector, [0.9, 0.1]))
+    events = read_events(run.path, "unsolved")
+    assert len(events) == told
+    assert all((e["batches"], e["highest"], e["solved_at"]) == (3, pytest.approx(0.9), 1.0) for e in events)
+    assert {event["pass_at_1"] for event in read_events(run.path, "evaluated")} == {0.0 if told else 0.5}
+
+
+def test_an_engine_that_repeats_its_sample_raises_an_alarm(run: RunDirectory, verifiers: Verifiers) -> None:
+    """Long answers of both samples of a group are alike; the engine says one in e^40 of each. A policy that is sure of
+    its answer gives the same ones, and no alarm."""
+    collector, quiet = (build(run, verifiers, Schedule(kind="sync", steps=steps)) for steps in (1, 2))
+    answer = PretendEngines._answer
+
+    def unlikely(*asked: Any) -> Completion:
+        made = answer(engines_of(collector), *asked)
+        return replace(made, logprobs=np.full(len(made.tokens), -40.0 / len(made.tokens), np.float32))
+
+    engines_of(collector)._answer = unlikely  # type: ignore[method-assign]
+    (batch,) = batches(collect(collector))
+    assert batch.repeated == PROMPTS * (GROUP - 1)
+    assert [alarm.rule.name for alarm in alarms(describe(batch, 0), quantized=False)] == ["samples_repeated"]
+    assert batches(collect(quiet))[1].repeated == 0
+    assert [event["repeated"] for event in read_events(run.path, "committed")] == [PROMPTS, 0]
+
+
+def test_what_may_be_chance_is_no_repetition() -> None:
+    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
+    one, other = Completion.given([1, 2, 3, 4], [-8.0] * 4), Completion.given([1, 2, 3, 5], [-8.0] * 4)
+    sure = Completion.given([1, 2, 3, 4], [-1.0] * 4)
+    for completions, count in (((one, other, one, one), 2), ((one, other), 0), ((sure,) * 8, 0), ((sure,) * 9, 8)):
+        assert num_repeated(completions, contract) == count
+    assert num_repeated((one, one), replace(contract, top_p=0.5)) == 0, "cut at .5, a token is twice as likely"
+    assert num_repeated((one, one), replace(contract, top_p=0.5, kept_set=True)) == 1, "what is left says it all"
+    assert num_repeated((one, one), replace(contract, top_k=1)) == 0, "the best token alone is always the same"

@@ -155,3 +155,10 @@ def test_a_source_has_its_own_means() -> None:
         math=dict(prompts=2, pass_at_1=0.75, reward_mean=0.875, verifier_failures=0),
         chat=dict(prompts=1, verifier_failures=2),
     )
+
+
+def test_float_noise_does_not_decide_what_is_solved() -> None:
+    noisy, low = rewarded(0.7 + 0.2 + 0.1), rewarded(0.9)
+    assert evaluate([[noisy, low]])["correct"] == [1]
+    assert evaluate([[noisy, low]], solved_at=0.9)["correct"] == [2], ".9 as float32 is below .9"
+    assert by_source(["a"], [[low]], solved_at=0.9)["a"]["pass_at_1"] == 1.0

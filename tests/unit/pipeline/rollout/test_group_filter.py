@@ -134,7 +134,8 @@ def test_a_dropped_group_is_replaced_counted_and_in_the_ledger(run: RunDirectory
         assert not any(even(text[drop.group]) for drop in batch.dropped)
         assert {(drop.kind, drop.samples, drop.solved) for drop in batch.dropped} <= {("filtered", GROUP, GROUP)}
         assert event["filtered"] == event["refills"] == len(batch.dropped)
-        assert (event["dropped"], event["zero_variance"]) == (0, 0)
+        assert (event["dropped"], event["zero_variance_dropped"]) == (0, 0)
+        assert event["zero_variance"] == PROMPTS + len(batch.dropped), "all are equal, kept or not"
     assert sum(len(batch.dropped) for batch in found) > 0
     assert verify_history(run.path, SYNC, SYNC.steps).sound
 

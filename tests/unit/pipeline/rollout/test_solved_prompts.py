@@ -32,7 +32,7 @@ def test_attempts_of_a_batch(make_batch: MakeBatch) -> None:
         DroppedGroup(group=9, reason="too long", problem=2),
     )
     batch = batch_of(make_batch, 0, {5: [1.0, 0.5, 2.0], -1: [1.0, 1.0, 1.0], 6: [-1.0, -1.0, 1.0]}, *drops)
-    assert attempts(batch) == {5: Attempts(6, 5), 6: Attempts(3, 1), 9: Attempts(3, 0)}
+    assert attempts(batch, 1.0) == {5: Attempts(6, 5), 6: Attempts(3, 1), 9: Attempts(3, 0)}
 
 
 def test_it_takes_enough_samples_and_a_high_enough_rate(make_batch: MakeBatch) -> None:

@@ -52,3 +52,10 @@ def test_dropped_groups_count_for_the_solve_rate() -> None:
     batch = replace(batch_of_rewards([[1.0, 0.0, 0.0, 0.0]]), dropped=dropped)
     assert asked_solve_rate(batch) == pytest.approx(5 / 12)
     assert asked_solve_rate(replace(batch, reward_parts=FAILED)) == pytest.approx(5 / 11)
+
+
+def test_what_solves_is_the_recipe_s() -> None:
+    batch = replace(batch_of_rewards([[0.9, 0.0], [0.9, 0.9]]), repeated=3)
+    assert describe(batch, step=0)["solve_rate"] == asked_solve_rate(batch) == 0.0
+    assert describe(batch, step=0, solved_at=0.9)["solve_rate"] == asked_solve_rate(batch, 0.9) == 0.75
+    assert describe(batch, step=0)["repeated_samples"] == 3.0

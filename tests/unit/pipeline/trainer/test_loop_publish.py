@@ -77,7 +77,7 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
         learner=recorder,  # type: ignore[arg-type]
         schedule=Schedule(kind="sync", steps=4),
         advantage_computer=SimpleNamespace(  # type: ignore[arg-type]
-            estimator=SimpleNamespace(state=dict), measured=lambda batch: {}
+            estimator=SimpleNamespace(state=dict), measured=lambda batch: {}, solved_at=1.0
         ),
         scoring=Scoring(prepares=False, reads_step=False, reads_old=False),
         updates_per_batch=1,
@@ -165,8 +165,8 @@ def loop_of(run: RunDirectory, steps: Steps, monkeypatch: pytest.MonkeyPatch) ->
     )
     update = Update(metrics={"entropy": 0.5}, histogram=[1.0], device_logprobs=torch.zeros(2))
     monkeypatch.setattr(loop, "_update", lambda batch, watch: update)
-    monkeypatch.setattr("pipeline.trainer.loop.describe", lambda batch, step: {})
-    monkeypatch.setattr("pipeline.trainer.loop.asked_solve_rate", lambda batch: 0.5)
+    monkeypatch.setattr("pipeline.trainer.loop.describe", lambda batch, step, solved_at: {})
+    monkeypatch.setattr("pipeline.trainer.loop.asked_solve_rate", lambda batch, solved_at: 0.5)
     return loop
 
 

@@ -44,13 +44,14 @@ def test_a_healthy_step_has_none() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_only_what_is_beyond_the_bound_is_an_alarm(rule: Rule, quantized: bool) -> None:
     bound, center = rule.bound_for(quantized=quantized), rule.distance_from or 0.0
+    margin = 0.01 * (bound or 1.0)
     outwards = 1.0 if rule.wrong == "above" else -1.0
-    inside = with_value(rule, center + bound * (1 - 0.01 * outwards))
-    beyond = with_value(rule, center + bound * (1 + 0.01 * outwards))
+    inside = with_value(rule, center + bound - margin * outwards)
+    beyond = with_value(rule, center + bound + margin * outwards)
     assert names(inside, quantized=quantized) == []
     assert names(beyond, quantized=quantized) == [rule.name]
     (alarm,) = alarms(beyond, quantized=quantized)
-    assert alarm.value == pytest.approx(bound * (1 + 0.01 * outwards))
+    assert alarm.value == pytest.approx(bound + margin * outwards)
     assert rule.what in alarm.text
     assert f"{bound:g}" in alarm.text
     if rule.distance_from is not None:
@@ -79,6 +80,7 @@ def test_what_is_no_number_is_no_alarm(value: object) -> None:
 def test_statistics_of_a_step_have_what_the_rules_read() -> None:
     measured = Mismatch.of_step(random_tokens(0, [400], spread=0.5))
     line = measured.statistics() | dict(mismatch=measured.by_split(), truncated_share=0.0, lag_max=0.0)
+    line["repeated_samples"] = 0.0
     assert [rule.name for rule in RULES if rule.value(line) is None] == []
     assert "fresh_probability_error_high" in names(line)
 
