@@ -103,7 +103,7 @@ class ChildProcess:
     """Signals that the child and all below it ignore, unless they say otherwise."""
     log: Path | None
     log_begin: int = 0
-    """Size of the log when the child was started: earlier ones have written what is before."""
+    """Size of the log when the child was started, or at `forget_said`: what is before tells nothing of it."""
 
     def __init__(
         self, command: Sequence[str], log: Path | None, environment: Mapping[str, str], *, own_session: bool = False
@@ -139,6 +139,11 @@ class ChildProcess:
         if self.log is None or not self.log.exists():
             return ""
         return log_text(self.log, self.log_begin)
+
+    def forget_said(self) -> None:
+        """Count what is in the log now as written before: it explains nothing that comes later."""
+        if self.log is not None:
+            self.log_begin = self.log.stat().st_size
 
     def poll(self) -> int | None:
         """Exit status, None while it runs."""

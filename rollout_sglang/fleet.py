@@ -16,6 +16,7 @@ collector resyncs. Each of their updates has a number, and engines refuse the lo
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -91,8 +92,16 @@ class Fleet:
     async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample a group on one engine. Waits up to the request deadline while no engine is admitted.
 
-        Raises EngineUnavailableError when none came back, or after ATTEMPTS failed answers; FatalError after REFUSALS.
+        Raises EngineUnavailableError when none came back, or after ATTEMPTS failed answers; FatalError after REFUSALS,
+        and for a prompt at which SGLang would end.
         """
+        most = math.inf if sampling.vocab_size is None else sampling.vocab_size
+        if len(prompt) == 0 or min(prompt) < 0 or max(prompt) >= most:
+            raise FatalError(
+                f"a prompt has {len(prompt)} tokens, ids {min(prompt, default='none')} to {max(prompt, default='none')}"
+                f", expected at least one, ids 0 to {most - 1:g}: an engine would end at it; correct the prompts of "
+                "the task, or its tokenizer"
+            )
         ends = time.monotonic() + self._request_deadline_s
         failures, refused_by = list[str](), list[int]()
         doubted, direct = set[PooledEngine](), False

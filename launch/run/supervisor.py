@@ -2,9 +2,9 @@
 
 Any of them may die at any time, also while it starts for the first time. It is started again, after a pause that grows
 from death to death, and reads from the run directory what it has to do. A file system that does not answer for some
-minutes ends nothing here. The run ends when one dies again and again without progress of the run, or when a role says
-that starting it again cannot help. An engine alone never ends a run that another engine serves. The same command then
-resumes the run.
+minutes ends nothing here. The run ends when one dies again and again without progress of the run, when an engine ends
+twice in a row with the same words, or when a role says that starting it again cannot help. An engine alone never ends a
+run that another engine serves. The same command then resumes the run.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, DiskFullError, FatalError, SupersededError
 from pipeline.process_log import ending, log_tail
 from pipeline.scratch import remove_left_scratch
+from rollout_sglang.server.process import ERROR_NAMED
 
 POLL_S = 0.25
 SERVERS_GRACE_S = 3.0
@@ -56,11 +57,21 @@ class RestartBudget:
     limit: int
     spent: int = 0
     progress: int = -1
+    words: str = ""
+    """Of the last death, without numbers."""
 
-    def spend(self, name: str, progress: int, reason: str) -> None:
-        """Count one death. Progress of the run since the last one restarts the count. Raises FatalError at too many."""
+    def spend(self, name: str, progress: int, reason: str, words: str = "") -> None:
+        """Count one death. Progress of the run since the last one restarts the count. `words` are what a process said
+        that ended of itself. Raises FatalError at too many, or at the second in a row with the same words: these name
+        what starting it again does not change."""
+        before, self.words = self.words, re.sub(r"\d+", "0", words)
         self.spent = 1 if progress > self.progress else self.spent + 1
         self.progress = progress
+        if words and self.spent > 1 and self.words == before:
+            raise FatalError(
+                f"{name} ended twice in the same way, so it is not started again: {reason}; correct what that names, "
+                "and give the command again"
+            )
         if self.spent > self.limit:
             raise FatalError(f"{name} died {self.spent} times without progress: {reason}")
 
@@ -185,17 +196,20 @@ class Supervisor:
             raise self._outage.bridged(self.notes.error, None) or FatalError(_said(started).removeprefix("error: "))
         killed = not 0 < status < 128
         reason = ending(status) if killed else _said(started).removeprefix("error: ")
+        # The next start may be spared an engine's other ends: killed, silent, a port that is taken.
+        words = reason if unit.role == "engine" and unit.node == 0 and ERROR_NAMED in reason else ""
         if unit.role == "engine" and unit.node == 0 and unit.index not in self.came_up:
             reason = f"it never came up; {reason}"
-        self._spend(unit, reason if started.log is None else f"{reason}; its log is {started.log}")
+        named = started.log is None or str(started.log) in reason
+        self._spend(unit, reason if named else f"{reason}; its log is {started.log}", words)
 
-    def _spend(self, unit: Unit, reason: str) -> None:
+    def _spend(self, unit: Unit, reason: str, words: str) -> None:
         """Plan another start. Raises FatalError when there were too many, unless another engine serves."""
         self._note("restarted", process=unit.name, reason=reason)
         budget = self.budgets.setdefault(unit.name, RestartBudget(self.recipe.run.max_restarts))
         progress = self._outage.bridged(self._progress, budget.progress)
         try:
-            budget.spend(unit.name, progress, reason)
+            budget.spend(unit.name, progress, reason, words)
         except FatalError:
             if unit.role != "engine" or not self._outage.bridged(lambda: self._another_serves(unit), True):
                 raise

@@ -20,6 +20,8 @@ from precision.text.secret import without
 
 LOG_LINES = 12
 """Last lines of the log that an EngineStartError carries, where no line of it says what went wrong."""
+ERROR_NAMED = "the first error in "
+"""Before the log of a server in a message that quotes from it why the server ended."""
 FREE_PORTS = range(20_000, 32_768)
 _POLL_S = 0.2
 
@@ -93,7 +95,7 @@ class ServerProcess(ChildProcess):
             return "see its output"
         said = self.said()
         error = first_error(said)
-        text = f"the first error in {self.log}: {error}" if error else f"{self.log} ends: {last_lines(said, LOG_LINES)}"
+        text = f"{ERROR_NAMED}{self.log}: {error}" if error else f"{self.log} ends: {last_lines(said, LOG_LINES)}"
         return without(text, self._secret) if self._secret else text
 
     def _answers(self, http: httpx.Client) -> bool:

@@ -210,6 +210,8 @@ def serve(
         hung = check_alive(liveness) if up and look_alive() else told
         if hung != told or (up and due and not outage.bridged(is_listed, True)) or (not up and server.is_ready()):
             epoch.check()
+            if not up:  # SGLang logs errors of its warm-up that are none
+                server.forget_said()
             up, told = True, hung
             announce(hung)
         if not up and time.monotonic() > ends:

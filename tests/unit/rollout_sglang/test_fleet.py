@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,6 +95,15 @@ def test_an_engine_that_always_fails_ends_in_an_error(tmp_path: Path, engines: l
     with pytest.raises(EngineUnavailableError, match=f"{ATTEMPTS} engines in a row"):
         with_fleet(tmp_path, engines[:1], lambda fleet: fleet.generate([1], 1, SAMPLING))
     assert engines[0].calls.count("POST /generate") == ATTEMPTS
+
+
+@pytest.mark.parametrize("prompt", [[], [-1, 2], [2, 12]])
+def test_a_prompt_at_which_engines_end_reaches_none(
+    tmp_path: Path, engines: list[EngineDouble], prompt: list[int]
+) -> None:
+    with pytest.raises(FatalError, match="an engine would end at it; correct the prompts of the task"):
+        with_fleet(tmp_path, engines, lambda fleet: fleet.generate(prompt, 1, replace(SAMPLING, vocab_size=12)))
+    assert "POST /generate" not in engines[0].calls + engines[1].calls
 
 
 def test_an_engine_that_refuses_every_request_is_left_for_the_other(

@@ -21,9 +21,11 @@ from precision.formats.quant_map_file import QuantMapFile
 from rollout_sglang.server.start import command
 
 
-def argv(tmp_path: Path, *, fp32_lm_head: bool = False, replay_experts: bool = False) -> list[str]:
+def argv(
+    tmp_path: Path, *, fp32_lm_head: bool = False, replay_experts: bool = False, seed: int = 0, index: int = 0
+) -> list[str]:
     data = dict(
-        run=dict(name="run", root=str(tmp_path), steps=1),
+        run=dict(name="run", root=str(tmp_path), steps=1, seed=seed),
         model=dict(path=str(tmp_path), fp32_lm_head=fp32_lm_head),
         task=dict(name="sort_digits"),
         rollout=dict(extra_args=["--mem-fraction-static", "0.5"], replay_experts=replay_experts),
@@ -34,12 +36,18 @@ def argv(tmp_path: Path, *, fp32_lm_head: bool = False, replay_experts: bool = F
     run.policy_directory(0).mkdir(parents=True)
     (run.policy_directory(0) / "manifest.json").write_text("{}")
     run.set_published(0)
-    return command(engine_spec(run, recipe, 0, 1234, "key", log=None), cuda=False)
+    return command(engine_spec(run, recipe, index, 1234, "key", log=None), cuda=False)
 
 
 def test_both_engines_multiply_the_head_alike(tmp_path: Path) -> None:
     assert "--enable-fp32-lm-head" in argv(tmp_path / "with", fp32_lm_head=True)
     assert "--enable-fp32-lm-head" not in argv(tmp_path / "without", fp32_lm_head=False)
+
+
+def test_every_engine_has_a_seed_that_numpy_takes(tmp_path: Path) -> None:
+    for index, seed in enumerate((2**32 - 1, 0, 1)):
+        words = argv(tmp_path / str(index), seed=2**32 - 1, index=index)
+        assert words[words.index("--random-seed") + 1] == str(seed)
 
 
 def test_engines_record_the_experts_that_are_to_be_replayed(tmp_path: Path) -> None:

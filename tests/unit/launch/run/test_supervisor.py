@@ -96,12 +96,12 @@ class Case:
         monkeypatch.setattr(supervising, "LONGEST_PAUSE_S", 0.0)
         self.supervisor.__post_init__()
 
-    def end(self, unit: Unit, status: int) -> Callable[[], None]:
+    def end(self, unit: Unit, status: int, said: str = "out of memory") -> Callable[[], None]:
         def act() -> None:
             process = self.starter.processes(unit)[-1]
             process.status = status
             process.log.parent.mkdir(exist_ok=True)
-            process.log.write_text("loading\nerror: out of memory\n")
+            process.log.write_text(f"loading\nerror: {said}\n")
 
         return act
 
@@ -152,6 +152,34 @@ def test_an_engine_that_never_comes_up_ends_the_run_when_its_budget_is_spent(cas
     ):
         case.supervisor.supervise()
     assert len(case.starter.processes(ENGINE)) == 3
+
+
+def test_an_engine_that_ends_twice_with_the_same_words_ends_the_run(case: Case) -> None:
+    """The numbers in them differ: the log's, a process's, the time. SGLang kills itself when a part of it fails."""
+    said = "server was killed by signal 9 (SIGKILL) before it was up; the first error in {}.log: ValueError: seed"
+    case.script = [case.end(ENGINE, 1, said.format(1)), case.end(ENGINE, 1, said.format(2))]
+    with pytest.raises(FatalError, match="engine-0 ended twice in the same way, so it is not started again: it never"):
+        case.supervisor.supervise()
+    assert len(case.starter.processes(ENGINE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("unit", "status", "words"),
+    [
+        (ENGINE, 1, ("server ended with status 1; the first error in a.log: a", "the first error in a.log: b")),
+        (ENGINE, 1, ("server was killed by signal 9 (SIGKILL); a.log ends: ready",)),
+        (ENGINE, 1, ("port 30000 is taken (Address already in use)",)),
+        (ENGINE, 137, ("the first error in a.log: a",)),
+        (LEARNER, 1, ("the first error in a.log: a",)),
+    ],
+    ids=["other words", "the log names no error", "a port", "the role was killed", "no engine"],
+)
+def test_an_end_that_the_next_start_may_be_spared_is_tried_again(
+    case: Case, unit: Unit, status: int, words: tuple[str, ...]
+) -> None:
+    case.script = [*(case.end(unit, status, words[turn % len(words)]) for turn in range(2)), case.finish]
+    assert case.supervisor.supervise() == "finished"
+    assert len(case.starter.processes(unit)) == 3
 
 
 def test_an_engine_alone_ends_no_run_that_another_serves(case: Case) -> None:
