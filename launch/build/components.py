@@ -15,6 +15,7 @@ from pipeline.config.task_sections import DataTask
 from pipeline.data.border.values import Limits
 from pipeline.data.records import LogprobContract, Prompt
 from pipeline.data.routed_experts import ExpertShape
+from pipeline.demonstrations.turn_end import named_ends
 from pipeline.errors import ModelError, RecipeError
 from pipeline.ports.engines import Sampling
 from pipeline.rollout.interruption import Interruption
@@ -31,6 +32,9 @@ from precision.text.short import quoted
 
 if TYPE_CHECKING:
     from precision.formats.quant_map import QuantMap
+
+MOST_SPARE_ROWS = 15
+"""Or 1 in 64: embeddings are padded, Qwen3's 151,669 tokens to 151,936 rows."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,31 @@ def text_of(problem: Problem, task: Task, tokenizer: Tokenizer) -> str:
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:
-    """The model's tokenizer, checked against its vocabulary, with the task's arguments for its chat template."""
-    config = read_hf_config(recipe.model.path)
-    arguments = recipe.task.template_arguments if isinstance(recipe.task, DataTask) else {}
-    return Tokenizer.load(recipe.model.path, vocab_size=size_of(config, "vocab_size"), template_arguments=arguments)
+    """The model's tokenizer, with what the task gives to its chat template. Raises ModelError for one that is not that
+    of the model, unless model.check_tokenizer is false."""
+    folder, data = recipe.model.path, recipe.task if isinstance(recipe.task, DataTask) else None
+    rows = size_of(read_hf_config(folder), "vocab_size")
+    tokenizer = Tokenizer.load(
+        folder,
+        vocab_size=rows,
+        template_arguments=None if data is None else data.template_arguments,
+        template_date=None if data is None else data.template_date,
+    )
+    if not recipe.model.check_tokenizer:
+        return tokenizer
+    if (spare := rows - tokenizer.vocab_size) > max(MOST_SPARE_ROWS, rows // 64):
+        raise ModelError(
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, and the model {rows} rows (config.json: "
+            f"vocab_size): {spare} of them would have no text; put the model's own tokenizer there, or set "
+            "model.check_tokenizer=false where this one is meant"
+        )
+    if (ends := named_ends(folder)) and tokenizer.eos_token_id not in ends:
+        raise ModelError(
+            f"the tokenizer of {folder} ends text by {quoted(tokenizer.eos_token)}, token {tokenizer.eos_token_id}, "
+            f"but config.json and generation_config.json name {', '.join(map(str, sorted(ends)))} (eos_token_id); "
+            "correct one of them, or set model.check_tokenizer=false where this is meant"
+        )
+    return tokenizer
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:

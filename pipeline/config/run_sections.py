@@ -27,6 +27,11 @@ class ModelSection(Section):
     fp32_lm_head: bool = Field(
         False, description="Learner and engines multiply by the LM head in float32 (ScaleRL), whatever their precision."
     )
+    check_tokenizer: bool = Field(
+        True,
+        description="Refuse a tokenizer with far fewer tokens than the model has rows, or with another end token than "
+        "its config.json and generation_config.json name. False: both are meant.",
+    )
 
 
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -4,6 +4,7 @@ and how rewards are run. Tasks themselves are in pipeline.tasks."""
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -130,6 +131,9 @@ class DataTask(Section):
         default_factory=dict,
         description="What the chat template takes, by name: enable_thinking: false, where Qwen3 is to answer at once.",
     )
+    template_date: date | None = Field(
+        None, description="The day that a chat template writes into prompts (strftime_now), the same in every start."
+    )
     sha256: str | None = Field(
         None, pattern="[0-9a-f]{64}", description="Of the data; frozen when the run begins, and compared at each start."
     )
@@ -153,6 +157,8 @@ class DataTask(Section):
         given = [self.system_prompt, *(source.system_prompt for source in self.sources)]
         if any([*given, *(one.system_prompt for one in columns)]) and not self.chat_template:
             raise ValueError("system_prompt is written by the chat template; set task.chat_template to true")
+        if self.template_date is not None and not self.chat_template:
+            raise ValueError("template_date is for the chat template; set task.chat_template to true")
         if self.template_arguments and not self.chat_template:
             raise ValueError("template_arguments are for the chat template; set task.chat_template to true")
         if own := [name for name in self.template_arguments if name in _TEMPLATES_OWN or name.endswith("_token")]:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
 from pipeline.demonstrations.conversation import closing_mark
 from pipeline.demonstrations.rows import Demonstration
 from pipeline.errors import ModelError
+from pipeline.tasks.folder_tokenizer import read_object
 from pipeline.tasks.tokenizer import Tokenizer
-from precision.text.json_data import parse_object
 
 _GENERATION_FILE = "generation_config.json"
 
@@ -43,20 +41,16 @@ def learned_end(rows: Iterable[Demonstration], tokenizer: Tokenizer) -> int | No
 
 def write_with_end(tokenizer: Tokenizer, end: int, folder: Path) -> None:
     """Write the tokenizer's generation_config.json into `folder`, with `end` beside all at which servers stop."""
-    named = _read(tokenizer.folder / _GENERATION_FILE) | dict(eos_token_id=[*sorted(_stop_ids(tokenizer)), end])
+    named = read_object(tokenizer.folder / _GENERATION_FILE) | dict(eos_token_id=[*sorted(_stop_ids(tokenizer)), end])
     (folder / _GENERATION_FILE).write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
 
 
-def _stop_ids(tokenizer: Tokenizer) -> set[int]:
-    named = [_read(tokenizer.folder / name).get("eos_token_id") for name in ("config.json", _GENERATION_FILE)]
+def named_ends(folder: Path) -> set[int]:
+    """The ids at which a model folder says that a text ends. Raises ModelError for a file that cannot be read."""
+    named = [read_object(folder / name).get("eos_token_id") for name in ("config.json", _GENERATION_FILE)]
     each = [one for value in named for one in (value if isinstance(value, list) else [value])]
-    return {tokenizer.eos_token_id, *(one for one in each if isinstance(one, int))}
+    return {one for one in each if isinstance(one, int)}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        return parse_object(read_at_most(path, MODEL_JSON_BYTES))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; copy it again from the model's origin") from error
+def _stop_ids(tokenizer: Tokenizer) -> set[int]:
+    return {tokenizer.eos_token_id, *named_ends(tokenizer.folder)}

@@ -1,13 +1,14 @@
 """Chat templates as transformers runs them, in a sandbox of our own.
 
-One thing is not there: `strftime_now`, by which some templates write the day into each prompt. A run that is resumed
-would ask other prompts on another day.
+`strftime_now`, by which some templates write the day into each prompt, writes the day that the recipe names
+(task.template_date). A run that is resumed would ask other prompts on another day.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date
 from itertools import count
 from typing import Any, Protocol
 
@@ -20,8 +21,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pipeline.errors import RecipeError
 from precision.text.short import quoted
 
-SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Names in a template, and in tokenizer_config.json."""
 _MOST_REPEATED = 1_000_000
 _DEEPEST_INDENT = 16
 
@@ -59,13 +58,15 @@ def unused_mark(text: str) -> str:
     return next(mark for mark in map("\ue000{}\ue001".format, count()) if mark not in text)
 
 
-def compiled(template: str) -> jinja2.Template:
-    """Raises jinja2.TemplateError for a template that is none."""
+def compiled(template: str, day: date | None = None) -> jinja2.Template:
+    """With `strftime_now` where there is a day. Raises jinja2.TemplateError for a template that is none."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
+    if day is not None:
+        environment.globals["strftime_now"] = day.strftime
     return environment.from_string(template)
 
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import ModelError
-from pipeline.tasks.chat_template import SPECIAL_TOKENS, compiled
-from precision.text.json_data import parse_object
+from pipeline.tasks.chat_template import compiled
+from pipeline.tasks.folder_tokenizer import read_object, read_tokenizer
 from precision.text.short import one_line, quoted
-
-_TOKENIZER_BYTES = 256 << 20
-"""Of tokenizer.json: those of 260,000 tokens have some 35 MB."""
 
 
 class Tokenizer:
@@ -31,16 +27,21 @@ class Tokenizer:
 
     @staticmethod
     def load(
-        folder: Path, *, vocab_size: int | None = None, template_arguments: Mapping[str, Any] | None = None
+        folder: Path,
+        *,
+        vocab_size: int | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        template_date: date | None = None,
     ) -> Tokenizer:
-        """Read `tokenizer.json`, and the end and padding tokens from `tokenizer_config.json`, else `config.json`. The
-        chat template gets the arguments by name.
+        """Read what AutoTokenizer makes of the folder, and the end and padding tokens, where it names none, from
+        `config.json`. The chat template gets the arguments by name, and may ask for the date.
 
         Raises ModelError when a file is missing or cannot be used, when there is no end-of-sequence token, or when the
         vocabulary has an id at or above `vocab_size`, the rows of the model's embedding.
         """
         tokenizer = Tokenizer(folder)
         tokenizer.template_arguments = dict(template_arguments or {})
+        tokenizer.template_date = template_date
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             raise ModelError(
                 f"{folder}/tokenizer.json has token id {tokenizer.vocab_size - 1}, but the model has {vocab_size} rows "
@@ -50,28 +51,15 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Use `load`."""
-        path = folder / "tokenizer.json"
-        try:
-            data = read_at_most(path, _TOKENIZER_BYTES)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ModelError(
-                f"cannot read {path}: {reason}; model.path must be an HF folder with a fast tokenizer"
-            ) from error
-        try:
-            self._backend = Backend.from_buffer(data)
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(
-                f"{path} is not a tokenizer: {one_line(error, 200)}; copy it again from the model's origin"
-            ) from error
+        found = read_tokenizer(folder)
+        self._backend, self._config, self._named, self.sha256 = found.backend, found.config, found.named, found.sha256
         # `save_pretrained` keeps what the last call was asked for; transformers resets it at each call.
         self._backend.no_truncation()
         self._backend.no_padding()
         self.folder = folder
         self.template_arguments: Mapping[str, Any] = {}
-        self.sha256 = hashlib.sha256(data).hexdigest()
-        self._config = _read_json(folder / "tokenizer_config.json")
-        model = _read_json(folder / "config.json")
+        self.template_date: date | None = None
+        model = read_object(folder / "config.json")
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         """One more than the highest token id."""
         self.eos_token_id = self._special_id("eos", model)
@@ -136,9 +124,7 @@ class Tokenizer:
 
         Raises ModelError when the folder has no chat template or the template fails.
         """
-        named = {name: _content(self._config.get(name)) for name in SPECIAL_TOKENS}
-        given = {name: text for name, text in named.items() if text is not None}  # the others are undefined: no text
-        given.update(self.template_arguments)
+        given = {**self._named, **self.template_arguments}  # special tokens without a name are undefined: no text
         try:
             return self._compiled.render(
                 messages=list(messages), add_generation_prompt=to_answer, tools=None, documents=None, **given
@@ -146,9 +132,13 @@ class Tokenizer:
         except ModelError:
             raise
         except Exception as error:
+            remedy = "correct the template, or what is given to it (task.template_arguments)"
+            if "strftime_now" in str(error):
+                remedy = (
+                    "it writes a date: name the one that every prompt is to have, as in task.template_date=2025-01-31"
+                )
             raise ModelError(
-                f"{self.folder}: the chat template failed: {one_line(error, 200) or type(error).__name__}; "
-                "set task.chat_template=false"
+                f"{self.folder}: the chat template failed: {one_line(error, 200) or type(error).__name__}; {remedy}"
             ) from error
 
     @property
@@ -158,7 +148,7 @@ class Tokenizer:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        return compiled(self._chat_template())
+        return compiled(self._chat_template(), self.template_date)
 
     def _chat_template(self) -> str:
         separate = self.folder / "chat_template.jinja"
@@ -176,14 +166,9 @@ class Tokenizer:
         return template
 
     def _special_id(self, kind: str, model: dict[str, Any], default: int | None = None) -> int:
-        token = _content(self._config.get(f"{kind}_token"))
-        if token:
-            found = self._backend.token_to_id(token)
-            if found is None:
-                raise ModelError(
-                    f"{self.folder}: {kind}_token {quoted(token)} is not in tokenizer.json; correct the folder"
-                )
-            return int(found)
+        token = self._named.get(f"{kind}_token")
+        if token and (found := self._backend.token_to_id(token)) is not None:
+            return found
         value = model.get(f"{kind}_token_id")
         value = value[0] if isinstance(value, list) and value else value
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31:
@@ -193,20 +178,3 @@ class Tokenizer:
         raise ModelError(
             f"{self.folder}: neither tokenizer_config.json nor config.json names the {kind} token; add {kind}_token"
         )
-
-
-def _content(token: Any) -> str | None:
-    """HF writes a special token as text or as {"content": text, …}."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return parse_object(read_at_most(path, MODEL_JSON_BYTES))
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}; copy it again from the model's origin") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is damaged: {error}; copy it again from the model's origin") from None

@@ -90,5 +90,5 @@ def test_servers_of_the_folder_stop_there_too(tmp_path: Path, own: dict[str, Any
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     tokenizer = base(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read: not JSON .*; copy it again"):
+    with pytest.raises(ModelError, match=r"generation_config\.json is damaged: not JSON .*; copy it again"):
         unstopped_end(tokenizer)
