@@ -17,7 +17,7 @@ from pipeline import spans
 from pipeline.config.rollout_section import MOST_KEPT
 from pipeline.data.border.attributes import problem_of
 from pipeline.data.records import Completion
-from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersionError
+from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
 from precision.formats.audit import Held
 from precision.text.short import one_line
@@ -95,6 +95,7 @@ class EngineClient:
         """Sample a group in one request. Log-probabilities are of softmax(logits / temperature), before top-p and
         top-k; with `sampling.kept_set` they are of what these left, renormalized, and each completion holds its kept
         sets. Samples of a request that was aborted have as many tokens as there were, or none."""
+        _require_tokens([prompt_tokens], sampling.vocab_size)
         started = time.monotonic()
         asked = Asked(
             num_prompt=len(prompt_tokens),
@@ -183,6 +184,7 @@ class EngineClient:
         read: Callable[[int, Generated], NDArray[np.float32]],
     ) -> list[NDArray[np.float32]]:
         """What `read` makes of the answer to each row."""
+        _require_tokens(rows)
         row_bytes = [scoring_bytes(len(row), vocab_size) for row in rows]
         scores = await self._generate(
             {
@@ -330,6 +332,20 @@ class EngineClient:
             return await self._transport.read(exchange, take, deadline_s=self._request_deadline_s)
         except BadAnswerError as error:
             raise BadAnswerError(f"engine {self.index} at {self.url}: {error}; the answer is thrown away") from error
+
+
+def _require_tokens(rows: Sequence[Sequence[int]], vocab_size: int | None = None) -> None:
+    """Raises FatalError for a row that would end an engine, whoever asks: one without tokens, or with an id that its
+    model has no row for. Releases of SGLang before 0.5.23 look at neither; none looks at the first."""
+    for row in rows:
+        if not len(row):
+            raise FatalError("a prompt of no tokens would end an engine; it was not sent: give each prompt some text")
+        if min(row) < 0 or (vocab_size is not None and max(row) >= vocab_size):
+            wrong = min(row) if min(row) < 0 else max(row)
+            raise FatalError(
+                f"a prompt holds token id {wrong}, expected 0 to {(vocab_size or 2**31) - 1}: it would end an engine, "
+                "and was not sent; use the tokenizer that belongs to the model"
+            )
 
 
 def _parse(adapter: TypeAdapter[T], answer: httpx.Response) -> T:

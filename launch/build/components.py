@@ -123,7 +123,14 @@ def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
     check_template(recipe.task, tokenizer)
 
     def count(problems: Sequence[Problem]) -> list[int]:
-        return tokenizer.count([text_of(problem, task, tokenizer) for problem in problems])
+        counts = tokenizer.count([text_of(problem, task, tokenizer) for problem in problems])
+        if 0 in counts:
+            empty = problems[counts.index(0)]
+            raise RecipeError(
+                f"{empty.where or 'a prompt'}: the tokenizer makes no token of {quoted(empty.text)}, and an engine "
+                "answers nothing to that; remove the row, or leave it out by task.filter"
+            )
+        return counts
 
     task = fitting(task, count, recipe.rollout.context_tokens - recipe.rollout.max_new_tokens)
     prompts = TaskPrompts(task, tokenizer, order_of(task, recipe.run.seed))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.demonstrations.conversation import Piece, pieces_of
 from pipeline.errors import ModelError, RecipeError
+from pipeline.tasks.base import normalized
 from pipeline.tasks.rows import read_rows
 from pipeline.tasks.rows.row import Row
 from pipeline.tasks.tokenizer import Tokenizer
@@ -63,7 +64,8 @@ class Demonstrations:
     notes: tuple[str, ...]
     """What to say about the data before training begins."""
     keys: tuple[str, ...]
-    """A digest of each row's first prompt: rows that share it are not to be parted over training and held out."""
+    """A digest of each row's first prompt: rows that share it, but for case and white space, are not to be parted over
+    training and held out."""
 
     def split(self, share: float) -> tuple[Demonstrations, Demonstrations]:
         """To train on, and the `share` held out, by the digest of the prompt. Raises RecipeError when one is empty."""
@@ -88,6 +90,7 @@ def read_demonstrations(path: Path, form: Form, *, longest: int) -> Demonstratio
     Raises RecipeError, with file and row, for a row that is no demonstration, and when none is left.
     """
     rows, keys, first, too_long, most = [], [], "", 0, 0
+    spelt: dict[str, str] = {}  # normalized → the first prompt that reads so, by which all of them are split
     for row in read_rows(path):
         pieces, ends = _pieces(row, form)
         found = _tokens(pieces, ends, form.tokenizer, row.where)
@@ -96,7 +99,8 @@ def read_demonstrations(path: Path, form: Form, *, longest: int) -> Demonstratio
             continue
         first = first or _shown(pieces)
         rows.append(found)
-        keys.append(hashlib.sha256(pieces[0][0].encode()).hexdigest()[:16])
+        prompt = spelt.setdefault(normalized(pieces[0][0]), pieces[0][0])
+        keys.append(hashlib.sha256(prompt.encode()).hexdigest()[:16])
     said = (
         f"{too_long} of {too_long + len(rows)} rows of {path} have more than {longest} tokens (rollout.context_tokens)"
     )
@@ -155,6 +159,9 @@ def _tokens(pieces: Sequence[Piece], ends: bool, tokenizer: Tokenizer, where: st
         ids = [tokenizer.encode(text) for text, _ in pieces]
     except ModelError as error:
         raise RecipeError(f"{where}: {error}") from error
+    if not ids[0] or not any(ids[1:]):
+        empty = "response" if ids[0] else "prompt"
+        raise RecipeError(f"{where}: the tokenizer makes no token of the {empty}; remove the row")
     learned = np.repeat([said for _, said in pieces[1:]], [len(tokens) for tokens in ids[1:]])
     if ends:
         ids.append([tokenizer.eos_token_id])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class Problem:
     """Which source of a mixture it comes from."""
     reward: str = ""
     """The verifier of a mixture's problem; otherwise the task says it."""
+    where: str = field(default="", compare=False)
+    """File and row, for messages; empty where there is none."""
 
 
 class Task(Protocol):
@@ -86,6 +89,11 @@ class Task(Protocol):
 def is_held_out(text: str) -> bool:
     """Whether the problem with this prompt text is kept for evaluation."""
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+
+
+def normalized(text: str) -> str:
+    """The text as far as it makes another question: without its case, its white space and its forms of one letter."""
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
 def check_index(index: int, count: int, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any
 
 from pipeline.config.task_sections import DataTask
@@ -39,7 +40,7 @@ def problem_of(row: Row, section: DataTask, keeps: Keeps | None = None) -> Probl
         )
     if not text:
         raise RecipeError(f"{row.where}: {name} is empty, expected text; remove the row")
-    return Problem(text=text, answer=answer, messages=messages, metadata=metadata)
+    return Problem(text=text, answer=answer, messages=messages, metadata=metadata, where=row.where)
 
 
 def _prompt(row: Row, name: str, section: DataTask) -> tuple[str | None, tuple[dict[str, Any], ...]]:
@@ -92,6 +93,8 @@ def plain(value: Any) -> Any:
         return [plain(one) for one in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, Decimal):
+        return _number(value)
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
@@ -102,9 +105,37 @@ def _answer(row: Row, section: DataTask) -> str | None:
     value = _found(row, name)
     if isinstance(value, str | None):
         return value
+    if isinstance(value, Decimal) and value.is_finite():
+        return _number(value)
+    if isinstance(value, dict | list):
+        kind, kept = _KIND[type(value).__name__], "".join(f"[{quoted(part)}]" for part in _path(row, name))
+        raise RecipeError(
+            f"{row.where}: {one_line(name, 60)} is {quoted(value)}, {kind}, expected text or a number; set "
+            f"task.columns.answer to null and read metadata{kept} in a reward function (docs/rewards.md)"
+            + (
+                f", or name a part of it, as in {one_line(name, 60)}.{one_line(min(value), 60)}"
+                if _named(value)
+                else ""
+            )
+        )
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise _unfit(row, section, "answer", name, value, "text or a number")
     return json.dumps(value)
+
+
+def _number(value: Decimal) -> str:
+    """Exactly, without zeros at its end: 12.50 as 12.5, and 4E+1 as 40."""
+    text = format(value, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _named(value: dict[Any, Any] | list[Any]) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) for key in value)
+
+
+def _path(row: Row, name: str) -> list[str]:
+    """By which keys the metadata hold a column."""
+    return [name] if name in row.values else name.split(".")
 
 
 def _found(row: Row, name: str) -> Any:
@@ -123,6 +154,9 @@ def _unfit(row: Row, section: DataTask, what: str, name: str, value: Any, expect
         got = f"{quoted(value)}, {_KIND.get(type(value).__name__, type(value).__name__)}"
         return RecipeError(f"{row.where}: {one_line(name, 60)} is {got}, expected {expected}; correct the row")
     keys = listed([one_line(key, 40) for key in row.values], most=12, between=", ") or "none"
+    if row.unread:
+        others = [f"{one_line(key, 40)} ({one_line(kind, 40)})" for key, kind in row.unread.items()]
+        keys += f"; not read: {listed(others, most=12, between=', ')}"
     no_answers = ", or to null where there are no answers" if what == "answer" else ""
     alike = "" if section.held_out_path is None else "; path and held_out_path need the same columns"
     return RecipeError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
-from pipeline.tasks.base import HELD_OUT_ONE_IN, Problem, check_index, is_held_out
+from pipeline.tasks.base import HELD_OUT_ONE_IN, Problem, check_index, is_held_out, normalized
 from pipeline.tasks.filtering import filtered
 from precision.text.short import quoted
 
@@ -33,7 +33,8 @@ class Data:
         self.notes = (*left_out, *_repeated(section.path, problems))
         if section.held_out_path is None:
             self._training = [p for p in problems if not is_held_out(p.text)]
-            self._held_out = [p for p in problems if is_held_out(p.text)]
+            self._held_out, told = _not_trained(self._training, [p for p in problems if is_held_out(p.text)])
+            self.notes += told
         else:
             held_out, left_out = filtered(section.held_out_path, section)
             self.notes += left_out
@@ -82,9 +83,19 @@ def _repeated(path: Path, problems: Sequence[Problem]) -> tuple[str, ...]:
     )
 
 
+def _not_trained(training: Sequence[Problem], held_out: list[Problem]) -> tuple[list[Problem], tuple[str, ...]]:
+    """The held-out problems that training has in no other spelling, and what to say of the others. Training keeps its
+    own: groups of a run are their places."""
+    trained = {normalized(problem.text) for problem in training}
+    kept = [problem for problem in held_out if normalized(problem.text) not in trained]
+    out = len(held_out) - len(kept)
+    said = "held-out prompts differ from one to train on in case or white space alone, and are left out"
+    return kept, (f"{out} of {len(held_out)} {said}",) if out else ()
+
+
 def _refuse_overlap(path: Path, training: Sequence[Problem], held_out_path: Path, held_out: Sequence[Problem]) -> None:
-    kept_apart = {problem.text for problem in held_out}
-    shared = [problem.text for problem in training if problem.text in kept_apart]
+    kept_apart = {normalized(problem.text) for problem in held_out}
+    shared = [problem.text for problem in training if normalized(problem.text) in kept_apart]
     if shared:
         raise RecipeError(
             f"{path} and {held_out_path} share {len(shared)} prompts, the first {quoted(shared[0])}; evaluation would "

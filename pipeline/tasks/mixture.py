@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from pipeline.errors import RecipeError
-from pipeline.tasks.base import Problem, Task, check_index
+from pipeline.tasks.base import Problem, Task, check_index, normalized
 from pipeline.tasks.order import MixedOrder, PromptOrder, spread
 from precision.text.short import quoted
 
@@ -102,12 +102,13 @@ def _of(source: Source, problem: Problem) -> Problem:
 
 def _refuse_overlap(sources: Sequence[Source]) -> None:
     """Within a source nothing is shared; by the hash of the prompt alone, nothing would be between two."""
-    held_out = {s.task.held_out(index).text: s for s in sources for index in range(s.task.num_held_out)}
+    held_out = {normalized(s.task.held_out(index).text): s for s in sources for index in range(s.task.num_held_out)}
     for source in sources:
         for index in range(source.task.num_prompts):
             text = source.task.problem(index).text
-            if text in held_out and held_out[text] is not source:
+            other = held_out.get(normalized(text), source)
+            if other is not source:
                 raise RecipeError(
-                    f"source {source.name} trains on {quoted(text)}, which {held_out[text].name} holds out; evaluation "
+                    f"source {source.name} trains on {quoted(text)}, which {other.name} holds out; evaluation "
                     "would measure memory: remove it from one of the two"
                 )

@@ -26,9 +26,9 @@ def arrow_rows(path: Path) -> Iterator[Row]:
             f"{one_line(path, 200)} is read by pyarrow, which this machine has not; {pip_install('pyarrow')}, or "
             "write the data as JSON Lines"
         ) from None
-    number = 0
+    number, unread = 0, dict[str, str]()
     try:
-        for batch in (piece for whole in _batches(path) for piece in pieces(whole)):
+        for batch in (piece for whole in _batches(path, unread) for piece in pieces(whole)):
             if num_bytes(batch) > MOST_BYTES:
                 raise RecipeError(
                     f"{path}, row {number + 1}: longer than {MOST_BYTES >> 20} MiB; no context holds such a prompt: "
@@ -36,22 +36,22 @@ def arrow_rows(path: Path) -> Iterator[Row]:
                 )
             for values in batch.to_pylist():
                 number += 1
-                yield Row(f"{path}, row {number}", values)
+                yield Row(f"{path}, row {number}", values, unread)
     except (pa.ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8
         raise RecipeError(
             f"{one_line(path, 200)} is damaged after row {number}: {one_line(error, 200)}; copy it again"
         ) from error
 
 
-def _batches(path: Path) -> Iterator[Any]:
-    """Record batches without the columns that are not read. The file's own (of Parquet: its pages) are decompressed
-    whole."""
+def _batches(path: Path, unread: dict[str, str]) -> Iterator[Any]:
+    """Record batches without the columns that are not read, which are noted in `unread`. The file's own batches (of
+    Parquet: its pages) are decompressed whole."""
     import pyarrow as pa
 
     with path.open("rb") as file:
         first = file.read(len(ARROW_MAGIC))
     if first.startswith(PARQUET_MAGIC):
-        yield from _parquet_batches(path)
+        yield from _parquet_batches(path, unread)
         return
     with pa.OSFile(str(path)) as source:
         if first.startswith(ARROW_MAGIC):
@@ -59,16 +59,19 @@ def _batches(path: Path) -> Iterator[Any]:
             batches = (found.get_batch(index) for index in range(found.num_record_batches))
         else:
             found = batches = pa.ipc.open_stream(source)
-        columns = _readable(found.schema)
+        columns = _readable(found.schema, unread)
         for batch in batches:
             yield batch.select(columns)
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
+def _parquet_batches(path: Path, unread: dict[str, str]) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     with closing(pq.ParquetFile(path)) as parquet:
-        columns, leaves = _readable(parquet.schema_arrow), map(parquet.schema.column, range(len(parquet.schema)))
+        columns, leaves = (
+            _readable(parquet.schema_arrow, unread),
+            map(parquet.schema.column, range(len(parquet.schema))),
+        )
         texts = [
             leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type != "DECIMAL"
         ]
@@ -79,15 +82,17 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
 
 
 _READ = (
-    *("boolean", "integer", "floating", "decimal", "temporal", "null", "string", "large_string"),
+    *("boolean", "integer", "floating", "decimal", "temporal", "null", "string", "large_string", "string_view"),
     *("struct", "list", "large_list", "fixed_size_list", "map"),
 )
-"""Kinds of columns, as pyarrow.types names them. Not bytes, and not what holds a text once and names it many times
-(views, runs), apart from dictionaries."""
+"""Kinds of columns, as pyarrow.types names them. Not bytes, and not views of lists and runs, which may hold one text
+many times."""
 
 
-def _readable(schema: Any) -> list[str]:
-    return [column.name for column in schema if _is_read(column.type)]
+def _readable(schema: Any, unread: dict[str, str]) -> list[str]:
+    """Columns that are read; the kinds of the others are added to `unread`."""
+    unread |= {column.name: str(column.type) for column in schema if not _is_read(column.type)}
+    return [column.name for column in schema if column.name not in unread]
 
 
 def _is_read(kind: Any) -> bool:

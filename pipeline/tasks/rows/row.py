@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MOST_BYTES = 16 << 20
@@ -16,3 +16,5 @@ class Row:
 
     where: str
     values: Mapping[str, Any]
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Columns that there are beside these, and of which kind, which nothing reads."""

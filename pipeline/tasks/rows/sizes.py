@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.tasks.rows.row import MOST_BYTES
 
 _ROWS_AT_ONCE = 1024
@@ -37,6 +40,8 @@ def _num_bytes(array: Any) -> int:
     kind, own = array.type, _POINTER_BYTES * len(array)
     if types.is_dictionary(kind):
         return own + (pc.sum(pc.take(_lengths(array.dictionary), array.indices)).as_py() or 0)
+    if types.is_string_view(kind):
+        return own + int(_view_lengths(array).sum())
     parts = _parts(array)
     return own + (int(array.nbytes) if parts is None else sum(map(_num_bytes, parts)))
 
@@ -47,10 +52,18 @@ def _lengths(texts: Any) -> Any:
     import pyarrow.compute as pc
     from pyarrow import types
 
+    if types.is_string_view(texts.type):
+        return pa.array(_view_lengths(texts))
     if types.is_string(texts.type) or types.is_large_string(texts.type):
         return pc.binary_length(texts).cast(pa.int64())
     each = _num_bytes(texts) if _parts(texts) is not None or types.is_dictionary(texts.type) else _POINTER_BYTES
     return pa.array([each] * len(texts), pa.int64())
+
+
+def _view_lengths(texts: Any) -> NDArray[np.int64]:
+    """Bytes of each text. Views are 16 bytes, a length first; many may be of one text."""
+    views = np.frombuffer(texts.buffers()[1], np.int32)[4 * texts.offset :: 4][: len(texts)]
+    return views.astype(np.int64)
 
 
 def rows_at_once(parquet: Any, group: int, columns: list[str]) -> int:

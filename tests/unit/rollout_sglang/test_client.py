@@ -403,3 +403,18 @@ def test_scores_of_other_tokens_than_those_asked_for_are_refused() -> None:
     for wrong in ((9, 2, 3), (9, 1)):
         with pytest.raises(EngineUnavailableError, match="others than asked"):
             input_logprobs([9, 1, 3], answer(*wrong))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [([], "no tokens would end an engine"), ([5, -1], "token id -1, expected 0 to 99"), ([100], "token id 100, exp")],
+)
+def test_what_would_end_an_engine_is_not_sent(engine: EngineDouble, prompt: list[int], said: str) -> None:
+    client = client_of(engine)
+    calls = [client.generate(prompt, 2, Sampling(max_new_tokens=3, vocab_size=100))]
+    if not prompt:
+        calls += [client_of(engine).prompt_logprobs([[5], prompt]), client_of(engine).response_logprobs([], [prompt])]
+    for call in calls:
+        with pytest.raises(FatalError, match=said):
+            run(client_of(engine), call)
+    assert "POST /generate" not in engine.calls

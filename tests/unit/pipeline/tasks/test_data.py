@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,41 @@ def test_jsonl_refuses_held_out_prompts_that_are_trained(tmp_path: Path) -> None
         build_task(DataTask(name="data", path=path, held_out_path=other), seed=0)
 
 
+@pytest.mark.parametrize("spelt", ["what is 4+1?", " What  is\n4+1? ", "What\u00a0is 4+1?"])
+def test_another_spelling_of_a_trained_prompt_is_no_held_out_one(tmp_path: Path, spelt: str) -> None:
+    path, other = write(tmp_path / "p.jsonl", *rows(5)), write(tmp_path / "h.jsonl", dict(prompt=spelt, answer="5"))
+    with pytest.raises(RecipeError, match=r"share 1 prompts, the first 'What is 4\+1\?'"):
+        build_task(DataTask(name="data", path=path, held_out_path=other), seed=0)
+    write(other, dict(prompt="What is 4²+1?", answer="17"), dict(prompt="What is 4+1 ?", answer="5"))
+    assert build_task(DataTask(name="data", path=path, held_out_path=other), seed=0).num_held_out == 2
+
+
+def test_a_split_by_text_parts_no_two_spellings_of_a_prompt(tmp_path: Path) -> None:
+    plain, both = rows(300), [dict(row, prompt=row["prompt"] + end) for row in rows(300) for end in ("", " ")]
+    before = build_task(DataTask(name="data", path=write(tmp_path / "a.jsonl", *plain, *plain)), seed=0)
+    task = build_task(DataTask(name="data", path=write(tmp_path / "b.jsonl", *both)), seed=0)
+    trained = {task.problem(index).text.strip() for index in range(task.num_prompts)}
+    held_out = {task.held_out(index).text.strip() for index in range(task.num_held_out)}
+    assert held_out
+    assert not trained & held_out
+    assert any("are left out" in note for note in task.notes)
+    assert not any("are left out" in note for note in before.notes)
+
+
+def test_decimals_are_exact_numbers(tmp_path: Path) -> None:
+    given = ["12.50", "42.00", "-0.000000120", "12345678901234567890.10", "0.00", "100"]
+    table = pa.table(
+        dict(
+            prompt=[f"{i}?" for i in range(len(given) * 8)],
+            answer=pa.array([Decimal(one) for one in given * 8], pa.decimal128(38, 12)),
+        )
+    )
+    pq.write_table(table, tmp_path / "d.parquet")
+    found = {problem.text: problem.answer for problem in all_of(task_of(tmp_path / "d.parquet"))}
+    expected = ["12.5", "42", "-0.00000012", "12345678901234567890.1", "0", "100"]
+    assert [found[f"{i}?"] for i in range(len(given))] == expected
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -77,7 +113,15 @@ def test_jsonl_refuses_held_out_prompts_that_are_trained(tmp_path: Path) -> None
             r"line 3 has no prompt: prompt is null, expected a value; remove the row",
         ),
         ('{"prompt": "x", "answer": true}\n', "line 3: answer is True, true or false, expected text or a number"),
-        ('{"prompt": "x", "answer": [1]}\n', r"line 3: answer is \[1\], a list, expected text or a number"),
+        (
+            '{"prompt": "x", "answer": [1]}\n',
+            r"line 3: answer is \[1\], a list, expected text or a number; set task\.columns\.answer to null and read "
+            r"metadata\['answer'\] in a reward function",
+        ),
+        (
+            '{"prompt": "x", "answer": {"target": 24, "numbers": [1, 2]}}\n',
+            r"read metadata\['answer'\] in a reward function .*, or name a part of it, as in answer\.numbers",
+        ),
         ('{"prompt": ["x"], "answer": "7"}\n', r"line 3: prompt is \['x'\], a list, expected text"),
         ('{"question": "x", "answer": "7"}\n', "line 3: prompt is nothing, .* keys found: question, answer; set task"),
         ('{"prompt": "", "answer": "7"}\n', "line 3: prompt is empty"),

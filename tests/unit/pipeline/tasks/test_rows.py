@@ -10,10 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
+from pipeline.tasks.columns import problem_of
 from pipeline.tasks.rows import read_rows
 from pipeline.tasks.rows.row import MOST_BYTES
+from pipeline.tasks.rows.sizes import num_bytes
 
+MESSAGE = [("role", pa.string_view()), ("content", pa.string_view())]
 LONG = "x" * (4 << 20)
 TEXT = pa.string()
 NAMED = pa.dictionary(pa.int32(), TEXT)
@@ -112,13 +116,36 @@ def test_texts_of_every_kind_are_read(tmp_path: Path) -> None:
         json=pa.array(["{}", None, "1"], pa.json_() if hasattr(pa, "json_") else TEXT),
         price=pa.array([Decimal("1.50"), None, Decimal("2.00")]),
     )
-    expected = pa.table(columns).to_pylist()
-    for path in (parquet(tmp_path / "d.parquet", **columns), arrow(tmp_path / "d.arrow", **columns)):
-        assert [row.values for row in read_rows(path)] == expected
+    of_polars = dict(
+        view=pa.array(["é" * 40, None, "c"], pa.string_view()),
+        lists=pa.array([["a" * 40], None, []], pa.large_list(pa.string_view())),
+        messages=pa.array([[dict(role="user", content="b" * 40)], None, []], pa.large_list(pa.struct(MESSAGE))),
+    )
+    for path, written in (
+        (parquet(tmp_path / "d.parquet", **columns), columns),
+        (arrow(tmp_path / "d.arrow", **columns), columns),
+        (arrow(tmp_path / "p.arrow", **of_polars), of_polars),
+    ):
+        assert [row.values for row in read_rows(path)] == pa.table(written).to_pylist()
 
 
-@pytest.mark.skipif(not hasattr(pa, "string_view"), reason="this pyarrow has no views")
-def test_columns_that_may_hold_one_text_many_times_are_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_text_that_many_views_name_counts_for_each(tmp_path: Path, rows: int) -> None:
+    """16 bytes each in the file, and megabytes each as Python objects: a single one is refused as too long."""
+    long = pa.array(["a" * (17 << 20)], pa.string_view())
+    _, view, text = long.buffers()
+    views = pa.Array.from_buffers(pa.string_view(), rows, [None, pa.py_buffer(view.to_pybytes()[:16] * rows), text])
+    assert num_bytes(pa.record_batch(dict(prompt=views))) > rows * (17 << 20)
+    assert num_bytes(pa.record_batch(dict(prompt=pa.DictionaryArray.from_arrays([0] * rows, long)))) > rows * (17 << 20)
+    with pytest.raises(RecipeError, match="row 1: longer than 16 MiB"):
+        list(read_rows(arrow(tmp_path / "d.arrow", prompt=views)))
+
+
+def test_columns_that_may_hold_one_text_many_times_are_not_read_and_named(tmp_path: Path) -> None:
     """A few bytes each, all of which may name one long text."""
-    path = arrow(tmp_path / "d.arrow", prompt=pa.array(["a"]), seen=pa.array(["b"], pa.string_view()))
-    assert [row.values for row in read_rows(path)] == [dict(prompt="a")]
+    seen = pa.array([["b"]], pa.list_view(pa.string()))
+    [row] = read_rows(arrow(tmp_path / "d.arrow", prompt=pa.array(["a"]), seen=seen, picture=pa.array([b"x"])))
+    assert (row.values, list(row.unread)) == (dict(prompt="a"), ["seen", "picture"])
+    section = DataTask(name="data", path=tmp_path / "d.arrow", columns=dict(answer="seen"))
+    with pytest.raises(RecipeError, match=r"seen is nothing.*keys found: prompt; not read: seen \(.*\), picture"):
+        problem_of(row, section)
