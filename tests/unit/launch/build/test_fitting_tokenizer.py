@@ -13,7 +13,6 @@ from launch.convert.new_model import new_model
 from pipeline.config.recipe import Recipe
 from pipeline.errors import FatalError, ModelError, RecipeError
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.digest import with_digest_of_now
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def of(recipe: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
 
 
 def edit(path: Path, **keys: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | keys), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +62,7 @@ def test_another_end_than_the_configs(recipe: dict[str, Any], tmp_path: Path) ->
     model = tmp_path / "model"
     end = build_tokenizer(of(recipe)).eos_token_id
     edit(model / "config.json", eos_token_id=[end + 1, end + 2])
+    (model / "generation_config.json").unlink()
     with pytest.raises(
         ModelError, match=rf"token {end}, but .* name {end + 1}, {end + 2}.*model\.check_tokenizer=false"
     ):
@@ -74,12 +74,6 @@ def test_another_end_than_the_configs(recipe: dict[str, Any], tmp_path: Path) ->
 
 def test_a_prompt_without_tokens_is_refused_with_its_row(recipe: dict[str, Any], tmp_path: Path) -> None:
     model = tmp_path / "model"
-    (model / "chat_template.jinja").write_text(
-        "{% for m in messages if m.content != '63' %}{{ m.content }}{% endfor %}"
-    )
-    chatty = of(recipe, task=dict(chat_template=True))
-    with pytest.raises(RecipeError, match=r"row|rows\.jsonl, line 64: .*leaves out message 1"):
-        build_prompts(chatty, build_tokenizer(chatty))
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "63"}, "content": ""}
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -95,11 +89,6 @@ def test_a_template_writes_the_day_of_the_recipe(recipe: dict[str, Any], tmp_pat
     written = f"{{% if strftime_now is defined %}}{day}{{% else %}}0{{% endif %}}" if guarded else day
     (tmp_path / "model/chat_template.jinja").write_text(written + "={{ messages[0].content }}")
     dated = of(recipe, task=dict(chat_template=True, template_date="2025-01-31"))
-    assert with_digest_of_now(dated).task == dated.task.model_copy(
-        update=dict(
-            sha256=with_digest_of_now(dated).task.sha256, template_sha256=build_tokenizer(dated).template_sha256
-        )
-    )
     assert Recipe.model_validate(dated.model_dump(mode="json")) == dated
     tokenizer = build_tokenizer(dated)
     assert tokenizer.decode(build_prompts(dated, tokenizer).prompt(0).tokens).startswith("3101=")
