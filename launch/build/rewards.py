@@ -62,6 +62,7 @@ def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: 
         watch=watch,
         concurrency=section.concurrency,
         retries=section.retries,
+        program_tolerance=section.program_tolerance,
     )
 
 

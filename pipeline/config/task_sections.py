@@ -247,6 +247,12 @@ class RewardSection(Section):
     max_failed_share: Probability = Field(
         0.1, description="The run ends when more of the last 256 samples have no reward, since their verifier failed."
     )
+    program_tolerance: float = Field(
+        1e-6,
+        ge=0.0,
+        le=1.0,
+        description="python_tests: numbers with a fraction may differ by this, or by this share of the expected one.",
+    )
     solved_at: float = Field(
         1.0,
         ge=-3e38,

@@ -5,6 +5,9 @@ The answer is a JSON list of tests of two kinds:
     {"input": "3 4\\n", "output": "7\\n"}            the program reads standard input and prints
     {"call": "add(3, 4)", "value": 7}              the expression, evaluated after the program, has this JSON value
 
+What judges do is the rule. A program that crashes fails, whatever it printed; output is compared token by token; a call
+may name a method of the program's `class Solution`, as at LeetCode; names of typing are there.
+
 Each test runs in a fresh, confined process that is told neither the output nor the value: what is compared with them
 comes out through its standard output, and the comparison is made by the worker. So a program cannot pass by ending
 early, by changing what `==` does, or by looking up the answer.
@@ -32,14 +35,53 @@ from pipeline.rewards.sandbox.confine import Confinement
 from pipeline.rewards.sandbox.limits import WATCH_EVERY_S, OverLimitError
 
 MAX_OUTPUT_BYTES = 2**20
+TOLERANCE = 1e-6
+"""Of numbers with a fraction that programs print; Codeforces and AtCoder ask for as much."""
 _PYTHON = re.compile(r"\W*py(?:thon)?[\d.]*\b", re.IGNORECASE)
-_CALLER = """\
-import json
-program = {"__name__": "program"}
-with open("program.py", encoding="utf-8") as file:
+_NAMES = """\
+from typing import *
+from math import *
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from builtins import *
+import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+"""
+"""What judges import for a program, so that it may write `List[int]` without a word."""
+_STARTER = (
+    _NAMES
+    + """\
+with open("program.py", "rb") as file:
+    exec(compile(file.read(), "program.py", "exec"), globals())
+"""
+)
+_CALLER = (
+    f"NAMES = {_NAMES!r}\n"
+    + """\
+import json, sys, types
+module = sys.modules["program"] = types.ModuleType("program")
+program = module.__dict__
+exec(NAMES, program)
+given = dict(program)
+with open("program.py", "rb") as file:
     exec(compile(file.read(), "program.py", "exec"), program)
+def method(name):
+    return lambda *values, **named: getattr(program["Solution"](), name)(*values, **named)
+for name in dir(program.get("Solution", object)):
+    if not name.startswith("_") and program.get(name) is given.get(name):
+        program[name] = method(name)
 print("\\n" + json.dumps(eval(CALL, program)))
 """
+)
+_NUMBER = re.compile(r"[+-]?(?=[\d.]*\d)\d*\.?\d*(?:[eE][+-]?\d+)?", re.ASCII)
+_LONGEST_INTEGER = 4000
+"""Digits. Python takes the square of their number to read an integer, and refuses 4,300: longer ones stay text."""
+
+
+class _LongInteger(str):
+    """An integer in the digits that JSON writes it with; two are equal where these are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +130,7 @@ def blocks_in(text: str) -> Iterator[tuple[str, str]]:
 def parse_tests(answer: str) -> list[ProgramTest]:
     """Raises ValueError for an answer that is not a list of tests."""
     try:
-        listed = json.loads(answer)
+        listed = json.loads(answer, parse_int=_integer)
     except (ValueError, RecursionError):
         raise ValueError(f"answer {answer[:80]!r} is not JSON, expected a list of tests") from None
     if not isinstance(listed, list) or not listed:
@@ -105,43 +147,74 @@ def _test(entry: Any) -> ProgramTest:
     raise ValueError(f'test {str(entry)[:80]!r} is neither {{"input", "output"}} nor {{"call", "value"}}, all text')
 
 
-def passes(test: ProgramTest, output: str) -> bool:
-    """Whether what was printed is what was expected; spaces at the end of lines, and empty last lines, do not count."""
+def passes(test: ProgramTest, output: str, tolerance: float = TOLERANCE) -> bool:
+    """Whether what was printed is what was expected, as judges compare: token by token, whatever blanks and line ends
+    are between them. Numbers with a fraction may differ by `tolerance`, or by that share of the expected one."""
     if test.call is None:
-        return _lines(output) == _lines(test.expected)
-    lines = _lines(output)
+        found, expected = output.split(), test.expected.split()
+        pairs = zip(found, expected, strict=False)
+        return len(found) == len(expected) and all(_same_token(*pair, tolerance) for pair in pairs)
     try:
-        return bool(lines) and _same(json.loads(lines[-1]), test.expected)
+        value = json.loads(output.rstrip().rpartition("\n")[2], parse_int=_integer)
+        return _same(value, test.expected, tolerance)
     except (ValueError, RecursionError, OverflowError):  # the last of an integer that is too large for a float
         return False
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+def _integer(digits: str) -> int | _LongInteger:
+    return int(digits) if len(digits) <= _LONGEST_INTEGER else _LongInteger(digits)
 
 
-def _same(found: Any, expected: Any) -> bool:
-    """Equal JSON values; numbers with a fraction up to rounding."""
+def _same_token(found: str, expected: str, tolerance: float) -> bool:
+    """Integers are compared as text: 0010 may be a row of bits, and is not 10."""
+    if found == expected:
+        return True
+    with_fraction = not expected.lstrip("+-").isdecimal() and all(map(_NUMBER.fullmatch, (found, expected)))
+    return with_fraction and _close(float(found), float(expected), tolerance)
+
+
+def _close(found: float, expected: float, tolerance: float) -> bool:
+    """By the tolerance or that share of the expected number; where that is smaller than the tolerance, by the share."""
+    size = abs(expected)
+    allowed = tolerance * (size if 0.0 < size < tolerance else max(1.0, size))
+    return math.isfinite(expected) and abs(found - expected) <= allowed
+
+
+def _same(found: Any, expected: Any, tolerance: float) -> bool:
+    """Equal JSON values; numbers with a fraction up to the tolerance."""
     if isinstance(found, float) or isinstance(expected, float):
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (found, expected))
-        return numbers and math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12)
+        return numbers and _close(float(found), float(expected), tolerance)
     if type(found) is not type(expected):
         return False
     if isinstance(found, list):
-        return len(found) == len(expected) and all(map(_same, found, expected))
+        return len(found) == len(expected) and all(
+            _same(*pair, tolerance) for pair in zip(found, expected, strict=True)
+        )
     if isinstance(found, dict):
-        return found.keys() == expected.keys() and all(_same(value, expected[key]) for key, value in found.items())
+        return found.keys() == expected.keys() and all(
+            _same(value, expected[key], tolerance) for key, value in found.items()
+        )
     return bool(found == expected)
 
 
 class ProgramJudge:
     """Runs programs one after another. The deadline is that of all tests of a sample together."""
 
-    def __init__(self, children: Children, scratch: Path, confinement: Confinement | None, deadline_s: float) -> None:
+    def __init__(
+        self,
+        children: Children,
+        scratch: Path,
+        confinement: Confinement | None,
+        *,
+        deadline_s: float,
+        tolerance: float = TOLERANCE,
+    ) -> None:
         self._children = children
         self._scratch = scratch
         self._confinement = confinement
         self._deadline_s = deadline_s
+        self._tolerance = tolerance
 
     def start(self) -> None:
         """There is nothing to import."""
@@ -158,19 +231,19 @@ class ProgramJudge:
         program = program_in(sample["response"])
         passed = cut = 0
         for test in tests:
-            output = self._run(program, test, give_up)
-            cut = int(output is None)
-            if output is None or not passes(test, output):
+            output, status = self._run(program, test, give_up)
+            cut = int(status is None)
+            if status != 0 or not passes(test, output, self._tolerance):
                 break
             passed += 1
         return Judgment(float(passed == len(tests)), {"passed": passed / len(tests), "cut": float(cut)})
 
-    def _run(self, program: str, test: ProgramTest, give_up: float) -> str | None:
-        """What the program printed; None where it was cut for its time, its output or what it used."""
+    def _run(self, program: str, test: ProgramTest, give_up: float) -> tuple[str, int | None]:
+        """What the program printed, and its exit status: 0 where it did not crash, None where it was cut for its time,
+        its output or what it used."""
         self._children.empty_scratch()
         self._write("program.py", program)
-        if test.call is not None:
-            self._write("call.py", f"CALL = {test.call!r}\n{_CALLER}")
+        self._write("start.py", _STARTER if test.call is None else f"CALL = {test.call!r}\n{_CALLER}")
         reading, writing = os.pipe()
         given = os.memfd_create("given")
         try:
@@ -178,12 +251,11 @@ class ProgramJudge:
             os.lseek(given, 0, os.SEEK_SET)
             pid = os.fork()
             if pid == 0:
-                script = "program.py" if test.call is None else "call.py"
-                _become_program(given, writing, self._scratch / script, self._confinement)
+                _become_program(given, writing, self._scratch / "start.py", self._confinement)
             os.close(writing)
             self._children.began(pid)
             output = self._output(reading, give_up)
-            return None if output is None else output.decode(errors="replace")
+            return ("", None) if output is None else (output.decode(errors="replace"), self._status(pid, give_up))
         finally:
             self._children.kill()
             os.close(reading)
@@ -209,6 +281,20 @@ class ProgramJudge:
             return None
         return None
 
+    def _status(self, pid: int, give_up: float) -> int | None:
+        """How it ended, once its output has: it may go on without one. It is still there to be killed."""
+        pause_s = 0.0005
+        while (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
+            try:
+                self._children.look()
+            except OverLimitError:
+                return None
+            if time.monotonic() >= give_up:
+                return None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, WATCH_EVERY_S)
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
 
 def _become_program(given: int, writing: int, script: Path, confinement: Confinement | None) -> NoReturn:
     try:
@@ -218,6 +304,6 @@ def _become_program(given: int, writing: int, script: Path, confinement: Confine
         os.chdir(script.parent)
         if confinement is not None:
             confinement.enter()
-        os.execv(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", script.name])
+        os.execv(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", script.name])
     finally:
         os._exit(1)

@@ -98,7 +98,13 @@ def _judge_of(settings: dict[str, Any], children: Children) -> _Judge:
         )
     if settings["reward"] == PYTHON_TESTS:
         assert children.scratch is not None
-        return ProgramJudge(children, children.scratch, confinement, settings["deadline_s"])
+        return ProgramJudge(
+            children,
+            children.scratch,
+            confinement,
+            deadline_s=settings["deadline_s"],
+            tolerance=settings["program_tolerance"],
+        )
     return FunctionJudge(
         settings["reward"],
         children,

@@ -26,6 +26,7 @@ from pipeline.rewards.judgment import (
     failure,
     new_key,
 )
+from pipeline.rewards.programs import TOLERANCE
 from pipeline.rewards.runner import READY
 from pipeline.rewards.sandbox.bubblewrap import Bubblewrap
 from pipeline.rewards.sandbox.confine import Rung
@@ -72,7 +73,13 @@ class WorkerProcess:
     """Only `kill` and `end` may be called while another thread is in a method."""
 
     def __init__(
-        self, reward: str, deadline_s: float, memory_mib: int, sandbox: Sandbox | None, retries: int = 0
+        self,
+        reward: str,
+        deadline_s: float,
+        memory_mib: int,
+        sandbox: Sandbox | None,
+        retries: int = 0,
+        program_tolerance: float = TOLERANCE,
     ) -> None:
         self.alive = False
         self.wants = Wants()
@@ -96,6 +103,7 @@ class WorkerProcess:
             reward=reward,
             deadline_s=deadline_s,
             retries=retries,
+            program_tolerance=program_tolerance,
             memory_mib=memory_mib,
             built_in=self._built_in,
             run_pid=os.getpid(),

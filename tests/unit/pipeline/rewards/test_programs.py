@@ -164,6 +164,9 @@ def test_no_response_takes_long_to_look_through(line: str) -> None:
         (1, "NaN", False),
         (1, "[" * 10**5, False),
         (1, "9" * 5000, False),
+        (0.5, "0.5000001", True),
+        (1e-30, "2e-30", False),
+        ("9" * 5000, "9" * 5000, False),
         (0.5, "1" * 400, False),
     ],
 )
@@ -172,10 +175,106 @@ def test_values_are_compared_as_json(value: object, printed: str, same: bool) ->
     assert passes(test, f"noise\n{printed}") is same
 
 
-def test_output_is_compared_without_spaces_at_the_ends() -> None:
-    (test,) = parse_tests(json.dumps([{"input": "", "output": "a\nb\n"}]))
-    assert passes(test, "a  \nb\n\n\n")
-    assert not passes(test, "a\n\nb")
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"),
+    [
+        ("a\nb\n", "a  \nb\n\n\n", True),
+        ("1 2\n3", "1   2 3", True),
+        ("a b", "ab", False),
+        ("a", "a a", False),
+        ("YES", "Yes", False),
+        ("0.5", "0.50", True),
+        ("0.333333333", "0.3333333", True),
+        ("0.333333", "0.34", False),
+        ("2.0", "2", True),
+        ("2", "2.0", False),
+        ("0010", "10", False),
+        ("1e-34", "2e-34", False),
+        ("0.0", "-1e-17", True),
+        ("1e400", "2e400", False),
+        ("1.5", "nan", False),
+        ("1" * 9000, "1" * 9000, True),
+        ("1" * 9000, "1" * 8999 + "2", False),
+    ],
+)
+def test_output_is_compared_token_by_token(expected: str, printed: str, same: bool) -> None:
+    (test,) = parse_tests(json.dumps([{"input": "", "output": expected}]))
+    assert passes(test, printed) is same
+
+
+def test_the_tolerance_is_the_recipe_s() -> None:
+    (test,) = parse_tests('[{"input": "", "output": "0.5"}]')
+    assert [passes(test, "0.51", tolerance) for tolerance in (0.0, 1e-6, 0.1)] == [False, False, True]
+    with Verifiers(PYTHON_TESTS, 1, 10.0, sandbox=None, program_tolerance=0.1) as verifiers:
+        assert verdict(verifiers, "print(0.51)", [{"input": "", "output": "0.5"}]).reward == 1.0
+
+
+TWO_SUM = """
+class Solution:
+    def twoSum(self, nums: List[int], target: int) -> Optional[List[int]]:
+        seen: Dict[int, int] = defaultdict(int)
+        for i, n in enumerate(nums):
+            if target - n in seen:
+                return [seen[target - n], i]
+            seen[n] = i
+"""
+MERGE = """
+class Solution:
+    def merge(self, nums: List[List[int]]) -> List[int]:
+        return list(chain(*nums))
+"""
+
+
+@pytest.mark.parametrize("verifiers", [None], indirect=True)
+@pytest.mark.parametrize(
+    ("program", "tests", "reward"),
+    [
+        pytest.param("print(3)\nraise ValueError", [{"input": "", "output": "3"}], 0.0, id="crashes after its output"),
+        pytest.param("import sys\nprint(3)\nsys.exit(1)", [{"input": "", "output": "3"}], 0.0, id="exit status 1"),
+        pytest.param("import os\nprint(3, flush=True)\nos.abort()", [{"input": "", "output": "3"}], 0.0, id="abort"),
+        pytest.param("print(0.50)\nprint('0.50')", [{"input": "", "output": "0.5\n0.5"}], 1.0, id="0.50 for 0.5"),
+        pytest.param("print(1, '', 2)", [{"input": "", "output": "1 2"}], 1.0, id="two blanks"),
+        pytest.param("print(1 / 3)", [{"input": "", "output": "0.33333333"}], 1.0, id="float noise"),
+        pytest.param(TWO_SUM, [{"call": "twoSum([2, 7, 11, 15], 9)", "value": [0, 1]}], 1.0, id="class Solution"),
+        pytest.param(TWO_SUM, [{"call": "Solution().twoSum([3, 3], 6)", "value": [0, 1]}], 1.0, id="Solution()"),
+        pytest.param(MERGE, [{"call": "merge([[1], [2]])", "value": [1, 2]}], 1.0, id="a method called as heapq's"),
+        pytest.param("import sys\nx: List[int] = [3]\nprint(*x)", [{"input": "", "output": "3"}], 1.0, id="typing"),
+    ],
+)
+def test_a_program_is_judged_as_judges_do(verifiers: Verifiers, program: str, tests: object, reward: float) -> None:
+    assert verdict(verifiers, program, tests).reward == reward
+
+
+def test_integers_of_any_size_are_printed_returned_and_compared(verifiers: Verifiers) -> None:
+    digits = "9" * 9000
+    answer = f'[{{"input": "", "output": "{digits}"}}, {{"call": "big", "value": {digits}}}]'
+    response = "```python\nbig = 10**9000 - 1\nprint(big)\n```"
+    assert asyncio.run(verifiers.score("", response, answer)) == result(1.0, 1.0)
+    assert asyncio.run(verifiers.score("", response, answer.replace("9}", "8}"))) == result(0.0, 0.5)
+
+
+def test_a_program_that_closes_its_output_and_goes_on_is_cut(verifiers: Verifiers) -> None:
+    """It is no failure of the verifier: what it used, or its time, ended it."""
+    program = "import os\nprint(3, flush=True)\nos.close(1)\nx = bytearray(10**9)\nwhile True: x = x + x"
+    assert verdict(verifiers, program, [{"input": "", "output": "3"}]).reward == 0.0
+
+
+def test_programs_have_their_module_where_dataclasses_and_main_look(verifiers: Verifiers) -> None:
+    program = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class P:
+    x: ClassVar[int] = 3
+
+if __name__ == "__main__":
+    import pickle
+    assert pickle.loads(pickle.dumps(P())) == P()
+    print(P.x)
+"""
+    tests = [{"input": "", "output": "3"}, {"call": "P.x", "value": 3}]
+    assert verdict(verifiers, program, tests) == result(1.0, 1.0)
 
 
 def test_python_tests_is_a_reward_of_the_jsonl_task(tmp_path: Path) -> None:
