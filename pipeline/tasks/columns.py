@@ -99,7 +99,8 @@ def plain(value: Any) -> Any:
 
 
 def _answer(row: Row, section: DataTask) -> str | None:
-    """Numbers as JSON writes them. Empty where the data has no answers, None where the row's is null."""
+    """Numbers as JSON writes them, but without an exponent: verifiers read 5e-05 as 5·e - 5. Empty where the data
+    has no answers, None where the row's is null."""
     if (name := section.columns.answer) is None:
         return ""
     value = _found(row, name)
@@ -120,7 +121,8 @@ def _answer(row: Row, section: DataTask) -> str | None:
         )
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise _unfit(row, section, "answer", name, value, "text or a number")
-    return json.dumps(value)
+    text = json.dumps(value)
+    return format(Decimal(text), "f") if "e" in text else text
 
 
 def _number(value: Decimal) -> str:

@@ -34,13 +34,35 @@ def arrow_rows(path: Path) -> Iterator[Row]:
                     f"{path}, row {number + 1}: longer than {MOST_BYTES >> 20} MiB; no context holds such a prompt: "
                     "leave it out"
                 )
-            for values in batch.to_pylist():
+            for values in _in_full(batch).to_pylist():
                 number += 1
                 yield Row(f"{path}, row {number}", values, unread)
     except (pa.ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8
         raise RecipeError(
             f"{one_line(path, 200)} is damaged after row {number}: {one_line(error, 200)}; copy it again"
         ) from error
+
+
+def _in_full(batch: Any) -> Any:
+    """With floats of 32 bits as the numbers of their shortest digits: Python would read 0.1 as 0.10000000149011612."""
+    import pyarrow as pa
+
+    schema = batch.schema
+    if any(_with_floats(kind, pa.string()) != kind for kind in schema.types):
+        for floats in (pa.string(), pa.float64()):
+            batch = batch.cast(pa.schema([one.with_type(_with_floats(one.type, floats)) for one in schema]))
+    return batch
+
+
+def _with_floats(kind: Any, floats: Any) -> Any:
+    """A type with `floats` in place of floats of 32 bits, in objects too."""
+    from pyarrow import struct, types
+
+    if types.is_float32(kind):
+        return floats
+    if types.is_struct(kind) and any(_with_floats(one.type, floats) != one.type for one in kind):
+        return struct([one.with_type(_with_floats(one.type, floats)) for one in kind])
+    return kind
 
 
 def _batches(path: Path, unread: dict[str, str]) -> Iterator[Any]:

@@ -211,6 +211,51 @@ def test_the_same_problems_whatever_the_file(tmp_path: Path, form: str) -> None:
     assert problems[7].metadata == dict(solution=dict(value=7))
 
 
+NUMBERS = [0.00005, 5e-324, 1.5e-7, 1e16, 1.7976931348623157e308, -2.5e-9, 0.1, 7.0, 123456.789, 6.02214076e23]
+
+
+def jsonl_of(path: Path, numbers: list[Any]) -> Path:
+    return write(path, *(dict(prompt=f"{i:02}?", answer=number) for i, number in enumerate(numbers)))
+
+
+def columns_of(path: Path, numbers: list[Any], kind: pa.DataType) -> Path:
+    texts = [f"{i:02}?" for i in range(len(numbers))]
+    pq.write_table(pa.table(dict(prompt=texts, answer=pa.array(numbers, kind))), path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_number_reaches_the_reward_without_an_exponent(tmp_path: Path, form: str) -> None:
+    """5e-05 is read as 5·e - 5 by math-verify."""
+    rows = [NUMBERS[index % len(NUMBERS)] for index in range(40)]
+    path = jsonl_of(tmp_path / "d", rows) if form == "jsonl" else columns_of(tmp_path / "d", rows, pa.float64())
+    answers = [problem.answer for problem in all_of(task_of(path))]
+    assert [float(answer) for answer in answers] == rows
+    assert not [answer for answer in answers if "e" in answer.lower()]
+    assert answers[:3:2] + answers[6:9] == ["0.00005", "0.00000015", "0.1", "7.0", "123456.789"]
+
+
+def test_a_float_of_32_bits_is_the_number_of_its_shortest_digits(tmp_path: Path) -> None:
+    numbers = [0.1, 0.00005, 1e20, 16777216.0] * 10
+    plain = columns_of(tmp_path / "plain", numbers, pa.float32())
+    assert [problem.answer for problem in all_of(task_of(plain))][:4] == [
+        "0.1",
+        "0.00005",
+        "100000000000000000000",
+        "16777216.0",
+    ]
+    inside = columns_of(tmp_path / "in", [dict(v=one) for one in numbers], pa.struct([("v", pa.float32())]))
+    assert all_of(task_of(inside, columns=dict(answer="answer.v")))[0].answer == "0.1"
+
+
+def test_integers_keep_every_digit(tmp_path: Path) -> None:
+    numbers = [2**53 + 1, -(2**63), 10**30, 0] * 10
+    assert [problem.answer for problem in all_of(task_of(jsonl_of(tmp_path / "j", numbers)))] == list(map(str, numbers))
+    small = [2**53 + 1, -(2**63), 0] * 14
+    path = columns_of(tmp_path / "p", small, pa.int64())
+    assert [problem.answer for problem in all_of(task_of(path))] == list(map(str, small))
+
+
 def test_rows_of_shards_keep_their_order(tmp_path: Path) -> None:
     task = task_of(saved(tmp_path / "saved", 4), columns=COLUMNS)
     texts = [task.problem(i).text for i in range(task.num_prompts)]
@@ -303,7 +348,7 @@ def test_numbers_and_a_bom(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(codecs.BOM_UTF8 + write(path, *lines).read_bytes())
     answers = {problem.text: problem.answer for problem in all_of(task_of(path))}
-    assert [answers[f"{i}?"] for i in range(4)] == ["7", "-2.5", "1e+20", "07"]
+    assert [answers[f"{i}?"] for i in range(4)] == ["7", "-2.5", "100000000000000000000", "07"]
 
 
 def test_a_key_with_a_dot_is_a_key(tmp_path: Path) -> None:
