@@ -36,6 +36,8 @@ _OLDER = ".older"
 _MOST_WAITING = 100_000
 """Spans in memory, should the disk take none."""
 
+_SPAN: dict[str, type] = {"lane": str, "name": str, "start": float, "seconds": float}
+
 _recorder: _Recorder | None = None
 
 
@@ -68,12 +70,12 @@ def recorded(run: Path, source: str) -> Iterator[None]:
         recorder.close()
 
 
-def read_spans(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of each source. Raises StoreError, which names the line, when one is damaged."""
+def read_spans(run: Path, damage: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
+    """Return the lines of each source. `damage` as of pipeline.data.event_log.read_lines."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((run / FOLDER).glob("*.jsonl")):
         source = path.stem.removesuffix(_OLDER)
-        found.setdefault(source, []).extend(read_lines(path))
+        found.setdefault(source, []).extend(read_lines(path, damage, has=_SPAN))
     return found
 
 

@@ -3,9 +3,9 @@
     RUN/metrics/learner-000002.jsonl    RUN/events/collector-000003.jsonl
 
 Every start of a role writes files of its own, so a line is never torn by another host; readers merge them. Every line
-ends in its checksum (pipeline.data.integrity.sealed). A killed process may leave a torn last line; readers skip it, and
-name any other line that is not as it was written. These files explain a run and draw its report; they are never read
-to decide what to train on (the batches are).
+ends in its checksum (pipeline.data.integrity.sealed). A killed process may leave a torn last line. Readers pass over
+it, and over any line that is not as it was written, which they count. These files explain a run and draw its report;
+they are never read to decide what to train on (the batches are), and never make a run or its report fail.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from pipeline.data.files import NUMBER, fsync_directory, make_folder
 from pipeline.data.integrity.regular import open_regular
-from pipeline.data.integrity.sealed import MAX_BYTES, seal, unseal
-from pipeline.errors import NonFiniteError, StoreError
+from pipeline.data.integrity.sealed import MAX_BYTES, reason, seal, unseal
+from pipeline.errors import NonFiniteError
 
 EventKind = Literal[
     "issued",
@@ -67,6 +69,8 @@ PARENT = "parent"
 """Stands for the role in the name of what a fork has of its parent's log: what was there before all its own starts."""
 _END_BYTES = 1 << 20
 """Of a file, where its newest line is looked for: a line has some tens of KB at most."""
+_METRICS: dict[str, type] = {"step": int, "time": float}
+_EVENT: dict[str, type] = {"kind": str, "time": float}
 _START = re.compile(rf"(.*)-({NUMBER})")
 
 
@@ -104,24 +108,30 @@ class EventLog:
             observer(log, line)
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """One line a step, by step: the last one of the newest start that trained it. Raises StoreError, which names the
-    line, when one is damaged."""
-    lines = (line for path in log_files(run, "metrics") for line in read_lines(path))
-    return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
+def read_metrics(
+    run: Path, damage: list[str] | None = None, *, prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Return one line a step, by step: the last one of the newest start that trained it. `damage` as of `read_lines`;
+    `prepare` is called on each line as it is read, and may make it smaller."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for path in log_files(run, "metrics"):
+        for line in read_lines(path, damage, has=_METRICS):
+            by_step[line["step"]] = line if prepare is None else prepare(line)
+    return [line for _, line in sorted(by_step.items())]
 
 
-def read_events(run: Path, kind: EventKind | None = None) -> list[dict[str, Any]]:
-    """All events, or those of one kind, by time; the clocks of hosts may differ. Those of one source stay in order.
-    Raises StoreError, which names the line, when one is damaged."""
+def read_events(run: Path, kind: EventKind | None = None, damage: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return all events, or those of one kind, by time; the clocks of hosts may differ. Those of one source stay in
+    order. `damage` as of `read_lines`."""
     merged: list[tuple[float, str, int, dict[str, Any]]] = []
     for path in log_files(run, "events"):
         latest = -math.inf
-        for place, line in enumerate(read_lines(path)):
+        for place, line in enumerate(read_lines(path, damage, has=_EVENT)):
             latest = max(latest, float(line["time"]))
-            merged.append((latest, path.stem, place, line))
+            if kind is None or line["kind"] == kind:
+                merged.append((latest, path.stem, place, line))
     merged.sort(key=lambda entry: entry[:3])
-    return [line for *_, line in merged if kind is None or line["kind"] == kind]
+    return [line for *_, line in merged]
 
 
 def newest_line(
@@ -221,25 +231,36 @@ def _cut_torn_line(path: Path) -> None:
         os.truncate(path, len(data) - len(torn))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All lines of one file but a torn last one. Raises StoreError, which names the first that is damaged."""
-    lines: list[dict[str, Any]] = []
+def read_lines(
+    path: Path, damage: list[str] | None = None, *, has: Mapping[str, type] = MappingProxyType({})
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of one file. A line that is not as it was written, or lacks what each `has`, is passed over; a
+    sentence that names the file and counts them is added to `damage`. A torn last line is no damage."""
+    passed_over, first = 0, 0
     try:
         with open_regular(path) as file:
-            while line := file.readline(MAX_BYTES):
+            for number, line in enumerate(iter(partial(file.readline, MAX_BYTES), b""), start=1):
                 whole = line.endswith(b"\n")
-                if (parsed := parse_line(line if whole else line + b"\n")) is not None:
-                    lines.append(parsed)
+                parsed = parse_line(line if whole else line + b"\n")
+                if parsed is not None and all(_is_a(parsed.get(key), kind) for key, kind in has.items()):
+                    yield parsed
                 elif whole or len(line) == MAX_BYTES or _MORE.search(line):
-                    raise StoreError(
-                        f"{path}, line {len(lines) + 1} is damaged: its checksum differs; put back a copy of the file, "
-                        "or delete the line: tables and reports are then without it"
-                    )
+                    passed_over, first = passed_over + 1, first or number
     except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise StoreError(f"{path} is damaged ({error}); put back a copy of it, or remove it") from error
-    return lines
+        return
+    except (OSError, ValueError) as error:
+        if damage is not None:
+            damage.append(f"{path} could not be read to its end ({reason(error)})")
+    if passed_over and damage is not None:
+        lines = "1 damaged line" if passed_over == 1 else f"{passed_over} damaged lines"
+        damage.append(f"{lines} of {path} passed over, the first is line {first}")
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether a value of a line is a number or a text, as `kind` says."""
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -30,6 +30,8 @@ MAX_BYTES = 64 << 20
 """Of a sealed text. The largest are manifests and checksums of models with tens of thousands of tensors: some MB."""
 _MEMBER = re.compile(rb'(, )?"crc32": "[0-9a-f]{8}"\}\n\Z')
 _LINE = re.compile(rb"# crc32 [0-9a-f]{8}\n\Z")
+_LONGEST = len(', "crc32": "00000000"}\n')
+"""Bytes of the longest checksum: nothing before them is searched for one."""
 TRAILER = re.compile(rb"crc32 [0-9a-f]{8}\Z")
 """What ends a sealed array, and what a sealed zip file has for a comment."""
 TRAILER_BYTES = 14
@@ -55,11 +57,15 @@ def seal(text: str) -> str:
     """`text`, which ends in a line end, with its checksum."""
     if not text.endswith("\n"):
         raise ValueError(f"a text to seal ends in {text[-20:]!r}, expected a line end")
-    checksum = crc32(text.encode())
-    if text.startswith("{") and text.endswith("}\n"):
-        body = text[:-2]
-        return f'{body}{"" if body == "{" else ", "}"crc32": "{checksum}"}}\n'
-    return f"{text}# crc32 {checksum}\n"
+    return _sealed(text.encode()).decode()
+
+
+def _sealed(data: bytes) -> bytes:
+    checksum = crc32(data).encode()
+    if data.startswith(b"{") and data.endswith(b"}\n"):
+        body = data[:-2]
+        return body + (b"" if body == b"{" else b", ") + b'"crc32": "' + checksum + b'"}\n'
+    return data + b"# crc32 " + checksum + b"\n"
 
 
 def checksum_line(data: bytes) -> str:
@@ -70,15 +76,16 @@ def checksum_line(data: bytes) -> str:
 
 def unseal(data: bytes) -> str:
     """The text that was sealed. Raises ValueError, which says what is wrong, unless every byte is as it was."""
-    if match := _MEMBER.search(data):
-        text = data[: match.start()].decode() + "}\n"
-    elif match := _LINE.search(data):
-        text = data[: match.start()].decode()
+    tail = max(0, len(data) - _LONGEST)
+    if match := _MEMBER.search(data, tail):
+        whole = data[: match.start()] + b"}\n"
+    elif match := _LINE.search(data, tail):
+        whole = data[: match.start()]
     else:
         raise ValueError("it does not end in its checksum")
-    if not text.endswith("\n") or seal(text).encode() != data:
+    if not whole.endswith(b"\n") or _sealed(whole) != data:
         raise ValueError("its checksum differs")
-    return text
+    return whole.decode()
 
 
 def write_sealed(path: Path, text: str) -> None:

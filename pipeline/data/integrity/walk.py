@@ -79,7 +79,11 @@ def _check_folder(folder: Path) -> None:
 
 def _check_file(path: Path) -> None:
     if path.suffix == ".jsonl":
-        read_lines(path)
+        damage: list[str] = []
+        for _ in read_lines(path, damage):
+            pass
+        if damage:
+            raise StoreError(damage[0])
     elif path.suffix == ".npy":
         read_sealed_array(path, _REMEDY)
     elif path.name.endswith(".zarr.zip"):
