@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,10 +38,12 @@ def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[st
     """Bring the destination up to date with a run; `follow`: until the run is finished. `out` is RUN/exports/TARGET
     where it is None. Returns what it then holds.
 
-    Raises RecipeError (unknown target), StoreError (no run directory, a damaged log) and RunConflictError (another
+    Raises RecipeError (unknown target), StoreError (no run directory) and RunConflictError (another
     exporter is at work there).
     """
-    log = RunLog.read(run)  # all of it: a step of a damaged line would be missing without a word
+    log = RunLog.read(run)
+    for sentence in log.damage:
+        print(f"warning: {sentence}: what it held is missing from the export", file=sys.stderr)
     if target not in TARGETS:
         raise RecipeError(f"--to is {target!r}, expected {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
     folder = out or run / "exports" / target

@@ -40,8 +40,7 @@ class Point:
 
 @dataclass
 class RunPoints:
-    """The points of a run that may still grow. A damaged line is passed over: whoever needs all of them reads the logs
-    with pipeline.analysis.run_log first, which names it."""
+    """The points of a run that may still grow. A damaged line is passed over; pipeline.analysis.run_log names it."""
 
     run: Path
     _metrics: LogTail = field(init=False)

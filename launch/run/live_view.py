@@ -24,7 +24,7 @@ from rich.text import Text
 from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
 from launch.show.log_tail import LogTail
 from pipeline.analysis.alarm_history import formats_differ
-from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares, whole_stages
+from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares, time_shares, whole_stages
 from pipeline.analysis.flight.timeline import learner_spans
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
@@ -274,7 +274,7 @@ def render(progress: Progress) -> RenderableType:
         blocks += [Text(), *(_alarm(alarm) for alarm in progress.alarms)]
     spans = learner_spans(progress.recent)
     if shares := phase_shares(spans, stage=progress.stage):
-        verdict = bottleneck(spans, stage=progress.stage)
+        verdict = bottleneck(time_shares(spans, stage=progress.stage))
         blocks += [Text(), _phases(shares, progress.step_s), Text(verdict, style="italic")]
     return Padding(Group(*blocks), (1, 1))
 

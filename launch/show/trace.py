@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,8 @@ def trace(
     path = run / "trace.json" if out is None else out
     write_atomically(path, json.dumps(found) + "\n")
     about, spans = found["otherData"], sum(event["ph"] == "X" for event in found["traceEvents"])
+    for sentence in about["damage"]:
+        print(f"warning: {sentence}", file=sys.stderr)
     if as_json:
         emit(dict(file=str(path), spans=spans, **about))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.analysis.run_log import RunLog
@@ -48,12 +49,19 @@ def formats_differ(recipe: Recipe) -> bool:
     return trained != sampled
 
 
+def formats_differ_at(run_log: RunLog) -> Callable[[int], bool]:
+    """Return `formats_differ` of a step, by the recipe that it was trained by."""
+    known = [(one.first_step, formats_differ(one.recipe)) for one in run_log.recipes]
+    return lambda step: [differ for first, differ in known if first <= step][-1]
+
+
 def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
     """One entry for each rule that any step broke, those that last first, then the newest."""
     by_rule: dict[str, list[tuple[int, Alarm]]] = {}
+    differ = formats_differ_at(run_log)
     for line in run_log.metrics:
         step = int(line["step"])
-        for alarm in alarms(line, quantized=formats_differ(run_log.recipe_of(step))):
+        for alarm in alarms(line, quantized=differ(step)):
             by_rule.setdefault(alarm.rule.name, []).append((step, alarm))
     found = [_history(steps, run_log.num_steps - 1) for steps in by_rule.values()]
     return sorted(found, key=lambda history: (not history.lasts, -history.last_step, -history.num_steps))

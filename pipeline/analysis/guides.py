@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pipeline.analysis.alarm_history import formats_differ
+from pipeline.analysis.alarm_history import formats_differ_at
 from pipeline.analysis.run_log import RunLog
 from precision.mismatch.alarms import RULES, Rule
 
@@ -79,7 +79,8 @@ def reading_of(title: str, run_log: RunLog) -> Reading | None:
     if bounds[False] == (-math.inf, math.inf):
         return Reading(guide=guide, text=f"{newest}.", state="")
     # A fork may sample in other formats than its parent did: each step has the bounds of its own recipe.
-    of_step = (bounds[formats_differ(run_log.recipe_of(step))] for step in steps)
+    differ = formats_differ_at(run_log)
+    of_step = (bounds[differ(step)] for step in steps)
     within = [low <= value <= high for (low, high), value in zip(of_step, values, strict=True)]
     beyond = within.count(False)
     if not beyond:
@@ -112,7 +113,8 @@ def _bounds(guide: Guide, values: Sequence[float], *, quantized: bool) -> tuple[
 
 def _beside_zero(values: Sequence[float]) -> list[float]:
     """Those above a millionth of the largest: without a contrast a gradient is 0, or what rounding makes of it."""
-    return [value for value in values if value > 1e-6 * max(values)] or list(values)
+    least = 1e-6 * max(values)
+    return [value for value in values if value > least] or list(values)
 
 
 def _sentence(markdown: str) -> str:

@@ -25,8 +25,7 @@ from pipeline.analysis.figures.reward import REWARDS_TEXT, held_out_figures, rew
 from pipeline.analysis.figures.routing import ROUTING_TEXT, routing_figures
 from pipeline.analysis.figures.throughput import throughput_figures, throughput_text
 from pipeline.analysis.figures.timing import PHASES_TITLE, TIMELINE_TITLE, share_bar, timing_figures
-from pipeline.analysis.flight.bottleneck import phase_shares
-from pipeline.analysis.flight.timeline import timeline
+from pipeline.analysis.flight.bottleneck import newest_shares
 from pipeline.analysis.guides import reading_of
 from pipeline.analysis.pages.samples import write_samples
 from pipeline.analysis.pages.style import page_style
@@ -67,9 +66,7 @@ def render_page(run_log: RunLog, *, samples: bool = False) -> str:
         samples=samples,
         summary=summarize(run_log),
         sections=sections(run_log),
-        shares=share_bar(
-            phase_shares(timeline(run_log), stage=run_log.recipe.build_schedule().updates_per_stage),
-        ),
+        shares=share_bar(newest_shares(run_log)),
         alarms=alarm_rows(run_log),
         events=listed[-MAX_LISTED_EVENTS:],
         num_events=len(listed),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from pipeline.config.recipe import Recipe
@@ -13,26 +16,37 @@ from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, recipe_of_step
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
+from precision.mismatch.alarms import FRESH
+
+MOST_DETAILED = 4000
+"""Steps of which a RunLog holds the groups of numbers, such as `mismatch`: more than a figure can show."""
+_NEWEST = 50
+"""Steps of which it holds them in any case."""
+_ROUTINE = ("issued", "sampled", "consumed")
+"""Kinds of events that come with every step and that no report reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """`metrics` holds one mapping a step, sorted; `events` are in the order in which they were written."""
+    """`metrics` holds one mapping a step, sorted; `events` are in the order in which they were written. Of a long run
+    the groups of a step (`mismatch`, histograms) are there at some MOST_DETAILED steps; `seconds`, and what alarms look
+    at, at every step."""
 
     run_dir: Path
     recipes: list[RecipeInForce]
     """Every one that the run went by, in order: the steps of a fork, or of a run that was changed, went by several."""
     metrics: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    damage: tuple[str, ...] = ()
+    """A sentence for each log of which damaged lines were passed over."""
 
     @staticmethod
     def read(run_dir: Path) -> RunLog:
         """Read a run, finished or not. Raises StoreError when `run_dir` is not a run directory."""
-        if not run_dir.is_dir():
-            what = "is no folder" if run_dir.exists() else "does not exist"
-            raise StoreError(f"{run_dir} {what}; give the folder of a run, for example runs/NAME")
-        recipes = all_recipes(run_dir)
-        return RunLog(run_dir=run_dir, recipes=recipes, metrics=read_metrics(run_dir), events=read_events(run_dir))
+        recipes, damage = recipes_of(run_dir), list[str]()
+        metrics = read_metrics(run_dir, damage, prepare=_Thinned())
+        events = read_events(run_dir, damage=damage, prepare=_without_routine)
+        return RunLog(run_dir=run_dir, recipes=recipes, metrics=metrics, events=events, damage=tuple(damage))
 
     @property
     def recipe(self) -> Recipe:
@@ -45,9 +59,13 @@ class RunLog:
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, without the steps in which it is missing or not finite; `a/b` is b in a."""
-        points = [(int(line["step"]), number(_within(line, key), key.rpartition("/")[2])) for line in self.metrics]
-        known = [(step, value) for step, value in points if value is not None]
-        return [step for step, _ in known], [value for _, value in known]
+        group, _, name = key.rpartition("/")
+        steps, values = list[int](), list[float]()
+        for line in self.metrics:
+            if (value := number(_within(line, key) if group else line, name)) is not None:
+                steps.append(int(line["step"]))
+                values.append(value)
+        return steps, values
 
     def last(self, key: str) -> float | None:
         """The newest finite value of one metric."""
@@ -56,7 +74,16 @@ class RunLog:
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
         """Events of the given kinds."""
+        if len(kinds) == 1:
+            return list(self._by_kind.get(kinds[0], ()))
         return [event for event in self.events if event["kind"] in kinds]
+
+    @cached_property
+    def _by_kind(self) -> dict[str, list[dict[str, Any]]]:
+        found: dict[str, list[dict[str, Any]]] = {}
+        for event in self.events:
+            found.setdefault(event["kind"], []).append(event)
+        return found
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -86,6 +113,51 @@ class RunLog:
         return max(times) - min(times) if times else 0.0
 
 
+def recipes_of(run_dir: Path) -> list[RecipeInForce]:
+    """Return every recipe that a run went by, in order. Raises StoreError when `run_dir` is not a run directory."""
+    if not run_dir.is_dir():
+        what = "is no folder" if run_dir.exists() else "does not exist"
+        raise StoreError(f"{run_dir} {what}; give the folder of a run, for example runs/NAME")
+    return all_recipes(run_dir)
+
+
+@dataclass
+class _Thinned:
+    """Make the lines of a long run small: their groups stay at every k-th step, and at the newest."""
+
+    every: int = 1
+    detailed: list[dict[str, Any]] = field(default_factory=list)
+    newest: deque[dict[str, Any]] = field(default_factory=deque)
+
+    def __call__(self, line: dict[str, Any]) -> dict[str, Any]:
+        line = {intern(key): value for key, value in line.items()}  # lines share the texts of their keys
+        self.newest.append(line)
+        if len(self.newest) > _NEWEST:
+            self._settle(self.newest.popleft())
+        if len(self.detailed) > MOST_DETAILED:
+            self.every *= 2
+            before, self.detailed = self.detailed, []
+            for earlier in before:
+                self._settle(earlier)
+        return line
+
+    def _settle(self, line: dict[str, Any]) -> None:
+        if line["step"] % self.every == 0:
+            self.detailed.append(line)
+            return
+        fresh = _within(line, "/".join((*FRESH, "")))
+        for key in [key for key, value in line.items() if isinstance(value, dict | list) and key != "seconds"]:
+            del line[key]
+        if fresh:
+            line[FRESH[0]] = {FRESH[1]: {FRESH[2]: fresh}}
+
+
+def _without_routine(event: dict[str, Any]) -> dict[str, Any]:
+    if event["kind"] in _ROUTINE:
+        return dict(kind=intern(event["kind"]), time=event["time"])
+    return {intern(key): value for key, value in event.items() if key != "measured"}
+
+
 def _within(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The mapping that holds the last part of a key; an empty one where there is none."""
     for part in key.split("/")[:-1]:
@@ -96,6 +168,8 @@ def _within(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def number(line: Mapping[str, Any], key: str) -> float | None:
     """A finite number, or None."""
     value = line.get(key)
+    if type(value) is float:  # as nearly all are
+        return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

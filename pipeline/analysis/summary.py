@@ -8,8 +8,7 @@ from typing import Any
 
 from pipeline.advantages.base import Advantage
 from pipeline.analysis.alarm_history import alarm_history
-from pipeline.analysis.flight.bottleneck import bottleneck
-from pipeline.analysis.flight.timeline import timeline
+from pipeline.analysis.flight.bottleneck import bottleneck, newest_shares
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.analysis.steps import samples_of_batches, step_seconds
 from pipeline.config.advice import advice
@@ -65,9 +64,10 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         dropped=sum(int(event.get("dropped", 0)) for event in committed),
         **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
-        bottleneck=bottleneck(timeline(run_log), stage=recipe.build_schedule().updates_per_stage),
+        bottleneck=bottleneck(newest_shares(run_log)),
         teacher_failures=int(sum(run_log.series("teacher_failures")[1])),
         warnings=[
+            *run_log.damage,
             *advice(recipe),
             *_failed_rewards(run_log, samples),
             *_unsolved(run_log),

@@ -108,28 +108,36 @@ class EventLog:
             observer(log, line)
 
 
-def read_metrics(
-    run: Path, damage: list[str] | None = None, *, prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-) -> list[dict[str, Any]]:
-    """Return one line a step, by step: the last one of the newest start that trained it. `damage` as of `read_lines`;
-    `prepare` is called on each line as it is read, and may make it smaller."""
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
+"""Called on each line as it is read; what it returns, which may be smaller, is kept."""
+
+
+def _as_it_is(line: dict[str, Any]) -> dict[str, Any]:
+    return line
+
+
+def read_metrics(run: Path, damage: list[str] | None = None, *, prepare: Prepare = _as_it_is) -> list[dict[str, Any]]:
+    """Return one line a step, by step: the last one of the newest start that trained it. `damage` is as in
+    `read_lines`."""
     by_step: dict[int, dict[str, Any]] = {}
     for path in log_files(run, "metrics"):
         for line in read_lines(path, damage, has=_METRICS):
-            by_step[line["step"]] = line if prepare is None else prepare(line)
+            by_step[line["step"]] = prepare(line)
     return [line for _, line in sorted(by_step.items())]
 
 
-def read_events(run: Path, kind: EventKind | None = None, damage: list[str] | None = None) -> list[dict[str, Any]]:
+def read_events(
+    run: Path, kind: EventKind | None = None, damage: list[str] | None = None, *, prepare: Prepare = _as_it_is
+) -> list[dict[str, Any]]:
     """Return all events, or those of one kind, by time; the clocks of hosts may differ. Those of one source stay in
-    order. `damage` as of `read_lines`."""
+    order. `damage` is as in `read_lines`."""
     merged: list[tuple[float, str, int, dict[str, Any]]] = []
     for path in log_files(run, "events"):
         latest = -math.inf
         for place, line in enumerate(read_lines(path, damage, has=_EVENT)):
             latest = max(latest, float(line["time"]))
             if kind is None or line["kind"] == kind:
-                merged.append((latest, path.stem, place, line))
+                merged.append((latest, path.stem, place, prepare(line)))
     merged.sort(key=lambda entry: entry[:3])
     return [line for *_, line in merged]
 

@@ -21,6 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+import numpy as np
+
 from pipeline.data.arrays.batch_file import Choose, read_batch, read_num_samples, read_share, require_readable
 from pipeline.data.arrays.zarr_reader import open_zarr_zip, seek_zarr_zip
 from pipeline.data.arrays.zarr_writer import write_zarr_zip
@@ -34,6 +36,7 @@ from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import numbered, numbered_files, unfenced
+from pipeline.data.share import Share
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -181,6 +184,11 @@ class BatchStore:
             _refuse_contract(path, found=batch.contract, expected=contract)
         return batch
 
+    def read_samples(self, index: int) -> Batch:
+        """Return batch `index` without its tokens, which are most of a file: what is known of whole samples, such as
+        their rewards. Raises as `read` does."""
+        return self.read(index, None, choose=_no_tokens)
+
     def num_samples(self, index: int) -> int:
         """How many samples batch `index` has. Raises CorruptBatchError when its file fails a check, or is gone, OSError
         when the machine fails to read it."""
@@ -252,6 +260,10 @@ def _require_readable(path: Path, index: int) -> None:
             f"refused to commit batch {index}: its file could not be read back ({one_line(error, 300)}); correct the "
             "code that built the batch"
         ) from error
+
+
+def _no_tokens(batch: Batch) -> Share:
+    return Share(ranks=np.zeros(len(batch.prompt_lengths), np.int64), rank=-1)
 
 
 def _decode(path: Path, choose: Choose | None) -> Batch:

@@ -191,7 +191,7 @@ class Collector:
         self._solved = SolvedPromptFilter(self.settings.solved_rule)
         if self.settings.solved_rule:
             for there in sorted(set(range(index)) - {lost.index for lost in self.store.all_lost()}):
-                self._solved.record(await asyncio.to_thread(self.store.read, there, None))
+                self._solved.record(await asyncio.to_thread(self.store.read_samples, there))
 
     async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:
         """Generate, score and commit one batch."""

@@ -109,7 +109,7 @@ def on_core(core: int) -> Iterator[None]:
 def figures(run: Path) -> dict[str, float]:
     """Of a run that has ended; see the module's head."""
     run_log = RunLog.read(run)
-    spans = timeline(run_log)
+    spans = timeline(run_log, [])
     steps = sorted((s for s in spans if s.part == RANK_ZERO and s.name == STEP), key=lambda span: span.number)
     begin, end, count = steps[WARM_STEPS - 1].end, steps[-2].end, len(steps) - 1 - WARM_STEPS
 

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from launch.show.columns import Columns, columns
 from pipeline.analysis import run_list
-from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.run_log import RunLog, recipes_of
 from pipeline.analysis.summary import summary
 from pipeline.analysis.trajectories import sample_rows, tokenizer_of
 from pipeline.config.recipe import Recipe
+from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -30,7 +31,7 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         object.__setattr__(self, "path", Path(path))
         object.__setattr__(self, "_directory", RunDirectory(self.path))
-        RunLog.read(self.path)
+        recipes_of(self.path)
 
     @property
     def recipe(self) -> Recipe:
@@ -46,7 +47,7 @@ class Run:
     def metrics(self) -> Columns:
         """Name → [steps], a row a step; the names are those of docs/metrics.md, parts behind a slash: `seconds/update`.
         `step` is int64, all else float64, NaN where a step has no such number."""
-        return columns(RunLog.read(self.path).metrics, "step")
+        return columns(read_metrics(self.path), "step")
 
     @property
     def evaluations(self) -> Columns:
@@ -56,7 +57,7 @@ class Run:
     @property
     def events(self) -> list[dict[str, Any]]:
         """What happened, by time; docs/file-formats.md has the kinds."""
-        return RunLog.read(self.path).events
+        return read_events(self.path)
 
     @property
     def batches(self) -> list[int]:

@@ -78,6 +78,9 @@ LOG_FROM_RATIO = 20.0
 LOG_DECADES = 5
 """That a logarithmic axis shows at most."""
 
+MOST_DRAWN = 1000
+"""Points of a curve: more than a screen shows."""
+
 SMOOTH_FROM_STEPS = 40
 """Runs at least this long get a running mean over 1/20 of the run in front of the raw values."""
 
@@ -185,8 +188,21 @@ def draw_line(
         style: dict[str, Any] = dict(marker=marker, linestyle=dashes, clip_on=len(steps) > 1)
         axes.plot(steps, drawn, color=COLORS[color], label=label, **style)
         return
-    axes.plot(steps, drawn, color=COLORS[color], alpha=0.3, linewidth=0.8)
-    axes.plot(steps, running_mean(drawn, len(drawn) // 20), color=COLORS[color], label=label, linestyle=dashes)
+    shown = extremes(drawn)
+    axes.plot(np.take(steps, shown), np.take(drawn, shown), color=COLORS[color], alpha=0.3, linewidth=0.8)
+    mean = running_mean(drawn, len(drawn) // 20)
+    axes.plot(np.take(steps, shown), mean[shown], color=COLORS[color], label=label, linestyle=dashes)
+
+
+def extremes(values: Sequence[float]) -> NDArray[np.int64]:
+    """Places of the points of a long curve that are drawn: of each of MOST_DRAWN / 2 parts the lowest and the highest,
+    and the two ends."""
+    if len(values) <= MOST_DRAWN:
+        return np.arange(len(values))
+    parts = np.array_split(np.asarray(values), MOST_DRAWN // 2)
+    firsts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+    ends = [first + end(part) for first, part in zip(firsts, parts, strict=True) for end in (np.argmin, np.argmax)]
+    return np.unique([0, *ends, len(values) - 1])
 
 
 def running_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
@@ -230,6 +246,8 @@ def plain_values(axes: Axes, *, ceiling: float | None = None) -> None:
 
 def mark_restarts(axes: Axes, run_log: RunLog) -> None:
     """A dotted line at the first step that ended after each restart, or that went by another recipe."""
+    if not run_log.of_kind("recipe_changed") and not run_log.of_kind("restarted"):
+        return
     times = {int(line["step"]): float(line.get("time", 0.0)) for line in run_log.metrics}
     steps = {int(event["step"]) for event in run_log.of_kind("recipe_changed") if event.get("step") in times}
     for event in run_log.of_kind("restarted"):

@@ -108,11 +108,12 @@ def _quantiles(run_log: RunLog) -> str | None:
         return None
 
     def draw(axes: Axes) -> None:
+        some = slice(None, None, 1 + len(steps) // drawing.MOST_DRAWN)
         for low, high, alpha, label in BANDS:
             ends = run_log.series(low)[1], run_log.series(high)[1]
-            _band(axes, steps, *ends, alpha=alpha, label=label)
+            _band(axes, steps[some], ends[0][some], ends[1][some], alpha=alpha, label=label)
         marker = "_" if len(steps) == 1 else ""
-        axes.plot(steps, median, color=drawing.COLORS["ink"], linewidth=1.0, marker=marker, label="median")
+        axes.plot(steps[some], median[some], color=drawing.COLORS["ink"], linewidth=1.0, marker=marker, label="median")
         add_values(axes, steps, median, "median", drawing.COLORS["ink"])
         widest = max(map(abs, (*run_log.series("log_ratio_p1")[1], *run_log.series("log_ratio_p99")[1])))
         axes.set_ylim(-2.5 * widest - 1e-6, 2.5 * widest + 1e-6)  # one odd step must not flatten the rest
@@ -202,8 +203,16 @@ def ess(run_log: RunLog, *, shows_kl_weight: bool) -> str | None:
     def draw(axes: Axes) -> None:
         drawing.draw_line(axes, steps, values, "ESS / tokens", "blue")
         if shows_kl_weight:
+            some = drawing.extremes(values)
+            lows = np.take(values, some)
             axes.fill_between(
-                steps, values, 1.0, color=drawing.COLORS["orange"], alpha=0.25, linewidth=0, label="KL weight, 1 − ESS"
+                np.take(steps, some),
+                lows,
+                1.0,
+                color=drawing.COLORS["orange"],
+                alpha=0.25,
+                linewidth=0,
+                label="KL weight, 1 − ESS",
             )
         drawing.steps_axis(axes, ceiling=1.0)
         axes.legend(loc="best", fontsize=8)

@@ -17,9 +17,7 @@ from pipeline.analysis.figures import drawing
 from pipeline.analysis.figures.drawing import Named
 from pipeline.analysis.pages.hover import add_named_values
 from pipeline.analysis.run_log import RunLog
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
 
@@ -123,15 +121,10 @@ def _rewards(run_log: RunLog) -> list[tuple[int, NDArray[np.float32]]]:
     found = []
     for index in sorted({there[0], there[(len(there) - 1) // 2], there[-1]}) if there else []:
         with suppress(StoreError):
-            batch = store.read(index, None, choose=_nothing)
+            batch = store.read_samples(index)
             if batch.judged.any():
                 found.append((index, batch.reward[batch.judged]))
     return found
-
-
-def _nothing(batch: Batch) -> Share:
-    """No token of a batch: rewards are counted in samples."""
-    return Share(ranks=np.zeros(len(batch.prompt_lengths), np.int64), rank=-1)
 
 
 def _counted(run_log: RunLog, title: str, metric: str, color: str, floor: float | None = None) -> Named:

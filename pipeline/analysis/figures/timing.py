@@ -10,8 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pipeline.analysis.figures.drawing import COLORS, WIDE, Named, legend_above, render, steps_axis
-from pipeline.analysis.flight.timeline import COLLECTOR, LEARNER_PHASES, RANK_ZERO, STEP, Span
-from pipeline.analysis.flight.timeline import timeline as spans_of
+from pipeline.analysis.flight.timeline import COLLECTOR, LEARNER_PHASES, RANK_ZERO, Span, last_steps
 from pipeline.analysis.run_log import RunLog
 
 PHASE_COLORS = {
@@ -25,6 +24,9 @@ PHASE_COLORS = {
     "hold": "gray",
     "commit": "orange",
     "evaluate": "pink",
+    "wait for rollouts": "gray",
+    "wait for evaluations": "pink",
+    "wait for commits": "blue",
 }
 
 TIMELINE_TITLE = "Timeline of the last steps"
@@ -66,10 +68,8 @@ def phase_seconds(run_log: RunLog) -> str | None:
 
 def timeline_of_last(run_log: RunLog, *, num_steps: int = 12) -> str | None:
     """The phases of learner and collector over the last `num_steps` steps, as bars against the clock."""
-    spans = spans_of(run_log)
-    phases = [s for s in spans if s.part == RANK_ZERO and s.lane == STEP and s.name in LEARNER_PHASES]
-    first = max((s.number for s in phases), default=0) + 1 - num_steps
-    steps = [replace(s, lane="learner") for s in phases if s.number >= first]
+    spans = last_steps(run_log, num_steps)
+    steps = [replace(s, lane="learner") for s in spans if s.part == RANK_ZERO and s.name in LEARNER_PHASES]
     if not steps:
         return None
     begin, end = min(s.start for s in steps), max(s.end for s in steps)

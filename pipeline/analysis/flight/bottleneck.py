@@ -1,4 +1,4 @@
-"""Which phase holds a run back, in words, from its timeline.
+"""Which phase holds a run back, in words.
 
 The learner's phases of a step follow one another and cover it, so the share of `wait` is the share of time in which
 batches come too slowly, and the rest says what makes the learner slow. What the awaited batch was going through in the
@@ -8,9 +8,18 @@ meantime says why it came late.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pipeline.analysis.flight.timeline import COLLECTOR, COLLECTOR_PHASES, LEARNER_PHASES, RANK_ZERO, STEP, Span
+from pipeline.analysis.flight.timeline import (
+    COLLECTOR,
+    COLLECTOR_PHASES,
+    LEARNER_PHASES,
+    RANK_ZERO,
+    STEP,
+    Span,
+    last_steps,
+)
+from pipeline.analysis.run_log import RunLog
 
 WINDOW_STEPS = 20
 """Verdicts look at this many of the last steps, or at some more, which are whole stages: long enough to hold a
@@ -81,16 +90,28 @@ def judged_steps(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: in
     return (min(numbers), max(numbers) + 1) if numbers else ()
 
 
-def bottleneck(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int = 1) -> str:
-    """A verdict over the last `window` steps, up to whole stages: what takes most of a step, how much, and what to
-    change."""
+def time_shares(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int = 1) -> dict[str, float]:
+    """As `phase_shares`, with the waiting split by what the learner waited for."""
     shares, waits = (of(spans, window=window, stage=stage) for of in (phase_shares, wait_shares))
+    if not shares:
+        return {}
+    waited = shares.pop("wait")
+    return {
+        "wait for rollouts": waited * max(0.0, 1.0 - waits["evaluate"] - waits["commit"]),
+        "wait for evaluations": waited * waits["evaluate"],
+        "wait for commits": waited * waits["commit"],
+        **shares,
+    }
+
+
+def bottleneck(shares: Mapping[str, float]) -> str:
+    """A verdict on `time_shares`: what takes most of a step, how much, and what to change."""
     if not shares:
         return "nothing to judge yet: no step has finished"
     groups = {
-        "rollouts": shares["wait"] * (1.0 - waits["evaluate"] - waits["commit"]),
-        "evaluations": shares["wait"] * waits["evaluate"],
-        "committing": shares["wait"] * waits["commit"],
+        "rollouts": shares["wait for rollouts"],
+        "evaluations": shares["wait for evaluations"],
+        "committing": shares["wait for commits"],
         "learner": shares["logprobs"] + shares["update"],
         "publishing": shares["publish"],
         "records": shares["record"],
@@ -100,6 +121,12 @@ def bottleneck(spans: Sequence[Span], *, window: int = WINDOW_STEPS, stage: int 
     close = groups[slowest] - groups[runner_up] < CLOSE
     verdict = f"{slowest}: {_ADVICE[slowest].format(share=_percent(groups[slowest]))}"
     return verdict + (f" (next: {runner_up}, {_percent(groups[runner_up])})" if close else "")
+
+
+def newest_shares(run_log: RunLog) -> dict[str, float]:
+    """The `time_shares` of a run's last steps, by its metrics and events."""
+    stage = run_log.recipe.build_schedule().updates_per_stage
+    return time_shares(last_steps(run_log, whole_stages(WINDOW_STEPS, stage) + 1), stage=stage)
 
 
 def _recent(spans: Sequence[Span], window: int, stage: int) -> list[Span]:

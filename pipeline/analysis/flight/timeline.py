@@ -1,8 +1,8 @@
-"""When each part of a run did what: the one source of the trace, of the report's timeline and of its verdict.
+"""When each part of a run did what.
 
     metrics.seconds of a step ──▶ learner rank 0   unless that rank noted its phases itself
     committed, evaluated      ──▶ collector
-    RUN/spans (pipeline.spans) ─▶ every rank, engines as their askers saw them, verifiers, publishes
+    RUN/spans (pipeline.spans) ─▶ every rank, engines as their askers saw them, verifiers, publishes: for a trace alone
 
 A metrics line is written when its step has ended, and its phases follow one another, so they are laid out backwards
 from that moment. A `committed` event says when its batch was started, and its phases are laid out forwards. Clocks are
@@ -11,6 +11,7 @@ those of the hosts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,9 +49,16 @@ class Span:
         return max(0.0, min(self.end, other.end) - max(self.start, other.start))
 
 
-def timeline(run_log: RunLog) -> list[Span]:
-    """All that is known, by start."""
-    recorded = recorded_spans(run_log)
+def last_steps(run_log: RunLog, count: int) -> list[Span]:
+    """The phases of the last `count` steps, and what the collector did meanwhile, as metrics and events tell them."""
+    learner = learner_spans(run_log.metrics[-count:])
+    begin = min((span.start for span in learner), default=math.inf)
+    return [*learner, *collector_spans([event for event in run_log.events if event["time"] > begin])]
+
+
+def timeline(run_log: RunLog, damage: list[str]) -> list[Span]:
+    """All that is known, by start. Reads every span of the run; `damage` is as in pipeline.data.event_log.read_lines."""
+    recorded = recorded_spans(run_log, damage)
     known = {span.number for span in recorded if span.part == RANK_ZERO and span.name == STEP}
     rebuilt = [span for span in learner_spans(run_log.metrics) if span.number not in known]
     return sorted([*recorded, *rebuilt, *collector_spans(run_log.events)], key=lambda span: (span.start, -span.end))
@@ -87,11 +95,11 @@ def collector_spans(events: Sequence[Mapping[str, Any]]) -> list[Span]:
     return spans
 
 
-def recorded_spans(run_log: RunLog) -> list[Span]:
+def recorded_spans(run_log: RunLog, damage: list[str]) -> list[Span]:
     """What the processes noted themselves."""
     return [
         _recorded(source, line)
-        for source, lines in read_spans(run_log.run_dir).items()
+        for source, lines in read_spans(run_log.run_dir, damage).items()
         for line in lines
         if float(line["seconds"]) >= 0.0
     ]

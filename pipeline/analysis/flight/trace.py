@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.analysis.flight.bottleneck import bottleneck, judged_steps, phase_shares
+from pipeline.analysis.flight.bottleneck import bottleneck, judged_steps, time_shares
 from pipeline.analysis.flight.timeline import COLLECTOR, RANK_ZERO, STEP, Span, timeline
 from pipeline.analysis.run_log import RunLog
+from pipeline.data.event_log import read_events
 from pipeline.errors import StoreError
 
 DEFAULT_STEPS = 20
@@ -27,14 +28,16 @@ _ORDER = ("learner", "publish", COLLECTOR, "engine", "router", "verifiers")
 def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]:
     """The object to be written as JSON, of all that was under way in the steps [A, B) of the learner; by default its
     last DEFAULT_STEPS. Raises StoreError: no run directory, or none of these steps has finished."""
-    run_log = RunLog.read(run_dir)
-    spans = timeline(run_log)
+    run_log = replace(RunLog.read(run_dir), events=read_events(run_dir))  # with all that events say
+    damage = list(run_log.damage)
+    spans = timeline(run_log, damage)
     chosen = _chosen(spans, steps, run_dir)
     begin, end = min(span.start for span in chosen), max(span.end for span in chosen)
     numbers = sorted({span.number for span in chosen})
     shown = [s for s in spans if s.start < end and s.end > begin and (s.lane != STEP or s.number in numbers)]
     until_then = [s for s in spans if s.part != RANK_ZERO or s.number <= numbers[-1]]
     window = dict(window=len(numbers), stage=run_log.recipe.build_schedule().updates_per_stage)
+    shares = time_shares(until_then, **window)
     instants = [event for event in run_log.of_kind(*_INSTANTS) if begin <= float(event["time"]) <= end]
     return {
         "traceEvents": [*_events([_in_microseconds(span, begin) for span in shown]), *_instant_events(instants, begin)],
@@ -44,8 +47,9 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
             "began": begin,
             "steps": [numbers[0], numbers[-1] + 1],
             "judged_steps": list(judged_steps(until_then, **window)),
-            "shares": phase_shares(until_then, **window),
-            "bottleneck": bottleneck(until_then, **window),
+            "shares": shares,
+            "damage": damage,
+            "bottleneck": bottleneck(shares),
         },
     }
 

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.analysis.flight.bottleneck import bottleneck, judged_steps, phase_shares, wait_shares, whole_stages
+from pipeline.analysis.flight.bottleneck import (
+    bottleneck,
+    judged_steps,
+    phase_shares,
+    time_shares,
+    wait_shares,
+    whole_stages,
+)
 from pipeline.analysis.flight.timeline import (
     LEARNER_PHASES,
     RANK_ZERO,
@@ -21,7 +28,7 @@ def steps(count: int = 3, **seconds: float) -> list[Span]:
 
 
 def test_waiting_learner_blames_rollouts_with_its_share() -> None:
-    verdict = bottleneck(steps(wait=6.1, logprobs=1.0, update=2.0, publish=0.9))
+    verdict = bottleneck(time_shares(steps(wait=6.1, logprobs=1.0, update=2.0, publish=0.9)))
     assert verdict == "rollouts: the learner waits 61 % of each step; add engines or allow lag"
 
 
@@ -35,12 +42,12 @@ def test_waiting_learner_blames_rollouts_with_its_share() -> None:
     ],
 )
 def test_names_the_slowest_group(seconds: dict[str, float], beginning: str) -> None:
-    assert bottleneck(steps(**seconds)).startswith(beginning)
+    assert bottleneck(time_shares(steps(**seconds))).startswith(beginning)
 
 
 def test_names_a_runner_up_that_is_close() -> None:
-    assert bottleneck(steps(wait=4.8, update=5.2)).endswith("(next: rollouts, 48 %)")
-    assert "next" not in bottleneck(steps(wait=4.0, update=6.0))
+    assert bottleneck(time_shares(steps(wait=4.8, update=5.2))).endswith("(next: rollouts, 48 %)")
+    assert "next" not in bottleneck(time_shares(steps(wait=4.0, update=6.0)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,7 @@ def test_what_the_awaited_batch_went_through_is_blamed(slow: str, beginning: str
     ]
     spans = [*learner, *collector_spans(events)]
     assert wait_shares(spans)[slow] == pytest.approx(7 / 8)
-    assert bottleneck(spans).startswith(beginning)
+    assert bottleneck(time_shares(spans)).startswith(beginning)
 
 
 def test_a_batch_that_was_ready_before_it_was_awaited_is_not_blamed() -> None:
@@ -88,7 +95,7 @@ def test_each_wait_of_the_first_step_of_a_stage_is_for_another_batch() -> None:
     spans = [*learner, *collector_spans(events)]
     shares = wait_shares(spans, stage=2)
     assert (shares["generate"], shares["evaluate"]) == (pytest.approx(2 / 9), pytest.approx(7 / 9))
-    assert bottleneck(spans, stage=2).startswith(
+    assert bottleneck(time_shares(spans, stage=2)).startswith(
         "evaluations: the learner waits 64 % of each step for held-out answers"
     )
 
@@ -119,15 +126,15 @@ def test_a_verdict_looks_at_whole_stages(count: int) -> None:
     spans = learner_spans(lines)
     expected = 128 / (128 + min(count, 32))
     assert phase_shares(spans, stage=32)["wait"] == pytest.approx(expected)
-    assert bottleneck(spans, stage=32).startswith("rollouts: the learner waits 8")
+    assert bottleneck(time_shares(spans, stage=32)).startswith("rollouts: the learner waits 8")
     assert whole_stages(20, 32) == 32
     assert [whole_stages(20, stage) for stage in (1, 4, 8)] == [20, 20, 24]
 
 
 def test_the_only_step_counts_and_no_step_is_no_verdict() -> None:
     assert phase_shares(steps(1, wait=3.0, update=1.0))["wait"] == pytest.approx(0.75)
-    assert bottleneck([]) == "nothing to judge yet: no step has finished"
-    assert bottleneck(steps(1)) == "nothing to judge yet: no step has finished"
+    assert bottleneck(time_shares([])) == "nothing to judge yet: no step has finished"
+    assert bottleneck(time_shares(steps(1))) == "nothing to judge yet: no step has finished"
 
 
 @given(st.lists(st.fixed_dictionaries(dict.fromkeys(LEARNER_PHASES, st.floats(0.001, 1e3))), min_size=1, max_size=30))
