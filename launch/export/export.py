@@ -43,7 +43,7 @@ def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[st
     """
     log = RunLog.read(run)
     for sentence in log.damage:
-        print(f"warning: {sentence}: what it held is missing from the export", file=sys.stderr)
+        print(f"warning: {sentence}; the export is without them", file=sys.stderr)
     if target not in TARGETS:
         raise RecipeError(f"--to is {target!r}, expected {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
     folder = out or run / "exports" / target

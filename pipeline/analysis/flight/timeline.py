@@ -57,7 +57,8 @@ def last_steps(run_log: RunLog, count: int) -> list[Span]:
 
 
 def timeline(run_log: RunLog, damage: list[str]) -> list[Span]:
-    """All that is known, by start. Reads every span of the run; `damage` is as in pipeline.data.event_log.read_lines."""
+    """All that is known, by start. Reads every span of the run; `damage` is as in
+    pipeline.data.event_log.read_lines."""
     recorded = recorded_spans(run_log, damage)
     known = {span.number for span in recorded if span.part == RANK_ZERO and span.name == STEP}
     rebuilt = [span for span in learner_spans(run_log.metrics) if span.number not in known]

@@ -72,7 +72,12 @@ def try_flip(run: Path, kind: str, seed: int, details: dict[str, Any]) -> str:
         found = {name: _ask(name, run) for name in READERS if path.name in opened[name]}
     finally:
         path.write_bytes(data)
-    named = {name for name, answer in found.items() if answer.startswith("error: ") and _names(answer, path, run)}
+    told = ("error: ", "passed over")  # logs explain a run: their damage fails nothing, and is named
+    named = {
+        name
+        for name, answer in found.items()
+        if any(word in answer for word in told) and answer != usual[name] and _names(answer, path, run)
+    }
     others = {name for name, answer in found.items() if name not in named and answer != usual[name]}
     details["noticed_by"] = sorted(named)
     if others:

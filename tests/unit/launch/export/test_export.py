@@ -253,7 +253,10 @@ def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path) -> None:
         pytest.raises(RunConflictError, match="another exporter is at work"),
     ):
         export(run, "wandb", None, follow=False)
+
+
+def test_a_damaged_line_is_left_out_and_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = next((run / "metrics").iterdir())
     log.write_bytes(log.read_bytes().replace(b'"step": 3', b'"step": 4'))
-    with pytest.raises(StoreError, match="line 4 is damaged"):
-        export(run, "tensorboard", None, follow=False)
+    assert export(run, "tensorboard", None, follow=False)["steps"] == 7
+    assert "warning: 1 damaged line of" in capsys.readouterr().err

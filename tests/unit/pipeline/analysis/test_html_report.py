@@ -54,7 +54,8 @@ def test_headline_numbers_verdict_and_recipe(full_page: str) -> None:
         "6\u2009144 samples",
         "0.976",
         "rollouts: the learner waits 55 % of each step; add engines or allow lag",
-        "wait 60.0 %",
+        "wait for rollouts 55.0 %",
+        "wait for commits 5.0 %",
         "prompts_per_batch: 32",
         "No restart, drop or retry.",
     ):

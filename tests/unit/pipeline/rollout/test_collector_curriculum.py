@@ -13,8 +13,9 @@ import pytest
 
 from pipeline.analysis.audit import verify_history
 from pipeline.data.event_log import read_events
-from pipeline.data.records import Completion, LogprobContract
+from pipeline.data.records import Batch, Completion, LogprobContract
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
 from pipeline.errors import PromptsExhaustedError
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rollout.batch_builder import num_repeated
@@ -246,3 +247,26 @@ def test_what_may_be_chance_is_no_repetition() -> None:
     assert num_repeated((one, one), replace(contract, top_p=0.5)) == 0, "cut at .5, a token is twice as likely"
     assert num_repeated((one, one), replace(contract, top_p=0.5, kept_set=True)) == 1, "what is left says it all"
     assert num_repeated((one, one), replace(contract, top_k=1)) == 0, "the best token alone is always the same"
+
+
+def test_a_collector_that_starts_again_counts_rewards_without_reading_tokens(
+    run: RunDirectory, verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all batches so far but the newest, whose open groups it goes on with."""
+    schedule = Schedule(kind="sync", steps=6)
+    first = build(run, verifiers, schedule, num_prompts=6, solved_rule=RETIREMENT)
+    easy = first.prompts.prompt(0).text.removesuffix("=")
+    engines_of(first).solves = lambda digits, member: digits == easy or member == 0
+    collect(first)
+    read, read_whole = BatchStore.read, list[int]()
+
+    def noted(store: BatchStore, index: int, *arguments: Any, **options: Any) -> Batch:
+        if options.get("choose") is None:
+            read_whole.append(index)
+        return read(store, index, *arguments, **options)
+
+    monkeypatch.setattr(BatchStore, "read", noted)
+    again = build(run, verifiers, schedule, num_prompts=6, solved_rule=RETIREMENT)
+    collect(again)
+    assert read_whole == [5]
+    assert again._solved.solved(6) == first._solved.solved(6) != {}

@@ -95,11 +95,16 @@ def test_refusals_say_what_there_is(write_run: WriteRun, tmp_path: Path) -> None
         trace(write_run(0, name="empty"))
     with pytest.raises(StoreError, match="does not exist"):
         trace(tmp_path / "nowhere")
+
+
+def test_a_damaged_span_is_left_out_and_named(write_run: WriteRun) -> None:
+    run = write_run(3)
     note(run, "learner-000001.rank-0000", span("step", "step", 10.0, 1.0, step=0), span("step", "wait", 10.0, 1.0))
     path = run / "spans/learner-000001.rank-0000.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"seconds": 1.0', b'"seconds": 9.0', 1))
-    with pytest.raises(StoreError, match=r"rank-0000.jsonl, line 1 is damaged"):
-        trace(run)
+    found = trace(run)
+    check_trace(found)
+    assert found["otherData"]["damage"] == [f"1 damaged line of {path} passed over, the first is line 1"]
 
 
 def test_spans_share_a_row_where_they_nest_and_never_where_they_cross() -> None:
