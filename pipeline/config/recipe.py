@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
 from pydantic import (
+    BaseModel,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -42,7 +44,7 @@ from pipeline.config.rollout_section import RolloutSection
 from pipeline.config.run_sections import CheckpointSection, EvaluationSection, ModelSection, RunSection
 from pipeline.config.run_sections import OptimizerSection as OptimizerSection
 from pipeline.config.schedule_sections import AsyncSchedule, ScheduleSection, StagedSchedule, SyncSchedule
-from pipeline.config.section import Section
+from pipeline.config.section import Processes, Section, Temperature
 from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
 from pipeline.config.weights_section import WeightsSection
 from pipeline.schedule import Schedule
@@ -57,23 +59,23 @@ LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delay
 class LearnerSection(Section):
     """Parallel sizes multiply: processes = tensor × context × pipeline × data. Experts share these ranks."""
 
-    tensor_parallel: PositiveInt = Field(1, description="Ranks that share each matrix; best GPUs of one host.")
+    tensor_parallel: Processes = Field(1, description="Ranks that share each matrix; best GPUs of one host.")
     sequence_parallel: bool = Field(
         False, description="Split norms and residual stream over tensor parallel ranks; needed by MoE with tensor > 1."
     )
-    pipeline_parallel: PositiveInt = Field(1, description="Ranks that share the layers, a stage of them each.")
+    pipeline_parallel: Processes = Field(1, description="Ranks that share the layers, a stage of them each.")
     virtual_pipeline: PositiveInt = Field(1, description="Model chunks of each pipeline rank (interleaved schedule).")
-    context_parallel: PositiveInt = Field(1, description="Ranks that share each sequence.")
-    data_parallel: PositiveInt = Field(1, description="Ranks that share the batch.")
-    expert_parallel: PositiveInt = Field(1, description="MoE: ranks that share the experts of a layer.")
-    expert_tensor_parallel: PositiveInt = Field(1, description="MoE: ranks that share each expert.")
+    context_parallel: Processes = Field(1, description="Ranks that share each sequence.")
+    data_parallel: Processes = Field(1, description="Ranks that share the batch.")
+    expert_parallel: Processes = Field(1, description="MoE: ranks that share the experts of a layer.")
+    expert_tensor_parallel: Processes = Field(1, description="MoE: ranks that share each expert.")
     distributed_optimizer: bool = Field(True, description="Shard optimizer state over data parallel ranks.")
     overlap_grad_reduce: bool = Field(True, description="Reduce gradients while the backward pass goes on.")
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="Activations computed again in the backward pass: none, those of the MLP, or of whole layers.",
     )
-    temperature: PositiveFloat | None = Field(
+    temperature: Temperature | None = Field(
         None,
         description="The policy that is trained is softmax(logits / temperature); default: that of the rollouts. "
         "Another value makes sampling itself off-policy, as in P3O's experiment (rollouts at 1.2, learner at 1).",
@@ -119,6 +121,26 @@ class LearnerSection(Section):
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel
 
 
+MOST_COUNTED = 2**31 - 1
+"""Counts and seeds are 32 bits in batches, in Megatron-Core and in SGLang."""
+SMALLEST, LARGEST = 2.0**-126, 3e38
+"""Other numbers are float32 where they are used."""
+LONGEST_S = 2_000_000
+"""Seconds, 23 days: sockets wait no longer."""
+
+
+def _numbers(value: object, key: str = "") -> Iterator[tuple[str, int | float]]:
+    """`section.key` and each number of a section, but for plain data that belongs to code of the user's own."""
+    if isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _numbers(getattr(value, name), f"{key}.{name}".lstrip("."))
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _numbers(one, key)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield key, value
+
+
 class Recipe(Section):
     """Everything about a run. See the description of each field, or `evenkeel recipe` for the resolved file."""
 
@@ -154,6 +176,18 @@ class Recipe(Section):
     def _aggregated_as_in_the_paper(cls, advantage: Advantage, info: ValidationInfo) -> Advantage:
         objective = info.data.get("objective")  # absent where it was refused
         return advantage if objective is None else with_paper_aggregation(advantage, objective)
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> Self:
+        for key, number in _numbers(self):
+            low, high = (-MOST_COUNTED, MOST_COUNTED) if isinstance(number, int) else (-LARGEST, LARGEST)
+            if key.endswith("_s"):
+                high = LONGEST_S
+            if not low <= number <= high:
+                raise ValueError(f"{key} is {number}, expected at most {high if number > 0 else low:.10g}")
+            if isinstance(number, float) and 0 < abs(number) < SMALLEST:
+                raise ValueError(f"{key} is {number}, expected 0 or at least {SMALLEST:g}: float32 has nothing between")
+        return self
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:

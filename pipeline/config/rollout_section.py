@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from pipeline.config.section import Section, ServerUrls
+from pipeline.config.section import Processes, Samples, Section, ServerUrls, Temperature
 from precision.formats.quant_map_file import QuantMapFile
 from precision.formats.rollout_format import RolloutFormat
 
@@ -41,8 +41,8 @@ class InterruptionSection(Section):
 
 
 class RolloutSection(Section):
-    engines: PositiveInt = Field(1, description="SGLang servers; more than one get SGLang's router in front.")
-    tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine.")
+    engines: Processes = Field(1, description="SGLang servers; more than one get SGLang's router in front.")
+    tensor_parallel: Processes = Field(1, description="GPUs of one engine.")
     precision: RolloutPrecision = Field(
         "bf16",
         description="fp32 is for a CPU and for exact comparisons. fp8_block: e4m3 weights with a scale for each "
@@ -57,13 +57,15 @@ class RolloutSection(Section):
         "recipe` shows it). Default: every linear layer of the decoder in `precision`.",
     )
     prompts_per_batch: PositiveInt = Field(
-        32, description="Prompts of a batch, each sampled group_size times. More: less noise a step, and longer steps."
+        32,
+        le=2**20,
+        description="Prompts of a batch, each sampled group_size times. More: less noise a step, and longer steps.",
     )
-    group_size: PositiveInt = Field(8, description="Samples of a prompt.")
+    group_size: Samples = Field(8, description="Samples of a prompt.")
     max_new_tokens: PositiveInt = Field(
         2048, description="Tokens of the longest response; one that is longer is cut. A batch waits for its longest."
     )
-    temperature: PositiveFloat = Field(1.0, description="Of sampling, softmax(logits / temperature); see evaluation's.")
+    temperature: Temperature = Field(1.0, description="Of sampling, softmax(logits / temperature); see evaluation's.")
     top_p: float = Field(
         1.0, gt=0.0, le=1.0, description="Sample among the likeliest tokens that hold this probability; 1: among all."
     )

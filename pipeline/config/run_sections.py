@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from pipeline.config.section import Section
+from pipeline.config.section import Samples, Section, Temperature
 from precision.step_size import LrByLag
 
 
@@ -40,7 +40,9 @@ Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 class OptimizerSection(Section):
     lr: PositiveFloat = Field(
-        1e-6, description="Highest learning rate of AdamW. The default is for real models; tiny ones take 1e-4 to 1e-3."
+        1e-6,
+        le=100.0,
+        description="Highest learning rate of AdamW. The default is for real models; tiny ones take 1e-4 to 1e-3.",
     )
     min_lr: float = Field(0.0, ge=0.0, description="Learning rate at the end of the decay.")
     decay: Literal["constant", "linear", "cosine"] = Field(
@@ -81,8 +83,8 @@ class CheckpointSection(Section):
 class EvaluationSection(Section):
     every: PositiveInt = Field(20, description="Steps between evaluations; the first and the last always run.")
     prompts: PositiveInt = Field(64, description="Held-out prompts.")
-    samples: PositiveInt = Field(8, description="Samples of a prompt: pass@k is known up to this k.")
-    temperature: PositiveFloat = Field(1.0, description="Of sampling in evaluations, whatever the rollouts have.")
+    samples: Samples = Field(8, description="Samples of a prompt: pass@k is known up to this k.")
+    temperature: Temperature = Field(1.0, description="Of sampling in evaluations, whatever the rollouts have.")
 
     @field_validator("temperature", mode="before")
     @classmethod

@@ -19,8 +19,8 @@ class DigitsTask(Section):
     """What the generated digit tasks share."""
 
     min_digits: PositiveInt = 4
-    max_digits: PositiveInt = 16
-    num_prompts: PositiveInt = Field(100_000, description="Prompts of an epoch.")
+    max_digits: PositiveInt = Field(16, le=4096)
+    num_prompts: PositiveInt = Field(100_000, le=10**7, description="Prompts of an epoch.")
     demonstration_noise: Probability = Field(0.1, description="sft only: chance that a target digit is off by one.")
 
     @model_validator(mode="after")
@@ -230,12 +230,14 @@ class PromptsSection(Section):
 
 
 class RewardSection(Section):
-    workers: PositiveInt = Field(1, description="Verifier processes of each reward function.")
+    workers: PositiveInt = Field(1, le=4096, description="Verifier processes of each reward function.")
     concurrency: PositiveInt = Field(
         16, description="Samples that each worker has under way at once, where the reward is an async function."
     )
     retries: NonNegativeInt = Field(
-        3, description="Times that an HTTP error which may pass is tried again, after growing pauses, in the deadline."
+        3,
+        le=30,
+        description="Times that an HTTP error which may pass is tried again, after growing pauses, in the deadline.",
     )
     deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample fails.")
     sandbox: Literal["auto", "none"] = Field(

@@ -26,7 +26,7 @@ class WeightsSection(Section):
         "are no policy's, and their ratios say by how much.",
     )
     bucket_mib: PositiveInt = Field(
-        256, description="broadcast, ipc: tensors sent together, at most; a rank needs twice as much memory."
+        256, le=2**16, description="broadcast, ipc: tensors sent together, at most; a rank needs twice as much memory."
     )
     whole_every: PositiveInt = Field(
         16, description="delta: each so many versions one is written whole, too: engines that start begin with it."
