@@ -61,8 +61,9 @@ class TaskPrompts:
         return replace(self._tokenized(group, self.task.problem(problem)), problem=problem)
 
     def held_out(self, count: int) -> Sequence[Prompt]:
-        """Their groups are negative: they are part of no batch."""
-        chosen = self.task.measured(count) if isinstance(self.task, Mixture) else range(count)
+        """Up to `count`. Their groups are negative: they are part of no batch."""
+        of_one = range(min(count, self.task.num_held_out))
+        chosen = self.task.measured(count) if isinstance(self.task, Mixture) else of_one
         return [self._tokenized(-1 - index, self.task.held_out(index)) for index in chosen]
 
     def _tokenized(self, group: int, problem: Problem) -> Prompt:

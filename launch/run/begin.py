@@ -40,11 +40,6 @@ def preflight(recipe: Recipe) -> TaskPrompts:
     verify_folder(recipe.model.path, "make or fetch the model again", required=False)
     check_teacher(recipe, tokenizer)
     prompts = build_prompts(recipe, tokenizer)
-    if recipe.evaluation.prompts > prompts.task.num_held_out:
-        raise RecipeError(
-            f"evaluation.prompts is {recipe.evaluation.prompts}, but the task holds out only "
-            f"{prompts.task.num_held_out} prompts; lower it or give more"
-        )
     _check_held_out_lengths(recipe, prompts)
     return prompts
 
@@ -53,6 +48,11 @@ def warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
     """What whoever starts the run should know of it: sentences."""
     task, tokenizer = prompts.task, prompts.tokenizer
     told = [*advice(recipe), *asked_again(recipe.rollout.prompts_per_batch, task.num_prompts), *task.notes]
+    if recipe.evaluation.prompts > task.num_held_out:
+        told.append(
+            f"evaluations ask all {task.num_held_out} held-out prompts, since there are no {recipe.evaluation.prompts} "
+            "(evaluation.prompts): pass@1 is less certain, as its interval says; give more data, or task.held_out_path"
+        )
     if task.chat_template:
         return [*told, *_unstopped(tokenizer)]
     return [*told, *start_left_out(tokenizer, tokenizer.encode(task.problem(0).text))]

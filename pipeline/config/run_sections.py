@@ -82,7 +82,7 @@ class CheckpointSection(Section):
 
 class EvaluationSection(Section):
     every: PositiveInt = Field(20, description="Steps between evaluations; the first and the last always run.")
-    prompts: PositiveInt = Field(64, description="Held-out prompts.")
+    prompts: PositiveInt = Field(64, description="Held-out prompts; all of them where there are fewer.")
     samples: Samples = Field(8, description="Samples of a prompt: pass@k is known up to this k.")
     temperature: Temperature = Field(1.0, description="Of sampling in evaluations, whatever the rollouts have.")
 

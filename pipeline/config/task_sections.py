@@ -247,7 +247,9 @@ class RewardSection(Section):
     )
     memory_mib: PositiveInt = Field(2048, description="Memory that one verifier, and all it starts, may use.")
     max_failed_share: Probability = Field(
-        0.1, description="The run ends when more of the last 256 samples have no reward, since their verifier failed."
+        0.1,
+        description="How often a verifier may fail. The run ends when more of the last 256 samples have no reward than "
+        "that share would leave by chance (one in a million).",
     )
     program_tolerance: float = Field(
         1e-6,

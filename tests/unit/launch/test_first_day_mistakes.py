@@ -438,9 +438,9 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     ),
     "UTF-16": (lambda shop: shop.train_on(GOOD_LINES.encode("utf-16")), ("prompts.jsonl, line 1",)),
     "no prompts at all": (lambda shop: shop.train_on("\n\n"), ("prompts.jsonl holds no rows",)),
-    "two prompts": (
-        lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:2])),
-        ("holds out only 1 prompts", "lower it or give more"),
+    "one prompt": (
+        lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:1])),
+        ("1 problems leave", "set task.held_out_path"),
     ),
     "a file and sources": (
         lambda shop: shop.train("task.sources=[{path: more.jsonl}]"),
@@ -456,7 +456,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     ),
     "a source whose reward fails": (
         source_whose_reward_fails,
-        ("reward 'reward_examples:raises' failed on 1 of 1 samples", "KeyError: 'score'"),
+        ("reward 'reward_examples:raises' failed on 7 of 7 samples", "KeyError: 'score'"),
     ),
     "a task that cannot be imported": (
         lambda shop: shop.train("task.class=nowhere.mine:Mine"),

@@ -74,8 +74,15 @@ def check(tmp_path: Path, reward: str, *answers: str, share: float = 0.1, sandbo
     ],
 )
 def test_a_broken_reward_is_named_with_what_it_did(tmp_path: Path, function: str, said: str) -> None:
-    with pytest.raises(RewardError, match=rf"failed on 1 of 1 samples.*the first, {said}"):
+    with pytest.raises(RewardError, match=rf"failed on 7 of 7 samples.*the first, {said}"):
         check(tmp_path, f"reward_examples:{function}", "yes", "no")
+
+
+def test_a_judge_that_fails_now_and_then_is_not_refused(tmp_path: Path) -> None:
+    """Every tenth call, the first among them: one of the four that a trial begins with."""
+    check(tmp_path, "reward_examples:fails_at_every_tenth_call", "yes", "no", "no")
+    with pytest.raises(RewardError, match=r"failed on 1 of 1 samples, at most a share of 0 may"):
+        check(tmp_path, "reward_examples:fails_at_every_tenth_call", "yes", "no", "no", share=0.0)
 
 
 def test_a_reward_that_cannot_be_called_is_refused_before_it_is(tmp_path: Path) -> None:

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.run.begin import asked_again, seed_policy
+from launch.build.components import TaskPrompts
+from launch.run.begin import asked_again, seed_policy, warnings
 from megatron_bridge.hf import writer
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
+from pipeline.tasks import build_task
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.mixture import order_of
+from pipeline.tasks.tokenizer import Tokenizer
 from tests.support import quiet_megatron  # noqa: F401
 from tests.support.runs import make_model
 
@@ -70,3 +75,24 @@ def test_a_batch_larger_than_the_data_is_told() -> None:
     (told,) = asked_again(512, 189)
     assert "a batch has 512 prompts" in told
     assert "the task 189: each is asked 2.7 times a batch" in told
+
+
+def test_evaluations_take_the_held_out_prompts_that_there_are_and_say_so(tmp_path: Path) -> None:
+    """The defaults ask for 64; of 300 rows 1 in 16 is held out."""
+    write_character_tokenizer(tmp_path / "model", "0123456789=+")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(300)), encoding="utf-8")
+    data = dict(
+        run=dict(name="r", root=str(tmp_path), steps=1),
+        model=dict(path=str(tmp_path / "model")),
+        task=dict(name="data", path=str(rows)),
+    )
+    recipe = recipe_from(data, source="test")
+    task = build_task(recipe.task, seed=0)
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    prompts = TaskPrompts(task, tokenizer, order_of(task, 0))
+    count = task.num_held_out
+    assert 0 < count < recipe.evaluation.prompts == 64
+    assert len(prompts.held_out(recipe.evaluation.prompts)) == count
+    (told,) = [sentence for sentence in warnings(recipe, prompts) if "held-out" in sentence]
+    assert told.startswith(f"evaluations ask all {count} held-out prompts, since there are no 64")

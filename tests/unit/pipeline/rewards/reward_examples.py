@@ -65,6 +65,16 @@ def raises(response: str) -> float:
     raise KeyError("score")
 
 
+_calls: list[str] = []
+
+
+def fails_at_every_tenth_call(response: str) -> float:
+    _calls.append(response)
+    if len(_calls) % 10 == 1:
+        raise RuntimeError("503")
+    return 1.0
+
+
 async def async_raises(response: str) -> float:
     raise KeyError("score")
 

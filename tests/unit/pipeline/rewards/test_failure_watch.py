@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from pipeline.errors import RewardError
@@ -24,29 +26,53 @@ def test_the_first_failure_of_each_reason_is_told_once() -> None:
     assert told == [("raised", "first"), ("timeout", "third")]
 
 
-def test_more_than_the_share_ends_the_run_and_names_the_first() -> None:
+def test_more_than_the_share_leaves_by_chance_ends_the_run_and_names_the_first() -> None:
     watch = FailureWatch("reward 'mine:reward'", 0.25)
-    watched(watch, "xxx......." + "." * 22 + "xxxxx.......")  # 8 of 44: fewer than a quarter
+    watched(watch, "xxx......." * 10)  # 30 of 100 where 25 may
     with pytest.raises(
         RewardError,
-        match=r"'mine:reward' failed on 13 of 49 samples, at most a share of 0.25 may; the first, raised: KeyError: "
+        match=r"'mine:reward' failed on 57 of 127 samples, at most a share of 0.25 may; the first, raised: KeyError: "
         r"'score'; correct the function, or raise reward.max_failed_share",
     ):
-        watched(watch, "xxxxxx")
+        watched(watch, "x" * 30)
 
 
 def test_a_few_samples_end_nothing_unless_asked_to() -> None:
     watched(FailureWatch("reward 'mine:reward'", 0.1), "x" * 31)
     with pytest.raises(RewardError, match="32 of 32"):
         watched(FailureWatch("reward 'mine:reward'", 0.1), "x" * 32)
+    watched(FailureWatch("reward 'mine:reward'", 0.1, at_least=1), "x" * 6)
+    with pytest.raises(RewardError, match="7 of 7"):
+        watched(FailureWatch("reward 'mine:reward'", 0.1, at_least=1), "x" * 7)
     with pytest.raises(RewardError, match="1 of 1"):
-        watched(FailureWatch("reward 'mine:reward'", 0.1, at_least=1), "x")
+        watched(FailureWatch("reward 'mine:reward'", 0.0, at_least=1), "x")
+    watched(FailureWatch("reward 'mine:reward'", 1.0, at_least=1), "x" * 300)
+
+
+def ended(fails: float, *, samples: int, at_least: int, times: int) -> int:
+    """How many of so many watches end while a judge fails as often as that where 10 % may."""
+    rng, found = random.Random(0), 0
+    for _ in range(times):
+        watch = FailureWatch("reward 'mine:judge'", 0.1, at_least=at_least)
+        try:
+            watched(watch, "".join("x" if rng.random() < fails else "." for _ in range(samples)))
+        except RewardError:
+            found += 1
+    return found
+
+
+def test_a_judge_that_fails_at_half_the_share_ends_nothing() -> None:
+    """By the share alone 19 of 100 trials of four were refused, and 18 of 100 runs ended within 256 samples."""
+    assert ended(0.05, samples=32, at_least=1, times=1000) == 0
+    assert ended(0.05, samples=20_000, at_least=32, times=5) == 0
+    assert ended(0.5, samples=100, at_least=1, times=100) == 100
+    assert ended(0.3, samples=1000, at_least=32, times=20) == 20
 
 
 def test_a_share_is_not_recommended_where_the_function_fails_on_each() -> None:
     with pytest.raises(RewardError, match=r"'score'; correct the function$"):
-        watched(FailureWatch("reward 'mine:reward'", 0.1, at_least=1), "x")
-    late = FailureWatch("reward 'mine:reward'", 0.1, at_least=1)
+        watched(FailureWatch("reward 'mine:reward'", 0.1, at_least=1), "x" * 7)
+    late = FailureWatch("reward 'mine:reward'", 0.0, at_least=1)
     with pytest.raises(RewardError, match=r"or raise reward\.max_failed_share$"):
         late.failed("timeout", "killed after 10 s")
 
@@ -54,5 +80,5 @@ def test_a_share_is_not_recommended_where_the_function_fails_on_each() -> None:
 def test_only_the_last_samples_count() -> None:
     watch = FailureWatch("reward 'mine:reward'", 0.1)
     watched(watch, "." * 1000)
-    with pytest.raises(RewardError, match="26 of 256"):
-        watched(watch, "x" * 26)
+    with pytest.raises(RewardError, match="52 of 256"):
+        watched(watch, "x" * 52)
