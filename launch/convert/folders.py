@@ -27,6 +27,7 @@ from launch.convert.sources import (
     description_of,
     fp8_map,
 )
+from launch.progress import counted
 from megatron_bridge.hf.folders import check_free, complete_folder, describe_folder, new_folder
 from megatron_bridge.hf.headers import DTYPES
 from megatron_bridge.hf.model_config import ModelConfig, read_config
@@ -182,7 +183,22 @@ def require_same_names(expected: set[str], found: set[str]) -> None:
 
 @contextmanager
 def bars() -> Iterator[Callable[[str, int], Any]]:
-    """Progress bars in bytes, on stderr."""
+    """Progress bars in bytes, on stderr; where that is no terminal, lines in percent."""
+
+    @contextmanager
+    def in_lines(name: str, total: int) -> Iterator[Callable[[int], None]]:
+        advanced = [0]
+        with counted(f"{name}, percent:", 100) as show:
+
+            def advance(count: int) -> None:
+                advanced.append(advanced.pop() + count)
+                show(100 * advanced[0] // max(total, 1))
+
+            yield advance
+
+    if not Console(stderr=True).is_terminal:
+        yield in_lines
+        return
     columns = TextColumn("{task.description:>9}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
 

@@ -28,6 +28,7 @@ from rich.text import Text
 
 from launch.doctor.imports import failed_imports
 from launch.extras import REBUILD, how_to_install
+from launch.progress import going_on
 from pipeline.data.files import create_exclusively
 from pipeline.errors import EngineStartError, StoreError
 from pipeline.rewards.ladder import choose
@@ -63,7 +64,7 @@ class Check:
 
 def run_doctor(as_json: bool, runs_root: Path = Path("runs")) -> int:
     """Print the findings and return the exit code: 1 when something fails."""
-    with Console(stderr=True).status("importing every package, as a run does (half a minute)"):
+    with going_on("importing every package, as a run does (half a minute)"):
         checks = diagnose(runs_root)
     code = int(any(check.status == "fail" for check in checks))
     if as_json:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from launch.progress import going_on
 from launch.recipe_options import Overrides, check_recipe_or_run
 from launch.show.output import AsJson, emit
 
@@ -45,7 +46,8 @@ def mismatch(
     check_recipe_or_run(source)  # before Megatron and SGLang are imported
     from launch.mismatch.measure import measure
 
-    result = measure(source, overrides or [], out=out, num_prompts=prompts, now=now, batch=batch, locate=locate)
+    with going_on("an engine and a learner score the same tokens"):
+        result = measure(source, overrides or [], out=out, num_prompts=prompts, now=now, batch=batch, locate=locate)
     if as_json:
         emit(result)
         return

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from launch.progress import going_on
 from launch.recipe_options import Overrides
 from launch.show.output import AsJson, emit
 
@@ -53,16 +54,17 @@ def suggest_command(
     from launch.quant_map.suggest import suggest
     from launch.quant_map.view import print_suggestion
 
-    result = suggest(
-        source,
-        out,
-        ess_floor=ess_floor,
-        precision=None if format_ is None else format_.value,
-        num_rows=rows,
-        row_tokens=row_tokens,
-        modelopt=modelopt,
-        overrides=overrides or [],
-    )
+    with going_on("the learner ranks its modules"):
+        result = suggest(
+            source,
+            out,
+            ess_floor=ess_floor,
+            precision=None if format_ is None else format_.value,
+            num_rows=rows,
+            row_tokens=row_tokens,
+            modelopt=modelopt,
+            overrides=overrides or [],
+        )
     if as_json:
         emit(result)
     else:

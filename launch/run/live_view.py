@@ -6,6 +6,8 @@ written to stderr; stdout stays free for results.
 
 from __future__ import annotations
 
+import re
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from launch.progress import EVERY_S, is_due
 from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
 from launch.show.log_tail import LogTail
 from pipeline.analysis.alarm_history import formats_differ
@@ -43,6 +46,7 @@ PHASE_STYLES = {
     "save": "green",
 }
 BAR_CELLS = 40
+SAMPLE_STEPS = 10
 SAID = (
     "evaluated",
     "restarted",
@@ -84,7 +88,12 @@ class Progress:
     """The first group of the run that the teacher of a distillation did not score."""
     samples_untaught: float = 0.0
     """Not scored by the teacher, of the steps trained."""
-    doing: str = "starting"
+    starting: dict[str, float] = field(default_factory=dict)
+    """Processes that have been started and are not up yet, and when that was."""
+    issued: int = -1
+    """The newest batch that engines have been asked for."""
+    committed: int = -1
+    """The newest batch that is there."""
     quantized: bool = False
     """Whether learner and engines do not compute in the same quantized format."""
     alarms: list[Alarm] = field(default_factory=list)
@@ -104,7 +113,6 @@ class Progress:
             self.unsolved = None
         self.samples_untaught += number(line, "teacher_failures") or 0.0
         self.alarms = alarms(line, quantized=self.quantized)
-        self.doing = f"step {line['step'] + 1} of {self.steps}"
 
     def take_event(self, event: dict[str, Any]) -> None:
         """Something happened."""
@@ -127,8 +135,34 @@ class Progress:
             self.waits |= {event["who"]: event}
             if event["over"]:
                 del self.waits[event["who"]]
-        elif event.get("kind") == "started" and not self.recent:
-            self.doing = f"starting {event.get('process', '')}"
+        elif event.get("kind") == "issued":
+            self.issued = event["batch"]
+        elif event.get("kind") == "committed":
+            self.committed = event["batch"]
+        elif event.get("kind") == "started" and re.fullmatch(
+            r"learner|collector|engine-\d+", str(event.get("process"))
+        ):
+            self.starting[event["process"]] = event["time"]
+        elif event.get("kind") == "environment":
+            self.starting.pop(str(event.get("role")) if event.get("role") in ("learner", "collector") else "", None)
+        elif event.get("kind") == "joined":
+            self.starting.pop(f"engine-{event.get('engine')}", None)
+
+    @property
+    def doing(self) -> str:
+        """What is going on, and for how long."""
+        if self.starting:
+            return f"starting {', '.join(sorted(self.starting))} ({time.time() - min(self.starting.values()):.0f} s)"
+        done = self.num_steps
+        if done >= self.steps:
+            return "all steps are trained; the last version is evaluated, then everything ends"
+        what = ""
+        if self.committed >= done:
+            what = f": the learner trains on batch {done}"
+        elif self.issued >= done:
+            what = f": engines answer batch {done}"
+        since = f" ({time.time() - self.last['time']:.0f} s)" if self.recent else ""
+        return f"step {done + 1} of {self.steps}{what}{since}"
 
     @property
     def last(self) -> dict[str, Any]:
@@ -159,9 +193,10 @@ class Progress:
 class LiveView:
     """Context manager; the supervisor calls `refresh` about twice a second.
 
-    On a terminal it redraws one block; elsewhere it prints a line and a sample every `every_steps` steps, a line for
-    each event of a kind of SAID, and when an alarm begins or ends. Lines that were written before it started are read
-    without being printed.
+    On a terminal it redraws one block. Elsewhere it prints a step every EVERY_S, or each one while they take over
+    SLOW_S, a sample every SAMPLE_STEPS, a line for each event of a kind of SAID, when an alarm begins or ends, and after
+    EVERY_S without any of these what is going on. Lines that were written before it started are read without being
+    printed.
     """
 
     def __init__(
@@ -172,7 +207,6 @@ class LiveView:
         stage: int = 1,
         quantized: bool = False,
         console: Console | None = None,
-        every_steps: int = 10,
     ) -> None:
         """`stage`: steps of a stage, of a staged run. `quantized`: learner and engines do not compute in the same
         quantized format, and alarms allow for it."""
@@ -180,7 +214,11 @@ class LiveView:
         recent = deque[dict[str, Any]](maxlen=whole_stages(WINDOW_STEPS, stage) + 1)
         self.progress = Progress(steps, stage, recent, quantized=quantized)
         self._metrics, self._events = LogTail(run_dir, "metrics"), LogTail(run_dir, "events")
-        self._every_steps = every_steps
+        self._said: tuple[int, float] | None = None
+        """The newest step that was said, and when it ended."""
+        self._sampled = -SAMPLE_STEPS
+        """The step beside which the newest sample was said."""
+        self._quiet_since = time.monotonic()
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
 
     @classmethod
@@ -191,6 +229,7 @@ class LiveView:
 
     def __enter__(self) -> Self:
         self._take(says=False)
+        self.progress.starting.clear()  # of earlier sessions
         if self._live is not None:
             self._live.start()
         return self
@@ -221,11 +260,20 @@ class LiveView:
             self.progress.take_metrics(line, start)
             if says:
                 self._say_alarms(before)
-            done = self.progress.num_steps
-            if says and (done == 1 or done % self._every_steps == 0 or done == self.progress.steps):
-                self._say(step_line(self.progress))
-                if self.progress.sample is not None:
-                    self._say(sample_line(self.progress.sample))
+            if says:
+                self._say_step()
+        if says and time.monotonic() - self._quiet_since >= EVERY_S:
+            self._say(self.progress.doing)
+
+    def _say_step(self) -> None:
+        done, ended, ends = self.progress.num_steps, self.progress.last["time"], self.progress.steps
+        if self._said is not None and done < ends and not is_due(done - self._said[0], ended - self._said[1]):
+            return
+        self._said = done, ended
+        self._say(step_line(self.progress))
+        if self.progress.sample is not None and (done - self._sampled >= SAMPLE_STEPS or done == ends):
+            self._sampled = done
+            self._say(sample_line(self.progress.sample))
 
     def _say_alarms(self, before: dict[str, Alarm]) -> None:
         """Those that begin, with what to do, and those that end."""
@@ -239,6 +287,7 @@ class LiveView:
                 self._say(f"no longer at step {step}: {alarm.text}")
 
     def _say(self, text: str) -> None:
+        self._quiet_since = time.monotonic()
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from launch.build.components import build_contract, build_quant_map, build_tokenizer
 from launch.doctor.needs import check_folder, check_learner_here, check_model_here, check_room
 from launch.plan.grace import checkpoint_bytes
-from launch.progress import counted
+from launch.progress import counted, going_on
 from launch.run.begin import start_left_out
 from launch.run.claim import claimed
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
@@ -151,7 +151,8 @@ def run_sft(
     check_layout(config, recipe.learner)
     recipe = sft_recipe(recipe, steps, lr, warmup_steps)
     source = Source.of(batch_size, data, held_out)
-    _look_at(recipe, source)
+    with going_on("reading the rows"):
+        _look_at(recipe, source)
     run = RunDirectory(recipe.directory)
     check_room(recipe)
     started = time.time()
@@ -224,7 +225,11 @@ def _supervise(run: RunDirectory, recipe: Recipe, out: Path) -> None:
 
         def watch() -> None:
             metrics = read_metrics(run.path)
-            if metrics:
+            if not metrics:
+                show(0, "the learner starts")
+            elif len(metrics) == recipe.run.steps:
+                show(len(metrics), f"{out} is written")
+            else:
                 losses = [line["held_out_loss"] for line in metrics if "held_out_loss" in line]
                 held = f", held out {losses[-1]:.3f}" if losses else ""
                 show(len(metrics), f"loss {metrics[-1]['loss']:.3f}{held}")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from launch.build.components import TaskPrompts
 from launch.build.engines import check_engines
 from launch.build.rewards import check_reward
 from launch.cluster.gpu_places import gpu_places, visible_gpus
@@ -17,6 +18,7 @@ from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.roles.base import grace_s
 from launch.cluster.starter import LocalStarter, units_of
 from launch.doctor.needs import check_learner_here, check_model_here, check_ports, check_room
+from launch.progress import going_on
 from launch.run.begin import preflight, seed_policy, warnings
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
@@ -39,6 +41,28 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
     finished."""
     grace_s()  # at the end it would be too late to refuse it
     run = RunDirectory(recipe.directory)
+    with going_on("checking recipe, machine, model, data and reward"):
+        recipe, prompts = _checked(run, recipe, metrics_port)
+    with claimed(run) as epoch:
+        _go_on(run.under(epoch), recipe, epoch)
+        if source:
+            print(f"recipe: {source}", file=sys.stderr)
+        for sentence in warnings(recipe, prompts):
+            print(f"warning: {sentence}", file=sys.stderr)
+        if not run.is_finished():
+            with going_on("writing the model as version 0"):
+                seed_policy(run.under(epoch), recipe)  # the learner's agent would; so engines can start beside it
+            with saved_said(run, recipe.run.steps):
+                outcome = _supervise(run, recipe, epoch, metrics_port)
+            if outcome == "stopped":
+                print(f"stopped; {what_is_saved(run, recipe.run.steps)}", file=sys.stderr)
+                return dict(run=str(run.path), stopped=True)
+    with going_on("writing the report"):
+        return {**summary(run.path), "report": str(write_report(run.path))}
+
+
+def _checked(run: RunDirectory, recipe: Recipe, metrics_port: int | None) -> tuple[Recipe, TaskPrompts]:
+    """Check everything that can be, before anything starts. Returns the recipe with the digest of its data."""
     check_model_here(recipe)
     recipe = with_digest(recipe, run)
     changes_to(run, recipe)  # what is refused is refused at once
@@ -52,20 +76,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
     prompts = preflight(recipe)
     if not nothing_left(run, recipe):
         check_reward(run, recipe, prompts.task)
-    with claimed(run) as epoch:
-        _go_on(run.under(epoch), recipe, epoch)
-        if source:
-            print(f"recipe: {source}", file=sys.stderr)
-        for sentence in warnings(recipe, prompts):
-            print(f"warning: {sentence}", file=sys.stderr)
-        if not run.is_finished():
-            seed_policy(run.under(epoch), recipe)  # the learner's agent would; engines can start beside it this way
-            with saved_said(run, recipe.run.steps):
-                outcome = _supervise(run, recipe, epoch, metrics_port)
-            if outcome == "stopped":
-                print(f"stopped; {what_is_saved(run, recipe.run.steps)}", file=sys.stderr)
-                return dict(run=str(run.path), stopped=True)
-    return {**summary(run.path), "report": str(write_report(run.path))}
+    return recipe, prompts
 
 
 def _go_on(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> None:

@@ -4,12 +4,14 @@ import errno
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from launch.run.live_view import LiveView, render, sample_line
-from pipeline.data.event_log import EventLog
+from pipeline.data.event_log import EventKind, EventLog
 
 WriteRun = Callable[..., Path]
 SECONDS = {"wait": 3.0, "update": 1.0}
@@ -35,10 +37,10 @@ def log_step(event_log: EventLog, step: int, time: float) -> None:
     )
 
 
-def test_plain_lines_every_n_steps_and_on_events(tmp_path: Path) -> None:
+def test_plain_lines_every_ten_seconds_and_on_events(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path, "learner-000001")
     console, out = plain_console()
-    with LiveView(tmp_path, 20, console=console, every_steps=4) as view:
+    with LiveView(tmp_path, 20, console=console) as view:
         for step in range(9):
             log_step(event_log, step, 100.0 + 2.0 * step)
             view.refresh()
@@ -55,15 +57,66 @@ def test_plain_lines_every_n_steps_and_on_events(tmp_path: Path) -> None:
     lines = out.getvalue().splitlines()
     assert [line.split(",")[0] for line in lines] == [
         "step 1/20",
-        "step 4/20",
-        "step 8/20",
+        "step 6/20",
         "version 9: pass@1 41.2 % (35.0 % to 47.0 %)",
         "restarted collector: exit code -9",
     ]
-    assert lines[3].endswith("pass@8 80.0 %")
-    assert lines[2] == (
-        "step 8/20, reward 0.25, pass@1 –, ESS 0.9876, lag 0.5, entropy 0.75, 500 tokens/s, mostly wait (75.0 %)"
+    assert lines[2].endswith("pass@8 80.0 %")
+    assert lines[1] == (
+        "step 6/20, reward 0.25, pass@1 –, ESS 0.9876, lag 0.5, entropy 0.75, 500 tokens/s, mostly wait (75.0 %)"
     )
+
+
+def test_a_slow_step_has_a_line_of_its_own(tmp_path: Path) -> None:
+    event_log = EventLog(tmp_path, "learner-000001")
+    console, out = plain_console()
+    with LiveView(tmp_path, 20, console=console) as view:
+        for step, ended in enumerate([100.0, 102.1, 104.2, 105.0, 106.0, 114.2]):
+            log_step(event_log, step, ended)
+            view.refresh()
+    assert [line.split(",")[0] for line in out.getvalue().splitlines()] == [f"step {n}/20" for n in (1, 2, 3, 6)]
+
+
+def test_what_goes_on_is_said_where_nothing_else_was_for_ten_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal the same stands at the top, from the first moment on."""
+    clock = [1000.0]
+    monkeypatch.setattr("launch.run.live_view.time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0]))
+    supervisor, collector = EventLog(tmp_path, "supervisor-000001"), EventLog(tmp_path, "collector-000001")
+    learner = EventLog(tmp_path, "learner-000001")
+    console, out = plain_console()
+    supervisor.event("started", process="learner", time=1.0)  # of an earlier session
+    with LiveView(tmp_path, 2, console=console) as view:
+
+        def after(seconds: float, log: EventLog | None = None, kind: EventKind = "started", **fields: Any) -> str:
+            """The last line, after something happened and some seconds have passed."""
+            if log is not None:
+                log.event(kind, time=clock[0], **fields)
+            clock[0] += seconds
+            view.refresh()
+            return (out.getvalue().splitlines() or [""])[-1]
+
+        assert after(9.9) == ""
+        for process in ("engine-0", "router", "learner", "collector"):
+            after(0.0, supervisor, process=process)
+        assert after(10.0) == "starting collector, engine-0, learner (10 s)"
+        after(0.0, learner, "environment", role="learner")
+        after(0.0, collector, "environment", role="collector")
+        assert after(10.0) == "starting engine-0 (20 s)"
+        after(0.0, collector, "joined", engine=0)
+        assert after(10.0) == "step 1 of 2"
+        assert after(10.0, collector, "issued", batch=0) == "step 1 of 2: engines answer batch 0"
+        assert after(10.0, collector, "committed", batch=0) == "step 1 of 2: the learner trains on batch 0"
+        log_step(learner, 0, clock[0])
+        assert after(1.0).startswith("step 1/2, ")
+        assert after(10.0) == "step 2 of 2 (11 s)"
+        after(0.0, supervisor, process="learner")
+        assert after(10.0) == "starting learner (10 s)"
+        after(0.0, learner, "environment", role="learner")
+        log_step(learner, 1, clock[0])
+        after(0.0)
+        assert after(10.0).startswith("all steps are trained")
 
 
 def test_lines_of_a_former_session_are_not_repeated(tmp_path: Path) -> None:
@@ -72,7 +125,7 @@ def test_lines_of_a_former_session_are_not_repeated(tmp_path: Path) -> None:
         log_step(event_log, step, float(step))
     event_log.event("evaluated", version=4, pass_at_1=0.3)
     console, out = plain_console()
-    with LiveView(tmp_path, 20, console=console, every_steps=1) as view:
+    with LiveView(tmp_path, 20, console=console) as view:
         assert out.getvalue() == ""
         assert view.progress.num_steps == 4
         log_step(event_log, 4, 4.0)
@@ -93,7 +146,7 @@ def test_terminal_block_shows_numbers_phases_and_verdict(tmp_path: Path) -> None
             console.print(render(view.progress))
     text = capture.get()
     for expected in (
-        "step 6 of 20",
+        "step 7 of 20",
         "56 s left",
         "pass@1 60.0 % (v5)",
         "ESS 0.9876",
@@ -111,7 +164,7 @@ def test_a_run_without_files_renders(tmp_path: Path) -> None:
     with LiveView(tmp_path, 3, console=console) as view:
         view.refresh()
         console.print(render(view.progress))
-    assert "starting" in out.getvalue()
+    assert "step 1 of 3" in out.getvalue()
 
 
 @pytest.mark.parametrize(("steps", "stage", "held"), [(1, 1, 1), (500, 1, 21), (500, 32, 33)])
@@ -128,7 +181,7 @@ def test_memory_is_bounded(tmp_path: Path, steps: int, stage: int, held: int) ->
 def test_alarms_are_said_when_they_begin_and_end(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path, "learner-000001")
     console, out = plain_console()
-    with LiveView(tmp_path, 20, console=console, every_steps=100) as view:
+    with LiveView(tmp_path, 20, console=console) as view:
         for step, ess in enumerate([0.9, 0.2, 0.25, 0.9]):
             event_log.metrics(step, ess=ess, reward_mean=0.5)
             view.refresh()
@@ -164,17 +217,17 @@ SAMPLE = dict(group=7, prompt="2+2=", reward_parts={"right": 0.0, "brief": 0.5},
 def test_a_sample_is_shown_now_and_then_and_commands_no_terminal(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path, "collector-000001")
     console, out = plain_console()
-    with LiveView(tmp_path, 20, console=console, every_steps=2) as view:
-        for step in range(4):
+    with LiveView(tmp_path, 12, console=console) as view:
+        for step in range(12):
             event_log.event("sampled", batch=step, response="[red]\x1b[2J\n4", reward=0.25, **SAMPLE)
-            log_step(event_log, step, 100.0 + step)
+            log_step(event_log, step, 100.0 + 5 * step)
             view.refresh()
         shown = io.StringIO()
         Console(file=shown, width=200).print(render(view.progress))
     said = [line for line in out.getvalue().splitlines() if line.startswith("a sample")]
     wanted = "a sample of batch {}, reward 0.25 (right 0, brief 0.5): 2+2= ▸ [red]\\x1b[2J 4 [length]"
-    assert said == [wanted.format(batch) for batch in (0, 1, 3)]
-    assert wanted.format(3) in shown.getvalue()
+    assert said == [wanted.format(batch) for batch in (0, 10, 11)]
+    assert wanted.format(11) in shown.getvalue()
     assert "\x1b" not in shown.getvalue() + out.getvalue()
 
 
@@ -186,7 +239,7 @@ def test_a_sample_without_a_reward_says_so(tmp_path: Path) -> None:
 def test_a_teacher_that_fails_has_words_of_its_own(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path, "learner-000001")
     console, out = plain_console()
-    with LiveView(tmp_path, 20, console=console, every_steps=1) as view:
+    with LiveView(tmp_path, 20, console=console) as view:
         event_log.metrics(0, teacher_failures=8.0, verifier_failures=0.0, time=1.0)
         event_log.event("teacher_failed", reason="no answer", detail="refused")
         view.refresh()

@@ -1,0 +1,51 @@
+"""Lines where there is no terminal: nobody waits in silence, and nobody is flooded."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from launch import progress
+from launch.progress import counted, going_on, is_due
+
+
+@pytest.mark.parametrize(
+    ("steps", "passed_s", "due"),
+    [
+        (0, 9.9, False),
+        (0, 10.0, True),
+        (1, 2.0, False),
+        (1, 2.1, True),
+        (3, 6.0, False),
+        (3, 6.1, True),
+        (90, 10.0, True),
+    ],
+)
+def test_a_line_is_due_every_ten_seconds_and_with_each_slow_step(steps: int, passed_s: float, due: bool) -> None:
+    assert is_due(steps, passed_s) == due
+
+
+def test_a_block_that_says_nothing_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "EVERY_S", 0.2)
+    with going_on("copying"):
+        time.sleep(0.5)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == ["copying (0 s)"] * 2
+    with going_on("copying"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_counts_and_remarks_are_in_the_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SLOW_S", 0.0)
+    with counted("sft", 20) as show:
+        show(0, "the learner starts")
+        show(1, "loss 0.5")
+        show(1, "loss 0.5")
+    assert capsys.readouterr().err.splitlines() == ["sft 1/20 loss 0.5 (0 s)"]
