@@ -15,6 +15,19 @@ EVERY_S = 10.0
 """No silence is longer, where there is no terminal."""
 SLOW_S = 2.0
 """Steps that take longer have a line each."""
+_said_at = time.monotonic()
+"""When this process said its last line of progress: blocks of some seconds each make one long silence."""
+
+
+def note_said() -> None:
+    """Count the silence from now on."""
+    global _said_at
+    _said_at = time.monotonic()
+
+
+def is_quiet() -> bool:
+    """Whether nothing was said for EVERY_S."""
+    return time.monotonic() - _said_at >= EVERY_S
 
 
 def is_due(steps: int, passed_s: float) -> bool:
@@ -65,11 +78,12 @@ def _lines(what: str, total: int) -> Iterator[Callable[..., None]]:
         nonlocal said_done, said_at
         with lock:
             now = time.monotonic()
-            if is_due(done - said_done, now - said_at):
+            if is_quiet() or is_due(done - said_done, now - said_at):
                 said_done, said_at = done, now
+                note_said()
                 parts = [what, f"{done}/{total}" if total else "", remark, f"({now - began:.0f} s)"]
                 print(" ".join(filter(None, parts)), file=sys.stderr, flush=True)
-            return said_at + EVERY_S - now
+            return max(0.0, _said_at + EVERY_S - time.monotonic())
 
     def show(now_done: int, now_remark: str = "") -> None:
         nonlocal done, remark

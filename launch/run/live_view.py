@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.progress import EVERY_S, is_due
+from launch.progress import is_due, is_quiet, note_said
 from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
 from launch.show.log_tail import LogTail
 from pipeline.analysis.alarm_history import formats_differ
@@ -194,9 +194,8 @@ class LiveView:
     """Context manager; the supervisor calls `refresh` about twice a second.
 
     On a terminal it redraws one block. Elsewhere it prints a step every EVERY_S, or each one while they take over
-    SLOW_S, a sample every SAMPLE_STEPS, a line for each event of a kind of SAID, when an alarm begins or ends, and after
-    EVERY_S without any of these what is going on. Lines that were written before it started are read without being
-    printed.
+    SLOW_S; a sample every SAMPLE_STEPS; a line for each event of a kind of SAID, and when an alarm begins or ends; and
+    after EVERY_S without any of these what is going on. Lines that were written before it started are read only.
     """
 
     def __init__(
@@ -218,7 +217,6 @@ class LiveView:
         """The newest step that was said, and when it ended."""
         self._sampled = -SAMPLE_STEPS
         """The step beside which the newest sample was said."""
-        self._quiet_since = time.monotonic()
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
 
     @classmethod
@@ -262,7 +260,7 @@ class LiveView:
                 self._say_alarms(before)
             if says:
                 self._say_step()
-        if says and time.monotonic() - self._quiet_since >= EVERY_S:
+        if says and is_quiet():
             self._say(self.progress.doing)
 
     def _say_step(self) -> None:
@@ -287,7 +285,7 @@ class LiveView:
                 self._say(f"no longer at step {step}: {alarm.text}")
 
     def _say(self, text: str) -> None:
-        self._quiet_since = time.monotonic()
+        note_said()
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
