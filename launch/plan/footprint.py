@@ -213,7 +213,7 @@ def held_parameters(config: ModelConfig, layout: Layout, stage: int) -> HeldPara
     first, last = stage == 0, stage == layout.pipeline - 1
     layers = config.num_layers // layout.pipeline
     parts = [(layers, layer_sizes(config))]
-    embedding = config.vocab_size * config.hidden_size
+    embedding = config.vocabulary_rows(layout.tensor) * config.hidden_size
     outer: dict[str, int] = {"final_norm": config.hidden_size} if last else {}
     if first:
         outer["embedding"] = embedding
@@ -350,7 +350,8 @@ def _tokens(layout: Layout, work: Workload) -> int:
 def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int) -> int:
     """Final norm, gathered hidden states, logits (their gradient is written over them), and the larger of: scratch of
     their logarithms, the gradient of the matrix."""
-    tokens, matrix = _tokens(layout, work), config.vocab_size * config.hidden_size // layout.tensor
+    tokens, width = _tokens(layout, work), config.vocabulary_rows(layout.tensor) // layout.tensor
+    matrix = width * config.hidden_size
     hidden = (2 if work.kernels == "fused" else 3) * size * config.hidden_size / _residual_split(layout)
     gathered = size * config.hidden_size if layout.sequence else 0
     converted = 0
@@ -358,7 +359,7 @@ def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int) 
         gathered += 4 * config.hidden_size
         converted = 4 * matrix
     precise = 4 if work.fp32_lm_head else size
-    logits = precise * config.vocab_size / layout.tensor
+    logits = precise * width
     gradient = matrix * precise + tokens * precise * config.hidden_size
     return int(tokens * (hidden + gathered + logits)) + converted + max(CHUNK_BYTES, gradient)
 

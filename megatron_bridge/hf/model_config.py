@@ -93,6 +93,13 @@ class ModelConfig:
         """Rows of q, k and v in each layer."""
         return qkv_rows(self.num_heads, self.num_kv_heads, self.head_dim)
 
+    def vocabulary_rows(self, tensor_parallel: int) -> int:
+        """Rows of embedding and head in a learner. Where the tensor parallel ranks cannot share the vocabulary evenly
+        they are padded as Megatron pads them: to a multiple of 128 for each rank. No token has one of the rows that are
+        added, no probability goes to them, and nothing that is exported holds them."""
+        multiple = 128 * tensor_parallel if self.vocab_size % tensor_parallel else 1
+        return -(-self.vocab_size // multiple) * multiple
+
     @property
     def num_parameters(self) -> int:
         """Numbers in all weights; a tied embedding counts once."""

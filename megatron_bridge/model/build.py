@@ -70,11 +70,18 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     """
 
     temperature: float = 1.0
+    num_tokens: int
+    """Of the vocabulary, without the rows that pad it."""
     kept: KeptRows | None = None
     """The kept sets of the micro-batch that is run next, one for each label; None: the whole vocabulary."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> TokenScores:
-        """`labels` int64 [batch, sequence]; `logits` [sequence, batch, vocab/tp], overwritten by the backward pass."""
+        """`labels` int64 [batch, sequence]; `logits` [sequence, batch, vocab/tp], overwritten by the backward pass, and
+        here where rows pad the vocabulary: those are no tokens."""
+        width, rank = logits.shape[-1], parallel_state.get_tensor_model_parallel_rank()
+        if (here := max(0, self.num_tokens - rank * width)) < width:
+            with torch.no_grad():  # the gradient of such a logit is 0
+                logits[..., here:] = -torch.inf
         logprobs, entropy = vocab_parallel_logprobs(
             logits,
             labels.transpose(0, 1).contiguous(),
@@ -128,7 +135,7 @@ def build_chunks(
     _name_missing_product()
     chunks = [_chunk(model_config, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
     for chunk in chunks:
-        chunk.temperature = temperature
+        chunk.temperature, chunk.num_tokens = temperature, model_config.vocab_size
         _mark_experts(chunk)
         if fp32_lm_head and chunk.post_process:
             chunk.output_layer.__class__ = FP32OutputLayer
@@ -152,7 +159,7 @@ def _chunk(model_config: ModelConfig, config: TransformerConfig, virtual_stage: 
     return PolicyModel(
         config=config,
         transformer_layer_spec=_block_spec(config, model_config, virtual_stage),
-        vocab_size=model_config.vocab_size,
+        vocab_size=model_config.vocabulary_rows(config.tensor_model_parallel_size),
         max_sequence_length=model_config.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),

@@ -45,7 +45,6 @@ def _check_tensor(config: ModelConfig, layout: Layout) -> None:
     divided = {
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "vocab_size": config.vocab_size,
     }
     if config.experts is None:
         divided["intermediate_size"] = config.ffn_size

@@ -46,6 +46,7 @@ def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Iterable[tup
             height = tensor_slice.size[0]
             wanted.setdefault(tensor_slice.name, []).append((parameter.detach().narrow(0, row, height), tensor_slice))
             row += height
+        parameter.detach()[row:] = 0.0  # what pads a vocabulary
     for name, tensor in tensors:
         for part, tensor_slice in wanted.pop(name, ()):
             part.copy_(tensor[tensor_slice.index])
@@ -108,8 +109,10 @@ def _load(chunks: Sequence[Any], config: ModelConfig, read: Callable[[TensorSlic
             row = 0
             for tensor_slice in names.slices(name, coords):
                 height = tensor_slice.size[0]
-                parameter.narrow(0, row, height).copy_(read(tensor_slice))
+                if height:  # of the vocabulary a rank may have nothing but padding
+                    parameter.narrow(0, row, height).copy_(read(tensor_slice))
                 row += height
+            parameter[row:] = 0.0  # what pads a vocabulary
 
 
 def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords) -> Iterator[tuple[str, Tensor]]:

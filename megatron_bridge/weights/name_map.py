@@ -7,7 +7,7 @@ A parameter is the stack, along rows, of its slices. Rank r of n tensor parallel
     linear_qkv              q, k and v rows of each of its key/value groups, group after group
     linear_fc1              its rows of gate, then its rows of up
     linear_fc2, linear_proj its columns
-    embedding, output layer its rows
+    embedding, output layer its rows, and below them those that pad the vocabulary (ModelConfig.vocabulary_rows)
 and all else whole. Experts are cut by the expert tensor parallel ranks instead.
 """
 
@@ -144,14 +144,20 @@ class NameMap:
             rank, size = coords.expert_tensor_rank, coords.expert_tensor_size
         if ".linear_qkv." in stage_name and "layer_norm" not in stage_name:
             return tuple(self._qkv(names, rank, size))
-        if stage_name.startswith(("embedding.", "output_layer.")) or ".linear_fc1.weight" in stage_name:
+        if stage_name.startswith(("embedding.", "output_layer.")):
+            rows = self.size(stage_name, coords)[0]
+            start, stop = (min(at, self.config.vocab_size) for at in (rank * rows, (rank + 1) * rows))
+            return tuple(TensorSlice(name, (start, stop), self._columns(name)) for name in names)
+        if ".linear_fc1.weight" in stage_name:
             return tuple(self._slice(name, rank, size, axis=0) for name in names)
         if ".linear_fc2.weight" in stage_name or stage_name.endswith(".linear_proj.weight"):
             return tuple(self._slice(name, rank, size, axis=1) for name in names)
         return tuple(self._slice(name, 0, 1, axis=0) for name in names)
 
     def size(self, stage_name: str, coords: ShardCoords) -> tuple[int, ...]:
-        """Shape of the parameter at `coords`."""
+        """Shape of the parameter at `coords`. Those of the vocabulary may have more rows than their slice."""
+        if stage_name.startswith(("embedding.", "output_layer.")):
+            return self.config.vocabulary_rows(coords.tensor_size) // coords.tensor_size, self.config.hidden_size
         slices = self.slices(stage_name, coords)
         return (sum(tensor_slice.size[0] for tensor_slice in slices), *slices[0].size[1:])
 

@@ -7,13 +7,19 @@ too few ranks), checkpoints read by other layouts.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from launch.verify.layouts import QUANTITIES, Case, compare, read, run_cases, write_model
+from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
+from megatron_bridge.checkpoint.dcp_to_hf import stream_hf_tensors
+from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.config.layout_names import layout_name, parse_layout
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import RecipeError
@@ -32,6 +38,10 @@ CASES = [
     Case("dense", "TP2", "loaded"),
     Case("dense", "PP2", "loaded"),
     Case("dense", "DP2", "loaded"),
+    Case("padded", "one"),
+    Case("padded", "TP2×SP"),
+    Case("padded", "TP2×PP2", "saved"),
+    Case("padded", "one", "loaded"),
     Case("experts", "one"),
     Case("experts", "TP2×SP"),
     Case("experts", "EP2"),
@@ -45,10 +55,28 @@ CASES = [
 REPLAY_TOLERANCE = 1e-6
 
 
+ODD = 151
+"""Tokens of a vocabulary that two ranks cannot share evenly, more than a padded rank has rows."""
+
+
+def give_odd_vocabulary(model: Path) -> None:
+    """Other embeddings and another head, of ODD rows."""
+    tensors = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            tensors[name] = 0.3 * torch.randn(ODD, tensors[name].shape[1], generator=generator)
+    save_file(tensors, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8")) | dict(vocab_size=ODD)
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     write_model(root / "dense", experts=False)
+    write_model(root / "padded", experts=False)
+    give_odd_vocabulary(root / "padded")
     write_model(root / "experts", experts=True)
     write_model(root / "replay", experts=True)
     with forked_programs():
@@ -108,3 +136,12 @@ def test_a_name_is_read_as_it_was_written(name: str) -> None:
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(RecipeError, match="is not one of TPn"):
         parse_layout(name)
+
+
+def test_what_pads_a_vocabulary_is_cut_from_a_checkpoint(folder: Path) -> None:
+    index = CheckpointIndex(folder / "padded.checkpoint")
+    stored = index.tensors["embedding.word_embeddings.weight"].shape
+    config = ModelConfig.from_hf(json.loads((folder / "padded/config.json").read_text(encoding="utf-8")))
+    assert (config.vocab_size, stored[0]) == (ODD, 256)
+    found = {name: tuple(tensor.shape) for name, tensor in stream_hf_tensors(index, config)}
+    assert found == config.tensors()

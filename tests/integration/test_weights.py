@@ -28,6 +28,8 @@ SIZES: dict[str, Any] = dict(
 )
 MODELS: dict[str, dict[str, Any]] = {
     "tied": SIZES | dict(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True),
+    "odd": SIZES | dict(architectures=["Qwen3ForCausalLM"], vocab_size=149),
+    "few": SIZES | dict(architectures=["Qwen3ForCausalLM"], vocab_size=21, tie_word_embeddings=True),
     "biased": SIZES | dict(architectures=["Qwen2ForCausalLM"]),
     "experts": SIZES
     | dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
@@ -36,6 +38,8 @@ TP2_PP2 = dict(tensor=2, pipeline=2)
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied tp2 pp2": ("tied", TP2_PP2),
     "tied pp2 vpp2": ("tied", dict(pipeline=2, virtual=2, data=2)),
+    "odd tp2 pp2": ("odd", TP2_PP2),
+    "few tp2 dp2": ("few", dict(tensor=2, data=2)),
     "biased tp2 pp2 vpp2": ("biased", dict(**TP2_PP2, virtual=2)),
     "experts dp4": ("experts", dict(data=4)),
     "experts tp2 pp2": ("experts", dict(**TP2_PP2, sequence=True)),

@@ -60,6 +60,8 @@ def check_bijection(config: ModelConfig, ranks: Iterable[RankParameters]) -> int
         for name, size in rank.sizes.items():
             _require_size(name, size, names.size(name, rank.coords), rank)
             for tensor_slice in names.slices(name, rank.coords):
+                if not tensor_slice.size[0]:  # a rank whose rows only pad a vocabulary
+                    continue
                 copy = (
                     tensor_slice.name + _COPY if config.tied_embeddings and name == OUTPUT_LAYER else tensor_slice.name
                 )
