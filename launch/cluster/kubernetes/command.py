@@ -53,7 +53,22 @@ def kubernetes(
     monitoring_namespace: Annotated[
         str, typer.Option(help="Prometheus' namespace: it may read metrics.")
     ] = "monitoring",
-    monitors: Annotated[bool, typer.Option(help="Write a ServiceMonitor (Prometheus' operator).")] = True,
+    monitors: Annotated[
+        bool, typer.Option("--monitors", help="Write a ServiceMonitor and alerts, for Prometheus' operator.")
+    ] = False,
+    monitor_label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of both, as release=kube-prometheus-stack; repeat."),
+    ] = None,
+    run_as: Annotated[str, typer.Option(metavar="UID[:GID]", help="User of all pods and of their files.")] = "1000",
+    download: Annotated[
+        str | None,
+        typer.Option(metavar="ORG/NAME[@REVISION]", help="Write a Job that brings this model to model.path."),
+    ] = None,
+    restart: Annotated[
+        Literal["job", "jobset"],
+        typer.Option(help="What starts again when a learner fails: its Job (an alpha gate of JobSet), or all."),
+    ] = "job",
     replace: Annotated[
         bool, typer.Option("--replace", help="The objects in --out are in no cluster: replace whatever differs.")
     ] = False,
@@ -62,20 +77,20 @@ def kubernetes(
 ) -> None:
     """Write the objects with which Kubernetes runs the recipe: a JobSet, and what it needs around it.
 
-    GPUs, memory, /dev/shm and grace periods come from the plan. Everything is checked before it is written. The Secret
-    is yours to make; no key is in any file. The same recipe and options give the same bytes. Where --out holds the
-    run's objects already, only what a cluster lets one change may differ from them.
+    GPUs, memory, /dev/shm and grace periods come from the plan. Recipe and options are checked before anything is
+    written. The Secret is yours to make; no key is in any file. The same recipe and options give the same bytes. Where
+    --out holds the run's objects already, only what a cluster lets one change may differ from them. What else your
+    cluster wants (environment, node selectors, tolerations) goes into an overlay beside --out.
 
     For example:  evenkeel launch kubernetes qwen3_32b --out k8s --queue train --learner-image … --rollout-image …
     """
     from launch.build.engine_arguments import check_extra_args
-    from launch.cluster.kubernetes.checks.everything import check
+    from launch.cluster.kubernetes.changes import check_changes
     from launch.cluster.kubernetes.job import run_on_kubernetes
     from launch.cluster.kubernetes.options import cluster_options
-    from launch.cluster.kubernetes.render import others, read, render, write
+    from launch.cluster.kubernetes.render import KUSTOMIZATION, MODEL, read, render, write
     from launch.plan.sizes import sizes_folder
     from pipeline.config.loader import find_recipe, load_recipe
-    from precision.text.short import listed
 
     options = cluster_options(
         namespace=namespace,
@@ -98,21 +113,28 @@ def kubernetes(
         topology_key=topology_key,
         monitoring_namespace=monitoring_namespace,
         monitors=monitors,
+        monitor_labels=tuple(monitor_label or ()),
+        run_as=run_as,
+        download=download,
+        restart=restart,
     )
     path = find_recipe(recipe)
     loaded = load_recipe(path, overrides or [])
     check_extra_args(loaded)
     run = run_on_kubernetes(path, loaded, options, sizes_folder(path, loaded.model.path, model_config))
     files = render(run)
-    objects = [one for group in files.values() for one in group]
-    if wrong := list(check(objects, run, [] if replace else read(out, files, run.name))):
+    objects = [one for name, group in files.items() if name != KUSTOMIZATION for one in group]
+    if wrong := list(check_changes([] if replace else read(out, files, run.name), objects)):
         raise RecipeError(f"{out} is not written: {'; '.join(wrong[:5])}")
     write(files, out)
-    if found := others(files, out):
-        print(f"{out} also holds {listed(found, between=', ')}, which is left as it is; kubectl takes it too")
-    print(f"{_JOBSET}; without it the run is refused: {_WITHOUT_GATE}")
+    if restart == "job":
+        print(f"{_JOBSET}; without it, render with --restart jobset, since the run is refused: {_WITHOUT_GATE}")
     key = f"kubectl -n {namespace} create secret generic {secret} --from-file={secret_key}=FILE"
     print(f"once, with a FILE that holds the API key:  {key}")
-    print(f"kubectl apply -f {out}")
+    if download:
+        storage = "" if pvc else f"-f {out}/10-storage.yaml "
+        wait = f"kubectl -n {namespace} wait --for=condition=complete --timeout=24h job/{run.name}-model"
+        print(f"once, and before the run:  kubectl apply {storage}-f {out / MODEL} && {wait}")
+    print(f"kubectl apply -k {out}")
     if engines == "leaderworkerset":
         print(f"at the end, since nothing else ends the engines:  {_DELETE_ENGINES.format(namespace, run.name)}")

@@ -11,17 +11,14 @@ from launch.cluster.kubernetes.job import (
     RECIPE_FOLDER,
     SECRET_FILE,
     SECRET_FOLDER,
-    USER,
     RunOnKubernetes,
 )
 from launch.cluster.kubernetes.pods import (
     Affinity,
-    Capabilities,
     ClaimVolume,
     ConfigMapVolume,
     Container,
     ContainerPort,
-    ContainerSecurity,
     EmptyDir,
     EnvVar,
     EnvVarSource,
@@ -31,6 +28,7 @@ from launch.cluster.kubernetes.pods import (
     PodSpec,
     PodTemplate,
     Resources,
+    SecretKeyRef,
     SecretVolume,
     SpreadConstraint,
     Toleration,
@@ -38,6 +36,8 @@ from launch.cluster.kubernetes.pods import (
     VolumeMount,
 )
 from launch.cluster.kubernetes.probes import NO_PROBES, Probes
+from launch.cluster.kubernetes.sets import Job, PlainJobSpec
+from launch.cluster.restarts import MAX_RESTARTS_VARIABLE
 from launch.plan.hosts import HostNeeds
 from pipeline.errors import SUPERSEDED_EXIT_CODE
 
@@ -100,7 +100,7 @@ def pod_template(run: RunOnKubernetes, pod: Pod) -> PodTemplate:
         spec=PodSpec(
             restart_policy=pod.restart,
             termination_grace_period_seconds=pod.needs.stop_s + KILL_MARGIN_S,
-            security_context=PodSecurity(run_as_user=USER, run_as_group=USER, fs_group=USER),
+            security_context=pod_security(run),
             affinity=pod.affinity,
             topology_spread_constraints=pod.spread,
             tolerations=(Toleration(key=run.options.gpu_resource),) if on_gpu else None,
@@ -111,24 +111,28 @@ def pod_template(run: RunOnKubernetes, pod: Pod) -> PodTemplate:
 
 
 def _container(run: RunOnKubernetes, pod: Pod) -> Container:
-    pinned = run.options.rdma is not None and run.options.gpu_resource in pod.resources.limits
     return Container(
         name=pod.role,
         image=pod.image,
         command=COMMAND,
         args=("evenkeel", "role", pod.role, run.directory, *pod.arguments.split(" ")),
-        env=_environment(pod),
+        env=_environment(run, pod),
         ports=tuple(ContainerPort(name=name, container_port=port) for name, port in pod.ports.items()),
         resources=pod.resources,
         startup_probe=pod.probes.startup,
         readiness_probe=pod.probes.readiness,
         liveness_probe=pod.probes.liveness,
-        security_context=ContainerSecurity(capabilities=Capabilities(add=("IPC_LOCK",) if pinned else None)),
         volume_mounts=tuple(mount for _, mount in _volumes(run, pod)),
     )
 
 
-def _environment(pod: Pod) -> tuple[EnvVar, ...]:
+def pod_security(run: RunOnKubernetes) -> PodSecurity:
+    """Of every pod."""
+    user, group = run.options.user_and_group
+    return PodSecurity(run_as_user=user, run_as_group=group, fs_group=group)
+
+
+def _environment(run: RunOnKubernetes, pod: Pod) -> tuple[EnvVar, ...]:
     """Names first: $(NAME) in later values and in arguments is replaced by the kubelet."""
     return (
         *(
@@ -138,7 +142,9 @@ def _environment(pod: Pod) -> tuple[EnvVar, ...]:
         EnvVar(name="EVENKEEL_HOST", value=pod.host),
         EnvVar(name="EVENKEEL_API_KEY_FILE", value=f"{SECRET_FOLDER}/{SECRET_FILE}"),
         EnvVar(name="EVENKEEL_GRACE_S", value=str(pod.needs.stop_s)),
+        EnvVar(name=MAX_RESTARTS_VARIABLE, value=str(run.recipe.run.max_restarts)),
         EnvVar(name="HOME", value="/tmp"),
+        EnvVar(name="USER", value="evenkeel"),  # no image need know the user's number
     )
 
 
@@ -162,3 +168,38 @@ def _volumes(run: RunOnKubernetes, pod: Pod) -> list[tuple[Volume, VolumeMount]]
         (volume, VolumeMount(name=volume.name, mount_path=path, read_only=True if volume.name in read_only else None))
         for volume, path in volumes
     ]
+
+
+def download_job(run: RunOnKubernetes) -> Job:
+    """Brings a model from huggingface.co to model.path. Started again, it goes on with what is there."""
+    name, _, revision = str(run.options.download).partition("@")
+    arguments = ("download", name, *(("--revision", revision) if revision else ()))
+    token = SecretKeyRef(name="huggingface", key="token", optional=True)
+    container = Container(
+        name="model",
+        image=run.options.rollout_image,
+        command=("hf",),
+        args=(*arguments, "--local-dir", str(run.recipe.model.path)),
+        env=(
+            EnvVar(name="HF_TOKEN", value_from=EnvVarSource(secret_key_ref=token)),
+            EnvVar(name="HF_HUB_OFFLINE", value="0"),
+            EnvVar(name="HOME", value="/tmp"),
+        ),
+        resources=Resources(requests=dict(cpu="2", memory="4096Mi"), limits=dict(memory="4096Mi")),
+        volume_mounts=(
+            VolumeMount(name="run", mount_path=run.options.mount),
+            VolumeMount(name="tmp", mount_path="/tmp"),
+        ),
+    )
+    claim = Volume(name="run", persistent_volume_claim=ClaimVolume(claim_name=run.claim))
+    template = PodTemplate(
+        metadata=Metadata(labels={"app.kubernetes.io/name": "evenkeel"}),
+        spec=PodSpec(
+            restart_policy="OnFailure",
+            termination_grace_period_seconds=KILL_MARGIN_S,
+            security_context=pod_security(run),
+            containers=(container,),
+            volumes=(claim, Volume(name="tmp", empty_dir=EmptyDir(size_limit="2048Mi"))),
+        ),
+    )
+    return Job(metadata=run.metadata("model"), spec=PlainJobSpec(backoff_limit=6, template=template))

@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+from launch.build.engine_arguments import gives_secret
 from launch.cluster.kubernetes.base import Metadata
 from launch.cluster.kubernetes.options import ClusterOptions
 from launch.plan.hosts import ClusterNeeds, cluster_needs, planner_that_fits
@@ -19,8 +20,11 @@ ENGINE_PORT, ROUTER_PORT, ROUTER_METRICS_PORT = 30000, 8000, 29000
 RENDEZVOUS_PORT, HEARTBEAT_PORT, METRICS_PORT = 29500, 29501, 9400
 RECIPE_FOLDER, RECIPE_FILE = "/etc/evenkeel/recipe", "recipe.yaml"
 SECRET_FOLDER, SECRET_FILE = "/etc/evenkeel/secret", "api-key"
-USER = 1000
-"""Of the images; files on the shared volume belong to this group."""
+_LONGEST_NAME = 63
+_RANDOM = "-abcde"
+"""What a pod's name ends with."""
+_SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|password|secret|credentials?)$")
+_LOOKS_LIKE_ONE = re.compile(r"\b(sk-[A-Za-z0-9_-]{12,}|hf_[A-Za-z0-9]{12,}|ghp_[A-Za-z0-9]{12,}|AKIA[0-9A-Z]{12,})")
 
 ROLE_LABEL, RUN_LABEL = "evenkeel/role", "evenkeel/run"
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -64,6 +68,15 @@ class RunOnKubernetes:
         digest = sha256(self.recipe.to_yaml().encode()).hexdigest()
         return f"{self.name}-recipe-{digest[:10]}"
 
+    @property
+    def longest_names(self) -> tuple[str, ...]:
+        """Of pods, of the recipe, and of what a LeaderWorkerSet makes, as Kubernetes builds them."""
+        engine = f"{self.name}-engine-{self.recipe.rollout.engines - 1}-{self.engine_nodes - 1}"
+        return (
+            *(f"{self.name}-learner-0-{self.learner_nodes - 1}{_RANDOM}", f"{engine}{_RANDOM}"),
+            *(f"{self.name}-collector-0-0{_RANDOM}", self.config_map, f"{self.name}-engine-0123456789"),
+        )
+
     def labels(self, role: str | None = None) -> dict[str, str]:
         """Of every object, or of the pods of a role."""
         own = {"app.kubernetes.io/name": "evenkeel", RUN_LABEL: self.name}
@@ -97,10 +110,20 @@ def run_on_kubernetes(
             "rollout.urls names engines that exist, and these files would start others; leave it out, or start "
             "learner and collector by `evenkeel role`"
         )
+    if options.download and recipe.model.path.is_absolute() and not recipe.model.path.is_relative_to(options.mount):
+        raise RecipeError(
+            f"--download brings the model to model.path, {recipe.model.path}, which is not below the shared volume "
+            f"({options.mount}); use --set model.path=models/…"
+        )
     planner = planner_that_fits(recipe_path, recipe, gpu_gib=options.gpu_gib, disk_gb_s=options.disk_gb_s, sizes=sizes)
     learner_gpus, learner_nodes = _split(recipe.learner.num_processes, options, "the learner's processes")
     engine_gpus, engine_nodes = _split(recipe.rollout.tensor_parallel, options, "rollout.tensor_parallel")
-    return RunOnKubernetes(
+    if gives := _secret_in(recipe.model_dump(mode="json")):
+        raise RecipeError(
+            f"{gives} of the recipe looks as if it held a secret, which everybody could read in a ConfigMap; take it "
+            "out, and give it by a Secret of the cluster"
+        )
+    run = RunOnKubernetes(
         recipe=_with_absolute_paths(recipe, PurePosixPath(options.mount)),
         options=options,
         planner=planner,
@@ -111,6 +134,13 @@ def run_on_kubernetes(
         engine_gpus=engine_gpus,
         needs=cluster_needs(planner, gpus_per_learner_host=learner_gpus, gpus_per_engine_host=engine_gpus),
     )
+    longest = max(run.longest_names, key=len)
+    if len(longest) > _LONGEST_NAME:
+        raise RecipeError(
+            f"run.name gives the name {longest}, which has {len(longest)} characters, and {_LONGEST_NAME} are allowed; "
+            "shorten run.name"
+        )
+    return run
 
 
 def _split(gpus: int, options: ClusterOptions, what: str) -> tuple[int, int]:
@@ -138,6 +168,18 @@ def _below(mount: PurePosixPath, value: Any, plain: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_below(mount, one, other) for one, other in zip(value, plain, strict=True)]
     return plain
+
+
+def _secret_in(value: Any, name: str = "") -> str | None:
+    """The key of a value that has a name that secrets have, looks like one, or is an argument that gives one. Prose may
+    speak of them."""
+    if isinstance(value, dict):
+        return next((found for key, one in value.items() if (found := _secret_in(one, str(key)))), None)
+    if isinstance(value, list):
+        return next((found for one in value if (found := _secret_in(one, name))), None)
+    if not isinstance(value, str) or not value:
+        return None
+    return name if _SECRET_NAME.search(name) or _LOOKS_LIKE_ONE.search(value) or gives_secret(value) else None
 
 
 def _name(run: str) -> str:

@@ -8,6 +8,11 @@ What happens when a pod ends:
     exit 143  somebody asked for it; likewise a pod that was evicted: started again, not counted
     else      counted. The learner starts again as a whole, from its checkpoint; others alone, after a while that grows
 
+A learner, or an engine of several pods, that fails is a Job that fails: it alone is made again, or with `--restart
+jobset` all of the run, which every JobSet can do. How often, the roles see to (launch.cluster.restarts): progress
+forgives earlier restarts, and whoever was started too often without any ends with 64. The limits that Kubernetes keeps
+are of the whole life of a run: they are only for pods that end before our program runs.
+
 A pod whose node is lost has not ended, as far as Kubernetes knows: nothing takes its place before the Node is deleted
 or has the taint node.kubernetes.io/out-of-service. A learner of several pods misses it sooner, and the others exit 1.
 """
@@ -32,6 +37,7 @@ from launch.cluster.kubernetes.pods import (
 )
 from launch.cluster.kubernetes.probes import collector_probes, router_probes
 from launch.cluster.kubernetes.sets import (
+    FailureAction,
     FailurePolicy,
     FailureRule,
     JobSet,
@@ -48,41 +54,44 @@ from launch.cluster.kubernetes.sets import (
 )
 from pipeline.errors import FATAL_EXIT_CODE, STOPPED_EXIT_CODE
 
+MOST_RESTARTS = 1000
+"""Of all Jobs together, and of each pod that is replaced in its Job, in the whole life of a run."""
 _NODE = {"EVENKEEL_NODE": "metadata.labels['batch.kubernetes.io/job-completion-index']"}
 
 
 def job_set(run: RunOnKubernetes) -> JobSet:
-    """All of a run's pods, but engines that a LeaderWorkerSet has."""
+    """All of a run's pods, but engines that a LeaderWorkerSet has. Overlays name roles by their place in the list: what
+    a run may do without comes last."""
     jobs = [
-        _job("learner", run, _learner(run), nodes=run.learner_nodes),
-        _job("collector", run, _collector(run)),
+        _job("learner", _learner(run), nodes=run.learner_nodes),
+        _job("collector", _collector(run)),
     ]
-    if run.has_router:
-        jobs.append(_job("router", run, _router(run)))
     if run.options.engines == "jobset":
         engines = run.recipe.rollout.engines
-        jobs.append(_job("engine", run, engine_job_pod(run), nodes=run.engine_nodes, replicas=engines))
+        jobs.append(_job("engine", engine_job_pod(run), nodes=run.engine_nodes, replicas=engines))
+    if run.has_router:
+        jobs.append(_job("router", _router(run)))
     return JobSet(
         metadata=run.metadata(queued=True),
         spec=JobSetSpec(
             network=Network(subdomain=run.name),
             success_policy=SuccessPolicy(target_replicated_jobs=("learner", "collector")),
-            failure_policy=_failure_policy(run, sum(job.replicas for job in jobs)),
+            failure_policy=_failure_policy(run),
             replicated_jobs=tuple(jobs),
         ),
     )
 
 
-def _failure_policy(run: RunOnKubernetes, jobs: int) -> FailurePolicy:
-    """Both ways in which a Job fails by podFailurePolicy have one reason; the message tells them apart.
-
-    The recipe allows so many restarts of a process without progress. Kubernetes cannot see progress, so every Job may
-    be restarted so often.
-    """
+def _failure_policy(run: RunOnKubernetes) -> FailurePolicy:
+    """Both ways in which a Job fails by podFailurePolicy have one reason; the message tells them apart."""
+    again: FailureAction = "RestartJob" if run.options.restart == "job" else "RestartJobSet"
+    uncounted: FailureAction = (
+        "RestartJobAndIgnoreMaxRestarts" if again == "RestartJob" else "RestartJobSetAndIgnoreMaxRestarts"
+    )
     by_rule = ("PodFailurePolicy",)
     fatal = f".*failed with exit code {FATAL_EXIT_CODE} matching.*"
     return FailurePolicy(
-        max_restarts=run.recipe.run.max_restarts * jobs,
+        max_restarts=MOST_RESTARTS,
         rules=(
             FailureRule(
                 name="fatal",
@@ -90,13 +99,13 @@ def _failure_policy(run: RunOnKubernetes, jobs: int) -> FailurePolicy:
                 on_job_failure_reasons=by_rule,
                 on_job_failure_message_patterns=(fatal,),
             ),
-            FailureRule(name="asked", action="RestartJobAndIgnoreMaxRestarts", on_job_failure_reasons=by_rule),
-            FailureRule(name="failed", action="RestartJob"),
+            FailureRule(name="asked", action=uncounted, on_job_failure_reasons=by_rule),
+            FailureRule(name="failed", action=again),
         ),
     )
 
 
-def _job(role: str, run: RunOnKubernetes, template: PodTemplate, *, nodes: int = 1, replicas: int = 1) -> ReplicatedJob:
+def _job(role: str, template: PodTemplate, *, nodes: int = 1, replicas: int = 1) -> ReplicatedJob:
     """Pods of several nodes end and start together; a single pod is replaced in its Job."""
     together = nodes > 1 or role == "learner"
     return ReplicatedJob(
@@ -106,7 +115,7 @@ def _job(role: str, run: RunOnKubernetes, template: PodTemplate, *, nodes: int =
             spec=JobSpec(
                 completions=nodes,
                 parallelism=nodes,
-                backoff_limit=0 if together else run.recipe.run.max_restarts,
+                backoff_limit=0 if together else MOST_RESTARTS,
                 pod_failure_policy=_pod_failure_policy(role, together),
                 template=template,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -103,3 +103,9 @@ class ServiceMonitor(KubernetesObject):
     api_version_: ClassVar[str] = "monitoring.coreos.com/v1"
     kind_: ClassVar[str] = "ServiceMonitor"
     spec: ServiceMonitorSpec
+
+
+class PrometheusRule(KubernetesObject):
+    api_version_: ClassVar[str] = "monitoring.coreos.com/v1"
+    kind_: ClassVar[str] = "PrometheusRule"
+    spec: dict[str, Any]

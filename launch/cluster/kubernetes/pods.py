@@ -13,8 +13,17 @@ class FieldRef(Part):
     field_path: str
 
 
+class SecretKeyRef(Part):
+    name: str
+    key: str
+    optional: bool
+
+
 class EnvVarSource(Part):
-    field_ref: FieldRef
+    """One of the two."""
+
+    field_ref: FieldRef | None = None
+    secret_key_ref: SecretKeyRef | None = None
 
 
 class EnvVar(Part):
@@ -59,7 +68,6 @@ class Resources(Part):
 
 class Capabilities(Part):
     drop: tuple[str, ...] = ("ALL",)
-    add: tuple[str, ...] | None = None
 
 
 class ContainerSecurity(Part):
@@ -172,7 +180,7 @@ class Toleration(Part):
 
 
 class PodSpec(Part):
-    restart_policy: Literal["Never", "Always"]
+    restart_policy: Literal["Never", "Always", "OnFailure"]
     termination_grace_period_seconds: int
     automount_service_account_token: bool = False
     enable_service_links: bool = False

@@ -1,4 +1,4 @@
-"""From a run to the files that `kubectl apply -f DIR` takes, in the order of their names."""
+"""From a run to the files that `kubectl apply -k DIR` takes, and that an overlay of the user's builds on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 import yaml
 
 from launch.cluster.kubernetes.base import KubernetesObject, to_yaml
+from launch.cluster.kubernetes.containers import download_job
 from launch.cluster.kubernetes.engines import leader_worker_set
 from launch.cluster.kubernetes.job import RUN_LABEL, RunOnKubernetes
 from launch.cluster.kubernetes.jobset import job_set
 from launch.cluster.kubernetes.policies import disruption_budgets, network_policies
-from launch.cluster.kubernetes.surroundings import config_map, service_monitor, services, volume_claim
+from launch.cluster.kubernetes.surroundings import alerts, config_map, service_monitor, services, volume_claim
 from pipeline.errors import RecipeError
 
 Files = dict[str, list[dict[str, Any]]]
-_TAKEN = (".yaml", ".yml", ".json")
-"""Endings of the files that `kubectl apply -f DIR` takes."""
+KUSTOMIZATION = "kustomization.yaml"
+"""Names all other files but the model's, which is there before the run."""
+MODEL = "model/job.yaml"
 
 
 def render(run: RunOnKubernetes) -> Files:
@@ -30,16 +32,22 @@ def render(run: RunOnKubernetes) -> Files:
         "40-disruption.yaml": [*disruption_budgets(run)],
         "50-engines.yaml": [leader_worker_set(run)] if run.options.engines == "leaderworkerset" else [],
         "60-run.yaml": [job_set(run)],
-        "70-monitoring.yaml": [service_monitor(run)] if run.options.monitors else [],
+        "70-monitoring.yaml": [service_monitor(run), alerts(run)] if run.options.monitors else [],
+        MODEL: [download_job(run)] if run.options.download else [],
     }
-    return {name: [one.to_dict() for one in objects] for name, objects in files.items()}
+    written = {name: [one.to_dict() for one in objects] for name, objects in files.items()}
+    return written | {KUSTOMIZATION: [_kustomization([name for name in written if written[name] and name != MODEL])]}
+
+
+def _kustomization(names: list[str]) -> dict[str, Any]:
+    return dict(apiVersion="kustomize.config.k8s.io/v1beta1", kind="Kustomization", resources=names)
 
 
 def read(folder: Path, files: Files, run: str) -> list[dict[str, Any]]:
     """Objects of an earlier rendering of the run. Raises RecipeError when a file that `write` would replace is
     damaged, or not of this run."""
     found = []
-    for path in (path for name in files if (path := folder / name).exists()):
+    for path in (path for name in files if name != KUSTOMIZATION and (path := folder / name).exists()):
         try:
             objects = [*yaml.safe_load_all(path.read_text(encoding="utf-8"))]
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -62,18 +70,13 @@ def _is_of(run: str, one: Any) -> bool:
 
 def write(files: Files, folder: Path) -> list[Path]:
     """Write them, and remove files of an earlier rendering that this one does without."""
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, objects in files.items():
         path = folder / name
         if objects:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(to_yaml(objects), encoding="utf-8")
             written.append(path)
         else:
             path.unlink(missing_ok=True)
     return written
-
-
-def others(files: Files, folder: Path) -> list[str]:
-    """Files of the folder that no rendering makes, and that `kubectl apply -f` takes all the same."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix in _TAKEN and path.name not in files)

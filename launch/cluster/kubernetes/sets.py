@@ -41,6 +41,17 @@ class JobSpec(Part):
     template: PodTemplate
 
 
+class PlainJobSpec(Part):
+    backoff_limit: int
+    template: PodTemplate
+
+
+class Job(KubernetesObject):
+    api_version_: ClassVar[str] = "batch/v1"
+    kind_: ClassVar[str] = "Job"
+    spec: PlainJobSpec
+
+
 class JobTemplate(Part):
     metadata: Metadata | None = None
     spec: JobSpec
@@ -58,7 +69,13 @@ class Network(Part):
     subdomain: str
 
 
-FailureAction = Literal["FailJobSet", "RestartJob", "RestartJobAndIgnoreMaxRestarts"]
+FailureAction = Literal[
+    "FailJobSet",
+    "RestartJob",
+    "RestartJobAndIgnoreMaxRestarts",
+    "RestartJobSet",
+    "RestartJobSetAndIgnoreMaxRestarts",
+]
 
 
 class FailureRule(Part):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from importlib import resources
 
+import yaml
+
+from launch.cluster.kubernetes.base import Metadata
 from launch.cluster.kubernetes.job import (
     METRICS_PORT,
     RECIPE_FILE,
@@ -18,6 +22,7 @@ from launch.cluster.kubernetes.objects import (
     ConfigMap,
     MonitorEndpoint,
     PersistentVolumeClaim,
+    PrometheusRule,
     Service,
     ServiceMonitor,
     ServiceMonitorSpec,
@@ -83,11 +88,24 @@ def _service(run: RunOnKubernetes, role: str, further: dict[str, str], *ports: S
     return Service(metadata=run.metadata(role), spec=ServiceSpec(selector=run.selector(role) | further, ports=ports))
 
 
+def _monitor_metadata(run: RunOnKubernetes) -> Metadata:
+    """With the labels by which Prometheus' operator finds what is meant for it."""
+    own = run.metadata()
+    wanted = dict(label.split("=", 1) for label in run.options.monitor_labels)
+    return own.model_copy(update=dict(labels={**(own.labels or {}), **wanted}))
+
+
+def alerts(run: RunOnKubernetes) -> PrometheusRule:
+    """The rules of all runs. Where several runs bring them, Prometheus' alerts are the same, and told once."""
+    text = resources.files("launch.cluster.kubernetes").joinpath("alerts.yaml").read_text(encoding="utf-8")
+    return PrometheusRule(metadata=_monitor_metadata(run), spec=yaml.safe_load(text))
+
+
 def service_monitor(run: RunOnKubernetes) -> ServiceMonitor:
     """Ours, and the engines' own through the router: their ports stay closed to everybody else."""
     engines = (MonitorEndpoint(port="http", path="/engine_metrics"),) if run.has_router else ()
     return ServiceMonitor(
-        metadata=run.metadata(),
+        metadata=_monitor_metadata(run),
         spec=ServiceMonitorSpec(
             selector=LabelSelector(match_labels={RUN_LABEL: run.name}),
             endpoints=(MonitorEndpoint(port="metrics", path="/metrics"), *engines),

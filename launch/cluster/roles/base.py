@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from launch.cluster.restarts import count_start, forget_start
 from launch.cluster.roles.addresses import own_address
 from launch.run.fatal_notes import leave_fatal_note
 from pipeline.config.loader import changed_keys, load_recipe
@@ -109,12 +110,15 @@ def run_role(run: RunDirectory, name: str, body: Callable[[Stop], int | None]) -
     try:
         with full_disk_said(run.path):
             grace_s()  # at SIGTERM it would be too late to refuse it
+            count_start(run, name)
             status = body(Stop().install()) or 0
     except EvenKeelError as error:
         status = status_of(error)
         print(f"{'error' if status in (1, FATAL_EXIT_CODE) else name}: {error}", file=sys.stderr, flush=True)
         if status == FATAL_EXIT_CODE:
             leave_fatal_note(run, name, error)
+        if status == STOPPED_EXIT_CODE:
+            forget_start(run, name)
     end_process(status)
 
 

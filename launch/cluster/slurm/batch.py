@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from launch.cluster.metrics import observers_of, shown_metrics
+from launch.cluster.restarts import in_a_row, note_in_a_row, progress
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import GRACE_VARIABLE
 from launch.cluster.slurm.allocation import ASK_PAUSE_S, Allocation, SlurmError
@@ -43,14 +44,12 @@ from pipeline.child_process import see_own_classes
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
-from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import (
     FATAL_EXIT_CODE,
     SUPERSEDED_EXIT_CODE,
     EvenKeelError,
     FatalError,
-    StoreError,
     SupersededError,
 )
 from pipeline.resume.resume import changes_to, nothing_left, reopen
@@ -250,18 +249,10 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
     return outcome
 
 
-def progress(recipe: Recipe) -> tuple[int, ...]:
-    """What a further job goes on from: the published version, the newest checkpoint, batches and evaluations. A stage
-    of several steps publishes once, and saves meanwhile."""
-    run = RunDirectory(recipe.directory)
-    published = run.published_version() if run.is_published() else -1
-    return published, max(run.saved_steps(), default=-1), run.num_settled(), len(run.evaluated_versions())
-
-
 def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
     """One attempt, and what follows from how it ended; returns the exit status of the batch script."""
     recipe = load_recipe(job.folder / RECIPE)  # once: at the end the file system may not answer
-    before = progress(recipe)
+    before = progress(RunDirectory(recipe.directory))
     try:
         with api_key(job, allocation.name) as key:
             outcome = attempt(job, allocation, signals, key)
@@ -292,7 +283,7 @@ def has_moved(recipe: Recipe, before: tuple[int, ...]) -> bool:
     """Whether the run has come further than `before`. So it is taken to be where the file system does not answer: the
     next job finds that out."""
     try:
-        return progress(recipe) != before
+        return progress(RunDirectory(recipe.directory)) != before
     except OSError as error:
         print(f"warning: {os_error_line(error)}; the run is taken to have come further", file=sys.stderr, flush=True)
         return True
@@ -325,25 +316,15 @@ def is_preempted(allocation: Allocation, within_s: float) -> bool:
 def count_requeue(job: Job, recipe: Recipe, before: tuple[int, ...], reason: str) -> None:
     """Raises FatalError once the job has requeued itself `run.max_restarts` times in a row without progress: nodes that
     fail whatever is started there would come back with every attempt."""
-    path, now, most = job.folder / REQUEUES, progress(recipe), recipe.run.max_restarts
-    in_a_row = 0 if now != before else 1 + _requeues_at(path, now)
-    if in_a_row > most:
+    path, now, most = job.folder / REQUEUES, progress(RunDirectory(recipe.directory)), recipe.run.max_restarts
+    count = 0 if now != before else 1 + in_a_row(path, now)
+    if count > most:
         path.unlink(missing_ok=True)  # who submits it again has seen to it
         raise FatalError(
             f"{reason}; the job has requeued itself {most} times in a row without progress (run.max_restarts): see why "
             "nodes fail (`sinfo -R`), then submit it again"
         )
-    with suppress(OSError):  # a full disk: this one is not counted
-        write_sealed_json(path, dict(in_a_row=in_a_row, reached=now))
-
-
-def _requeues_at(path: Path, reached: tuple[int, ...]) -> int:
-    """How often in a row the job has requeued itself without going beyond `reached`."""
-    try:
-        found = read_sealed_json(path, "requeues are counted anew")
-        return int(found["in_a_row"]) if found["reached"] == list(reached) else 0
-    except (OSError, StoreError, KeyError, TypeError, ValueError):
-        return 0
+    note_in_a_row(path, now, count)
 
 
 def requeue(allocation: Allocation, reason: str, within_s: float) -> int:

@@ -10,7 +10,7 @@ import yaml
 from launch.cluster.kubernetes.base import to_yaml
 from launch.cluster.kubernetes.job import RunOnKubernetes, run_on_kubernetes
 from launch.cluster.kubernetes.options import cluster_options
-from launch.cluster.kubernetes.render import Files, render
+from launch.cluster.kubernetes.render import KUSTOMIZATION, Files, render
 from pipeline.config.loader import find_recipe, load_recipe
 
 LEARNER_IMAGE = "registry.example/evenkeel/learner@sha256:" + "1" * 64
@@ -31,4 +31,6 @@ def rendered(*overrides: str, **options: Any) -> Files:
 
 def documents(files: Files) -> list[dict[str, Any]]:
     """All objects, as they are read from the files."""
-    return [one for objects in files.values() for one in yaml.safe_load_all(to_yaml(objects))]
+    return [
+        one for name, objects in files.items() if name != KUSTOMIZATION for one in yaml.safe_load_all(to_yaml(objects))
+    ]

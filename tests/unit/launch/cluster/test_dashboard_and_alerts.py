@@ -19,8 +19,8 @@ from tests.support.promql import DASHBOARD, alerts, expressions, selectors, show
 
 ROOT = Path(__file__).parents[4]
 GROUPED_BY = re.compile(r"\b(?:by|on)\s*\(([^)]*)\)")
-OF_A_TARGET = {"instance", "job"}
-"""Labels that Prometheus itself gives."""
+OF_A_TARGET = {"instance", "job", "namespace"}
+"""Labels that Prometheus itself, or its operator, gives."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,14 @@ def test_every_name_is_shown(ours: dict[str, set[str]], where: str) -> None:
     known |= OF_A_TARGET | ({"le"} if "_bucket" in text else set())
     grouped = {label.strip() for labels in GROUPED_BY.findall(text) for label in labels.split(",")}
     assert grouped <= known
+
+
+def test_runs_of_one_name_in_two_namespaces_are_two_runs() -> None:
+    """In every rule that puts series together: one run would hide what goes wrong in the other."""
+    together = {where: GROUPED_BY.findall(text) for where, text in expressions().items() if where.startswith("alert ")}
+    assert len(together) > 15
+    groups = [(where, labels) for where, found in together.items() for labels in found if labels]
+    assert [one for one in groups if "namespace" not in re.split(r",\s*", one[1])] == []
 
 
 @pytest.mark.parametrize("text", ["max by (run) (evenkeel_ess_ratio", "rate(evenkeel_steps_total)", "sum(1"])

@@ -46,8 +46,8 @@ def test_two_renderings_are_byte_identical(tmp_path: Path) -> None:
     [
         # the recipe's line, the ConfigMap's name, and where the pods of four roles mount it
         ("learner.optimizer.lr=2.0e-6", 6),
-        # also: replicas, the budget of pods that stay, and maxRestarts
-        ("rollout.engines=7", 9),
+        # also: replicas, and the budget of pods that stay
+        ("rollout.engines=7", 8),
     ],
 )
 def test_recipes_that_differ_in_one_number_differ_in_few_lines(tmp_path: Path, override: str, changed: int) -> None:
@@ -61,9 +61,28 @@ def test_the_example_is_what_the_command_writes(tmp_path: Path) -> None:
     """After a change:  evenkeel launch kubernetes, as ops/examples/README.md says."""
     options = ["--queue", "train", "--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
     evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        path.name: path.read_text() for path in EXAMPLE.iterdir()
-    }
+    written, example = (
+        {str(path.relative_to(folder)): path.read_text("utf-8") for path in folder.rglob("*.yaml")}
+        for folder in (tmp_path, EXAMPLE)
+    )
+    assert written == example
+
+
+def test_a_cluster_without_the_gate_gets_no_action_that_needs_it(tmp_path: Path) -> None:
+    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE, "--restart", "jobset"]
+    done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
+    run = yaml.safe_load((tmp_path / "60-run.yaml").read_text("utf-8"))
+    actions = {rule["action"] for rule in run["spec"]["failurePolicy"]["rules"]}
+    assert actions == {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
+    assert "featureGates" not in done.stdout
+
+
+def test_kustomize_takes_every_file_but_the_models(tmp_path: Path) -> None:
+    write(rendered(engines="leaderworkerset", monitors=True, download="a/b"), tmp_path)
+    kustomization = yaml.safe_load((tmp_path / "kustomization.yaml").read_text("utf-8"))
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.yaml")}
+    assert {*kustomization["resources"]} == files - {"kustomization.yaml", "model/job.yaml"}
+    assert (kustomization["apiVersion"], kustomization["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
 
 
 def test_files_of_an_earlier_rendering_do_not_stay(tmp_path: Path) -> None:
@@ -76,12 +95,11 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     """Also those that are named as a rendering's are, and hold anything."""
     command = ["launch", "kubernetes", "qwen3_32b", "--out", str(tmp_path)]
     command += ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
-    notes, secret = tmp_path / "90-notes.yaml", tmp_path / "05-secret.yaml"
+    notes = tmp_path / "90-notes.yaml"
     notes.write_bytes(b"\xff")
-    secret.write_text("a: 1\n")
-    done = evenkeel(*command)
-    assert f"{tmp_path} also holds 05-secret.yaml, 90-notes.yaml, which" in done.stdout
-    assert (notes.read_bytes(), secret.read_text()) == (b"\xff", "a: 1\n")
+    evenkeel(*command)
+    assert notes.read_bytes() == b"\xff"
+    assert "90-notes.yaml" not in (tmp_path / "kustomization.yaml").read_text(), "kubectl does not take it"
     evenkeel(*command)  # over the run's own files
     engines = tmp_path / "50-engines.yaml"
     for content in (b"a: 1\n", b"- 1\n", b"\xff"):
@@ -159,6 +177,7 @@ def test_the_gate_that_jobset_wants_for_the_rendered_actions_is_said(tmp_path: P
     run = yaml.safe_load((tmp_path / "60-run.yaml").read_text())
     gated = {rule["action"] for rule in run["spec"]["failurePolicy"]["rules"]} - {"FailJobSet"}
     assert gated == {"RestartJob", "RestartJobAndIgnoreMaxRestarts"}
+    assert done.stdout.endswith(f"kubectl apply -k {tmp_path}\n")
     (line,) = (line for line in done.stdout.splitlines() if "featureGates: {RestartJob: true}" in line)
     assert line.endswith(
         f"{' and '.join(sorted(gated))} failure policy actions are not allowed when RestartJob feature gate is disabled"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from launch.cluster.kubernetes.checks.pod_sets import Object, named
+Object = dict[str, Any]
 
 IMMUTABLE: dict[str, tuple[tuple[str, ...], ...]] = {
     "JobSet": (
@@ -14,6 +14,7 @@ IMMUTABLE: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "LeaderWorkerSet": (("spec", "leaderWorkerTemplate", "size"), ("spec", "networkConfig")),
     "ConfigMap": (("data",), ("immutable",)),
+    "Job": (("spec",),),
     "PersistentVolumeClaim": (("spec", "accessModes"), ("spec", "storageClassName")),
 }
 
@@ -25,7 +26,8 @@ def check_changes(before: Sequence[Object], after: Sequence[Object]) -> Iterator
         old = known.get((one["kind"], one["metadata"]["name"]))
         for path in IMMUTABLE.get(one["kind"], ()) if old else ():
             if place := _difference(_at(old, path), _at(one, path), ".".join(path)):
-                yield f"{named(one)}: {place} cannot be changed; delete the object first, then apply"
+                named = f"{one['kind']} {one['metadata']['name']}"
+                yield f"{named}: {place} cannot be changed; delete the object first, then apply"
 
 
 def _at(one: Any, path: tuple[str, ...]) -> Any:
