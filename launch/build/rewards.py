@@ -63,6 +63,7 @@ def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: 
         concurrency=section.concurrency,
         retries=section.retries,
         program_tolerance=section.program_tolerance,
+        math_tolerance=section.math_tolerance,
     )
 
 

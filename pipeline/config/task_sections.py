@@ -251,6 +251,12 @@ class RewardSection(Section):
         description="How often a verifier may fail. The run ends when more of the last 256 samples have no reward than "
         "that share would leave by chance (one in a million).",
     )
+    math_tolerance: float = Field(
+        5e-6,
+        ge=0.0,
+        lt=1.0,
+        description="math_verify: a decimal may differ by this share of the answer; integers and fractions are exact.",
+    )
     program_tolerance: float = Field(
         1e-6,
         ge=0.0,

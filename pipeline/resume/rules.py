@@ -36,6 +36,7 @@ RULES: dict[str, str | None] = {
     "reward.retries": SAFE,
     "reward.deadline_s": SAFE,
     "reward.overlong": _LEARNED,
+    "reward.math_tolerance": _LEARNED,
     "reward.program_tolerance": _LEARNED,
     "reward.solved_at": _MEASURED,
     "reward.sandbox": "reward code goes on in the sandbox that it began in",

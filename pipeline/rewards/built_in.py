@@ -23,13 +23,16 @@ from pipeline.rewards.verifiers import MATH_VERIFY
 class BuiltInJudge:
     """One reward function, called in this process."""
 
-    def __init__(self, reward: str, memory_bytes: int, *, path: Sequence[str], folder: Path, run_pid: int) -> None:
-        """`run_pid`: of the process that started this one, with which it ends."""
+    def __init__(
+        self, reward: str, memory_bytes: int, *, path: Sequence[str], folder: Path, run_pid: int, tolerance: float
+    ) -> None:
+        """`run_pid`: of the process that started this one, with which it ends. `tolerance`: of `math_verify`."""
         self._reward = reward
         self._memory_bytes = memory_bytes
         self._path = path
         self._folder = folder
         self._run_pid = run_pid
+        self._tolerance = tolerance
         self._used = False
 
     def start(self) -> Judgment | None:
@@ -43,7 +46,9 @@ class BuiltInJudge:
         try:
             resolve(self._reward)
             if self._reward == MATH_VERIFY:
-                importlib.import_module("math_verify")  # a second: not within the deadline of the first sample
+                importlib.import_module(
+                    "pipeline.rewards.mathematics"
+                )  # a second: not within the deadline of the first sample
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an import raised is the answer
             return failure("raised", f"{type(error).__name__}: {error}")
         os.dup2(0, 2)  # libraries warn there, and nobody reads it any more: a full pipe would hold them up
@@ -52,7 +57,8 @@ class BuiltInJudge:
     def judge(self, texts: bytes) -> Judgment:
         """The verdict on one sample. Raises RunIsGoneError when there is not enough memory and earlier samples may have
         used it up: a fresh worker is asked again."""
-        judgment = judge(self._reward, decode_texts(texts))
+        samples = [{**sample, "tolerance": self._tolerance} for sample in decode_texts(texts)]
+        judgment = judge(self._reward, samples)
         was_used, self._used = self._used, True
         if judgment.failed == "memory" and was_used:
             raise RunIsGoneError(judgment.detail)

@@ -36,7 +36,7 @@ from pipeline.rewards.calling.wants import Wants
 from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rewards.judgment import MAX_TEXTS_BYTES, Judgment, encode_texts, failure
 from pipeline.rewards.programs import TOLERANCE
-from pipeline.rewards.verifiers import TRUSTED
+from pipeline.rewards.verifiers import MATH_TOLERANCE, TRUSTED
 from pipeline.rewards.worker_process import Sandbox, WorkerProcess
 
 _log = logging.getLogger(__name__)
@@ -80,18 +80,20 @@ class Verifiers:
         concurrency: int = 1,
         retries: int = 0,
         program_tolerance: float = TOLERANCE,
+        math_tolerance: float = MATH_TOLERANCE,
     ) -> None:
         """Starts the workers. Of an async function each has up to `concurrency` samples under way at once. HTTP errors
-        that may pass are tried again up to `retries` times. `program_tolerance` is for `python_tests`. Without a
-        sandbox, reward code runs as this user, and nothing is kept from it; built-in rewards that run no code of others
-        always do. Raises RecipeError when the function cannot be imported there."""
+        that may pass are tried again up to `retries` times. `program_tolerance` is for `python_tests`, `math_tolerance`
+        for `math_verify`. Without a sandbox, reward code runs as this user, and nothing is kept from it; built-in
+        rewards that run no code of others always do. Raises RecipeError when the function cannot be imported there."""
         self.failures: Counter[str] = Counter()
         self._reward, self._watch, self._concurrency = reward, watch, concurrency
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         used = None if reward in TRUSTED else sandbox
         self._confined = used is not None
         self._workers = [
-            WorkerProcess(reward, deadline_s, memory_mib, used, retries, program_tolerance) for _ in range(workers)
+            WorkerProcess(reward, deadline_s, memory_mib, used, retries, program_tolerance, math_tolerance)
+            for _ in range(workers)
         ]
         started: list[Future[str | None]] = [Future() for _ in self._workers]
         # A worker is started by the thread that keeps it: the kernel ends it with the thread that started it.

@@ -5,48 +5,26 @@ Every worker imports this module, so it stays light.
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-MATH_VERIFY_TIMEOUT_S = 5
 PYTHON_TESTS = "pipeline.rewards.verifiers:python_tests"
 MATH_VERIFY = "pipeline.rewards.verifiers:math_verify"
 EXACT_MATCH = "pipeline.rewards.verifiers:exact_match"
 TRUSTED = frozenset((MATH_VERIFY, EXACT_MATCH))
 """Built-in rewards that run no code of others: they need no sandbox, and a worker calls them itself."""
-_CHOICE = re.compile(
-    r"\\boxed\s*\{\s*(?P<written>\\(?:text|math)[a-z]*\s*\{\s*\((?P<letter>[A-Z])\)(?:\\[ ,;:!]|[~\s])*\})(?!\s*\})"
-)
-"""A box that begins with a choice, after which more stands: `\\boxed{\\textbf{(C)}\\ 28}`."""
+MATH_TOLERANCE = 5e-6
+"""Share by which a decimal may differ from the number that it stands for: rounded to six digits, it is still right."""
 
 
-def math_verify(prompt: str, response: str, answer: str) -> float:  # noqa: ARG001
+def math_verify(prompt: str, response: str, answer: str, tolerance: float = MATH_TOLERANCE) -> float:  # noqa: ARG001
     """1 if the response's last answer equals `answer` as mathematics, else 0 (the `math-verify` package).
 
     `answer` is LaTeX, with or without `$` or `\\boxed`, or a plain number, expression, choice or word. A choice or
-    a word counts in `\\boxed`, or where it is the whole response. Of a box with choice and value, as in
-    `\\boxed{\\textbf{(C)}\\ 28}`, either counts, in the answer and in the response. The package's own limits use
+    a word counts in `\\boxed`, after `Answer:`, or where it is the whole response. Of a box with choice and value, as
+    in `\\boxed{\\textbf{(C)}\\ 28}`, either counts, in the answer and in the response. The package's own limits use
     SIGALRM, which works because a worker runs verifiers in its main thread; the worker's deadline stands behind them.
     """
-    from math_verify import verify
+    from pipeline.rewards.mathematics import equal
 
-    gold = _parsed(boxed(answer))
-    if not gold:
-        raise ValueError(f"answer {answer!r} is not mathematics that math-verify can parse")
-    if response.strip() == answer.strip():  # a word alone, such as Paris, is no mathematics that `parse` would find
-        return 1.0
-    return float(verify(gold, _parsed(response), timeout_seconds=MATH_VERIFY_TIMEOUT_S))
-
-
-def _parsed(text: str) -> list[Any]:
-    """What the last answer of a text may be, as `verify` takes it: one of these is enough."""
-    from math_verify import parse
-
-    choice = _CHOICE.match(text, max(0, text.rfind(r"\boxed")))
-    texts = [text]
-    if choice:  # `parse` takes the two for a product
-        texts = [boxed(choice["letter"]), text[: choice.start("written")] + text[choice.end("written") :]]
-    return [one for each in texts for one in parse(each, parsing_timeout=MATH_VERIFY_TIMEOUT_S)]
+    return float(equal(response, answer, tolerance))
 
 
 def boxed(answer: str) -> str:

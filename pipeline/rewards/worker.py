@@ -85,6 +85,7 @@ def _judge_of(settings: dict[str, Any], children: Children) -> _Judge:
             path=settings["path"],
             folder=Path(settings["folder"]),
             run_pid=settings["run_pid"],
+            tolerance=settings["math_tolerance"],
         )
     confinement = None
     if settings["rung"] is not None:

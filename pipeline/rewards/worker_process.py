@@ -32,7 +32,7 @@ from pipeline.rewards.sandbox.bubblewrap import Bubblewrap
 from pipeline.rewards.sandbox.confine import Rung
 from pipeline.rewards.sandbox.view import PACKAGE, View, view_of
 from pipeline.rewards.scratch import remove
-from pipeline.rewards.verifiers import PYTHON_TESTS, TRUSTED
+from pipeline.rewards.verifiers import MATH_TOLERANCE, PYTHON_TESTS, TRUSTED
 
 _GRACE_S = 10.0
 """How much later than its own deadlines a worker may answer."""
@@ -80,6 +80,7 @@ class WorkerProcess:
         sandbox: Sandbox | None,
         retries: int = 0,
         program_tolerance: float = TOLERANCE,
+        math_tolerance: float = MATH_TOLERANCE,
     ) -> None:
         self.alive = False
         self.wants = Wants()
@@ -104,6 +105,7 @@ class WorkerProcess:
             deadline_s=deadline_s,
             retries=retries,
             program_tolerance=program_tolerance,
+            math_tolerance=math_tolerance,
             memory_mib=memory_mib,
             built_in=self._built_in,
             run_pid=os.getpid(),

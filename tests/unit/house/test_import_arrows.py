@@ -32,6 +32,8 @@ ADAPTERS_MAY_USE = (
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""
 LOOPS = ("pipeline.rollout.collector", "pipeline.trainer.loop")
+WORKERS_ALONE = "pipeline.rewards.mathematics"
+"""Loaded by the processes that run math_verify, and by nothing else when it is imported."""
 HEAVY = {
     "torch",
     "transformers",
@@ -183,7 +185,7 @@ def modules_after(*modules: str) -> set[str]:
 
 def test_the_run_itself_needs_no_heavy_stack() -> None:
     """`pipeline` reads a run directory anywhere, and the command line answers at once: neither loads torch."""
-    light = [module for module in MODULES if is_in(module, ("pipeline",)) and module not in LOOPS]
+    light = [module for module in MODULES if is_in(module, ("pipeline",)) and module not in (*LOOPS, WORKERS_ALONE)]
     assert modules_after("launch.cli", *light) & HEAVY == set()
 
 

@@ -1,0 +1,462 @@
+"""Compares the last answer of a response with the reference as mathematics.
+
+`math-verify` reads and compares. What it misreads is rewritten before: how numbers are written, units, choices and
+words. What it compares by an absolute difference, numbers, is compared here by a relative one.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, grader, parse, verify
+from sympy import Basic, Float, Integer, MatrixBase, Rational, expand
+
+TIMEOUT_S = 5
+_NOISE = Rational(1, 10**12)
+"""What an integer may differ from a decimal that was computed: 41.99999999999999 is 42."""
+_MOST_ZEROS = 400
+"""Of a power of ten that is written out."""
+_NEAR = 200
+"""Characters before a number in which the bracket around it is looked for."""
+_SHORT = 80
+"""Characters of a response that may be a choice or a word and nothing else."""
+_LONGEST = 2000
+"""Characters of an answer that is looked at."""
+_LATEX = [
+    LatexExtractionConfig(
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
+        )
+    )
+]
+
+
+def equal(response: str, answer: str, tolerance: float) -> bool:
+    """Whether they are equal. Raises ValueError for an `answer` that is no mathematics, choice or word."""
+    gold = _read(_last_answer(answer) or (_found(answer) if _PROSE.search(answer) else "") or answer)
+    if not _parsed(gold.value):
+        raise ValueError(f"answer {answer!r} is not mathematics that math-verify can parse")
+    found = _last_answer(response) or _choice_or_word(response, gold) or _found(response)
+    if answer.strip() in (response.strip(), found.strip(), _last_box(response).strip()):
+        return True
+    if not found or len(found) > max(_LONGEST, 2 * len(answer)):
+        return False
+    return _same(gold, _read(found), tolerance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """What one answer says."""
+
+    choice: str
+    """Its letter in capitals, if it is a choice, alone or with its value: `(C) 28`."""
+    value: str
+    """LaTeX that math-verify reads, without percent sign and units."""
+    percent: bool
+    units: tuple[str, ...]
+
+    @property
+    def is_letter(self) -> bool:
+        return self.choice == self.value
+
+
+def _same(gold: _Answer, found: _Answer, tolerance: float) -> bool:
+    """A choice with its value is right by either, where the other one has not both. `50%` is both 50 and 0.5. Units
+    count where both have them and all are known."""
+    if gold.choice and found.choice and (gold.is_letter or found.is_letter or gold.choice != found.choice):
+        return gold.choice == found.choice
+    ours, theirs = ([_dimension(unit) for unit in one.units] for one in (gold, found))
+    if len(ours) == len(theirs) and None not in (*ours, *theirs) and ours != theirs:
+        return False
+    if gold.value == found.value or _verified(gold.value, found.value, tolerance):
+        return True
+    if gold.percent == found.percent:
+        return False
+    wanted, got = (rf"\frac{{{one.value}}}{{100}}" if one.percent else one.value for one in (gold, found))
+    return _verified(wanted, got, tolerance)
+
+
+# How numbers are compared.
+
+
+def _verified(gold: str, found: str, tolerance: float) -> bool:
+    """math-verify's verdict, with `_same_number` in place of its rounding to six places."""
+    theirs = grader.sympy_numeric_eq
+    grader.sympy_numeric_eq = _same_number
+    try:
+        return bool(
+            verify(
+                _parsed(gold),
+                _parsed(found),
+                float_rounding=Rational(str(tolerance)),  # handed on to _same_number, whatever it is
+                allow_set_relation_comp=True,
+                timeout_seconds=TIMEOUT_S,
+            )
+        )
+    finally:
+        grader.sympy_numeric_eq = theirs
+
+
+def _same_number(gold: Any, found: Any, tolerance: Rational, precision: int) -> bool:
+    """Exact where both are integers, fractions or roots; a decimal may differ by the share `tolerance` of `gold`. Of
+    expressions with variables decimals are taken for the fractions that they are."""
+    gold, found = grader.safe_sympy_doit(gold), grader.safe_sympy_doit(found)
+    if isinstance(gold, MatrixBase) and isinstance(found, MatrixBase):
+        return gold.shape == found.shape and all(
+            grader.sympy_expr_eq(*pair, tolerance, precision) for pair in zip(gold.flat(), found.flat(), strict=True)
+        )
+    if not isinstance(gold, Basic) or not isinstance(found, Basic):
+        return False
+    if gold.free_symbols or found.free_symbols:
+        return bool(expand(_exact(gold) - _exact(found)) == 0)
+    decimal = gold.has(Float) or found.has(Float)
+    if not decimal and isinstance(gold, Rational) and isinstance(found, Rational):
+        return bool(gold == found)
+    share = min(tolerance, _NOISE) if isinstance(gold, Integer) or isinstance(found, Integer) else tolerance
+    wanted, got = (_exact(one).evalf(50) for one in (gold, found))
+    if not wanted.is_finite or not got.is_finite:
+        return False
+    return bool(abs(wanted - got) <= (share if decimal else Rational(1, 10**40)) * abs(wanted))
+
+
+def _exact(expression: Any) -> Any:
+    """With each decimal as the fraction that was written."""
+    return expression.xreplace({one: Rational(str(one)) for one in expression.atoms(Float)})
+
+
+def _parsed(value: str) -> list[Any]:
+    return list(parse(rf"\boxed{{{value}}}", _LATEX, parsing_timeout=TIMEOUT_S)) if value else []
+
+
+# Where the answer stands.
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:(\{)|(?P<bare>[^\s{$]+))")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BETWEEN = re.compile(
+    r"(?:(?:[\s$}]*[,;]|[^\n]{0,40}?\b(?:and|or)\b)[\s}$*~]*"
+    r"(?:\\[(\[,;: ]|\\q?quad|[A-Za-z](?:_\{?\w+\}?)?\s*=|[\s$])*)?"
+)
+"""What stands between two boxes that are one answer together: nothing, or what ends with a comma, `and` or `or`."""
+_FINAL = re.compile(r"(?i:the final answer is)[^\n]{0,200}?\. I hope")
+_MARKS = re.compile(r"####\s*(\S[^\n]*)")
+_SAID = re.compile(r"(?i:answer|option|choice)\s*+(?i:is\b)?[\s:*]*+([^\n]{1,80})$", re.MULTILINE)
+
+
+_PROSE = re.compile(r"(?i:answer)|[A-Za-z]{2}[^$]*\$[^$]+\$")
+"""In a reference answer: the answer stands within a sentence."""
+
+
+def _last_answer(text: str) -> str:
+    """What the last box holds, or stands behind the last `####`, or in `The final answer is … I hope it is correct`."""
+    if (said := _FINAL.findall(text)) and "boxed" not in said[-1]:
+        return _found(said[-1])
+    return _last_box(text) or str(next(reversed(_MARKS.findall(text)), ""))
+
+
+def _last_box(text: str) -> str:
+    """What the last box holds, with those that are joined to it by a comma or a word: `\\boxed{1} and \\boxed{2}`."""
+    boxes = list(_boxes(text))
+    joined = boxes[-1:]
+    for box in reversed(boxes[:-1]):
+        between = _BETWEEN.fullmatch(text, box[1], joined[0][0])
+        if not between:
+            break
+        joined.insert(0, box)
+    return ",".join(dict.fromkeys(box[2] for box in joined))
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
+    """Beginning, end and contents of each box that is closed."""
+    for box in _BOX.finditer(text):
+        if box["bare"]:
+            yield box.start(), box.end(), box["bare"]
+            continue
+        depth = 1
+        for brace in _BRACE.finditer(text, box.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                yield box.start(), brace.end(), text[box.end() : brace.start()]
+                break
+
+
+def _choice_or_word(response: str, gold: _Answer) -> str:
+    """A response that is nothing but a choice or a word, or ends with `Answer: (C)`: math-verify sees neither."""
+    said: list[str] = _SAID.findall(response)
+    for text in (response, *said[-1:]):
+        if len(text) <= _SHORT and ((read := _read(text)).value == gold.value or (gold.choice and read.choice)):
+            return text
+    return ""
+
+
+def _found(response: str) -> str:
+    """The answer that math-verify finds in a text without a box."""
+    text = _numerals(response)
+    found = parse(text, parsing_timeout=TIMEOUT_S)
+    if not found or not isinstance(found[-1], str):
+        return ""
+    percent = re.search(re.escape(found[-1]) + r"\s*(?:\\?%|percent)", text)
+    return str(found[-1]) + (r"\%" if percent else "")
+
+
+# How an answer is read.
+
+_SIGNS = {
+    **{"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "√": r"\sqrt"},
+    **{"∞": r"\infty ", "π": r"\pi ", "θ": r"\theta ", "±": r"\pm ", "∅": r"\emptyset ", "°": r"^\circ "},
+    **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in "},
+}
+_SUPERSCRIPTS = re.compile("[⁰¹²³⁴-⁹⁻]+")
+_SPACE = re.compile(r"(?<!\\)\\(?:!\s*|[,;: ])|\\q?quad(?![A-Za-z])|\\thinspace|~")
+_NOTHING = re.compile(
+    r"^\s*(?:\\approx|\\sim|=)|\$|\\displaystyle|\\[()]|\\(?:left|right)\s*\.|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])"
+)
+_CURRENCY = re.compile(r"\\\$|[€£¥₹]|\bUSD\b")
+_PERCENT = re.compile(r"\\?%|\\text\{\s*(?:percent(?:age)?|pct|per cent)\s*\}|\b(?:percent|pct|per cent)\b")
+_TEXT = re.compile(r"\\(?P<name>text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox|operatorname)\s*\{(?P<words>[^{}]*)\}")
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice|answer)[\s:]+)?(?:"
+    r"(?P<only>[A-Za-z])[).:]?|[(\[](?P<around>[A-Za-z])[)\]][.:]?|"
+    r"(?:[(\[](?P<open>[A-Z])[)\]]|(?P<half>[A-Z])\))[.:]?(?=[\s\d\\])(?P<value>.+)|"
+    r"(?P<point>[A-Z])[.:]\s+(?P<after>.+))",
+    re.DOTALL,
+)
+_GOES_ON = re.compile(
+    r"\s*(?:[+*/=^_,;&<>|!)\]]|-\s|(?:and|or)\b|\\(?:cup|cap|times|cdot|setminus|in|to|circ|[lg]eq?|neq?|su[bp]set)\b)"
+)
+"""What follows a letter that is no choice but a part of an expression or of a list."""
+
+
+def _read(text: str) -> _Answer:
+    text = _SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = unicodedata.normalize("NFKC", re.sub("([¼-¾⅐-⅞])", r" \1", text))
+    for sign, latex in _SIGNS.items():
+        text = text.replace(sign, latex)
+    text = _SPACE.sub(lambda space: "" if space[0].startswith(r"\!") else " ", text)
+    currencies = tuple(_CURRENCY.findall(text))
+    text = _NOTHING.sub("", _CURRENCY.sub("", text)).replace(r"\degree", r"^\circ")
+    text = _TEXT.sub(_text, text).lstrip(" *\n\t").rstrip(" *.\n\t").replace("**", "^")
+    choice, text = _split(text)
+    percent = bool(_PERCENT.search(text))
+    value, units = _without_units(_numerals(_PERCENT.sub("", text)))
+    value = re.sub(r"\s+", " ", _words(value)).strip()
+    return _Answer(choice=choice, value=value or choice, percent=percent, units=currencies + units)
+
+
+def _text(found: re.Match[str]) -> str:
+    """Words stay what they are; numbers, letters and choices need no `\\text`."""
+    words = found["words"].strip()
+    if words in ("and", "or"):
+        return ", "
+    if found["name"] == "operatorname" and words.lower() not in _UNITS:
+        return found[0]
+    if not words or re.search(r"[\d()\[\]:]", words) or (len(words) > 1 and _CHOICE.fullmatch(words)):
+        return found["words"]
+    return rf"\text{{{found['words']}}}"
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The letter of a choice in capitals, if it is one, and the rest."""
+    found = _CHOICE.fullmatch(re.sub(r"^\\text\{\s*([A-Za-z])\s*\}", r"\1", text))
+    if found is None or _GOES_ON.match(rest := found["value"] or found["after"] or ""):
+        return "", text
+    letter = next(found[name] for name in ("only", "around", "open", "half", "point") if found[name])
+    return letter.upper(), rest.strip()
+
+
+# How a number is written.
+
+_THOUSANDS = re.compile(r"(?<![\d.,_^])\d{1,3}(?P<mark>,|\{,\}| |_)\d{3}(?:(?P=mark)\d{3})*(?!,?\d)(?! */)")
+_REPEATING = re.compile(r"(?<![\w.])(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*\{?(\d{1,99})\}?")
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.\\])(?P<mantissa>\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})(?:"
+    r"(?:[eE]|\s*\\(?:text|mathrm)\s*\{\s*[eE]\s*\}\s*)\{?(?P<e>[+-]?\d{1,4})\}?(?!\.?\w)|"
+    r"\s*(?:\\times|\\cdot|\*|[x×·])\s*10\s*(?:\^|\*\*)\s*(?:\{\s*(?P<braced>[+-]?\d{1,4})\s*\}|(?P<plain>[+-]?\d{1,4}(?!\d))))"
+)
+_MIXED = re.compile(
+    r"(?<![\w.,^/}])(?P<whole>\d{1,99})(?:\s*\\[dtc]?frac\s*(?:\{\s*(?P<a>\d{1,99})\s*\}|(?P<b>\d))\s*"
+    r"(?:\{\s*(?P<c>\d{1,99})\s*\}|(?P<d>\d))| +(?P<e>\d{1,99})\s*/\s*(?P<f>\d{1,99})(?![\d.]))"
+)
+_LARGE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MANY = re.compile(rf"(?<![\w.\\])(\d{1, 99}(?:\.\d{1, 99})?)\s*(\\text\{{\s*)?({'|'.join(_LARGE)})s?\b")
+
+
+def _numerals(text: str) -> str:
+    """Numbers in a form that math-verify reads as these numbers."""
+    text = _THOUSANDS.sub(_joined, text)
+    text = _REPEATING.sub(_repeating, text)
+    text = _SCIENTIFIC.sub(lambda n: _written_out(n, n["mantissa"], n["e"] or n["braced"] or n["plain"]), text)
+    text = _MANY.sub(lambda n: _written_out(n, n[1], str(_LARGE[n[3]])) + (n[2] or ""), text)
+    return _MIXED.sub(_mixed, text)
+
+
+def _joined(number: re.Match[str]) -> str:
+    """Without its marks of thousands. In brackets `(1,200)` is a pair, `(1,000)` is none."""
+    before = number.string[max(0, number.start() - _NEAR) : number.start()]
+    opened = sum(before.count(one) for one in ("(", "[", r"\{")) - sum(before.count(one) for one in (")", "]", r"\}"))
+    groups = number[0].split(number["mark"])
+    if number["mark"] == "," and opened > 0 and not any(group.startswith("0") for group in groups[1:]):
+        return number[0]
+    return "".join(groups)
+
+
+def _repeating(number: re.Match[str]) -> str:
+    whole, first, again = number.groups()
+    below = 10 ** len(first) * (10 ** len(again) - 1)
+    above = int(whole + first + again) - int(whole + first or "0")
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def _written_out(number: re.Match[str], mantissa: str, power: str) -> str:
+    """Without the power of ten. What was written with a point keeps one: it is a decimal, not an integer."""
+    if abs(int(power)) > _MOST_ZEROS:
+        return number[0]
+    written = f"{Decimal(f'{mantissa}e{power}'):f}"
+    return f"{written}.0" if "." in mantissa and "." not in written else written
+
+
+def _mixed(number: re.Match[str]) -> str:
+    above, below = (int(next(filter(None, map(number.group, names)))) for names in ("abe", "cdf"))
+    if above >= below:
+        return number[0]
+    return rf"\frac{{{int(number['whole']) * below + above}}}{{{below}}}"
+
+
+# Units and words.
+
+_PREFIXES = dict(kilo="k", centi="c", milli="m", micro="μ", nano="n", mega="M", giga="G", deci="d")
+_METRIC = dict(
+    meter="m", metre="m", gram="g", liter="L", litre="L", second="s", watt="W", joule="J", newton="N"
+) | dict(volt="V", pascal="Pa", hertz="Hz", ampere="A", ohm="Ω", mole="mol", calorie="cal", byte="B", electronvolt="eV")
+_UNITS = {
+    name: prefix + short
+    for word, short in _METRIC.items()
+    for long, prefix in [("", ""), *_PREFIXES.items()]
+    for name in (long + word, prefix + short)
+} | dict(
+    **dict(ml="mL", l="L", hour="h", hr="h", h="h", minute="min", min="min", sec="s", day="day", week="week"),
+    **dict(month="month", year="year", yr="year", inch="in", inches="in", foot="ft", feet="ft", ft="ft", yard="yd"),
+    **dict(yd="yd", mile="mi", mi="mi", pound="lb", lb="lb", ounce="oz", oz="oz", gallon="gal", gal="gal"),
+    **dict(dollar="$", USD="$", cent="¢", euro="€", degree="°", deg="°", radian="rad", rad="rad", mph="mi/h"),
+    **dict(kph="km/h", square="square", sq="square", cubic="cubic", per="/", unit="unit"),
+)
+"""Names of a unit → one of them."""
+_BARE = frozenset(("kg", "km", "cm", "mm", "ml", "mL", "lb", "lbs", "ft", "oz", "mph", "kph", "Hz", "kWh"))
+"""Units that are no product of variables, even where they follow a number without a space."""
+_SINGLE = frozenset("mgshLJWVN")
+_QUANTITY = re.compile(
+    r"(?P<end>[\d})]|\\pi)(?P<space>\s*)"
+    r"(?P<unit>\^\{?\\circ\}?\s*(?:\\text\{\s*[CFK]\s*\}|[CFK]\b)?|"
+    r"(?:\\text\{[^{}]*\}|[A-Za-zμΩ.']++)(?:\\text\{[^{}]*\}|[A-Za-zμΩ.']++|\^\{?-?\d+\}?|[/*\s]|\\cdot)*+)"
+    r"(?=$|[,;)\]=]|\\\}|\\c[ua]p)"
+)
+_FRACTION_OF_UNITS = re.compile(
+    r"\\frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\}(?:\^\{?-?\d\}?)?)\s*\}"
+)
+_MATHEMATICS = frozenset(
+    (
+        "sqrt",
+        "frac",
+        "infinity",
+        "infty",
+        "times",
+        "sinh",
+        "cosh",
+        "tanh",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "alpha",
+        "beta",
+    )
+) | {"gamma", "delta", "theta", "omega", "sigma", "lambda"}
+_RUN = re.compile(
+    r"\\text\{(?P<text>[^{}]*)\}|\\(?:begin|end)\{\w+\*?\}(?:\{[lcr|]*\})?|\\operatorname\s*\{[^{}]*\}|\\[A-Za-z]+|"
+    r"(?P<run>[A-Za-z]+(?:[ '-]+[A-Za-z]+)*)"
+)
+
+
+def _without_units(text: str) -> tuple[str, tuple[str, ...]]:
+    """And the units, in their order."""
+    units = list[str]()
+
+    def drop(found: re.Match[str]) -> str:
+        unit = found["unit"].strip()
+        if not _is_unit(unit, text[: found.start("unit")], spaced=bool(found["space"])):
+            return found[0]
+        units.append(unit)
+        return found["end"]
+
+    without = _QUANTITY.sub(drop, _FRACTION_OF_UNITS.sub(r"\1/\2", text))
+    return without, tuple(units)
+
+
+def _is_unit(unit: str, before: str, *, spaced: bool) -> bool:
+    """Whether what follows a number is its unit, or what is counted, and no variable."""
+    if r"\circ" in unit:
+        return not re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)", before)
+    names = re.findall(r"[A-Za-zμΩ]+", re.sub(r"\\(?:text|cdot)", " ", unit))
+    known = [_unit_of(name) is not None for name in names]
+    variables = re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+|[A-Za-z]\w*(?:\([a-z]\))?\s*=", "", before))
+    if unit.startswith(r"\text"):
+        return bool(names) and (all(known) or not variables)
+    if not spaced:
+        return names[0] in _BARE
+    words = [len(name) >= 4 and name not in _MATHEMATICS for name in names]
+    fit = all(len(name) > 1 or name in _SINGLE or _unit_of(name) for name in names)
+    return fit and (all(known) or (any(words) and not variables))
+
+
+def _unit_of(name: str) -> str | None:
+    return _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or _UNITS.get(name.lower().removesuffix("s"))
+
+
+def _dimension(unit: str) -> Counter[str] | None:
+    """Unit → its power, in names that are the same for the same unit; None where one is not known."""
+    powers, sign, more = Counter[str](), 1, 1
+    if r"\circ" in unit:
+        return Counter({"°" + "".join(re.findall("[CFK]", unit)): 1})
+    for name, power in re.findall(r"([A-Za-zμΩ$€£¥₹]+|/)(?:\}?\^\{?(-?\d+)\}?)?", unit.replace(r"\text", "")):
+        if name == "cdot":
+            continue
+        one = "/" if name == "/" else _unit_of(name) or (name if name in "$€£¥₹" else None)
+        if one is None:
+            return None
+        if one == "/":
+            sign = -1
+        elif one in ("square", "cubic"):
+            more = 2 if one == "square" else 3
+        else:
+            base, _, below = one.partition("/")
+            powers[base] += sign * more * int(power or 1)
+            powers.update({below: -1} if below else {})
+            more = 1
+    return powers
+
+
+def _words(value: str) -> str:
+    """Each word, and each name in capitals such as `CA`, as one symbol: math-verify takes them for products, so that
+    `CA` would be `AC`."""
+
+    def symbol(found: re.Match[str]) -> str:
+        words = found["text"] if found["text"] is not None else found["run"]
+        if words is None or (found["text"] is None and not _is_word(words)):
+            return found[0]
+        squeezed = re.sub(r"[\s.'\"]+", "", words)
+        return rf"\text{{{squeezed.lower()}}}" if len(squeezed) > 1 else squeezed
+
+    return _RUN.sub(symbol, re.sub(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ",", value))
+
+
+def _is_word(run: str) -> bool:
+    names = re.findall("[A-Za-z]+", run)
+    return not any(name in _MATHEMATICS for name in names) and any(
+        re.fullmatch("[A-Z]{2,}|[A-Z][a-z]{2,}|yes|no|not|odd", name) or (len(name) >= 4 and re.search("[aeiou]", name))
+        for name in names
+    )
