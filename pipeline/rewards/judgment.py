@@ -20,7 +20,7 @@ MAX_TEXTS_BYTES = 64 * 2**20
 """Of one request's texts and metadata."""
 MAX_JUDGMENT_BYTES = 4 * 2**20
 """Of one request's judgments."""
-_MAX_DETAIL, _MAX_PARTS, _MAX_NAME = 500, 64, 200
+_MAX_DETAIL, MAX_PARTS, MAX_NAME = 500, 64, 64
 _KEY_CHARACTERS = 32
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _SHORTEST_SECRET = 8
@@ -133,9 +133,9 @@ def _decoded(fields: Any) -> Judgment:
     if not isinstance(fields, list) or len(fields) != 4:
         raise BadMessageError("no list of four")
     reward, parts, failed, detail = fields
-    if not _is_number(reward) or not isinstance(parts, dict) or len(parts) > _MAX_PARTS:
+    if not _is_number(reward) or not isinstance(parts, dict) or len(parts) > MAX_PARTS:
         raise BadMessageError("reward or parts are none")
-    if not all(len(name) <= _MAX_NAME and _is_number(part) for name, part in parts.items()):
+    if not all(len(name) <= MAX_NAME and _is_number(part) for name, part in parts.items()):
         raise BadMessageError("a part is none")
     if not (failed is None or failed in FAILURES) or not isinstance(detail, str):
         raise BadMessageError("an unknown failure")

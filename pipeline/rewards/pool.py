@@ -32,6 +32,7 @@ from pipeline import spans
 from pipeline.beside_loop import beside_loop
 from pipeline.data.border.values import verdict_fault
 from pipeline.errors import RecipeError
+from pipeline.rewards.calling.judge import STARTED_A_PROCESS
 from pipeline.rewards.calling.wants import Wants
 from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rewards.judgment import MAX_TEXTS_BYTES, Judgment, encode_texts, failure
@@ -47,8 +48,19 @@ _QUICK_S, _POSTED_AHEAD = 0.02, 4
 
 
 _MOST_TOGETHER_BYTES = MAX_TEXTS_BYTES // 4
-_REFUSED = re.compile(r"Errno (1|13|101)\]|Connect|name resolution")
-_NO_NETWORK = "; code in the sandbox has no network: for a judge that you trust set reward.sandbox to none"
+_HINTS = (
+    (
+        re.compile(STARTED_A_PROCESS),
+        "; code in the landlock sandbox starts no process: install bubblewrap, under which it may, or for code that "
+        "you trust set reward.sandbox to none",
+    ),
+    (
+        re.compile(r"Errno (1|101)\]|Connect|name resolution"),
+        "; code in the sandbox has no network: for a judge that you trust set reward.sandbox to none",
+    ),
+    (re.compile(r"Errno (13|30)\]"), "; docs/sandbox.md says what code in the sandbox may read and write"),
+)
+"""What a failure in the sandbox looks like, and what to do."""
 _LONGEST_SPAN_S = 1.0
 """A worker that is never idle notes what it did at least so often."""
 
@@ -167,7 +179,8 @@ class Verifiers:
             judgment = failure("bad_result", fault)
         assert judgment.failed is not None
         self.failures[judgment.failed] += 1
-        detail = judgment.detail + (_NO_NETWORK if self._confined and _REFUSED.search(judgment.detail) else "")
+        hints = [hint for seen, hint in _HINTS if self._confined and seen.search(judgment.detail)]
+        detail = judgment.detail + "".join(hints[:1])
         if self._watch is not None:
             self._watch.failed(judgment.failed, detail)
         _log.warning("verifier %s failed (%s): %s", self._reward, judgment.failed, detail)

@@ -64,16 +64,17 @@ class GroupFilter:
         chosen = {key: value for key, value in given.items() if key in self.names}
         try:
             async with self._one_at_a_time:
-                said = await _in_a_thread(lambda: self.function(**chosen), self.deadline_s)
-        except TimeoutError as error:
+                async with asyncio.timeout(self.deadline_s) as limit:
+                    said = await _in_a_thread(lambda: self.function(**chosen))
+        except Exception as error:
+            if not limit.expired():  # a TimeoutError may be the function's own
+                raise RewardError(
+                    f"prompts.group_filter {self.name} failed on group {prompt.group} ({type(error).__name__}: "
+                    f"{one_line(error, 200)}); correct it"
+                ) from error
             raise RewardError(
                 f"prompts.group_filter {self.name} took more than {self.deadline_s:g} s for group {prompt.group}; "
                 "make it faster, or raise reward.deadline_s"
-            ) from error
-        except Exception as error:
-            raise RewardError(
-                f"prompts.group_filter {self.name} failed on group {prompt.group} ({type(error).__name__}: "
-                f"{one_line(error, 200)}); correct it"
             ) from error
         if (truth := truth_of(said)) is None:
             raise RewardError(
@@ -87,7 +88,7 @@ def _info(prompt_tokens: int, completion: Completion) -> dict[str, Any]:
     return dict(prompt_tokens=prompt_tokens, response_tokens=len(completion.tokens), finish=completion.finish)
 
 
-async def _in_a_thread(call: Callable[[], Any], deadline_s: float) -> Any:
+async def _in_a_thread(call: Callable[[], Any]) -> Any:
     """Its result. The thread is a daemon: one that hangs does not hold up the end of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -113,4 +114,4 @@ async def _in_a_thread(call: Callable[[], Any], deadline_s: float) -> Any:
             loop.call_soon_threadsafe(settle, result, failed)
 
     threading.Thread(target=work, name="group-filter", daemon=True).start()
-    return await asyncio.wait_for(future, deadline_s)
+    return await future

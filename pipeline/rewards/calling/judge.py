@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import inspect
+import linecache
 import math
+import re
 import sysconfig
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
@@ -15,8 +18,10 @@ from typing import Any
 
 from pipeline.rewards.calling.retries import retried, retried_async
 from pipeline.rewards.calling.wants import Wants, call, in_lists
-from pipeline.rewards.judgment import Judgment, failure, together, without_secrets
+from pipeline.rewards.judgment import MAX_NAME, MAX_PARTS, Judgment, failure, together, without_secrets
 
+STARTED_A_PROCESS = "it starts a process"
+_STARTS = re.compile("fork|spawn|exec")
 _MOST_SHOWN = 200
 _MOST_SAID = 300
 _PIPELINE = f"{Path(__file__).parents[2]}/"
@@ -58,7 +63,7 @@ def judge(reward: str, samples: list[dict[str, Any]], *, deadline_s: float = mat
 
 def _one(function: Callable[..., Any], sample: dict[str, Any], retries: int) -> Judgment:
     try:
-        return as_judgment(_result(lambda: call(function, **sample), retries))
+        return as_judgment(_result(lambda: call(function, **sample), retries), Wants.of(function).keys)
     except MemoryError:
         return failure("memory", "MemoryError: not enough was left")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code, as above
@@ -82,11 +87,13 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 async def _concurrent(
     function: Callable[..., Any], samples: list[dict[str, Any]], deadline_s: float, retries: int
 ) -> list[Judgment]:
+    keys = Wants.of(function).keys
+
     async def one(sample: dict[str, Any]) -> Judgment:
         limit = asyncio.timeout(None if math.isinf(deadline_s) else deadline_s)
         try:
             async with limit:
-                return as_judgment(await retried_async(lambda: call(function, **sample), retries))
+                return as_judgment(await retried_async(lambda: call(function, **sample), retries), keys)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code, as above
             return failure("timeout", f"no answer within {deadline_s:g} s") if limit.expired() else _raised(error)
 
@@ -99,16 +106,23 @@ def _loop() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def as_judgment(result: Any) -> Judgment:
-    """What a function returned for one sample."""
+def as_judgment(result: Any, keys: tuple[str, ...] = ("reward",)) -> Judgment:
+    """What a function returned for one sample; a dict has the reward under one of the `keys`."""
     value, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if isinstance(result, dict) and "reward" in result:
-        value, parts = result["reward"], {name: part for name, part in result.items() if name != "reward"}
+    if isinstance(result, dict) and (key := next((k for k in keys if k in result), None)) is not None:
+        value, parts = result[key], {name: part for name, part in result.items() if name != key}
     try:
         reward = float(value)
-        numbers = {str(name): float(part) for name, part in parts.items()}
-    except (TypeError, ValueError, AttributeError):
+        # Text beside the number, such as the answer that was found, explains the reward and is no part of it.
+        numbers = {str(name): float(part) for name, part in parts.items() if not isinstance(part, str)}
+    except (TypeError, ValueError, AttributeError, OverflowError):
         return failure("bad_result", f"returned {_shown(result)}, expected {_EXPECTED}")
+    if len(numbers) > MAX_PARTS:
+        return failure("bad_result", f"returned {len(numbers)} parts, expected at most {MAX_PARTS}; give fewer")
+    if long := [name for name in numbers if len(name) > MAX_NAME]:
+        return failure(
+            "bad_result", f"returned a part of the name {_shown(long[0])}, expected {MAX_NAME} letters or fewer"
+        )
     if not all(math.isfinite(number) for number in (reward, *numbers.values())):
         return failure("non_finite", f"returned {_shown(result)}")
     return Judgment(reward, numbers)
@@ -132,8 +146,18 @@ def _raised(error: BaseException) -> Judgment:
 def said_of(error: BaseException) -> str:
     """`KeyError: 'score' (/home/me/my_rewards.py:12)`: where it was raised, in the innermost code of the user's own."""
     message = without_secrets(f"{type(error).__name__}: {error}")  # before it is cut: no part of a secret is left
+    message += f"; {STARTED_A_PROCESS}" * _is_refused_process(error)
     place = _place_of(error)
     return message if place is None else f"{message[:_MOST_SAID]} ({place})"
+
+
+def _is_refused_process(error: BaseException) -> bool:
+    """Whether the sandbox refused a process. It refuses a socket in the same words."""
+    if not isinstance(error, PermissionError) or error.errno != errno.EPERM:
+        return False
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    through = any(name.endswith("/subprocess.py") or "/multiprocessing/" in name for name, _ in frames)
+    return through or bool(_STARTS.search(linecache.getline(*frames[-1]) if frames else ""))
 
 
 def _place_of(error: BaseException) -> str | None:

@@ -26,6 +26,7 @@ from pipeline.rewards.calling.wants import Wants, call
 from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rewards.judgment import Judgment, decode_judgment, encode_judgment, failure, together, without_secrets
 from pipeline.rewards.pool import Verdict, Verifiers
+from pipeline.rewards.sandbox import landlock
 from pipeline.rewards.worker_process import Sandbox
 from tests.unit.pipeline.rewards import reward_examples
 
@@ -113,11 +114,71 @@ def test_a_function_gets_what_it_names(function: Callable[..., Any], got: Any) -
         (lambda responses, references: [], "missing .*'references'; name some of prompts, responses, answers, "),
         (lambda responses, prompt: [], "missing .*'prompt'"),
         (lambda prompts, completions: [], "too many positional arguments"),
+        (lambda data_source, solution, truth: 0.0, "missing .*'solution'; name some of .*, solution_str, ground_truth"),
+        (lambda data_sources, solution_strs, ground_truths: [], "verl's batched rewards; name responses, answers and"),
     ],
 )
 def test_a_function_that_would_get_wrong_texts_is_refused(function: Callable[..., Any], why: str) -> None:
     with pytest.raises(TypeError, match=why):
         Wants.of(function)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """As verl has it."""
+    return dict(score=float(solution_str == ground_truth), source=data_source, extra=extra_info)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "source", "extra"),
+    [
+        (dict(data_source="gsm8k", extra_info=dict(index=3)), "gsm8k", dict(index=3)),
+        (dict(level="easy"), "", dict(level="easy")),
+    ],
+)
+def test_a_reward_of_verl_gets_what_verl_calls_it(metadata: dict[str, Any], source: str, extra: Any) -> None:
+    """By position it would get the prompt as its data_source."""
+    assert Wants.of(compute_score) == Wants(verl=True) == Wants.from_numbers(Wants(verl=True).numbers())
+    got = call(compute_score, **GIVEN | dict(response="7", answer="7", metadata=metadata))
+    assert got == dict(score=1.0, source=source, extra=extra)
+    assert as_judgment(dict(score=1.0, acc=True, pred="7"), Wants.of(compute_score).keys) == Judgment(1.0, {"acc": 1.0})
+
+
+def test_a_reward_of_verl_is_judged_in_its_process() -> None:
+    assert [one.reward for one in verdicts("reward_examples:compute_score", "yes", "no")] == [1.0, 0.0]
+
+
+def test_text_beside_a_reward_is_no_part_of_it() -> None:
+    assert as_judgment({"reward": 0.5, "found": "42", "a": 1}) == Judgment(0.5, {"a": 1.0})
+
+
+def test_too_many_parts_are_told_as_that() -> None:
+    (found,) = verdicts("reward_examples:of_many_parts", "64")
+    assert (found.reward, len(found.parts)) == (1.0, 64)
+    assert (
+        as_judgment((1.0, {f"part {n}": 1.0 for n in range(65)})).detail
+        == "returned 65 parts, expected at most 64; give fewer"
+    )
+    assert "expected 64 letters or fewer" in as_judgment((1.0, {"x" * 65: 1.0})).detail
+
+
+@pytest.mark.parametrize(
+    ("response", "hint"),
+    [
+        *((how, "starts no process: install bubblewrap") for how in ("run", "fork", "multiprocessing")),
+        ("socket", "has no network"),
+        ("read", "docs/sandbox.md says what code in the sandbox may read"),
+    ],
+)
+def test_what_the_sandbox_refuses_is_told_by_its_name(response: str, hint: str) -> None:
+    told: list[str] = []
+    watch = FailureWatch("reward", 1.0, tell=lambda reason, detail: told.append(detail))
+    sandbox = Sandbox(rung="landlock", landlock_abi=landlock.version())
+    if not sandbox.landlock_abi:
+        pytest.skip("no Landlock here")
+    with Verifiers("reward_examples:reaches_out", 1, 30.0, sandbox=sandbox, watch=watch) as verifiers:
+        asyncio.run(verifiers.score("", response, ""))
+    assert hint in told[0]
+    assert sum(each in told[0] for each in ("no process", "no network", "may read")) == 1
 
 
 def test_info_tells_lengths_end_and_siblings() -> None:

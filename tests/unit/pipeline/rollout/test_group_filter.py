@@ -90,6 +90,14 @@ def test_an_exception_ends_the_run() -> None:
         asked(filter_of(lambda **_: next(iter(()))))
 
 
+def test_a_timeout_of_the_function_s_own_is_not_told_as_the_deadline_s() -> None:
+    def late(**_: Any) -> bool:
+        raise TimeoutError("the database")
+
+    with pytest.raises(RewardError, match=r"failed on group 7 \(TimeoutError: the database\); correct it"):
+        asked(filter_of(late))
+
+
 def test_a_function_that_hangs_ends_the_run() -> None:
     release = threading.Event()
     try:
