@@ -19,6 +19,7 @@ from launch.fork.command import fork
 from launch.mismatch.command import mismatch
 from launch.plugins.command import plugins
 from launch.program import complete_word, program
+from launch.progress import begin_command
 from launch.quant_map.commands import quant_map_app
 from launch.recipe_options import Overrides, RecipeArgument, RecipePath
 from launch.repair.command import repair
@@ -343,6 +344,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # a name in another encoding, or a terminal in one, is no reason to fail
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    begin_command()
     sys.exit(end_of(_command))
 
 

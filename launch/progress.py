@@ -16,7 +16,22 @@ EVERY_S = 10.0
 SLOW_S = 2.0
 """Steps that take longer have a line each."""
 _said_at = time.monotonic()
-"""When this process said its last line of progress: blocks of some seconds each make one long silence."""
+"""When this process said its last line of progress."""
+_is_command = False
+"""Whether this process is one command. Then blocks of some seconds each, and what is between, make one long silence."""
+
+
+def begin_command() -> None:
+    """Count the silence from the start of this process's only command."""
+    global _is_command
+    _is_command = True
+    note_said()
+
+
+def begin_block() -> None:
+    """Count the silence from here on, but for a command's."""
+    if not _is_command:
+        note_said()
 
 
 def note_said() -> None:
@@ -64,12 +79,13 @@ def going_on(what: str) -> Iterator[None]:
         with console.status(what):
             yield
     else:
-        with _lines(what, 0):
+        with _lines(f"note: {what}", 0):
             yield
 
 
 @contextmanager
 def _lines(what: str, total: int) -> Iterator[Callable[..., None]]:
+    begin_block()
     began, ended, lock = time.monotonic(), threading.Event(), threading.Lock()
     done, remark, said_done, said_at = 0, "", 0, began
 

@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.progress import is_due, is_quiet, note_said
+from launch.progress import begin_block, is_due, is_quiet, note_said
 from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
 from launch.show.log_tail import LogTail
 from pipeline.analysis.alarm_history import formats_differ
@@ -228,6 +228,7 @@ class LiveView:
     def __enter__(self) -> Self:
         self._take(says=False)
         self.progress.starting.clear()  # of earlier sessions
+        begin_block()
         if self._live is not None:
             self._live.start()
         return self

@@ -25,7 +25,9 @@ def refused(*arguments: str | Path, in_process: bool = True) -> str:
     assert done.returncode != 0
     assert "Traceback" not in done.stderr + done.stdout
     lines = [
-        line for line in done.stderr.strip().splitlines() if line and not line.startswith(("recipe: ", "warning: "))
+        line
+        for line in done.stderr.strip().splitlines()
+        if line and not line.startswith(("recipe: ", "warning: ", "note: "))
     ]
     assert len(lines) == 1, done.stderr
     return lines[0].removeprefix("error: ")

@@ -30,22 +30,32 @@ def test_a_line_is_due_every_ten_seconds_and_with_each_slow_step(steps: int, pas
 def test_a_block_that_says_nothing_is_told_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was before it counts: short blocks one after the other make a long silence."""
+    """In a command what was before it counts: short blocks one after the other make a long silence."""
     monkeypatch.setattr(progress, "EVERY_S", 0.4)
+    monkeypatch.setattr(progress, "_is_command", True)
     note_said()
     for what in ("checking", "copying", "hashing"):
         with going_on(what):
             time.sleep(0.3)
     said = capsys.readouterr()
     assert said.out == ""
-    assert set(said.err.splitlines()) & {"copying (0 s)", "hashing (0 s)"}
+    assert set(said.err.splitlines()) & {"note: copying (0 s)", "note: hashing (0 s)"}
+
+
+def test_a_block_of_a_long_process_begins_a_silence_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A notebook has been idle, not silent."""
+    monkeypatch.setattr(progress, "_said_at", time.monotonic() - 3600)
+    with going_on("checking"):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
 
 
 def test_counts_and_remarks_are_in_the_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SLOW_S", 0.0)
-    note_said()
     with counted("sft", 20) as show:
         show(0, "the learner starts")
         show(1, "loss 0.5")
