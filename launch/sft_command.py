@@ -32,7 +32,7 @@ def sft(
     recipe: RecipePath,
     out: Annotated[Path, typer.Option(help="Folder for the trained HF model.", show_default=False)],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 220,
-    batch_size: Annotated[int, typer.Option(min=1, help="Demonstrations a step.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, max=2**20, help="Demonstrations a step.")] = 128,
     lr: Annotated[
         float | None,
         typer.Option(

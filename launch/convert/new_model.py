@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
+
 from megatron_bridge.hf.model_config import Experts, ModelConfig, read_config
 from pipeline.data.files import move_to_free_name, remove_leftovers_of, temporary_name
+from pipeline.data.integrity.space import amount
 from pipeline.errors import ModelError
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
@@ -226,6 +229,7 @@ def _family(experts: Experts | None) -> dict[str, Any]:
 
 
 def _write_weights(directory: Path, sizes: Sizes, rows: int, *, tie: bool, seed: int, dtype: str) -> None:
+    _require_memory(sizes, rows, tie=tie)
     # torch is imported here, not above, so that the command line starts without it.
     import torch
     from safetensors.torch import save_file
@@ -240,6 +244,18 @@ def _write_weights(directory: Path, sizes: Sizes, rows: int, *, tie: bool, seed:
     number_format = getattr(torch, dtype)
     stored = {name: tensor.to(number_format).contiguous() for name, tensor in tensors.items()}
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _require_memory(sizes: Sizes, rows: int, *, tie: bool) -> None:
+    """Raises ModelError for weights that do not fit into this machine's memory, where they are made."""
+    widths = sizes.ffn if sizes.experts is None else sizes.experts.count * (sizes.experts.ffn_size + 1)
+    layer = sizes.hidden * ((2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim + 3 * widths + 2)
+    needed = 4 * (sizes.layers * layer + rows * sizes.hidden * (1 if tie else 2))
+    if needed > (free := psutil.virtual_memory().available):
+        raise ModelError(
+            f"the weights of these sizes take {amount(needed)} while they are made, and {amount(free)} of memory are "
+            "free; make it smaller"
+        )
 
 
 def _layer(generator: Generator, sizes: Sizes) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ def mismatch(
         Path | None, typer.Option(help="Folder for mismatch.json, .html, .png; default: runs/NAME-mismatch.")
     ] = None,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="RECIPE: prompts to sample; default: rollout.prompts_per_batch.")
+        int | None,
+        typer.Option(min=1, max=2**20, help="RECIPE: prompts to sample; default: rollout.prompts_per_batch."),
     ] = None,
     now: Annotated[
         Path | None, typer.Option(help="RECIPE: HF folder of the weights that are trained; default: model.path.")

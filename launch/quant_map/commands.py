@@ -31,8 +31,12 @@ def suggest_command(
     format_: Annotated[
         Format | None, typer.Option("--format", help="Format to start from; default: the recipe's, else fp8_block.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=2, help="Samples; those of every other prompt are held out.")] = 32,
-    row_tokens: Annotated[int, typer.Option(min=8, help="Tokens of a response that are scored, at most.")] = 256,
+    rows: Annotated[
+        int, typer.Option(min=2, max=2**16, help="Samples; those of every other prompt are held out.")
+    ] = 32,
+    row_tokens: Annotated[
+        int, typer.Option(min=8, max=2**20, help="Tokens of a response that are scored, at most.")
+    ] = 256,
     modelopt: Annotated[
         bool, typer.Option("--modelopt", help="Also rank by ModelOpt's auto_quantize and compare (dense models).")
     ] = False,

@@ -69,8 +69,8 @@ class Source(Settings):
     @staticmethod
     def of(batch_size: int, data: Path | None, held_out: str | None) -> Source:
         """Raises RecipeError for what cannot be read or does not go together."""
-        if batch_size < 1:
-            raise RecipeError(f"--batch-size is {batch_size}, expected a positive number of rows a step")
+        if not 1 <= batch_size <= 2**20:
+            raise RecipeError(f"--batch-size is {batch_size}, expected 1 to {2**20} rows a step")
         if data is None:
             if held_out is not None:
                 raise RecipeError("--held-out needs --data: a task's demonstrations are made, not read")

@@ -29,7 +29,7 @@ def kubernetes(
     allow_tags: Annotated[bool, typer.Option("--allow-tags", help="Accept images by tag.")] = False,
     namespace: Annotated[str, typer.Option(help="Namespace of all objects.")] = "default",
     queue: Annotated[str | None, typer.Option(help="Kueue's LocalQueue; admits the run as a whole.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of a node.")] = 8,
     gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB (an H100 has 79.6).")] = 80.0,
     gpu_resource: Annotated[str, typer.Option(help="Name of GPUs as a resource.")] = "nvidia.com/gpu",
     rdma: Annotated[

@@ -21,11 +21,11 @@ def slurm(
     recipe: RecipePath,
     out: Annotated[Path, typer.Option(help="Folder for the files; every node must see it.", show_default=False)],
     submit: Annotated[bool, typer.Option("--submit", help="Submit the job as well.")] = False,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of a node; 0: roles run on CPUs.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=0, max=1024, help="GPUs of a node; 0: roles run on CPUs.")] = 8,
     learner_nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of the learner. Default: as few as its processes need.")
     ] = None,
-    spare: Annotated[int, typer.Option(min=0, help="Nodes beyond those needed, for when one dies.")] = 1,
+    spare: Annotated[int, typer.Option(min=0, max=4096, help="Nodes beyond those needed, for when one dies.")] = 1,
     time: Annotated[str | None, typer.Option(help="Time limit, as sbatch takes it. Default: the partition's.")] = None,
     grace: Annotated[
         int | None, typer.Option(min=1, help="Seconds of notice before the time limit. Default: as planned.")

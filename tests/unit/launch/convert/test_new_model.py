@@ -217,6 +217,13 @@ def test_sizes_that_cannot_be_made(tmp_path: Path, changes: dict[str, Any], mess
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.parametrize("size", ["hidden", "layers", "heads", "head_dim", "ffn", "experts"])
+def test_a_model_beyond_the_memory_is_refused_before_it_is_begun(tmp_path: Path, size: str) -> None:
+    with pytest.raises(ModelError, match=r"take .* while they are made, and .* of memory are free"):
+        new_model(tmp_path / "m", **{size: 2**32})  # type: ignore[arg-type]
+    assert not (tmp_path / "m").exists()
+
+
 def test_sizes_and_a_config_at_once_are_refused(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["model", "new", str(tmp_path / "m"), "--config", str(SIZES), "--layers", "2"])
     assert isinstance(refused.exception, RecipeError)
