@@ -48,9 +48,11 @@ class KvCache(StrEnum):
 def hf_to_megatron_command(
     source: Source,
     out: Out,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share each layer while writing.")] = 1,
-    pipeline_parallel: Annotated[int, typer.Option(min=1, help="Pipeline stages while writing.")] = 1,
-    expert_parallel: Annotated[int, typer.Option(min=1, help="MoE: ranks that share the experts.")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, max=2**16, help="Ranks that share each layer while writing.")
+    ] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(min=1, max=2**16, help="Pipeline stages while writing.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(min=1, max=2**16, help="MoE: ranks that share the experts.")] = 1,
     dtype: Annotated[Dtype, typer.Option(help="Of the checkpoint; keep needs a source of one dtype.")] = Dtype.KEEP,
     verify: Verify = False,
     as_json: AsJson = False,

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from pipeline.config.recipe import LearnerSection
+from pipeline.config.section import MOST_PROCESSES
 from pipeline.errors import RecipeError
 
 _SIZES = {
@@ -48,6 +49,8 @@ def parse_layout(name: str) -> dict[str, Any]:
     named = fields.get("tensor_parallel", 1) * fields.get("context_parallel", 1)
     if "data_parallel" not in fields and spread > named:
         fields["data_parallel"] = spread // named
+    if (most := max((size for key, size in fields.items() if key in _SIZES.values()), default=1)) > MOST_PROCESSES:
+        raise RecipeError(f"layout {name!r} has {most} ranks, expected at most {MOST_PROCESSES}")
     return fields
 
 

@@ -12,7 +12,8 @@ from precision.settings import Settings
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
 """SGLang takes less than 1e-6 for greedy sampling."""
-Processes = Annotated[int, Field(ge=1, le=2**16)]
+MOST_PROCESSES = 2**16
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Samples = Annotated[int, Field(ge=1, le=2**16)]
 """Samples of a prompt."""
 

@@ -145,3 +145,9 @@ def test_what_pads_a_vocabulary_is_cut_from_a_checkpoint(folder: Path) -> None:
     assert (config.vocab_size, stored[0]) == (ODD, 256)
     found = {name: tuple(tensor.shape) for name, tensor in stream_hf_tensors(index, config)}
     assert found == config.tensors()
+
+
+@pytest.mark.parametrize("name", ["TP2147483648", "EP9999×ETP9999"])
+def test_more_ranks_than_a_recipe_takes_are_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match="expected at most 65536"):
+        parse_layout(name)
