@@ -1,9 +1,7 @@
-"""From a recipe to what a learner trains with: its objective behind its correction, what is scored for it, and its
-advantages."""
+"""From a recipe to what a learner trains with: its objective behind its correction, and what is scored for it."""
 
 from __future__ import annotations
 
-from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.recipe import Recipe
 from pipeline.trainer.scoring import Scoring
 from precision.objectives.base import Objective
@@ -31,15 +29,3 @@ def scoring_passes(recipe: Recipe) -> int:
     sampled by one of them."""
     older = recipe.schedule.kind == "staged" or recipe.learner.updates_per_batch > 1 or recipe.num_kept_versions > 0
     return build_scoring(recipe).passes(older=older) + (recipe.reference is not None)
-
-
-def build_advantage_computer(recipe: Recipe) -> AdvantageComputer:
-    """The recipe's advantages, from rewards to tokens."""
-    return AdvantageComputer(
-        section=recipe.advantage,
-        estimator=recipe.advantage.estimator(),
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        overlong=recipe.reward.overlong,
-        solved_at=recipe.reward.solved_at,
-        distillation=recipe.distillation,
-    )

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from launch.build.algorithm import build_advantage_computer, build_scoring
+from launch.build.algorithm import build_scoring
 from megatron_bridge.step.learning_rate import LearningRates, RateSpan
+from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.recipe import Recipe
 from pipeline.control.loop import StepController
 from pipeline.data.event_log import EventLog
@@ -46,7 +47,7 @@ def build_trainer(
     stop_requested: Callable[[], bool] | None = None,
 ) -> Trainer:
     """A Trainer over the batches of `store`. Collective. `checkpoint_every` is the recipe's by default."""
-    advantages, scoring = build_advantage_computer(recipe), build_scoring(recipe)
+    advantages, scoring = AdvantageComputer.of(recipe), build_scoring(recipe)
     optimizer, updates = recipe.learner.optimizer, recipe.learner.updates_per_batch
     stops: dict[str, Any] = {} if stop_requested is None else dict(stop_requested=stop_requested)
     shared: dict[str, Any] = dict(

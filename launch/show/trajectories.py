@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from launch.progress import counted
-from pipeline.analysis.trajectories import SAMPLE_COLUMNS, render_batch, sample_rows, tokenizer_of
+from pipeline.analysis.trajectories import SAMPLE_COLUMNS, Background, render_batch, sample_rows, tokenizer_of
 from pipeline.data.files import replacing
 from pipeline.data.frozen.recipes import newest_recipe
 from pipeline.data.records import Batch
@@ -67,12 +67,14 @@ class _Reader:
     run: RunDirectory = field(init=False)
     model: Path = field(init=False)
     store: BatchStore = field(init=False)
+    background: Background = field(init=False)
     _tokenizers: dict[str, Tokenizer] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.run = RunDirectory(self.path)
         self.model = newest_recipe(self.path).model.path
         self.store = BatchStore(self.run.batches)
+        self.background = Background(self.path)
 
     def tokenizer(self, batch: Batch) -> Tokenizer:
         """The one that it was sampled with. Raises ModelError."""
@@ -84,7 +86,7 @@ class _Reader:
     def rows(self, index: int) -> Iterator[dict[str, Any]]:
         batch = self.store.read(index, None)
         learner_logprobs = self.run.learner_logprobs(index, len(batch.rollout_logprobs))
-        return sample_rows(batch, self.tokenizer(batch), learner_logprobs=learner_logprobs)
+        return sample_rows(batch, self.tokenizer(batch), self.background, learner_logprobs=learner_logprobs)
 
 
 def show(path: Path, index: int, limit: int) -> None:
@@ -94,8 +96,16 @@ def show(path: Path, index: int, limit: int) -> None:
     learner_logprobs = reader.run.learner_logprobs(index, len(batch.rollout_logprobs))
     if learner_logprobs is None:
         print(f"batch {index} is not trained yet: no learner logprobs to compare with")
+    if reader.background.missing:
+        print(reader.background.missing)
     samples = range(min(limit, batch.num_samples))
-    for line in render_batch(batch, reader.tokenizer(batch), learner_logprobs=learner_logprobs, samples=samples):
+    for line in render_batch(
+        batch,
+        reader.tokenizer(batch),
+        learner_logprobs=learner_logprobs,
+        samples=samples,
+        background=reader.background,
+    ):
         print(line)
 
 
@@ -161,15 +171,22 @@ def _parquet(file: BinaryIO) -> Iterator[Callable[[Rows], None]]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise MachineError(f"Parquet needs pyarrow; {pip_install('pyarrow')}, or write --jsonl FILE") from error
-    numbers = ("reward", "generated_s", "log_ratio_mean", "log_ratio_abs_max")
-    texts = ("source", "prompt", "response", "finish")
+    numbers = ("reward", "advantage", "generated_s", "log_ratio_mean", "log_ratio_abs_max")
+    texts = ("source", "prompt", "answer", "metadata", "response", "finish")
     types = {name: pa.float64() for name in numbers} | {name: pa.string() for name in texts}
     types |= {"truncated": pa.bool_(), "reward_parts": pa.map_(pa.string(), pa.float64())}
     schema = pa.schema([(name, types.get(name, pa.int64())) for name in SAMPLE_COLUMNS])
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
 
         def add(rows: Rows) -> None:
-            plain = [row | dict(reward_parts=list(row["reward_parts"].items())) for row in rows]
+            plain = [
+                row
+                | dict(
+                    reward_parts=list(row["reward_parts"].items()),
+                    metadata=None if row["metadata"] is None else json.dumps(row["metadata"], ensure_ascii=False),
+                )
+                for row in rows
+            ]
             writer.write_table(pa.Table.from_pylist(plain, schema=schema))
 
         yield add

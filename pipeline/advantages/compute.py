@@ -20,6 +20,7 @@ Groups of equal rewards have no advantage, hence no policy gradient. What become
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,9 @@ from pipeline.advantages.distillation import Distillation, taught
 from pipeline.advantages.groups import Grouped
 from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.data.records import SOLVED_REWARD, Batch
+
+if TYPE_CHECKING:
+    from pipeline.config.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,18 @@ class AdvantageComputer:
     solved_at: float = SOLVED_REWARD
     """The reward of a sample that solved its problem. Formulas that ask what is solved compare with 1: they get the
     rewards in units of it."""
+
+    @staticmethod
+    def of(recipe: Recipe) -> AdvantageComputer:
+        """Return the recipe's advantages, from rewards to tokens."""
+        return AdvantageComputer(
+            section=recipe.advantage,
+            estimator=recipe.advantage.estimator(),
+            max_new_tokens=recipe.rollout.max_new_tokens,
+            overlong=recipe.reward.overlong,
+            solved_at=recipe.reward.solved_at,
+            distillation=recipe.distillation,
+        )
 
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
         """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""

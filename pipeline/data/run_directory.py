@@ -9,7 +9,7 @@
       logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
       logprobs/000012-old.npy  … and when the batch's stage began, where pi_old is needed
       mismatch/000012.zarr.zip learner against engine on batch 12, in all detail (pipeline.data.mismatch_files)
-      evaluations/000012.json  held-out pass@k of version 12
+      evaluations/000012.json  held-out pass@k of version 12, and some of its answers
       checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
       model/                   the final policy in full precision
       policy/updates/000031    made by whoever gives weights to engines, before it does
@@ -286,6 +286,11 @@ class RunDirectory:
         """Keep what a version reached on the held-out prompts; it is not evaluated again."""
         self.fence()
         write_sealed_json(self.evaluations / f"{numbered(version)}.json", dict(version=version, **result))
+
+    def evaluation(self, version: int) -> dict[str, Any]:
+        """Return what `write_evaluation` kept. Raises StoreError when it is damaged."""
+        remedy = f"`evenkeel repair {self.path}` writes it anew"
+        return read_sealed_json(self.evaluations / f"{numbered(version)}.json", remedy)
 
     def evaluated_versions(self) -> set[int]:
         """Versions that have been evaluated."""

@@ -41,7 +41,7 @@ from pipeline.rollout.group_filter import GroupFilter
 from pipeline.rollout.group_sampler import GroupSampler
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.priority_semaphore import PrioritySemaphore, gather_or_cancel
-from pipeline.rollout.sample_event import told_of
+from pipeline.rollout.sample_event import kept_responses, told_of
 from pipeline.rollout.solved_prompts import SolvedPromptFilter, SolvedPromptRule
 from pipeline.rollout.teacher_scores import TeacherScores, distance_from_teacher, scored_sample
 from pipeline.schedule import Schedule
@@ -367,7 +367,8 @@ class Collector:
         self.run.fence()
         # Reports read the log: a collector that dies between the two lines evaluates once more, and loses nothing.
         self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)
-        self.run.write_evaluation(version, found)
+        responses = await beside_loop(kept_responses, held_out, answers, self._text)
+        self.run.write_evaluation(version, found | dict(responses=responses))
 
     async def _answers(self, prompt: Prompt, samples: int, version: int, index: int) -> tuple[Sample, ...]:
         """`samples` attempts of `version` at a held-out prompt; in the order of batch `index` at the engines."""

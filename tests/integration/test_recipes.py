@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.build.algorithm import build_objective
 from launch.build.components import build_interruption, build_prompts, build_solved_prompt_rule, build_tokenizer
+from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.loader import load_recipe
 from pipeline.data.event_log import read_events, read_metrics
 from tests.support.engine_forks import forked_engines
@@ -30,7 +31,7 @@ def test_a_recipe_for_a_cpu_fits_the_model_that_evenkeel_makes(path: Path, model
     assert (build_interruption(recipe, tokenizer) is None) == (recipe.rollout.interruption is None)
     assert (build_solved_prompt_rule(recipe) is None) == (recipe.prompts.solved_pass_rate is None)
     build_objective(recipe)
-    build_advantage_computer(recipe)
+    AdvantageComputer.of(recipe)
 
 
 @pytest.mark.loop

@@ -13,7 +13,7 @@ from launch.show.columns import Columns, columns
 from pipeline.analysis import run_list
 from pipeline.analysis.run_log import RunLog, recipes_of
 from pipeline.analysis.summary import summary
-from pipeline.analysis.trajectories import sample_rows, tokenizer_of
+from pipeline.analysis.trajectories import Background, sample_rows, tokenizer_of
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.records import Batch
@@ -74,10 +74,11 @@ class Run:
         return self._directory.learner_logprobs(index)
 
     def samples(self, index: int) -> list[dict[str, Any]]:
-        """A mapping a sample: prompt and response as text, reward and its parts, versions, log-ratios."""
+        """A mapping a sample: prompt, response and reference answer as text, the data's metadata, reward and its parts,
+        advantage, versions, log-ratios."""
         batch = self.batch(index)
         tokenizer = tokenizer_of(self._directory, self.recipe.model.path, batch.contract.tokenizer_sha256)
-        return list(sample_rows(batch, tokenizer, learner_logprobs=self.learner_logprobs(index)))
+        return list(sample_rows(batch, tokenizer, Background(self.path), learner_logprobs=self.learner_logprobs(index)))
 
 
 def list_runs(folder: str | Path = "runs") -> list[Run]:

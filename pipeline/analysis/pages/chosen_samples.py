@@ -36,6 +36,8 @@ class ChosenSamples:
     """Of these samples alone."""
     learner_logprobs: NDArray[np.float32] | None
     """[responses] of these samples; None where the learner has not met the batch."""
+    advantages: NDArray[np.float64] | None
+    """[samples] of these alone; None where they are not known."""
     num_groups: int
     """Of the whole batch."""
     groups: dict[int, GroupFacts]
@@ -48,7 +50,9 @@ def spread_over(indices: Sequence[int]) -> list[int]:
     return [indices[place] for place in places.tolist()]
 
 
-def choose(batch: Batch, learner_logprobs: NDArray[np.float32] | None) -> ChosenSamples:
+def choose(
+    batch: Batch, learner_logprobs: NDArray[np.float32] | None, advantages: NDArray[np.float64] | None = None
+) -> ChosenSamples:
     """Groups by worst token, spread of rewards and truncated responses, then the first ones; of their samples those
     with the worst token, the highest and the lowest reward and the truncated ones, then the first."""
     gaps = worst_gaps(batch, learner_logprobs)
@@ -73,6 +77,7 @@ def choose(batch: Batch, learner_logprobs: NDArray[np.float32] | None) -> Chosen
     return ChosenSamples(
         batch=batch.select(chosen),
         learner_logprobs=None if learner_logprobs is None else learner_logprobs[of_responses],
+        advantages=None if advantages is None else advantages[chosen],
         num_groups=len(facts),
         groups={int(batch.group[spans[group][0]]): facts[group] for group in groups},
     )

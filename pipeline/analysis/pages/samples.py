@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pipeline.analysis.pages.chosen_samples import ChosenSamples, choose, shares_of, spread_over, token_gaps
 from pipeline.analysis.pages.style import page_style
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.trajectories import tokenizer_of, visible
+from pipeline.analysis.trajectories import Background, metadata_text, tokenizer_of, visible
 from pipeline.data.files import write_atomically
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
@@ -54,6 +54,7 @@ class _Found:
     """What is shown of a run, and what is not."""
 
     committed: list[int]
+    background: Background
     chosen: list[ChosenSamples] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
@@ -71,11 +72,12 @@ def write_samples(run_log: RunLog) -> Path | None:
 
 def _find(run: RunDirectory, committed: list[int]) -> _Found:
     """Reads one batch at a time, and keeps what is shown of it."""
-    found, store = _Found(committed), BatchStore(run.batches)
+    found, store = _Found(committed, Background(run.path)), BatchStore(run.batches)
     for index in spread_over(committed):
         try:
             batch = store.read(index, None)
-            found.chosen.append(choose(batch, run.learner_logprobs(index, batch.num_response_tokens)))
+            learner_logprobs = run.learner_logprobs(index, batch.num_response_tokens)
+            found.chosen.append(choose(batch, learner_logprobs, found.background.advantages(batch)))
         except EvenKeelError as error:
             found.unread.append(f"Batch {index}: {visible(str(error))}")
     return found
@@ -86,7 +88,8 @@ def _render(run_log: RunLog, run: RunDirectory, found: _Found) -> str:
     lengths = [length for one in found.chosen for length in one.batch.response_lengths.tolist()]
     most = shares_of(lengths, MOST_TOKENS)
     pieces = _ids if tokenizer is None else tokenizer.pieces
-    groups = [group for one in found.chosen for group in _groups(one, pieces, most)]
+    groups = [group for one in found.chosen for group in _groups(one, found.background, pieces, most)]
+    held_out = _held_out(run, found)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     folder = resources.files("pipeline.analysis.pages")
     script = folder.joinpath("samples.js").read_text(encoding="utf-8")
@@ -99,6 +102,8 @@ def _render(run_log: RunLog, run: RunDirectory, found: _Found) -> str:
         steps=[one.batch.index for one in found.chosen],
         unread=found.unread,
         groups=groups,
+        held_out=held_out,
+        no_answers=found.background.missing,
         num_samples=len(lengths),
         num_groups=sum(one.num_groups for one in found.chosen),
         num_cut=sum(length > most for length in lengths),
@@ -122,7 +127,36 @@ def _ids(tokens: Sequence[int]) -> list[str]:
     return [f"{token} " for token in tokens]
 
 
-def _groups(chosen: ChosenSamples, pieces: Pieces, most: int) -> list[dict[str, Any]]:
+def _held_out(run: RunDirectory, found: _Found) -> list[dict[str, Any]]:
+    """What some evaluations kept of their answers, the newest first."""
+    versions = sorted(run.evaluated_versions())
+    shown = []
+    for version in reversed(spread_over(versions)) if versions else ():
+        try:
+            kept = run.evaluation(version).get("responses", ())
+        except EvenKeelError as error:
+            found.unread.append(f"Evaluation of version {version}: {visible(str(error))}")
+            continue
+        prompts = [
+            dict(
+                {name: visible_text(one[name]) for name in ("prompt", "answer", "source")},
+                samples=[
+                    dict(sample, response=visible_text(sample["response"]), reward=_number(sample["reward"]))
+                    for sample in one["samples"]
+                ],
+            )
+            for one in kept
+        ]
+        if prompts:
+            shown.append(dict(version=version, prompts=prompts))
+    return shown
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"
+
+
+def _groups(chosen: ChosenSamples, background: Background, pieces: Pieces, most: int) -> list[dict[str, Any]]:
     """What the template shows of each group."""
     batch, learner = chosen.batch, chosen.learner_logprobs
     gaps = None if learner is None else token_gaps(batch, learner)
@@ -131,6 +165,7 @@ def _groups(chosen: ChosenSamples, pieces: Pieces, most: int) -> list[dict[str, 
     for group, facts in chosen.groups.items():
         members = np.flatnonzero(batch.group == group).tolist()
         problem = int(batch.problem[members[0]])
+        asked = background.problem(problem)
         prompt = visible_text("".join(pieces(_prompt(batch, members[0]))))
         before, after = ends_of(len(prompt), MOST_PROMPT_CHARACTERS)
         groups.append(
@@ -142,9 +177,12 @@ def _groups(chosen: ChosenSamples, pieces: Pieces, most: int) -> list[dict[str, 
                 facts=facts,
                 scored=learner is not None,
                 prompt=(prompt[:before], len(prompt) - before - after, prompt[len(prompt) - after :]),
+                answer="" if asked is None else visible_text(asked.answer),
+                metadata="" if asked is None or not asked.metadata else visible(metadata_text(asked.metadata)),
                 samples=[
                     dict(
                         **_sample(batch, sample),
+                        advantage=None if chosen.advantages is None else f"{chosen.advantages[sample]:.4g}",
                         **_response(chosen, sample, pieces, most),
                         worst=None if gaps is None else _worst(gaps[_span(batch, sample)]),
                         unseen=looked is not None and _unseen(batch, looked, sample),

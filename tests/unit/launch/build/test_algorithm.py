@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.build.algorithm import build_objective
+from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -47,6 +48,6 @@ def test_the_recipe_s_numbers_arrive() -> None:
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_every_advantage_is_built(name: str) -> None:
     made = recipe(advantage=dict(name=name))
-    computer = build_advantage_computer(made)
+    computer = AdvantageComputer.of(made)
     assert type(computer.section) is ADVANTAGES[name]
     assert computer.max_new_tokens == made.rollout.max_new_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,13 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.advantages.compute import AdvantageComputer
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.pages import samples
 from pipeline.analysis.pages.samples import color_of, ends_of, visible_text, write_samples
 from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.trajectories import Background, render_batch, sample_rows
 from pipeline.data.records import Batch, Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.rollout.sample_event import kept_responses
+from pipeline.tasks import build_task
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
 from tests.support.batches import CONTRACT
@@ -69,13 +74,21 @@ class Written:
     run: RunDirectory
     tokenizer: Tokenizer
 
-    def commit(self, index: int, groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Batch:
-        """A batch of groups: each its prompt, and its responses with their rewards."""
+    def commit(
+        self, index: int, groups: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, problem: int = -1
+    ) -> Batch:
+        """A batch of groups: each its prompt, and its responses with their rewards. All ask one `problem`."""
         batch = Batch.from_groups(
             index,
             [
                 Group(
-                    prompt=Prompt(group=number, text="", answer="", tokens=tuple(self.tokenizer.encode(prompt))),
+                    prompt=Prompt(
+                        group=number,
+                        text="",
+                        answer="",
+                        tokens=tuple(self.tokenizer.encode(prompt)),
+                        problem=problem,
+                    ),
                     samples=tuple(
                         Sample(completion=self._completion(text, index), reward=reward, reward_parts=dict(right=reward))
                         for text, reward in responses
@@ -126,7 +139,7 @@ def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Wr
     page = written.page()
     assert Page(page).texts == ["12=", "abc", "de"]
     for expected in (
-        '<p class="reward">1 <small>reward</small></p>',
+        '<p class="reward">1 <small>reward, advantage 0.7071</small></p>',
         "<p>right 0.25</p>",
         "3 tokens, stop,\nversion 3 (age 1), |log-ratio| up to 0.06 at token 3",
         "2 tokens, stop,\nversion 3 (age 1), |log-ratio| up to inf at token 2",
@@ -252,3 +265,58 @@ def test_a_color_begins_at_its_bound(gap: float, color: str) -> None:
 
 def test_the_ends_of_a_long_text() -> None:
     assert (ends_of(9, 9), ends_of(10, 9), ends_of(0, 9)) == ((9, 0), (6, 3), (0, 0))
+
+
+def test_the_reference_answer_and_what_a_sample_is_trained_with_stand_beside_it(written: Written) -> None:
+    recipe = written.run.recipe()
+    answer = build_task(recipe.task, recipe.run.seed).problem(3).answer
+    batch = written.commit(0, [("12=", [("a", 1.0), ("b", 0.0), ("c", 0.0)])], problem=3)
+    advantages = AdvantageComputer.of(recipe).compute_advantages(batch).values
+    page = written.page()
+    assert f'Reference answer: <span class="text">{answer}</span>' in page
+    rows = list(sample_rows(batch, written.tokenizer, Background(written.run.path)))
+    assert [(row["answer"], row["metadata"], row["advantage"]) for row in rows] == [
+        (answer, {}, float(value)) for value in advantages
+    ]
+    text = list(render_batch(batch, written.tokenizer, background=Background(written.run.path)))
+    assert f"  answer    {answer}" in text
+    for value in advantages:
+        assert f"reward, advantage {value:.4g}<" in page
+        assert f"  advantage {value:.4g}" in text
+    assert advantages[0] > 0 > advantages[1]
+
+
+def test_metadata_of_the_data_is_shown_and_data_that_is_gone_is_told(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    rows = [dict(prompt=f"{number}=", answer=f"<{number}>", level="hard") for number in range(400)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    write_character_tokenizer(tmp_path / "m", CHARACTERS)
+    task = dict(name="data", path=str(data), reward="pipeline.rewards.verifiers:exact_match")
+    run = write_run(tmp_path, 0, overrides=dict(model=dict(path=str(tmp_path / "m")), task=task))
+    written = Written(RunDirectory(run), Tokenizer.load(tmp_path / "m"))
+    written.commit(0, [("1=", [("a", 1.0)])], problem=0)
+    page = written.page()
+    assert 'Reference answer: <span class="text">&lt;' in page
+    assert "{&#34;level&#34;: &#34;hard&#34;}" in page
+    data.unlink()
+    assert "reference answers are not shown: " in written.page()
+
+
+def test_held_out_answers_are_shown_by_version(written: Written) -> None:
+    written.commit(0, [("1=", [("a", 1.0)])])
+    prompt = Prompt(group=0, text="<31>", answer="13", tokens=(1,))
+    for version, text in ((0, "31"), (20, "1" * 5000 + "3")):
+        sample = Sample(completion=written._completion("a", 1), reward=float(version > 0), reward_parts={})
+        kept = kept_responses([prompt] * 20, [[sample] * 9] * 20, lambda _, text=text: text)
+        assert (len(kept), len(kept[0]["samples"])) == (8, 4)
+        written.run.write_evaluation(version, dict(responses=kept))
+    page = written.page()
+    assert page.index("<summary>Version 20</summary>") < page.index("<summary>Version 0</summary>")
+    assert page.count("&lt;31&gt;") == 16
+    assert "1 … 1" in page, "of a long answer the two ends"
+    assert "1" * 2001 not in page
+    damaged = written.run.evaluations / "000000.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b"31", b"32", 1))
+    page = written.page()
+    assert "Evaluation of version 0: " in page
+    assert "<summary>Version 20</summary>" in page

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.build.algorithm import build_objective
+from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import differing_keys, load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
@@ -119,7 +120,7 @@ def test_own_corrections_and_advantages() -> None:
     outcome = run(build_objective(made), scored_step([[0.0, 0.0]], [2.0]))
     assert outcome.prepared.advantages.tolist() == [0.5, 0.5]
     assert outcome.prepared.measured["correction_factor"] == 0.25
-    computer = build_advantage_computer(made)
+    computer = AdvantageComputer.of(made)
     assert computer.section.aggregation == "sequence"
     assert computer.section.model_dump()["center"] == 0.75
     assert recipe_from(yaml.safe_load(made.to_yaml()), source="t") == made
