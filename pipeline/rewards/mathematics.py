@@ -254,6 +254,8 @@ def _text(found: re.Match[str]) -> str:
     words = found["words"].strip()
     if words in ("and", "or"):
         return ", "
+    if re.fullmatch(r"\S+(?:,? (?:and|or) \S+)+", words):
+        return re.sub(",? (?:and|or) ", ", ", words)
     if found["name"] == "operatorname" and words.lower() not in _UNITS:
         return found[0]
     if not words or re.search(r"[\d()\[\]:]", words) or (len(words) > 1 and _CHOICE.fullmatch(words)):
@@ -284,7 +286,7 @@ _MIXED = re.compile(
     r"(?:\{\s*(?P<c>\d{1,99})\s*\}|(?P<d>\d))| +(?P<e>\d{1,99})\s*/\s*(?P<f>\d{1,99})(?![\d.]))"
 )
 _LARGE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_MANY = re.compile(rf"(?<![\w.\\])(\d{1, 99}(?:\.\d{1, 99})?)\s*(\\text\{{\s*)?({'|'.join(_LARGE)})s?\b")
+_MANY = re.compile(rf"(?<![\w.\\])(\d{{1,99}}(?:\.\d{{1,99}})?)\s*(\\text\{{\s*)?({'|'.join(_LARGE)})s?\b")
 
 
 def _numerals(text: str) -> str:
@@ -356,6 +358,8 @@ _QUANTITY = re.compile(
     r"(?:\\text\{[^{}]*\}|[A-Za-zμΩ.']++)(?:\\text\{[^{}]*\}|[A-Za-zμΩ.']++|\^\{?-?\d+\}?|[/*\s]|\\cdot)*+)"
     r"(?=$|[,;)\]=]|\\\}|\\c[ua]p)"
 )
+_ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\{?\\circ\}?")
+"""The degrees of a function: those of an answer are a unit, these are a number."""
 _FRACTION_OF_UNITS = re.compile(
     r"\\frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\}(?:\^\{?-?\d\}?)?)\s*\}"
 )
@@ -393,7 +397,8 @@ def _without_units(text: str) -> tuple[str, tuple[str, ...]]:
         units.append(unit)
         return found["end"]
 
-    without = _QUANTITY.sub(drop, _FRACTION_OF_UNITS.sub(r"\1/\2", text))
+    text = _ANGLE.sub(r"\1{\\frac{\2 \\pi}{180}}", _FRACTION_OF_UNITS.sub(r"\1/\2", text))
+    without = _QUANTITY.sub(drop, text)
     return without, tuple(units)
 
 
