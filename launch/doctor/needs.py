@@ -75,14 +75,17 @@ def check_ports(recipe: Recipe, metrics_port: int | None = None) -> None:
 
 def check_room(recipe: Recipe) -> None:
     """Raises MachineError where the run's folder cannot be written, DiskFullError where it is too full for what a run
-    writes first: a policy and a checkpoint."""
+    keeps: policies and checkpoints, one of each while it is written."""
     run = RunDirectory(recipe.directory)
     check_folder(run.path, "run.root")
     config = ModelConfig.from_hf(read_hf_config(recipe.model.path))
     policy = config.num_parameters * recipe.learner.parameter_bytes
     if not run.saved_steps():
-        first = checkpoint_bytes(config, recipe) + policy
-        require_space(nearest_above(run.path), first, f"a policy and a checkpoint of run {recipe.run.name}")
+        policies = min(recipe.weights.keep + 2, recipe.run.steps + 1)  # the served one, and the one that is written
+        checkpoints = min(recipe.checkpoint.keep + 1, -(-recipe.run.steps // recipe.checkpoint.every))
+        kept = f"{policies} policies (weights.keep) and {checkpoints} checkpoints (checkpoint.keep)"
+        needed = policies * policy + checkpoints * checkpoint_bytes(config, recipe)
+        require_space(nearest_above(run.path), needed, f"{kept} of run {recipe.run.name}")
 
 
 def check_folder(folder: Path, key: str) -> None:

@@ -38,6 +38,9 @@ def preflight(recipe: Recipe) -> TaskPrompts:
     tokenizer = build_tokenizer(recipe)
     check_weights(recipe.model.path, ModelConfig.from_hf(config))
     verify_folder(recipe.model.path, "make or fetch the model again", required=False)
+    if recipe.reference is not None and (reference := recipe.reference.path) is not None:
+        read_hf_config(reference, "reference.path")
+        check_weights(reference, ModelConfig.from_hf(config))
     check_teacher(recipe, tokenizer)
     prompts = build_prompts(recipe, tokenizer)
     _check_held_out_lengths(recipe, prompts)

@@ -110,7 +110,7 @@ def describe_folder(folder: Path, source: Path, hf_config: Mapping[str, Any], dt
     kept = {key: value for key, value in hf_config.items() if key != "torch_dtype"}
     _write_json(folder / "config.json", kept | {"dtype": dtype})
     for path in sorted({path for pattern in COMPANION_FILES for path in source.glob(pattern)}):
-        if not (folder / path.name).exists():
+        if path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 
 

@@ -22,7 +22,8 @@ from precision.text.short import listed, one_line, quoted
 _FILE_NAME = re.compile(r"[\w.@+ -]+\.safetensors")
 _INDEX_BYTES = 256 << 20
 """Of model.safetensors.index.json: 100 bytes a tensor, and the largest mixtures have 200,000."""
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_SINGLE = "model.safetensors"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 DTYPES = {
     "F64": "float64",
@@ -67,8 +68,8 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     for name, (size, dtype, _) in found.items():
         if name in expected and size != expected[name]:
             problems.append(f"{name} has shape {list(size)}, expected {list(expected[name])}")
-        elif name in expected and dtype not in _FLOATS:
-            problems.append(f"{name} is {dtype}, expected one of {', '.join(sorted(_FLOATS))}")
+        elif name in expected and dtype not in FLOATS:
+            problems.append(f"{name} is {dtype}, expected one of {', '.join(sorted(FLOATS))}")
     if problems:
         shown = listed([one_line(problem, 120) for problem in problems])
         raise ModelError(
@@ -83,6 +84,11 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
         try:
             with safe_open(path, framework="numpy") as file:
                 for name in sorted(file.keys()):
+                    if name in headers:
+                        raise ModelError(
+                            f"{folder} holds {name} twice, in {headers[name].file.name} and {path.name}; remove the "
+                            "file that is not the model's"
+                        )
                     view = file.get_slice(name)
                     headers[name] = TensorHeader(tuple(view.get_shape()), view.get_dtype(), path)
         except (OSError, SafetensorError) as error:
@@ -102,6 +108,11 @@ def weight_files(folder: Path) -> list[Path]:
     if missing:
         raise ModelError(
             f"{folder} lacks {listed(missing, between=', ')}, which its index names; fetch the model again"
+        )
+    if (folder / _SINGLE).is_file() and _SINGLE not in names:
+        raise ModelError(
+            f"{folder} holds {_SINGLE}, which transformers reads, and {index.name}, which names "
+            f"{listed(names, most=2)} instead; remove the one that is not the model's"
         )
     return [folder / name for name in names]
 

@@ -20,6 +20,13 @@ _MOST_EXPERTS = 4096
 """Far above any model: a wrong number is refused before a name is made for each tensor of so many layers."""
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
+_LEFT_OUT: dict[str, dict[str, int]] = {
+    "Qwen3ForCausalLM": dict(head_dim=128, num_key_value_heads=32),
+    "Qwen3MoeForCausalLM": dict(num_key_value_heads=4),
+    "Qwen2ForCausalLM": dict(num_key_value_heads=32),
+}
+"""What transformers and SGLang take where a config.json leaves a key out; null and Llama's say other things."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
@@ -66,6 +73,7 @@ class ModelConfig:
     def from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         """Read an HF config. Raises ModelError for what this learner cannot reproduce."""
         architecture = _architecture(hf_config)
+        hf_config = {**_LEFT_OUT.get(architecture, {}), **hf_config}
         _refuse_unsupported(hf_config)
         theta, scaling = _rope(hf_config)
         heads = size_of(hf_config, "num_attention_heads")
@@ -168,16 +176,17 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder / 'config.json'} is damaged: {error}; fetch the model again") from None
 
 
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder. Raises ModelError when the folder is not a usable HF model folder."""
+def read_hf_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
+    """config.json of the model folder that a recipe's `key` names. Raises ModelError when it is no usable HF folder."""
     if not folder.is_dir():
+        name = folder if not folder.is_absolute() and len(folder.parts) == 2 else "OWNER/NAME"
         raise ModelError(
-            f"model.path {folder} is not a folder; give the path of a downloaded HF model, or make a "
-            "small one with `evenkeel model new`"
+            f"{key} {folder} is not a folder; give the path of a downloaded HF model (`hf download {name} --local-dir "
+            "FOLDER`, of `pip install huggingface_hub`, fetches one), or make a small one with `evenkeel model new`"
         )
     hf_config = read_config(folder)
     if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} has no *.safetensors; convert the weights to safetensors")
+        raise ModelError(f"{key} {folder} has no *.safetensors; convert the weights to safetensors")
     return hf_config
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_bridge.hf.headers import DTYPES, tensor_headers
+from megatron_bridge.hf.headers import DTYPES, FLOATS, tensor_headers
 from megatron_bridge.hf.tensor_specs import num_bytes
 from pipeline.errors import ModelError
 from pipeline.ports.weight_update import TensorSpec
@@ -45,13 +45,23 @@ class TensorFolder:
         """Part of a tensor of at least one dimension. It may share memory with the file: do not write to it."""
         file = self._open(self._headers[name].file)
         tensor: Tensor = file.get_slice(name)[index]
-        self._num_read += tensor.nbytes
-        return tensor
+        return self._read(name, tensor)
 
     def whole(self, name: str) -> Tensor:
         """A tensor as it was stored. It may share memory with the file: do not write to it."""
         tensor: Tensor = self._open(self._headers[name].file).get_tensor(name)
+        return self._read(name, tensor)
+
+    def _read(self, name: str, tensor: Tensor) -> Tensor:
+        """The values that were read. Raises ModelError where one of them is not finite: no run can begin with it."""
         self._num_read += tensor.nbytes
+        if self._headers[name].dtype in FLOATS and tensor.numel():
+            ends = torch.stack(torch.aminmax(tensor.detach()))  # one pass, in which NaN wins
+            if not ends.isfinite().all():
+                raise ModelError(
+                    f"{self._headers[name].file}: {name} holds values that are not finite (nan or inf); fetch the "
+                    "model again, or take an earlier checkpoint of it"
+                )
         return tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ import pytest
 
 from launch.doctor import needs
 from launch.doctor.needs import check_folder, check_learner_here, check_model_here, check_room
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.recipe import Recipe
 from pipeline.errors import DiskFullError, MachineError, RecipeError
 from tests.support.runs import make_model, make_recipe
@@ -86,8 +87,35 @@ def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path, model: Path, monke
     found = os.statvfs(tmp_path)
     full = os.statvfs_result((found.f_bsize, found.f_frsize, found.f_blocks, 0, 0, *tuple(found)[5:10]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    with pytest.raises(DiskFullError, match="too full for a policy and a checkpoint of run needs: it needs"):
+    with pytest.raises(
+        DiskFullError, match=r"too full for \d policies \(weights\.keep\) and \d check.* of run needs: it"
+    ):
         check_room(recipe)
     (recipe.directory / "checkpoints/000002").mkdir(parents=True)
     (recipe.directory / "checkpoints/000002/COMMIT").touch()
     check_room(recipe)  # what it needs is there already; its own checkpoints ask again
+
+
+def test_the_disk_must_have_room_for_all_that_is_kept(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, str]] = []
+    monkeypatch.setattr(needs, "require_space", lambda _, num_bytes, what: asked.append((num_bytes, what)))
+    few = recipe_of(tmp_path, model, run=dict(name="needs", root=str(tmp_path), steps=100))
+    many = few.model_copy(
+        update=dict(
+            weights=few.weights.model_copy(update=dict(keep=9)),
+            checkpoint=few.checkpoint.model_copy(update=dict(keep=5)),
+        )
+    )
+    short = few.model_copy(update=dict(run=few.run.model_copy(update=dict(steps=1))))
+    for recipe in (few, many, short):
+        check_room(recipe)
+    parameters = ModelConfig.from_hf(read_hf_config(model)).num_parameters
+    policy, checkpoint = 4 * parameters, 12 * parameters  # float32, two moments beside
+    assert [num_bytes for num_bytes, _ in asked] == [
+        4 * policy + 3 * checkpoint,
+        11 * policy + 6 * checkpoint,
+        2 * policy + checkpoint,
+    ]
+    assert asked[1][1] == "11 policies (weights.keep) and 6 checkpoints (checkpoint.keep) of run needs"

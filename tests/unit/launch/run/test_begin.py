@@ -8,17 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from launch.build.components import TaskPrompts
-from launch.run.begin import asked_again, seed_policy, warnings
+from launch.run.begin import asked_again, preflight, seed_policy, warnings
 from megatron_bridge.hf import writer
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import ModelError
 from pipeline.tasks import build_task
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.mixture import order_of
 from pipeline.tasks.tokenizer import Tokenizer
+from precision.reference import ReferenceSection
 from tests.support import quiet_megatron  # noqa: F401
 from tests.support.runs import make_model
 
@@ -96,3 +99,33 @@ def test_evaluations_take_the_held_out_prompts_that_there_are_and_say_so(tmp_pat
     assert len(prompts.held_out(recipe.evaluation.prompts)) == count
     (told,) = [sentence for sentence in warnings(recipe, prompts) if "held-out" in sentence]
     assert told.startswith(f"evaluations ask all {count} held-out prompts, since there are no 64")
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("Qwen/Qwen3-8B", r"reference\.path Qwen/Qwen3-8B is not a folder; .*`hf download Qwen/Qwen3-8B --local-dir"),
+        ("empty", "empty has no config.json"),
+        ("other", "does not hold the weights that its config.json describes"),
+    ],
+)
+def test_a_wrong_reference_is_found_before_anything_starts(
+    tmp_path: Path, recipe: Recipe, reference: str, said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    make_model(tmp_path / "other", layers=1)
+    folder = Path(reference) if "/" in reference else tmp_path / reference
+    section = ReferenceSection(coefficient=0.1, path=folder)
+    with pytest.raises(ModelError, match=said):
+        preflight(recipe.model_copy(update=dict(reference=section)))
+
+
+def test_a_weight_that_is_not_finite_ends_a_run_before_its_first_version(tmp_path: Path, recipe: Recipe) -> None:
+    path = tmp_path / "model/model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, path)
+    run = RunDirectory(recipe.directory)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight holds values that are not finite"):
+        seed_policy(run, recipe)
+    assert not run.is_published()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_bridge.hf.folders import describe_folder
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.hf.tensor_folder import TensorFolder
 from pipeline.errors import ModelError
 from tests.support.odd_files import huge_at, pipe_at
 
@@ -95,3 +101,44 @@ def test_block_fp8_weights_are_called_that_and_what_to_do_is_said(tmp_path: Path
     assert "block-quantized FP8 weights (1 e4m3 tensors, 1 weight_scale_inv, such as " in message
     assert "give the bf16 folder" in message
     assert "missing" not in message
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    save_file({UP: torch.zeros(4, 8)}, write(tmp_path, lambda tensors: None) / "other.safetensors")
+    assert f"holds {UP} twice, in model.safetensors and other.safetensors; remove the file" in refusal(tmp_path)
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    whole = write(tmp_path, lambda tensors: None) / "model.safetensors"
+    shutil.copyfile(whole, tmp_path / "model-00001.safetensors")
+    index = dict(weight_map=dict.fromkeys(MODEL_CONFIG.tensors(), "model-00001.safetensors"))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert "holds model.safetensors, which transformers reads, and model.safetensors.index.json" in refusal(tmp_path)
+    whole.unlink()
+    check_weights(tmp_path, MODEL_CONFIG)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_named_by_whatever_reads_it(
+    tmp_path: Path, dtype: torch.dtype, value: float
+) -> None:
+    def spoil(tensors: Tensors) -> None:
+        tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+        tensors[UP][3, 7] = value
+
+    folder = TensorFolder(write(tmp_path, spoil))
+    assert folder.whole(DOWN).dtype == dtype
+    assert not folder.slice(UP, (slice(0, 3),)).any()
+    for read in (folder.whole, lambda name: folder.slice(name, (slice(2, 4),)), folder.digest):
+        with pytest.raises(ModelError, match=rf"model\.safetensors: {re.escape(UP)} holds values that are not finite"):
+            read(UP)
+
+
+def test_a_folder_called_tokenizer_is_not_copied_as_a_file(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "tokenizer").mkdir(parents=True)
+    (source / "tokenizer.json").write_text("{}", encoding="utf-8")
+    target.mkdir()
+    describe_folder(target, source, {}, "float32")
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "tokenizer.json"]

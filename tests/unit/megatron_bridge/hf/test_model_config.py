@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_bridge.hf.model_config import Experts, ModelConfig, read_config
+from megatron_bridge.hf.model_config import ARCHITECTURES, Experts, ModelConfig, read_config, read_hf_config
 from pipeline.errors import ModelError
 from tests.support.odd_files import huge_at, pipe_at
 
@@ -88,3 +89,39 @@ def test_what_cannot_be_reproduced_is_refused_in_one_line(change: dict[str, Any]
         ModelConfig.from_hf(QWEN3_30B_A3B | change)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "key", ["head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings"]
+)
+def test_a_key_that_is_left_out_is_what_transformers_takes(architecture: str, key: str) -> None:
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+    kinds = dict(zip(ARCHITECTURES, (Qwen3Config, Qwen3MoeConfig, Qwen2Config, LlamaConfig), strict=True))
+    sizes = dict(hidden_size=1024, intermediate_size=64, num_hidden_layers=1, num_attention_heads=32, vocab_size=16)
+    sizes |= dict(max_position_embeddings=8, moe_intermediate_size=8, num_experts=2, num_experts_per_tok=1)
+    more = dict(head_dim=16, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True)
+    given = sizes | {name: value for name, value in more.items() if name != key}
+    ours = ModelConfig.from_hf(dict(given, architectures=[architecture]))
+    theirs = kinds[architecture](**given)
+    assert ours.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize(("folder", "fetched"), [("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("/nowhere/at/all", "OWNER/NAME")])
+def test_a_name_of_a_hub_gets_the_way_to_a_folder(folder: str, fetched: str) -> None:
+    with pytest.raises(
+        ModelError, match=rf"reference\.path {folder} is not a folder.*`hf download {fetched} --local-dir"
+    ):
+        read_hf_config(Path(folder), "reference.path")
+
+
+@pytest.mark.parametrize(("tensor", "rows"), [(1, 151_669), (2, 151_808), (4, 152_064), (8, 152_576)])
+def test_a_vocabulary_is_padded_as_megatron_pads_it(tensor: int, rows: int) -> None:
+    config = ModelConfig.from_hf(QWEN3_32B)
+    assert replace(config, vocab_size=151_669).vocabulary_rows(tensor) == rows
+    assert config.vocabulary_rows(tensor) == config.vocab_size == 151_936  # shared evenly: as it is
