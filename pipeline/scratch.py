@@ -16,6 +16,8 @@ from pathlib import Path
 
 _NAME = re.compile(r"evenkeel-(?:[a-z]+)-(\d+)-\w+")
 _SHARED = Path("/dev/shm")
+_LENT = re.compile(r"torch_\d+_\d+_\d+")
+"""As torch names its files of shared memory."""
 
 
 def make_scratch(kind: str) -> Path:
@@ -33,12 +35,14 @@ def remove_left_scratch() -> None:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove it. SGLang names files of shared memory after files that are in it: these go, too."""
+    """Remove it. Files of shared memory that are named after files in it go, too: SGLang names its own so, and a
+    learner leaves the name of what it lends to engines (megatron_bridge.weight_sync.shared_buffer)."""
     with suppress(OSError):
         if folder.stat().st_uid != os.getuid():
             return
         for name in os.listdir(folder):
-            for shared in _SHARED.glob(f"sglang_loads_{name}_*.shm"):
+            lent = [_SHARED / name] if _LENT.fullmatch(name) else []
+            for shared in (*_SHARED.glob(f"sglang_loads_{name}_*.shm"), *lent):
                 shared.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

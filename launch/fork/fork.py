@@ -41,13 +41,13 @@ from pipeline.data.files import (
 )
 from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
 from pipeline.data.integrity.sealed import seal, write_sealed_json
-from pipeline.data.integrity.walk import damaged_files
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders, unfenced
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
+from pipeline.repair.damage import find_damage, own_recipes
 from pipeline.resume.rules import refuse_what_no_checkpoint_carries
 from pipeline.tasks.digest import with_digest_of_now
-from pipeline.trainer.checkpoints import COMMIT, verify
+from pipeline.trainer.checkpoints import COMMIT
 from precision.controller.records import State
 from precision.text.short import listed
 
@@ -67,7 +67,8 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
     try:
         print(f"{target}: linking {source} up to step {step}, then comparing all with its checksums", file=sys.stderr)
         _fill(run, folder, recipe, step)
-        if damaged := damaged_files(folder, lambda one: verify(one, step)):
+        if found := find_damage(RunDirectory(folder)):
+            damaged = [f"{one.path.relative_to(folder)} {one.problem}" for one in found]
             raise StoreError(
                 f"{source} cannot be forked at step {step}: {listed(damaged, most=2)}; `evenkeel repair {source}` first"
             )
@@ -165,7 +166,7 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     log = f"{PARENT}.jsonl"
     _write_lines(folder / "metrics" / log, [line for line in read_metrics(run.path) if line["step"] < step])
     _write_lines(folder / "events" / log, [event for event in read_events(run.path) if _is_of(event, step)])
-    write_sealed_json(made.parent_file, dict(run=str(run.path.resolve()), step=step))
+    write_sealed_json(made.parent_file, dict(run=str(run.path.resolve()), step=step, recipes=sorted(own_recipes(run))))
     for path in [folder, *(one for one in folder.rglob("*") if one.is_dir())]:
         fsync_directory(path)
 

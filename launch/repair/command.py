@@ -38,7 +38,7 @@ def repair(
 
 def _lines(result: dict[str, Any]) -> list[str]:
     if result["whole"]:
-        return [f"{result['run']}: every file is whole"]
+        return [f"{result['run']}: every file that is there is whole"]
     lines = [f"{one['path']}: {one['problem']}\n    {one['becomes']}" for one in result["repairs"]]
     if result["applied"]:
         return [*lines, f"done; what was damaged lies in {result['set_aside']}", result["after"]]

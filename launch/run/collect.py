@@ -27,6 +27,7 @@ from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
+from pipeline.data.frozen.recipes import recipe_in_force
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoppedError
@@ -58,7 +59,7 @@ def fleet_settings(
     )
 
 
-def settings(recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
+def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
     """The numbers of the recipe that the collector reads."""
     rollout, evaluation = recipe.rollout, recipe.evaluation
     return CollectorSettings(
@@ -72,7 +73,7 @@ def settings(recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
         evaluation_samples=evaluation.samples,
         evaluation_sampling=build_sampling(recipe, evaluation.temperature),
         wait_deadline_s=recipe.run.wait_deadline_s,
-        recipe_sha256=recipe.sha256(),
+        recipe_sha256=recipe_in_force(run.path).sha256,
         interruption=build_interruption(recipe, tokenizer),
         max_refills=recipe.prompts.max_refills if recipe.prompts.refill or recipe.prompts.group_filter else 0,
         keeps_equal=not recipe.prompts.refill,
@@ -130,7 +131,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
                     group_filter=build_group_filter(recipe),
                     contract=build_contract(recipe, tokenizer),
                     event_log=event_log,
-                    settings=settings(recipe, tokenizer),
+                    settings=settings(run, recipe, tokenizer),
                     decided_lags=lags_of(run, recipe),
                     stop=stop,
                 )

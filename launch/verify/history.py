@@ -11,10 +11,9 @@ from pipeline.analysis.audit import verify_history
 from pipeline.analysis.gaps import find_gaps
 from pipeline.control.files import ControlFiles
 from pipeline.data.frozen.recipes import newest_recipe
-from pipeline.data.integrity.walk import damaged_files
 from pipeline.data.run_directory import RunDirectory
 from pipeline.repair.apply import repaired_paths
-from pipeline.trainer.checkpoints import verify
+from pipeline.repair.damage import find_damage
 
 
 def check_history(path: Path) -> dict[str, Any]:
@@ -23,7 +22,7 @@ def check_history(path: Path) -> dict[str, Any]:
     the batches that damage has cost, which are known and so not wrong; and the steps and versions that lack a record.
 
     Read are the batches, the lags that the ESS controller decided, the records of steps and of repairs and, if it is
-    there, the model's config.json; and every file of the run is compared with its checksum.
+    there, the model's config.json; and every file of the run is checked as `evenkeel repair` does.
     """
     run = RunDirectory(path)
     recipe, decided = newest_recipe(path), ControlFiles(run.control, run.fence).newest()
@@ -31,7 +30,7 @@ def check_history(path: Path) -> dict[str, Any]:
         decided = None  # it is of a parent: no lag of it holds for what a fork without a controller samples
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
     limits = build_limits(recipe)
-    damaged = damaged_files(path, lambda folder: verify(folder, _step(folder)))
+    damaged = [f"{one.path}: {one.problem}" for one in find_damage(run)]
     audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits, run.forked_at())
     repaired = sorted(repaired_paths(run))
     gaps = find_gaps(run, repaired)
@@ -56,8 +55,3 @@ def check_history(path: Path) -> dict[str, Any]:
         damaged=damaged,
         ok=audit.sound and gaps.none and not damaged,
     )
-
-
-def _step(checkpoint: Path) -> int | None:
-    """What the folder's name says; None where it is not in a run's folder of checkpoints."""
-    return int(checkpoint.name) if checkpoint.parent.name == "checkpoints" and checkpoint.name.isdigit() else None

@@ -9,13 +9,15 @@ wrapper is ever removed.
 The driver frees a GPU's memory when the process that made it ends. The kernel does not delete a file of shared memory
 then. A guard process deletes it, when the buffer is closed and also when this process dies, whatever the cause.
 torch's own guard (torch_shm_manager) would keep the file until every process that opened it has ended, and the engines
-go on.
+go on. Where the guard is killed, too, the next start on the machine deletes the file: its name is noted in the folder
+for temporary files of the process that was killed (pipeline.scratch).
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -58,7 +60,8 @@ class SharedBuffer:
         else:
             self._handle = self._storage._share_filename_cpu_()
             self._storage._shared_incref()  # so that torch leaves deleting to the guard
-            self._guard = _guard(self.file)
+            self._noted.touch()
+            self._guard = _guard(self.file, self._noted)
 
     def __len__(self) -> int:
         return len(self.bytes)
@@ -67,6 +70,10 @@ class SharedBuffer:
     def file(self) -> Path:
         """The file of shared memory; on a CPU only."""
         return SHARED_MEMORY / str(self._handle[1], "ascii").lstrip("/")
+
+    @property
+    def _noted(self) -> Path:
+        return Path(tempfile.gettempdir()) / self.file.name
 
     def lend(self, num_bytes: int, readers: int) -> Call:
         """An object that unpickles as the first `num_bytes`, uint8 [num_bytes], in another process of this machine.
@@ -130,10 +137,10 @@ def _require_room(num_bytes: int) -> None:
         )
 
 
-def _guard(file: Path) -> subprocess.Popen[bytes]:
-    """Deletes the file when its input ends: this process closes it, or dies."""
+def _guard(*files: Path) -> subprocess.Popen[bytes]:
+    """Deletes the files when its input ends: this process closes it, or dies."""
     return subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r _; rm -f -- "$0"', str(file)],
+        ["/bin/sh", "-c", 'read -r _; rm -f -- "$@"', "sh", *map(str, files)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

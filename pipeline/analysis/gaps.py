@@ -1,6 +1,8 @@
 """Which steps and versions of a run lack a record that they should have left.
 
-metrics, logprobs, mismatch, control     of each step that a checkpoint holds; they are written before it
+metrics, consumed, logprobs, mismatch, control
+                                         of each step that a checkpoint holds; they are written before it
+checkpoints                              the newest that was saved
 evaluations                              of each version that was due before a batch that is committed
 
 Which were due, and whether a controller left a record, says the recipe that the batch was sampled by, or the step
@@ -24,9 +26,12 @@ class Gaps:
     """Steps, or versions, by what they lack; ascending. What a repair set aside is no gap: its record says so."""
 
     metrics: tuple[int, ...]
+    consumed: tuple[int, ...]
+    """Steps without the event."""
     logprobs: tuple[int, ...]
     mismatch: tuple[int, ...]
     control: tuple[int, ...]
+    checkpoints: tuple[int, ...]
     evaluations: tuple[int, ...]
     """Versions without the file or without the event that reports are drawn from."""
 
@@ -47,16 +52,24 @@ def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> Gaps:
         there |= {Path(name).name for name in known if Path(name).parent.name == folder.name}
         return tuple(number for number in numbers if f"{number:06d}{suffix}" not in there)
 
+    # Logs from which a repair has taken lines: what they do not hold any more is known.
+    cut = {Path(name).parent.name for name in known if name.endswith(".jsonl")}
     noted = {int(line["step"]) for line in read_metrics(run.path)}
+    consumed = {int(event["step"]) for event in read_events(run.path, "consumed")}
+    saved = [int(event["step"]) for event in read_events(run.path, "saved")]
+    newest = max([*saved, *([steps] if (finished / "learner").exists() else [])], default=0)
+    gone = newest > max(run.saved_steps(), default=0) and f"checkpoints/{newest:06d}" not in known
     measures = any(run.mismatch.glob("*.zarr.zip"))
     controlled = [step for step in trained if recipe_of_step(recipes, step).controller is not None]
     due = _due(run, recipes)
     evaluated = {int(event["version"]) for event in read_events(run.path, "evaluated")}
     return Gaps(
-        metrics=tuple(step for step in trained if step not in noted),
+        metrics=() if "metrics" in cut else tuple(step for step in trained if step not in noted),
+        consumed=() if "events" in cut else tuple(step for step in trained if step not in consumed),
         logprobs=without(run.logprobs, ".npy", trained),
         mismatch=without(run.mismatch, ".zarr.zip", trained) if measures else (),
         control=without(run.control, ".json", controlled),
+        checkpoints=(newest,) if gone else (),
         evaluations=tuple(sorted({*without(run.evaluations, ".json", due), *(set(due) - evaluated)})),
     )
 

@@ -6,8 +6,6 @@ Files are read by `pipeline.config.loader`; what is learned from a batch is desc
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -289,7 +287,3 @@ class Recipe(Section):
     def to_yaml(self) -> str:
         """The resolved recipe, every default spelled out."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-    def sha256(self) -> str:
-        """Digest of the resolved recipe, stored with every batch."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

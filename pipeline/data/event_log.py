@@ -271,6 +271,14 @@ def _is_a(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def whole_lines(path: Path) -> str:
+    """The lines of one file that are as they were written, with their checksums. Raises OSError, and ValueError for
+    what is no file."""
+    with open_regular(path) as file:
+        lines = iter(lambda: file.readline(MAX_BYTES), b"")
+        return b"".join(line for line in lines if parse_line(line) is not None).decode()
+
+
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """A line with its end, without its checksum; None for what a killed process left of one, or that is damaged."""
     try:

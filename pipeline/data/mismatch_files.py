@@ -24,9 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.arrays.zarr_reader import damage_said, open_zarr_zip
 from pipeline.data.arrays.zarr_writer import write_zarr_zip
 from pipeline.data.files import replacing
 from pipeline.data.run_directory import RunDirectory, numbered
+from pipeline.errors import StoreError
 from precision.histogram import LOG_RATIO_EDGES
 from precision.mismatch.splits import GROUPS
 from precision.mismatch.statistics import QUANTILES, SEQUENCE_COLUMNS, Mismatch
@@ -38,6 +40,18 @@ SCHEMA_VERSION = 1
 def mismatch_path(run: RunDirectory, step: int) -> Path:
     """Where the statistics of `step` lie."""
     return run.mismatch / f"{numbered(step)}.zarr.zip"
+
+
+def check_mismatch(run: RunDirectory, step: int, samples: int | None) -> None:
+    """Raises StoreError unless the file of `step` is as it was written, for that step, and for a batch with as many
+    `samples`; None: that is not known."""
+    path = mismatch_path(run, step)
+    with damage_said(path, StoreError, "remove it, training does not need it"):
+        file = open_zarr_zip(path)
+        if file.attributes["step"] != step:
+            raise ValueError(f"it is that of step {file.attributes['step']}")
+        if samples is not None and (found := file.arrays["update"].shape[0]) != samples:
+            raise ValueError(f"it is of a batch with {found} samples, expected {samples}")
 
 
 def write_mismatch(run: RunDirectory, step: int, mismatch: Mismatch) -> None:

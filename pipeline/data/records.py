@@ -202,6 +202,7 @@ class Batch:
     next_group: int
     """The first group that no batch had taken when this one was committed."""
     recipe_sha256: str
+    """Digest of the file of the recipe that it was sampled by (RecipeInForce.sha256): no other run has that file."""
     open_groups: tuple[int, ...] = ()
     """Ascending: groups below `next_group` that are neither in this batch nor in one before it. Later batches had them
     under way when this one was committed."""

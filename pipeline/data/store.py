@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -24,13 +24,13 @@ from typing import BinaryIO, NoReturn
 import numpy as np
 
 from pipeline.data.arrays.batch_file import Choose, read_batch, read_num_samples, read_share, require_readable
-from pipeline.data.arrays.zarr_reader import open_zarr_zip, seek_zarr_zip
+from pipeline.data.arrays.zarr_reader import damage_said, open_zarr_zip, seek_zarr_zip
 from pipeline.data.arrays.zarr_writer import write_zarr_zip
 from pipeline.data.batch_format import arrays_of, attributes_of, check_batch, num_bytes, with_digests
 from pipeline.data.border.batches import check_values
 from pipeline.data.border.values import UNKNOWN, Limits
 from pipeline.data.files import NUMBER, await_visible, creating, make_folder, remove_leftovers
-from pipeline.data.integrity.regular import machine_failure, open_regular
+from pipeline.data.integrity.regular import open_regular
 from pipeline.data.integrity.sealed import TRAILER, TRAILER_BYTES, crc32
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
@@ -194,7 +194,7 @@ class BatchStore:
         when the machine fails to read it."""
         path = self.path(index)
         with self._damage_said(path), seek_zarr_zip(path) as file:
-            return read_num_samples(file)
+            return read_num_samples(file, index)
 
     def checksum(self, index: int) -> str:
         """Tells a settled batch from others: the last bytes of its file, which is not compared with them, or the
@@ -209,24 +209,12 @@ class BatchStore:
                 raise ValueError("it does not end in its checksum")
             return ending.decode()
 
-    @contextmanager
-    def _damage_said(self, path: Path) -> Iterator[None]:
-        """Around the reading of a file: what fails is damage, unless the machine failed."""
-        try:
-            yield
-        except MemoryError:
-            raise
-        except Exception as error:
-            if (failure := machine_failure(error)) is not None:
-                raise failure from None
-            reason = one_line(error, 300) or type(error).__name__
-            raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}") from error
-
-    def _remedy(self) -> str:
-        return (
+    def _damage_said(self, path: Path) -> AbstractContextManager[None]:
+        remedy = (
             f"put back a copy of it, or stop the run and repair it: `evenkeel repair {self.directory.parent}` says "
             "whether it can be made again"
         )
+        return damage_said(path, CorruptBatchError, remedy)
 
     def remove_partial(self) -> None:
         """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest

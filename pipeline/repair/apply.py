@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.files import NUMBER, fsync_directory, make_folder
+from pipeline.data.files import NUMBER, fsync_directory, make_folder, write_atomically
 from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, write_sealed
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.repair.plan import Plan, Repair
@@ -73,7 +73,8 @@ def _carry_out(run: RunDirectory, repair: Repair) -> None:
             repair.lost.write(run.batches / f"{numbered(repair.lost.index)}.lost.json")
     if repair.text is not None:
         make_folder(repair.path.parent)
-        write_sealed(repair.path, repair.text)
+        write = write_atomically if repair.path.suffix == ".jsonl" else write_sealed  # its lines have their checksums
+        write(repair.path, repair.text)
 
 
 def _folder(run: RunDirectory, number: int) -> Path:

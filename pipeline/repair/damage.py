@@ -1,9 +1,17 @@
-"""Which files of a run are damaged or missing. Every kind of file is read by those who read it in a run."""
+"""Which files of a run are damaged or missing: the one list of what is checked, for `evenkeel repair`, `verify history`
+and `fork`.
+
+Every kind of file is read by those who read it in a run, and is bound to the run, to the number that it is named by and
+to what it was made from: it may be whole and lie in another's place. Names that are not ours are passed over. Left out
+are logs/, exports/, pages and figures, for people; damaged/, which a repair has set aside; and links in
+engines/starting/, to policies that are checked themselves.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,14 +20,15 @@ from typing import Literal
 from pipeline.control.files import ControlFiles
 from pipeline.data.deltas.chain import chain_to, is_whole
 from pipeline.data.epochs import ROLES, newest
+from pipeline.data.event_log import read_lines
 from pipeline.data.frozen.recipes import all_recipes, recipe_of_step
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.integrity.regular import machine_failure
 from pipeline.data.integrity.sealed import read_sealed, read_sealed_json
-from pipeline.data.integrity.walk import check_zip
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.ledger.published import announced
-from pipeline.data.quant_maps import NumberedMaps
+from pipeline.data.mismatch_files import check_mismatch
+from pipeline.data.quant_maps import NumberedMaps, digest_of, older_folder, read_quant_map
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, StoreError
@@ -40,8 +49,12 @@ Kind = Literal[
     "model",
     "finished",
     "foreign",
+    "record",
+    "log",
     "other",
 ]
+_BEGUN_WITH = ("SANDBOX", "reference.json", "parent.json", "replay.json")
+_UNKNOWN = (None, None)
 
 _FOLDERS = (
     *(
@@ -86,10 +99,37 @@ def find_damage(run: RunDirectory) -> list[Damage]:
         path = run.path / folder
         if os.path.lexists(path) and not path.is_dir():
             raise StoreError(f"{path} is no folder; move it elsewhere, then give the same command again")
-    return [damage for walk in _WALKS for damage in walk(run)]
+    sizes = dict[int, tuple[int, int]]()
+    return [
+        *_batches(run, sizes),
+        *_checkpoints(run),
+        *_policies(run),
+        *_control(run),
+        *_learned(run, sizes),
+        *_others(run),
+        *_sealed(run),
+    ]
 
 
-def _batches(run: RunDirectory) -> Iterator[Damage]:
+def own_recipes(run: RunDirectory) -> set[str]:
+    """Digests of the files of all recipes by which batches of the run were sampled: its own, and those of the runs that
+    it was forked from. Raises as `all_recipes` does."""
+    found = {one.sha256 for one in all_recipes(run.path)}
+    with suppress(FileNotFoundError):
+        found |= {*read_sealed_json(run.parent_file, "put back a copy, or fork the parent again")["recipes"]}
+    return found
+
+
+def _batches(run: RunDirectory, sizes: dict[int, tuple[int, int]]) -> Iterator[Damage]:
+    """Notes the samples and the response tokens of each batch that is whole."""
+    recipes = own_recipes(run)
+
+    def read(index: int) -> None:
+        batch = store.read(index, None)
+        if batch.recipe_sha256 not in recipes:
+            raise StoreError("it is a batch of another run: that of no recipe of this one")
+        sizes[index] = batch.num_samples, batch.num_response_tokens
+
     store, steps = BatchStore(run.batches), run.recipe().run.steps
     learned = max((step for step in run.saved_steps() + announced(run.published) if step <= steps), default=0)
     for index in sorted({*store.holes(steps), *(set(range(learned)) - {*store.settled()})}):
@@ -98,7 +138,7 @@ def _batches(run: RunDirectory) -> Iterator[Damage]:
         if index >= steps:
             yield _foreign(store.path(index), f"a batch of another run: this one has {steps} steps")
         elif not store.lost_path(index).exists():
-            yield from _judged("batch", store.path(index), index, partial(store.read, index, None))
+            yield from _judged("batch", store.path(index), index, partial(read, index))
     for index, path in numbered_files(run.batches, LOST_SUFFIX).items():
         if index >= steps:
             yield _foreign(path, f"a batch of another run: this one has {steps} steps")
@@ -118,7 +158,7 @@ def _policies(run: RunDirectory) -> Iterator[Damage]:
     damaged = set[int]()
     for version in versions:
         folder = run.policy_directory(version)
-        for damage in _judged("policy", folder, version, partial(verify_policy, folder, version, "")):
+        for damage in _judged("policy", folder, version, partial(_check_policy, folder, version)):
             damaged.add(version)
             yield damage
     for version in versions:
@@ -130,9 +170,28 @@ def _policies(run: RunDirectory) -> Iterator[Damage]:
         if version > steps:
             yield _foreign(path, f"a version of another run: this one has {steps} steps")
             continue
-        yield from _judged("published", path, version, partial(read_sealed, path, ""))
+        yield from _judged("published", path, version, partial(_check_announced, path, version))
     if versions and not run.is_published():
         yield Damage(kind="published", path=run.published, problem="it names no version")
+
+
+def _check_policy(folder: Path, version: int) -> None:
+    """Raises StoreError; also for what is in it for engines with an older quant map."""
+    verify_policy(folder, version, "")
+    for older in sorted((folder / "maps").glob("[!.]*")):
+        verify_policy(older, version, "")
+        if older_folder(folder, digest_of(read_quant_map(older))) != older:
+            raise StoreError(f"{older} holds weights for another quant map")
+
+
+def _check_announced(path: Path, version: int) -> None:
+    if (said := read_sealed(path, "").strip()) != str(version):
+        raise StoreError(f"it announces version {said}")
+
+
+def _check_evaluation(path: Path, version: int) -> None:
+    if (found := read_sealed_json(path, "")["version"]) != version:
+        raise StoreError(f"it is that of version {found}")
 
 
 def _check_chain(run: RunDirectory, version: int, damaged: Collection[int]) -> None:
@@ -155,17 +214,17 @@ def _control(run: RunDirectory) -> Iterator[Damage]:
         yield from _judged("other", path, -1, partial(maps.read, number))
 
 
-def _learned(run: RunDirectory) -> Iterator[Damage]:
+def _learned(run: RunDirectory, sizes: dict[int, tuple[int, int]]) -> Iterator[Damage]:
     """What the learner and the collector leave behind of steps and versions."""
     for step, path in numbered_files(run.logprobs, ".npy").items():
-        yield from _judged("logprobs", path, step, partial(run.learner_logprobs, step))
+        yield from _judged("logprobs", path, step, partial(run.learner_logprobs, step, sizes.get(step, _UNKNOWN)[1]))
     for step, path in numbered_files(run.logprobs, "-old.npy").items():
-        yield from _judged("old_logprobs", path, step, partial(run.old_logprobs, step))
+        yield from _judged("old_logprobs", path, step, partial(run.old_logprobs, step, sizes.get(step, _UNKNOWN)[1]))
     yield from _missing_of_stage(run)
     for step, path in numbered_files(run.mismatch, ".zarr.zip").items():
-        yield from _judged("mismatch", path, step, partial(check_zip, path))
+        yield from _judged("mismatch", path, step, partial(check_mismatch, run, step, sizes.get(step, _UNKNOWN)[0]))
     for version, path in numbered_files(run.evaluations, ".json").items():
-        yield from _judged("evaluation", path, version, partial(read_sealed_json, path, ""))
+        yield from _judged("evaluation", path, version, partial(_check_evaluation, path, version))
 
 
 def _missing_of_stage(run: RunDirectory) -> Iterator[Damage]:
@@ -195,14 +254,24 @@ def _others(run: RunDirectory) -> Iterator[Damage]:
             yield from _judged("other", path, -1, partial(read_sealed_json, path, ""))
 
 
-_WALKS: tuple[Callable[[RunDirectory], Iterator[Damage]], ...] = (
-    _batches,
-    _checkpoints,
-    _policies,
-    _control,
-    _learned,
-    _others,
-)
+def _sealed(run: RunDirectory) -> Iterator[Damage]:
+    """Small files that nobody above has read, and the logs."""
+    for name in _BEGUN_WITH:
+        if os.path.lexists(path := run.path / name):
+            yield from _judged("other", path, -1, partial(read_sealed, path, ""))
+    updates = [*numbered_files(run.updates, ".json").values(), *numbered_files(run.updates, ".released").values()]
+    for folder in filter(_is_of_role, sorted((run.path / "epochs").glob("*/"))):
+        updates += numbered_files(folder, "").values()
+    for path in (*updates, *numbered_files(run.path / "repairs", ".json").values()):
+        yield from _judged("record", path, -1, partial(_read_replaced, path))
+    for name in ("metrics", "events", "spans"):
+        for path in sorted((run.path / name).glob("*.jsonl")):
+            yield from _judged("log", path, -1, partial(read_lines, path))
+
+
+def _read_replaced(path: Path) -> None:
+    with suppress(FileNotFoundError):  # deleted since it was listed, as old updates are
+        read_sealed(path, "", is_replaced=True)
 
 
 def _is_of_role(folder: Path) -> bool:
@@ -218,7 +287,7 @@ def _judged(kind: Kind, path: Path, number: int, read: Callable[[], object]) -> 
         read()
     except MemoryError:
         raise
-    except (EvenKeelError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (EvenKeelError, OSError, ValueError, LookupError, RecursionError) as error:  # others are faults of software
         if (failure := machine_failure(error)) is not None:
             raise failure from None
         said = " ".join(str(error).split()).rstrip("; ") or type(error).__name__

@@ -5,18 +5,22 @@ batch        not learned from by a checkpoint or a version that engines serve: s
 checkpoint   set aside: the learner goes on from the newest whole one from which the run can go on
 policy       set aside: the learner publishes it again, or the version is history
 PUBLISHED    the newest whole policy; without any, the run begins again with that of the model folder
+log          written anew, without the lines that are damaged
 record       set aside; the steps that need it are decided, scored or evaluated again where that can be
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from pipeline.config.recipe import Recipe
-from pipeline.data.event_log import read_events
+from pipeline.data.event_log import read_events, whole_lines
 from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, recipe_of_step
 from pipeline.data.ledger.groups import Entry, entry, groups_between, open_before
 from pipeline.data.ledger.lost_batches import Known, LostBatch
@@ -25,6 +29,9 @@ from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError
 from pipeline.repair.damage import Damage, Kind
+
+_MANY = 4
+"""Files of a kind that fail alike by chance are fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +59,28 @@ class Plan:
 
 def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
     """`recorded` says when and by whom, for records of losses. Raises RunConflictError for a fork that has no whole
-    checkpoint of its own to go on from, and as BatchStore.read does."""
+    checkpoint of its own to go on from, and where most files of a kind fail alike, and as BatchStore.read does."""
+    _refuse_alike(found)
     return _Planner(run, found, recorded).plan() if found else Plan()
+
+
+def _refuse_alike(found: list[Damage]) -> None:
+    """Raises RunConflictError where most files of a kind fail alike: no disk does that, but a version of the software
+    that cannot read them does, and a repair would throw them away."""
+    alike = Counter[tuple[Kind, Path, str]]()
+    for damage in found:
+        if not damage.is_missing and damage.kind not in ("foreign", "policy"):  # one policy fails for another's damage
+            alike[damage.kind, damage.path.parent, re.sub(r"\d+", "#", damage.problem)] += 1
+    for (kind, folder, problem), count in alike.items():
+        shapes = {re.sub(r"\d+", "#", one.path.name) for one in found if one.kind == kind}
+        of_kind = sum(re.sub(r"\d+", "#", name) in shapes for name in os.listdir(folder))
+        if count >= _MANY and 2 * count > of_kind:
+            raise RunConflictError(
+                f"{count} of {of_kind} files in {folder} fail alike ({problem}): that is a fault of the software, or "
+                "of what put them there, rather than damage, and nothing is changed; read the run with the version of "
+                "Even Keel and of its libraries that wrote it (its events name them), or, if they are damaged, put "
+                "back copies, or move them elsewhere by hand: files that are missing are repaired"
+            )
 
 
 @dataclass
@@ -179,6 +206,7 @@ class _Planner:
             "old_logprobs": "set aside: the stage is scored again if it is trained again",
             "control": "set aside: decided again if the step is trained again",
             "other": "set aside: it is made again",
+            "record": "set aside: the run goes on without it",
             "finished": "set aside: what is left to do is found out again",
             "model": "set aside: it is exported again",
             "foreign": "set aside: it is not of this run",
@@ -192,8 +220,16 @@ class _Planner:
             finished = self.run.path / "finished" / "learner"
             if finished.exists() and not any(damage.path == finished for damage in self.found):
                 found.append(Repair(path=finished, problem="the model has to be exported", becomes=said["finished"]))
+        found += [self._log(damage) for damage in self.found if damage.kind == "log"]
         found += [self._evaluation(damage) for damage in self.found if damage.kind == "evaluation"]
         return found
+
+    def _log(self, damage: Damage) -> Repair:
+        try:
+            text = whole_lines(damage.path)
+        except (OSError, ValueError):
+            return self._aside(damage, "set aside: tables and reports are without its lines")
+        return self._aside(damage, "written anew, without the lines that are damaged", text=text)
 
     def _evaluation(self, damage: Damage) -> Repair:
         noted = [event for event in read_events(self.run.path, "evaluated") if event["version"] == damage.number]

@@ -14,6 +14,7 @@ from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.arrays.zarr_writer import write_zarr_zip
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog
+from pipeline.data.frozen.recipes import recipe_in_force
 from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.membership import Member
 from pipeline.data.mismatch_files import mismatch_path
@@ -80,27 +81,32 @@ def whole_run(
                 group=batch.group + GROUPS * index,
                 next_group=GROUPS * (index + 1),
                 policy_version=np.full(batch.num_response_tokens, required, np.int32),
+                recipe_sha256=recipe_in_force(run.path).sha256,
             )
         )
     for step in range(published):
         _record(run, learner, step, controlled)
     for index in range(committed if recipe.schedule.kind == "staged" else 0):
         if recipe.build_schedule().required_version(index) < published:  # its stage has begun
-            run.write_old_logprobs(index, np.zeros(3, np.float32))
+            responses = store.read(index, None).num_response_tokens
+            run.write_old_logprobs(index, np.zeros(responses, np.float32))
     for version in policies:
         _policy(run, version)
     run.set_published(published)
     checkpoints = Checkpoints(run.checkpoints, keep=9)
     for step in saved:
         checkpoints.save(_Learner(), step, {})  # type: ignore[arg-type]
+        learner.event("saved", step=step, seconds=0.0)
     run.membership().announce(Member(0, "http://127.0.0.1:1", 1))
     return run
 
 
 def _record(run: RunDirectory, learner: EventLog, step: int, controlled: bool) -> None:
-    run.write_learner_logprobs(step, np.zeros(3, np.float32))
+    batch = BatchStore(run.batches).read(step, None)
+    run.write_learner_logprobs(step, np.zeros(batch.num_response_tokens, np.float32))
     with mismatch_path(run, step).open("wb") as file:
-        write_zarr_zip(file, {}, dict(sums=np.zeros(3)))
+        write_zarr_zip(file, dict(step=step), dict(sums=np.zeros(3), update=np.zeros(batch.num_samples, np.int32)))
+    learner.event("consumed", step=step)
     learner.metrics(step, reward_mean=0.5)
     if controlled:
         record = ControlRecord(step=step, evidence=Evidence(step=step, loss=0.0), state=State())

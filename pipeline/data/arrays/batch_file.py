@@ -51,9 +51,10 @@ def read_batch(file: ZarrFile) -> Batch:
     return batch
 
 
-def read_num_samples(file: ZarrFile) -> int:
-    """How many samples a batch has; no array is read. Raises as `read_batch`."""
-    _attributes(file)
+def read_num_samples(file: ZarrFile, index: int) -> int:
+    """How many samples batch `index` has; no array is read. Raises as `read_batch`, and ValueError for another one."""
+    if (found := _attributes(file)[0]["index"]) != index:
+        raise ValueError(f"the file holds batch {found}")
     return file.arrays["prompt_lengths"].shape[0]
 
 

@@ -11,7 +11,9 @@ import hashlib
 import io
 import json
 import math
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,14 +26,27 @@ from numcodecs import zstd
 from numpy.typing import NDArray
 
 from pipeline.data.arrays.zarr_writer import MAX_RATIO, SMALL_BYTES, zip_comment
-from pipeline.data.integrity.regular import open_regular, read_if_it_ends
+from pipeline.data.integrity.regular import machine_failure, open_regular, read_if_it_ends
 from pipeline.data.integrity.sealed import TRAILER, TRAILER_BYTES
+from pipeline.errors import StoreError
+from precision.text.short import one_line
 
 _NOT_SEALED = "it does not end in its checksum"
 _METADATA = "zarr.json"
 _METADATA_BYTES = 16 << 20
 _CODECS = ["bytes", "zstd", "crc32c"]
 _CRC_BYTES = 4
+_DECODING = (
+    ValueError,
+    LookupError,
+    EOFError,
+    OverflowError,
+    RecursionError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+)
+"""What bytes can make a reader raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +148,40 @@ class ZarrFile:
 
 def open_zarr_zip(path: Path) -> ZarrFile:
     """A file, read into memory and compared with its checksum. Raises ValueError when that differs, and as ZarrFile."""
+    data = _checked(path)
+    return ZarrFile(io.BytesIO(data), len(data))
+
+
+def _checked(path: Path) -> bytes:
     data = read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, _NOT_SEALED)
     if data[-TRAILER_BYTES - 2 :] != zip_comment(memoryview(data)[: -TRAILER_BYTES - 2]):
         raise ValueError("its checksum differs")
-    return ZarrFile(io.BytesIO(data), len(data))
+    return data
+
+
+@contextmanager
+def damage_said(path: Path, kind: type[StoreError], remedy: str) -> Iterator[None]:
+    """Raise `kind`, around the reading of a file, for what is damage. A failure of the machine is none, and is raised
+    as OSError. Neither is an error of the software: whatever is no error of decoding, over bytes that are as they were
+    written, is raised as it is. A new version of a library must not cost a run its batches."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if (failure := machine_failure(error)) is not None:
+            raise failure from None
+        if not isinstance(error, _DECODING) and _is_as_written(path):
+            raise
+        raise kind(f"{path} fails its checks ({one_line(error, 300) or type(error).__name__}); {remedy}") from error
+
+
+def _is_as_written(path: Path) -> bool:
+    try:
+        _checked(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextmanager

@@ -9,6 +9,7 @@ killed has changed everything or nothing.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -40,6 +41,11 @@ class RecipeInForce:
     """Batches from it on are sampled by it, and evaluations before them are due by it."""
     recipe: Recipe
     path: Path
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the file, which is never changed: batches name the recipe that they were sampled by."""
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
 
 def recipe_file(run: Path) -> Path:

@@ -13,7 +13,7 @@ from pipeline.data.integrity.regular import read_at_most
 from pipeline.data.integrity.sealed import create_sealed, reason, seal, unseal
 from pipeline.errors import StoreError
 
-RUN_FORMAT = 6
+RUN_FORMAT = 7
 """Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
 Batch files have a schema version of their own (pipeline.data.batch_format)."""
 

@@ -130,28 +130,33 @@ def reason(error: Exception) -> str:
 
 
 def write_sealed_array(path: Path, values: NDArray[np.float32]) -> None:
-    """Replace `path` with the values [n], which numpy.load reads, and their checksum."""
+    """Replace `path` with the values [n], which numpy.load reads, and their checksum. It covers the file's name, too:
+    nothing else in the file says of which step it is."""
     memory = io.BytesIO()
     np.save(memory, values, allow_pickle=False)
     with replacing(path) as file:
         file.write(memory.getbuffer())
-        file.write(trailer(memory.getbuffer()))
+        file.write(_named_trailer(memory.getbuffer(), path.name))
 
 
 def read_sealed_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
     """The values [n]; None where there is no file. Raises StoreError. What its header claims allocates nothing."""
     try:
-        return _array(read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, "its checksum differs"))
+        return _array(read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, "its checksum differs"), path.name)
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise StoreError(f"{path} is damaged ({reason(error)}); {remedy}") from error
 
 
-def _array(data: bytes) -> NDArray[np.float32]:
+def _named_trailer(data: bytes | memoryview, name: str) -> bytes:
+    return trailer_of(zlib.crc32(name.encode(), zlib.crc32(data)))
+
+
+def _array(data: bytes, name: str) -> NDArray[np.float32]:
     body = data[:-TRAILER_BYTES]
-    if data[-TRAILER_BYTES:] != trailer(body):
-        raise ValueError("its checksum differs")
+    if data[-TRAILER_BYTES:] != _named_trailer(body, name):
+        raise ValueError("its checksum differs: it was changed, or written under another name")
     stream = io.BytesIO(body)
     if np.lib.format.read_magic(stream) != (1, 0):
         raise ValueError("it is a .npy file of another version than 1.0")

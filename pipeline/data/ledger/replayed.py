@@ -9,7 +9,6 @@ was before.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from contextlib import suppress
@@ -41,7 +40,7 @@ class Replayed:
         recipes, store = all_recipes(run), BatchStore(run / "batches")
         steps = recipes[-1].recipe.run.steps
         return Replayed(
-            tuple(hashlib.sha256(one.path.read_bytes()).hexdigest() for one in recipes),
+            tuple(one.sha256 for one in recipes),
             tuple(store.checksum(index) for index in store.settled() if index < steps),
         )
 

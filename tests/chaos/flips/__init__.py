@@ -4,8 +4,8 @@
                                   a run has not: control records, numbered quant maps, old log-probabilities, members.
                                   One bit of a copy is flipped at a time, and put back
 
-A flip passes when a reader names the file (or its folder) in an EvenKeelError. Everything else is silent damage. The
-files of pipeline.data.integrity.walk.FREE are left out: nothing goes by them.
+A flip passes when a reader names the file (or its folder) in an EvenKeelError. Everything else is silent damage. What
+is left out of KINDS is for people: nothing goes by it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.integrity.walk import is_free
+from pipeline.data.files import is_temporary
 from pipeline.errors import EvenKeelError
 from tests.chaos.flips.readers import READERS
 from tests.chaos.ledger import OK, Case, Check
@@ -87,11 +87,13 @@ def try_flip(run: Path, kind: str, seed: int, details: dict[str, Any]) -> str:
 
 
 def files_of(run: Path, kind: str) -> list[Path]:
-    """The files of a kind in a run, none of them empty and none of them free: nothing goes by those."""
+    """The files of a kind in a run, none of them empty."""
     pattern = re.compile(KINDS[kind])
     paths = {str(path.relative_to(run)): path for path in sorted(run.rglob("*")) if path.is_file()}
     return [
-        path for name, path in paths.items() if pattern.fullmatch(name) and not is_free(name) and path.stat().st_size
+        path
+        for name, path in paths.items()
+        if pattern.fullmatch(name) and not any(map(is_temporary, path.parts)) and path.stat().st_size
     ]
 
 

@@ -14,10 +14,9 @@ from launch.export.points import STEP, VERSION, Key, RunPoints, of_step
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
 from pipeline.data.frozen.recipes import add_recipe
-from pipeline.data.integrity.walk import damaged_files
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError, StoreError
-from pipeline.trainer.checkpoints import verify
+from pipeline.repair.damage import find_damage
 from tests.support.written_runs import SECONDS, step_metrics, write_run
 from tests.unit.launch.export.growing import (
     Rows,
@@ -91,7 +90,7 @@ def test_an_exported_run_is_still_whole(run: Path) -> None:
     train(run, 1, range(3))
     export(run, "tensorboard", None, follow=False)
     assert list((run / "exports").rglob("*tfevents*"))
-    assert damaged_files(run, verify) == []
+    assert find_damage(RunDirectory(run)) == []
 
 
 def test_a_torn_end_is_passed_over_wherever_it_is_torn(run: Path) -> None:

@@ -216,3 +216,31 @@ def test_a_sender_that_was_killed_leaves_nothing_behind() -> None:
     while file.exists():
         assert time.monotonic() < ends, f"{file} is still there"
         time.sleep(0.05)
+
+
+LENDS = """
+import os, torch
+from megatron_bridge.weight_sync.shared_buffer import SharedBuffer
+from pipeline import scratch
+import tempfile
+tempfile.tempdir = str(scratch.make_scratch("learner"))
+buffer = SharedBuffer(1 << 20, torch.device("cpu"))
+print(buffer.file, flush=True)
+for child in open(f"/proc/self/task/{os.getpid()}/children").read().split():  # the guard, and torch's own
+    os.kill(int(child), 9)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_everybody_that_was_killed_has_lent_goes_at_the_next_start(tmp_path: Path) -> None:
+    """The guards are killed, too: 256 MiB stayed in /dev/shm, for ever."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", LENDS], env=environment, timeout=60, capture_output=True, text=True)
+    file = Path(said.stdout.split()[0])
+    assert file.stat().st_size >= 1 << 20, said.stderr
+    try:
+        start = "from pipeline.scratch import make_scratch; make_scratch('learner')"
+        subprocess.run([sys.executable, "-c", start], env=environment, timeout=60, check=True)
+        assert not file.exists()
+    finally:
+        file.unlink(missing_ok=True)

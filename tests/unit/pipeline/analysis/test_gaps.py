@@ -75,7 +75,7 @@ def test_a_skipped_step_leaves_none(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_lacks_what_its_last_step_and_version_lack(tmp_path: Path) -> None:
-    run = whole_run(tmp_path, steps=6, committed=6, published=6, policies=(6,))
+    run = whole_run(tmp_path, steps=6, committed=6, published=6, policies=(6,), saved=(2, 4, 6))
     finish(run)
     assert without_record(run) == {"evaluations": [6]}
     (run.logprobs / "000005.npy").unlink()

@@ -1,0 +1,168 @@
+"""A file that is whole is damage all the same where it lies in another's place; and a reader that fails is none."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.repair.repair import repair_run
+from launch.verify.history import check_history
+from pipeline.data import store
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.errors import CorruptBatchError, RunConflictError
+from pipeline.repair.apply import apply
+from pipeline.repair.damage import find_damage
+from pipeline.repair.plan import plan_repair
+from tests.support.whole_runs import damage, finish, whole_run
+
+STAGED = dict(kind="staged", updates_per_stage=4)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return whole_run(tmp_path_factory.mktemp("whole"), schedule=STAGED, controlled=False).path
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> RunDirectory:
+    shutil.copytree(whole, tmp_path / "run")
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("taken", "place"),
+    [
+        ("batches/000001.zarr.zip", "batches/000005.zarr.zip"),
+        ("logprobs/000001.npy", "logprobs/000003.npy"),
+        ("logprobs/000001-old.npy", "logprobs/000003-old.npy"),
+        ("mismatch/000001.zarr.zip", "mismatch/000003.zarr.zip"),
+        ("evaluations/000000.json", "evaluations/000004.json"),
+        ("policy/PUBLISHED/000005", "policy/PUBLISHED/000006"),
+        ("policy/000004", "policy/000005"),
+        ("checkpoints/000002", "checkpoints/000004"),
+    ],
+)
+def test_what_is_of_another_number_is_named_by_repair_and_by_history(run: RunDirectory, taken: str, place: str) -> None:
+    source, target = run.path / taken, run.path / place
+    if source.is_dir():
+        shutil.rmtree(target)
+        shutil.copytree(source, target)
+    else:
+        shutil.copyfile(source, target)
+    named = [str(one.path.relative_to(run.path)) for one in find_damage(run)]
+    assert named == [place]
+    if not place.startswith("batches"):  # of which history names the first, and ends
+        assert [line.partition(": ")[0] for line in check_history(run.path)["damaged"]] == [str(target)]
+
+
+def test_a_batch_of_another_run_is_named(run: RunDirectory, tmp_path: Path) -> None:
+    other = whole_run(tmp_path / "other", schedule=STAGED)
+    shutil.copyfile(other.batches / "000002.zarr.zip", run.batches / "000002.zarr.zip")
+    [found] = find_damage(run)
+    assert (found.kind, found.number) == ("batch", 2)
+    assert "a batch of another run" in found.problem
+    assert not check_history(run.path)["ok"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("notes.txt", "batches/notes.txt", "policy/notes.txt", "policy/000005/notes.txt", "epochs/notes.txt"),
+        *("metrics/notes.txt", "logprobs/000003 (copy).npy", "plots/loss.npy", "results.json"),
+    ],
+)
+def test_a_user_s_own_file_is_no_fault(run: RunDirectory, name: str) -> None:
+    (run.path / name).parent.mkdir(exist_ok=True)
+    (run.path / name).write_text("remember the milk")
+    assert find_damage(run) == []
+    assert check_history(run.path)["damaged"] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("metrics/learner-000001.jsonl", "events/collector-000001.jsonl", "epochs/learner/000001", "FORMAT"),
+        *("batches/000005.zarr.zip", "policy/000005", "evaluations/000004.json", "engines/000000.json", "recipe.yaml"),
+        *("logprobs/000003.npy", "mismatch/000003.zarr.zip", "policy/PUBLISHED/000005", "checkpoints/000004"),
+    ],
+)
+def test_history_and_repair_name_the_same_damage(run: RunDirectory, name: str) -> None:
+    """They had a list each: repair took a run for whole whose metrics or epochs were not."""
+    damage(run.path / name)
+    said = [
+        _said(lambda: check_history(run.path)["damaged"]),
+        _said(lambda: repair_run(run.path, do=False, stopped=True)),
+    ]
+    assert all(re.search(re.escape(name), each) for each in said), said
+
+
+def _said(ask: Any) -> str:
+    try:
+        return str(ask())
+    except Exception as error:  # noqa: BLE001 - what a command prints
+        return str(error)
+
+
+def test_a_log_is_written_anew_without_its_damaged_lines(run: RunDirectory) -> None:
+    path = run.path / "metrics" / "learner-000001.jsonl"
+    before = path.read_bytes().splitlines(keepends=True)
+    damage(path)
+    apply(run, plan_repair(run, find_damage(run), "now"))
+    after = path.read_bytes().splitlines(keepends=True)
+    assert len(after) == len(before) - 1
+    assert set(after) < set(before)
+    assert check_history(run.path)["damaged"] == []
+    assert check_history(run.path)["without_record"] == {}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_the_newest_checkpoint_that_is_gone_is_named(tmp_path: Path, finished: bool) -> None:
+    run = whole_run(tmp_path, saved=(2, 4, 6), published=6, policies=(6,), steps=6 if finished else 8)
+    if finished:
+        finish(run)
+    shutil.rmtree(run.checkpoints / "000006")
+    found = check_history(run.path)
+    assert found["without_record"]["checkpoints"] == [6]
+    assert not found["ok"]
+
+
+def test_an_event_that_is_gone_is_named(run: RunDirectory) -> None:
+    path = run.path / "events" / "learner-000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:1] + lines[2:]))
+    assert check_history(run.path)["without_record"] == {"consumed": [1]}
+
+
+def failing(error: Exception) -> Any:
+    def read(*_: object, **__: object) -> None:
+        raise error
+
+    return read
+
+
+def test_a_reader_that_fails_over_whole_bytes_reports_no_damage(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a new version of a library would: every batch was "damaged", and repair would have recorded all as lost."""
+    monkeypatch.setattr(store, "read_batch", failing(TypeError("decode() takes 2 arguments")))
+    with pytest.raises(TypeError, match="takes 2 arguments"):
+        BatchStore(run.batches).read(1, None)
+    with pytest.raises(TypeError, match="takes 2 arguments"):
+        find_damage(run)
+    damage(run.batches / "000001.zarr.zip")
+    with pytest.raises(CorruptBatchError, match="fails its checks"):
+        BatchStore(run.batches).read(1, None)
+
+
+def test_a_plan_in_which_most_files_fail_alike_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "read_batch", failing(ValueError("codec 7 is unknown")))
+    with pytest.raises(
+        RunConflictError, match=r"6 of 6 files in .*batches fail alike .*codec # is unknown.*nothing is"
+    ):
+        plan_repair(run, find_damage(run), "now")
+    assert sorted(path.name for path in run.batches.iterdir()) == [f"{index:06}.zarr.zip" for index in range(6)]
