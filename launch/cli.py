@@ -86,15 +86,17 @@ def train(
     Starts SGLang engines, a collector and a Megatron-Core learner on this machine, restarts whatever dies, and stops
     them at the end. Each has GPUs of its own among those that CUDA_VISIBLE_DEVICES leaves; with weights.channel ipc
     learner and engines share them. `--replay RUN` instead repeats the learner's part of a finished run into RUN-replay
-    and says whether the weights came out bit-identical. Once that is finished, the next one trains into RUN-replay-2.
+    and says whether the weights came out bit-identical: it exits 1 where they did not. Once that is finished, the next
+    one trains into RUN-replay-2.
     """
     from launch.run.replay import replay_run
     from launch.run.train import train_run
     from pipeline.config.loader import load_recipe, taken_from
 
     if replay is not None:
-        emit_or_print(replay_run(replay, overrides or []), as_json)
-        return
+        result = replay_run(replay, overrides or [])
+        emit_or_print(result, as_json)
+        raise typer.Exit(0 if result["bit_identical"] else 1)
     if recipe is None:
         raise RecipeError("give a recipe, for example `evenkeel train demo`, or --replay RUN")
     result = train_run(load_recipe(recipe, overrides or []), metrics_port, source=taken_from(recipe))

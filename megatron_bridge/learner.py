@@ -9,10 +9,11 @@ device from scoring to the update; whoever writes or reports it copies it from t
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.parallel.layout_checks import check_layout
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.step import passes
-from megatron_bridge.step.expert_replay import replayer
+from megatron_bridge.step.expert_replay import ExpertReplay, replayer
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_emulation, weights_changed
 from megatron_bridge.step.learning_rate import LearningRates
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
@@ -52,6 +53,7 @@ from precision.objectives.base import Objective, Prepared, ScoredStep
 from precision.ratios import MAX_LOG_RATIO
 
 Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
 Scores = Tensor | NDArray[np.float32] | None
 _LOOK_S = 3.0
 """Ranks tell one another so often whether they have written their shares."""
@@ -197,12 +199,14 @@ class MegatronLearner:
     ) -> Update:
         """One optimizer step on the whole batch; see pipeline.ports.learner.Learner.
 
-        The metrics hold loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens (the
-        loss's denominator), the mean of each of the objective's sums, what it prepared, and mismatch statistics of the
-        training pass. Means of the passes are over the tokens that were run through the model; the loss is divided by
-        num_tokens, and what was prepared is a mean over the same tokens, those that `trained` leaves out included.
-        Raises NonFiniteError before any parameter or optimizer state is changed, and ValueError when the objective
-        needs the step scored but `scored` is None.
+        The metrics hold loss, grad_norm (before clipping), gradient_retries, lr, entropy (nats per token),
+        padding_share, num_tokens (the loss's denominator), the mean of each of the objective's sums, what it prepared,
+        and mismatch statistics of the training pass. Means of the passes are over the tokens that were run through the
+        model; the loss is divided by num_tokens, and what was prepared is a mean over the same tokens, those that
+        `trained` leaves out included.
+        A pass that comes to a loss or a gradient that is not finite is made once more, from the same state, and the two
+        are compared (gradient_retries). Raises NonFiniteError before any parameter or optimizer state is changed, and
+        ValueError when the objective needs the step scored but `scored` is None.
         """
         num_tokens = batch.num_sampled_tokens
         if num_tokens == 0:
@@ -211,22 +215,32 @@ class MegatronLearner:
         rows = TokenRows.of_batch(batch)
         self._warm_up(rows, plan := self._plan(rows, trained))
         recomputes = self.section.recompute != "none"
-        with emulating(self.emulation), self._replaying(rows, plan, recomputes=recomputes) as replay:
-            gathered = passes.train(
-                self.model,
-                plan,
-                inputs,
-                self._runner,
-                num_tokens=num_tokens,
-                step_ess=prepared.step_ess,
-                device=self.device,
-                replay=replay,
-            )
-        grad_norm = self._finite_gradient_norm(gathered, batch.index)
+
+        def passed() -> tuple[passes.Gathered, ExpertReplay | None, Passed]:
+            with emulating(self.emulation), self._replaying(rows, plan, recomputes=recomputes) as replay:
+                gathered = passes.train(
+                    self.model,
+                    plan,
+                    inputs,
+                    self._runner,
+                    num_tokens=num_tokens,
+                    step_ess=prepared.step_ess,
+                    device=self.device,
+                    replay=replay,
+                )
+            return gathered, replay, self._passed(gathered)
+
+        gathered, replay, found = passed()
+        if retries := not found.is_finite:  # agreed on by all ranks; weights and optimizer are as they were
+            first = found
+            gathered, replay, found = passed()
+            self._compare(first, found, batch.index)
+        grad_norm = found.grad_norm
         seen = seen_tokens(batch, trained).to(self.device)
         mismatch = _finite_or_refused(lambda: self._meter(gathered, batch, advantages, seen, step=self.step), batch)
         lr = self._take_step(batch.index, grad_norm, lr_factor)
         measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
+        measured["gradient_retries"] = float(retries)
         measured |= asdict(replay.found) if replay and replay.found else {}
         return Update(
             metrics=mismatch.statistics() | self._metrics(gathered, num_tokens, seen) | measured,
@@ -361,28 +375,56 @@ class MegatronLearner:
         self.step += 1
         return lr
 
-    def _finite_gradient_norm(self, gathered: passes.Gathered, batch: int) -> float:
-        """The global gradient norm. `gathered` is the same everywhere, and the norm is agreed on: all ranks raise, or
-        none."""
-        loss = gathered.sums["loss"].item()
-        if gathered.sums["failed"].item() or not math.isfinite(loss):
-            raise NonFiniteError(
-                f"batch {batch}: loss is {loss}, a log-probability is not finite or a ratio above "
-                f"e^{MAX_LOG_RATIO:g}; no step was taken. Look at the batch's rollout_logprobs and at "
-                "learner.optimizer.lr"
-            )
-        grad_norm = reduced_gradient_norm(self.optimizer)
-        worst = torch.tensor([0.0 if math.isfinite(grad_norm) else 1.0], device=self.device)
+    def _passed(self, gathered: passes.Gathered) -> Passed:
+        """What a training pass came to; whether that is finite is agreed on: all ranks do the same next."""
+        loss, grad_norm = gathered.sums["loss"].item(), reduced_gradient_norm(self.optimizer)
+        failed = bool(gathered.sums["failed"].item())
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm) and not failed
+        worst = torch.tensor([0.0 if is_finite else 1.0], device=self.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        if worst.item():
-            raise NonFiniteError(f"batch {batch}: gradient norm is {grad_norm}; no step was taken. Lower the lr")
-        return grad_norm
+        return Passed(loss=loss, grad_norm=grad_norm, failed=failed, is_finite=not worst.item())
+
+    def _compare(self, first: Passed, second: Passed, batch: int) -> None:
+        """Tell how the second pass over a batch differs from the first, which was not finite. Raises NonFiniteError
+        where the second is not either, on every rank."""
+        if second.is_finite:
+            _log.warning(
+                "batch %d: %s the first time, %s the second, from the same weights and tokens: the step is taken from "
+                "the second. Hardware that computes otherwise from one time to the next does this; look at the errors "
+                "of the GPUs and the memory of this learner's hosts",
+                *(batch, first, second),
+            )
+            return
+        same = "as it was the first time: this is no fault of the hardware" if second == first else f"first {first}"
+        raise NonFiniteError(
+            f"batch {batch}: {second}, {same}; no step was taken. A log-probability is not finite, or a ratio above "
+            f"e^{MAX_LOG_RATIO:g}: look at the batch's rollout_logprobs and lower learner.optimizer.lr"
+        )
 
     def _metrics(self, gathered: passes.Gathered, num_tokens: int, seen: Tensor) -> dict[str, float]:
         num_seen = int(seen.sum())  # what the objective's sums are over
         means = {name: gathered.sums[name].item() / num_seen for name in self._runner.names}
         entropy, loss = gathered.entropy[seen].double().mean().item(), gathered.sums["loss"].item()
         return {"loss": loss, "entropy": entropy, "num_tokens": float(num_tokens), **means}
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What one training pass over a batch came to."""
+
+    loss: float
+    grad_norm: float
+    failed: bool
+    """Whether the objective refused a micro-batch."""
+    is_finite: bool
+    """All of it, on every rank."""
+
+    def __str__(self) -> str:
+        refused = ", and the objective refused a micro-batch" if self.failed else ""
+        return f"loss is {self.loss:g} and the gradient norm {self.grad_norm:g}{refused}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Passed) and str(self) == str(other)  # NaN is NaN here
 
 
 def _finite_or_refused(work: Callable[[], Result], batch: Batch) -> Result:

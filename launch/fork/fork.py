@@ -155,6 +155,8 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     made.make_folders()
     if recipe.reference is not None and recipe.reference == run.recipe().reference and run.reference_file.exists():
         _link(run.reference_file, made.reference_file)
+    if run.outside_file.exists():
+        _link(run.outside_file, made.outside_file)
     _link_checkpoint(run, made, step)
     controlled, afresh = recipe.controller is not None, _controls_afresh(taken[-1].recipe, recipe)
     decided = None if afresh else ControlFiles(run.control, run.fence).read(step - 1)

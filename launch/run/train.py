@@ -30,6 +30,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
+from pipeline.resume.outside import note_outside
 from pipeline.resume.resume import changes_to, go_on_with, note_changes, nothing_left, said
 from pipeline.tasks.digest import with_digest
 
@@ -82,7 +83,10 @@ def _checked(run: RunDirectory, recipe: Recipe, metrics_port: int | None) -> tup
 def _go_on(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> None:
     if changes := go_on_with(run, recipe):
         print(said(run, changes), file=sys.stderr)
-    note_changes(run, EventLog(run.path, epoch.name))
+    event_log = EventLog(run.path, epoch.name)
+    note_changes(run, event_log)
+    for sentence in note_outside(run, recipe, event_log):
+        print(f"warning: {sentence}", file=sys.stderr)
 
 
 def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: int | None) -> Outcome:

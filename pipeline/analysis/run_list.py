@@ -9,7 +9,9 @@ from typing import Any
 
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize, summary
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EvenKeelError, RecipeError, StoreError
+from pipeline.resume.outside import reward_code
 
 MISSING = "–"
 """What a recipe says of a key that its choice of an algorithm or a task does not have."""
@@ -44,6 +46,8 @@ def compare_runs(paths: Sequence[Path]) -> dict[str, Any]:
         raise RecipeError("a run was given twice; give each run once")
     logs = [RunLog.read(path) for path in paths]
     recipes = [_flat(run_log.recipe.model_dump(mode="json")) for run_log in logs]
+    for path, recipe in zip(paths, recipes, strict=True):
+        recipe["code of the reward"] = reward_code(RunDirectory(path)) or MISSING
     keys = list(dict.fromkeys(key for recipe in recipes for key in recipe))
     values = {key: [recipe.get(key, MISSING) for recipe in recipes] for key in keys}
     return dict(

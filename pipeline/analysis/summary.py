@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         warnings=[
             *run_log.damage,
             *advice(recipe),
+            *_changed_reward(run_log),
             *_failed_rewards(run_log, samples),
             *_unsolved(run_log),
             *_failed_teacher(run_log, samples),
@@ -138,8 +140,10 @@ def describe_schedule(recipe: Recipe) -> str:
 
 
 def _held_out(run_log: RunLog) -> dict[str, Any]:
-    """First and last evaluation: pass@1 with its interval, pass@k of the largest k that both measured, and rewards."""
-    evaluations = run_log.evaluations
+    """First and last evaluation by the reward that the run has now: pass@1 with its interval, pass@k of the largest k
+    that both measured, and rewards."""
+    since, evaluations = _reward_since(run_log), run_log.evaluations
+    evaluations = [event for event in evaluations if int(event["version"]) >= since] or evaluations[-1:]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     measured = [{int(k) for k in event["pass_at_k"]} for event in (first, last) if event.get("pass_at_k")]
     k = max(set[int]().union(*measured).intersection(*measured), default=None)
@@ -156,6 +160,30 @@ def _held_out(run_log: RunLog) -> dict[str, Any]:
             f"held_out_failures_{which}": int(number(event, "verifier_failures") or 0),
         }
     return values
+
+
+def _reward_since(run_log: RunLog) -> int:
+    """The step since which the run has the reward that it has now: scores before it are of another."""
+    changed = [int(event["step"]) for event in run_log.of_kind("files_changed") if event["what"] == "reward"]
+    for before, after in pairwise(run_log.recipes):
+        if rewards_of(before.recipe) != rewards_of(after.recipe):
+            changed.append(after.first_step)
+    return max(changed, default=0)
+
+
+def rewards_of(recipe: Recipe) -> list[Any]:
+    """What of a recipe says how an answer is judged."""
+    task = recipe.task.model_dump(mode="json")
+    return [task.get("reward"), [source.get("reward") for source in task.get("sources") or ()]]
+
+
+def _changed_reward(run_log: RunLog) -> list[str]:
+    since = _reward_since(run_log)
+    if not since:
+        return []
+    return [
+        f"the reward was changed at step {since}: scores before it are of another reward, and not compared with later"
+    ]
 
 
 def _state(run_log: RunLog) -> str:

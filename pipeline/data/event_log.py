@@ -43,6 +43,7 @@ EventKind = Literal[
     "started",
     "environment",
     "recipe_changed",
+    "files_changed",
     "sandbox",
     "restarted",
     "joined",

@@ -22,6 +22,7 @@
       skipped/000012           its step was skipped: made by the learner
       SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
       reference.json           digests of the reference policy that the run began with (pipeline.trainer.reference)
+      outside.json             what it reads that lies elsewhere: weights, code of rewards (pipeline.resume.outside)
       parent.json              of which run, and which of its steps, this one is a fork (launch.fork)
       replay.json              of which run this one is the replay (pipeline.data.ledger.replayed)
       damaged/000001/          what a repair has set aside; repairs/000001.json says why (pipeline.repair.apply)
@@ -145,6 +146,11 @@ class RunDirectory:
     def reference_file(self) -> Path:
         """Digests of the reference policy's files."""
         return self.path / "reference.json"
+
+    @property
+    def outside_file(self) -> Path:
+        """What the run reads that lies outside of it (pipeline.resume.outside)."""
+        return self.path / "outside.json"
 
     @property
     def parent_file(self) -> Path:

@@ -53,7 +53,7 @@ Kind = Literal[
     "log",
     "other",
 ]
-_BEGUN_WITH = ("SANDBOX", "reference.json", "parent.json", "replay.json")
+_BEGUN_WITH = ("SANDBOX", "reference.json", "outside.json", "parent.json", "replay.json")
 _UNKNOWN = (None, None)
 
 _FOLDERS = (

@@ -103,6 +103,7 @@ def split_groups(group: NDArray[np.int64], in_loss: NDArray[np.bool_], count: in
 
 _OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {
     "lr": itemgetter(-1),
+    "gradient_retries": sum,
     "num_tokens": sum,
     "num_updated_tokens": sum,
     "num_model_tokens": sum,
@@ -116,8 +117,8 @@ _OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Update:
-    """One Update for the batch. Metrics are means over the updates, but for the tokens, which add up, the extremes, and
-    the learning rate, which is that of the last.
+    """One Update for the batch. Metrics are means over the updates, but for tokens and retries, which add up, the
+    extremes, and the learning rate, which is that of the last.
     Log-probabilities are those before the sample's own update; NaN for samples that no update looked at. Mismatch
     statistics stay apart, by update."""
     if len(updates) == 1 and parts[0].responses.all():

@@ -39,7 +39,8 @@ class OldLogprobs:
     versions: KeptVersions | None = None
     """Where pi_old is the policy that sampled, and that may be an older one."""
     _stage: dict[int, Tensor] = field(default_factory=dict)
-    """What this process has scored of the stage that is under way, on the learner's device; the same on every rank."""
+    """What this process has scored of the stage that is under way, and not used yet, on the learner's device; the same
+    on every rank."""
 
     def of(self, batch: Batch, watch: Stopwatch, meanwhile: Callable[[], None]) -> Tensor | None:
         """[responses], None where they are those of the scored step. Collective; called before the first update.
@@ -60,7 +61,7 @@ class OldLogprobs:
             end = min(first + self.schedule.updates_per_stage, self.schedule.steps)
             self._score_stage(range(step, end), watch, meanwhile)
         with watch.phase("logprobs"):
-            return self._stage[step] if step in self._stage else self._kept(batch)
+            return self._stage.pop(step) if step in self._stage else self._kept(batch)
 
     def _score_stage(self, steps: range, watch: Stopwatch, meanwhile: Callable[[], None]) -> None:
         """From the first step of the stage that is trained to its last."""

@@ -57,6 +57,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from pipeline.process_log import log_tail
+from pipeline.resume.outside import note_outside
 from pipeline.resume.resume import go_on_with, note_changes, said
 from pipeline.tasks.digest import with_digest
 
@@ -113,7 +114,10 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     epoch = claim(own.run.path, "learner")
     if changes:
         print(said(own.run, changes), flush=True)
-    note_changes(own.run, EventLog(own.run.path, epoch.name))
+    event_log = EventLog(own.run.path, epoch.name)
+    note_changes(own.run, event_log)
+    for sentence in note_outside(own.run.under(epoch), recipe, event_log):
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
     with epoch.superseded_said():
         return _lead_start(own, recipe, address, epoch, stop, key)
 

@@ -26,6 +26,7 @@ from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume.resume import go_on_with
 from precision.controller.records import State
 from precision.reference import ReferenceSection
+from precision.formats.quant_map_file import QuantMapFile
 from tests.support.runs import evenkeel
 from tests.support.whole_runs import damage, whole_run
 from tests.support.written_runs import SECONDS, step_metrics
@@ -94,7 +95,7 @@ def test_what_is_decided_after_the_step_is_decided_anew(tmp_path: Path) -> None:
         (source.control / f"{step:06d}.json").unlink()
         files.create(record.model_copy(update=dict(state=State(quant_map=number))))
         source.quant_maps.mkdir(exist_ok=True)
-        write_sealed(source.quant_maps / f"{number:06d}.yaml", "a map\n")
+        write_sealed(source.quant_maps / f"{number:06d}.yaml", QuantMapFile(base="fp8_block").to_yaml())
     fork_run(source.path, Path("new"), 4)
     run = RunDirectory(tmp_path / "new")
     assert [path.name for path in sorted(run.control.iterdir())] == [f"{step:06d}.json" for step in range(4)]

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from launch.cli import app
 from launch.fork.fork import fork_run
 from launch.run import replay
 from launch.run.replay import replay_run
@@ -105,6 +107,8 @@ def test_a_finished_replay_is_no_answer_to_a_second_one(source: RunDirectory, ra
     second = replay_run(source.path, [])
     assert (second["bit_identical"], second["differing_tensors"]) == (False, ["embed"])
     assert ranks.trained == [("run-replay", 0, STEPS), ("run-replay-2", 0, STEPS)]
+    said = CliRunner().invoke(app, ["train", "--replay", str(source.path), "--json"])
+    assert (said.exit_code, json.loads(said.stdout)["bit_identical"]) == (1, False)
     assert second["replay"] == str(source.path.with_name("run-replay-2"))
     assert RunDirectory(Path(second["replay"])).recipe().run.name == "run-replay-2"
     assert content(source.path.with_name("run-replay")) == first

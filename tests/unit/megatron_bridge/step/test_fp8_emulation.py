@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step import fp8_emulation
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulated
 from megatron_bridge.step.micro_batches import TokenRows
+from megatron_bridge.step.optimizer import reduced_gradient_norm
 from megatron_bridge.weights.convert import load_named
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import ModelError, NonFiniteError
@@ -253,6 +255,31 @@ def test_numbers_that_are_not_finite_reach_no_optimizer_step(models: Path) -> No
             step(trained)
         assert trained.step == 0
     assert np.isfinite(before).all()
+
+
+def test_a_gradient_that_is_not_finite_is_made_once_more_from_the_same_state(
+    models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A flaky GPU ended the run. The step is the one that would have been taken; a second failure ends it."""
+    with learner(models / "dense", None) as trained:
+        usual = step(trained).metrics
+        right = weights(trained)
+    norms = iter([math.nan, None, math.nan, math.inf])
+
+    def flaky(optimizer: Any) -> float:
+        norm = reduced_gradient_norm(optimizer)
+        return norm if (wrong := next(norms)) is None else wrong
+
+    monkeypatch.setattr("megatron_bridge.learner.reduced_gradient_norm", flaky)
+    with learner(models / "dense", None) as trained:
+        found = step(trained).metrics
+        np.testing.assert_array_equal(weights(trained), right)
+        assert (usual["gradient_retries"], found["gradient_retries"]) == (0.0, 1.0)
+        assert found["grad_norm"] == usual["grad_norm"]
+        assert "the gradient norm nan the first time" in caplog.text
+        with pytest.raises(NonFiniteError, match=r"the gradient norm inf, first .*the gradient norm nan; no step was"):
+            step(trained, 1)
+        np.testing.assert_array_equal(weights(trained), right)
 
 
 def test_a_rank_whose_weight_is_not_finite_gathers_all_the_same(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def test_a_stage_is_scored_once_and_whole(tmp_path: Path) -> None:
         found = old.of(batch(step), Stopwatch(), nothing)
         assert found is not None
         assert found.tolist() == [expected] * 3
+        assert sorted(old._stage) == [*range(step + 1, 3)], "what was used takes no memory of the GPU any more"
         learner.weights += 100.0  # the policy moves within the stage; pi_old does not
     assert learner.scored == [0, 1, 2]
     learner.weights = -20.0
