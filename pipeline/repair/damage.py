@@ -266,7 +266,15 @@ def _sealed(run: RunDirectory) -> Iterator[Damage]:
         yield from _judged("record", path, -1, partial(_read_replaced, path))
     for name in ("metrics", "events", "spans"):
         for path in sorted((run.path / name).glob("*.jsonl")):
-            yield from _judged("log", path, -1, partial(read_lines, path))
+            yield from _judged("log", path, -1, partial(_check_log, path))
+
+
+def _check_log(path: Path) -> None:
+    damage = list[str]()
+    for _ in read_lines(path, damage):
+        pass
+    if damage:
+        raise StoreError("; ".join(damage))
 
 
 def _read_replaced(path: Path) -> None:
@@ -290,5 +298,7 @@ def _judged(kind: Kind, path: Path, number: int, read: Callable[[], object]) -> 
     except (EvenKeelError, OSError, ValueError, LookupError, RecursionError) as error:  # others are faults of software
         if (failure := machine_failure(error)) is not None:
             raise failure from None
+        if not os.path.lexists(path):
+            return  # deleted since it was listed, as old policies are while a run is at work
         said = " ".join(str(error).split()).rstrip("; ") or type(error).__name__
         yield Damage(kind=kind, path=path, problem=said.removeprefix(f"{path} ").split("; ")[0], number=number)
