@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.audit import formats_of
-from precision.text.short import quoted
+from precision.text.short import listed, quoted
 
 
 def preflight(recipe: Recipe) -> TaskPrompts:
@@ -50,7 +51,12 @@ def preflight(recipe: Recipe) -> TaskPrompts:
 def warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
     """What whoever starts the run should know of it: sentences."""
     task, tokenizer = prompts.task, prompts.tokenizer
-    told = [*advice(recipe), *asked_again(recipe.rollout.prompts_per_batch, task.num_prompts), *task.notes]
+    told = [
+        *advice(recipe),
+        *_unseen(recipe, prompts),
+        *asked_again(recipe.rollout.prompts_per_batch, task.num_prompts),
+        *task.notes,
+    ]
     if recipe.evaluation.prompts > task.num_held_out:
         told.append(
             f"evaluations ask all {task.num_held_out} held-out prompts, since there are no {recipe.evaluation.prompts} "
@@ -59,6 +65,25 @@ def warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
     if task.chat_template:
         return [*told, *_unstopped(tokenizer)]
     return [*told, *start_left_out(tokenizer, tokenizer.encode(task.problem(0).text))]
+
+
+_MARKS = re.compile("think|thought|reason|answer|solution|tool", re.IGNORECASE)
+"""In the name of a special token that a reward of the format may look for, unlike those of roles and ends."""
+
+
+def _unseen(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
+    """A sentence where rewards do not see what the chat template or the recipe has a model write."""
+    if recipe.reward.special_tokens:
+        return []
+    tokenizer = prompts.tokenizer
+    asked_for = recipe.to_yaml() + (tokenizer.template if prompts.task.chat_template else "")
+    unseen = [token for token in tokenizer.special_tokens if _MARKS.search(token) and token in asked_for]
+    if not unseen:
+        return []
+    return [
+        f"rewards do not see {listed(unseen)}, special tokens of {tokenizer.folder}: a reward that looks for them "
+        "gives 0 to every sample; set reward.special_tokens to true"
+    ]
 
 
 def asked_again(batch: int, prompts: int) -> list[str]:

@@ -79,6 +79,7 @@ def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> Collect
         keeps_equal=not recipe.prompts.refill,
         solved_rule=build_solved_prompt_rule(recipe),
         solved_at=recipe.reward.solved_at,
+        special_tokens=recipe.reward.special_tokens,
     )
 
 

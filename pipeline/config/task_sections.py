@@ -257,6 +257,11 @@ class RewardSection(Section):
         lt=1.0,
         description="math_verify: a decimal may differ by this share of the answer; integers and fractions are exact.",
     )
+    special_tokens: bool = Field(
+        False,
+        description="Whether the text that rewards get of a response has its special tokens, without the one that "
+        "ended it: where <think> is one, a reward of its format needs them.",
+    )
     program_tolerance: float = Field(
         1e-6,
         ge=0.0,

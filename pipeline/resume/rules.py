@@ -39,6 +39,7 @@ RULES: dict[str, str | None] = {
     "reward.math_tolerance": _LEARNED,
     "reward.program_tolerance": _LEARNED,
     "reward.solved_at": _MEASURED,
+    "reward.special_tokens": _LEARNED,
     "reward.sandbox": "reward code goes on in the sandbox that it began in",
     "reward.memory_mib": SAFE,
     "reward.max_failed_share": SAFE,

@@ -74,6 +74,8 @@ class CollectorSettings:
     """With max_refills: groups of equal rewards are kept."""
     solved_rule: SolvedPromptRule | None = None
     solved_at: float = SOLVED_REWARD
+    special_tokens: bool = False
+    """Whether rewards, filters and people see the special tokens of responses."""
     poll_s: float = 0.5
     """Pause between two looks at PUBLISHED, at most; the first ones come sooner."""
     retry_s: float = 0.2
@@ -346,7 +348,10 @@ class Collector:
         self.event_log.event("sampled", batch=builder.index, **told_of(group.prompt, sample, text))
 
     def _text(self, completion: Completion) -> str:
-        return self.tokenizer.decode(completion.tokens.tolist())
+        tokens = completion.tokens.tolist()
+        if self.settings.special_tokens and completion.finish == "stop" and tokens[-1] in self.tokenizer.reserved:
+            tokens.pop()  # what ended it is no part of the answer
+        return self.tokenizer.decode(tokens, special=self.settings.special_tokens)
 
     async def _evaluate(self, index: int) -> None:
         """Held-out pass@k and rewards of the version that the batches before batch `index` lead to, once per version

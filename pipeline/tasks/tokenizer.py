@@ -108,6 +108,11 @@ class Tokenizer:
         return frozenset(self._backend.get_added_tokens_decoder())
 
     @property
+    def special_tokens(self) -> list[str]:
+        """Texts of the tokens that `decode` leaves out."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+
+    @property
     def leading(self) -> list[int]:
         """Ids that the tokenizer would put in front of a text by itself, as Llama's <|begin_of_text|>; `encode` does
         not."""
@@ -144,13 +149,15 @@ class Tokenizer:
     @property
     def template_sha256(self) -> str:
         """Digest of the chat template's text. Raises ModelError when the folder has none."""
-        return hashlib.sha256(self._chat_template().encode()).hexdigest()
+        return hashlib.sha256(self.template.encode()).hexdigest()
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        return compiled(self._chat_template(), self.template_date)
+        return compiled(self.template, self.template_date)
 
-    def _chat_template(self) -> str:
+    @property
+    def template(self) -> str:
+        """Text of the chat template. Raises ModelError when the folder has none."""
         separate = self.folder / "chat_template.jinja"
         if separate.is_file():
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
 
 from launch.build.components import TaskPrompts
 from launch.run.begin import asked_again, preflight, seed_policy, warnings
@@ -129,3 +130,26 @@ def test_a_weight_that_is_not_finite_ends_a_run_before_its_first_version(tmp_pat
     with pytest.raises(ModelError, match=r"model\.norm\.weight holds values that are not finite"):
         seed_policy(run, recipe)
     assert not run.is_published()
+
+
+@pytest.mark.parametrize(("template", "seen", "told"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_special_tokens_that_a_template_writes_and_rewards_do_not_see_are_told(
+    tmp_path: Path, template: bool, seen: bool, told: int
+) -> None:
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    write_character_tokenizer(model, "0123456789=+")
+    backend = Backend.from_file(str(model / "tokenizer.json"))
+    backend.add_special_tokens(["<think>", "<|user|>"])
+    backend.save(str(model / "tokenizer.json"))
+    (model / "chat_template.jinja").write_text("<|user|>{{ messages[0].content }}<think>", encoding="utf-8")
+    rows.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(64)), encoding="utf-8")
+    data = dict(
+        run=dict(name="r", root=str(tmp_path), steps=1),
+        model=dict(path=str(model)),
+        task=dict(name="data", path=str(rows), chat_template=template),
+        reward=dict(special_tokens=seen),
+    )
+    recipe = recipe_from(data, source="test")
+    task, tokenizer = build_task(recipe.task, seed=0), Tokenizer.load(model)
+    found = warnings(recipe, TaskPrompts(task, tokenizer, order_of(task, 0)))
+    assert sum(sentence.startswith("rewards do not see <think>, special tokens of") for sentence in found) == told

@@ -270,3 +270,13 @@ def test_a_collector_that_starts_again_counts_rewards_without_reading_tokens(
     collect(again)
     assert read_whole == [5]
     assert again._solved.solved(6) == first._solved.solved(6) != {}
+
+
+def test_rewards_see_special_tokens_where_the_recipe_says_so(run: RunDirectory, verifiers: Verifiers) -> None:
+    """All but the one that ended the response, as with <think> in front of the thought."""
+    for special_tokens, finish, text in ((False, "stop", "12"), (True, "stop", "1{}2"), (True, "length", "1{}2{}")):
+        collector = build(run, verifiers, SYNC, special_tokens=special_tokens)
+        tokenizer = collector.tokenizer
+        (one,), (two,), end = tokenizer.encode("1"), tokenizer.encode("2"), tokenizer.eos_token_id
+        completion = replace(Completion.given([one, end, two, end], [0.0] * 4), finish=finish)
+        assert collector._text(completion) == text.replace("{}", tokenizer.eos_token)
