@@ -67,12 +67,13 @@ exec(NAMES, program)
 given = dict(program)
 with open("program.py", "rb") as file:
     exec(compile(file.read(), "program.py", "exec"), program)
+calls = dict(program)  # the program itself goes on with the names that it knows: Solution.gcd may call gcd
 def method(name):
     return lambda *values, **named: getattr(program["Solution"](), name)(*values, **named)
 for name in dir(program.get("Solution", object)):
     if not name.startswith("_") and program.get(name) is given.get(name):
-        program[name] = method(name)
-print("\\n" + json.dumps(eval(CALL, program)))
+        calls[name] = method(name)
+print("\\n" + json.dumps(eval(CALL, calls)))
 """
 )
 _NUMBER = re.compile(r"[+-]?(?=[\d.]*\d)\d*\.?\d*(?:[eE][+-]?\d+)?", re.ASCII)

@@ -224,6 +224,15 @@ class Solution:
         return list(chain(*nums))
 """
 
+GCD_OF_ALL = """
+from math import gcd
+class Solution:
+    def gcd(self, nums: List[int]) -> int:
+        return reduce(gcd, nums)
+    def permutations(self, nums: List[int]) -> int:
+        return len(list(permutations(nums)))
+"""
+
 
 @pytest.mark.parametrize("verifiers", [None], indirect=True)
 @pytest.mark.parametrize(
@@ -238,6 +247,12 @@ class Solution:
         pytest.param(TWO_SUM, [{"call": "twoSum([2, 7, 11, 15], 9)", "value": [0, 1]}], 1.0, id="class Solution"),
         pytest.param(TWO_SUM, [{"call": "Solution().twoSum([3, 3], 6)", "value": [0, 1]}], 1.0, id="Solution()"),
         pytest.param(MERGE, [{"call": "merge([[1], [2]])", "value": [1, 2]}], 1.0, id="a method called as heapq's"),
+        pytest.param(
+            GCD_OF_ALL,
+            [{"call": "gcd([12, 18])", "value": 6}, {"call": "permutations([1, 2, 3])", "value": 6}],
+            1.0,
+            id="methods that call what has their name",
+        ),
         pytest.param("import sys\nx: List[int] = [3]\nprint(*x)", [{"input": "", "output": "3"}], 1.0, id="typing"),
     ],
 )
