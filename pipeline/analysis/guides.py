@@ -175,7 +175,7 @@ GUIDES = (
     ),
     Guide(
         look_at="`mismatch`, `age`, `0`, `k3_kl`",
-        healthy="below 1e-3; with FP8 on one side below 3e-2",
+        healthy="below 1e-3; with FP8 on one side below 5e-2",
         closer="above",
         then="engines compute otherwise: `evenkeel verify parity`, `evenkeel mismatch RUN`",
         titles=("KL from engine to learner, nats a token",),
@@ -183,7 +183,7 @@ GUIDES = (
     ),
     Guide(
         look_at="`mismatch`, `age`, `0`, `probability_error`",
-        healthy="below 1.05; with FP8 on one side below 1.15",
+        healthy="below 1.05; with FP8 on one side below 1.25",
         closer="above",
         then="it rises from publish to publish: weights arrive wrong; else as for the row above",
         rule=_RULES["fresh_probability_error_high"],
@@ -285,13 +285,13 @@ GUIDES = (
     ),
     Guide(
         look_at="`logprob_pearson`",
-        healthy="above 0.99; with FP8 on one side above 0.9 (rule of thumb)",
+        healthy="above 0.99; with FP8 on one side above 0.85 (rule of thumb)",
         closer="below",
         then="engines compute otherwise: `evenkeel verify parity`",
         titles=("Correlation of the two sides",),
         metric="logprob_pearson",
         low=0.99,
-        low_if_quantized=0.9,
+        low_if_quantized=0.85,
     ),
     Guide(
         look_at="`clip_hits`",

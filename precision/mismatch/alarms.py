@@ -95,12 +95,12 @@ RULES = (
         path=(*FRESH, "k3_kl"),
         wrong="above",
         bound=1e-3,
-        bound_if_quantized=3e-2,
+        bound_if_quantized=5e-2,
         to_do="the engines compute otherwise than the learner: run `evenkeel verify parity`; sample in a higher "
         "rollout.precision, set model.fp32_lm_head, or learner.fp8_emulation with quantized rollouts",
         source="NeMo-RL calls gen_kl_error below 1e-3 acceptable (guides/grpo); where one side is quantized the bound "
-        "is ours: single steps under block FP8 reach 1e-2, and FP8 that drifts from its learner 3e-2 (verl pull "
-        "request 7519)",
+        "is ours: single small steps under block FP8 reach 1.7e-2 here, whole steps of FP8 in practice 3e-2 (verl "
+        "pull request 7519)",
     ),
     Rule(
         name="fresh_probability_error_high",
@@ -108,7 +108,7 @@ RULES = (
         path=(*FRESH, "probability_error"),
         wrong="above",
         bound=1.05,
-        bound_if_quantized=1.15,
+        bound_if_quantized=1.25,
         to_do="if it rises from publish to publish, weights arrive wrong: see the weight checks of the fleet; else as "
         "for the KL of fresh tokens",
         source="NeMo-RL plots what is above 1.05 (token_mult_prob_error); single steps under block FP8 reach that, so "

@@ -43,7 +43,7 @@ def test_the_page_holds_the_table() -> None:
         ("learner", 'evenkeel_alarm{alarm="kl_high",run="demo"} 1.0'),
         ("learner", 'evenkeel_alarm_value{alarm="kl_high",run="demo"} 0.25'),
         ("learner", 'evenkeel_alarm{alarm="ess_low",run="demo"} 0.0'),
-        ("learner", 'evenkeel_alarm_bound{alarm="fresh_kl_high",run="demo"} 0.03'),
+        ("learner", 'evenkeel_alarm_bound{alarm="fresh_kl_high",run="demo"} 0.05'),
         ("learner", 'evenkeel_last_step_timestamp_seconds{run="demo"} 1000.0'),
         ("learner", 'evenkeel_phase_seconds{phase="wait",run="demo"} 1.0'),
         ("learner", 'evenkeel_publish_phase_seconds{phase="load",run="demo"} 0.25'),
