@@ -39,7 +39,12 @@ def sft(
             min=0.0, help="Peak learning rate. Default: 1e-5 with --data, 3e-3 on demonstrations (tiny, random models)."
         ),
     ] = None,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises linearly.")] = 50,
+    warmup_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Steps in which the learning rate rises linearly. Default: a quarter of --steps, at most 50."
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(

@@ -27,6 +27,7 @@ from launch.show.saved import saved_said
 from megatron_bridge.hf.folders import check_free
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout
+from pipeline.analysis.run_log import SFT_FILE
 from pipeline.child_process import die_with_parent, see_own_classes
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -49,9 +50,9 @@ if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
 
 CHECKPOINT_EVERY = 100
+MOST_WARMUP = 50
 DATA_LR, TINY_MODEL_LR = 1e-5, 3e-3
 SFT_SOURCE = "sft"
-SOURCE_FILE = "sft.json"
 SFT_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
 
 
@@ -87,7 +88,7 @@ class Source(Settings):
     @staticmethod
     def read(run: RunDirectory) -> Source:
         """That of a run. Raises StoreError for a file that is damaged."""
-        path = run.path / SOURCE_FILE
+        path = run.path / SFT_FILE
         try:
             return Source.model_validate_json(path.read_bytes())
         except ValueError as error:
@@ -98,7 +99,7 @@ class Source(Settings):
 
     def freeze(self, run: RunDirectory) -> None:
         """Raises RunConflictError for a run that was begun with another one, StoreError for a damaged file."""
-        path = run.path / SOURCE_FILE
+        path = run.path / SFT_FILE
         if not path.exists():
             write_atomically(path, self.model_dump_json() + "\n")
             return
@@ -135,7 +136,7 @@ def run_sft(
     steps: int,
     batch_size: int,
     lr: float | None,
-    warmup_steps: int,
+    warmup_steps: int | None = None,
     data: Path | None = None,
     held_out: str | None = None,
 ) -> dict[str, Any]:
@@ -149,7 +150,7 @@ def run_sft(
     check_folder(out, "--out")
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)
-    recipe = sft_recipe(recipe, steps, lr, warmup_steps)
+    recipe = sft_recipe(recipe, steps, lr, warmup_of(steps) if warmup_steps is None else warmup_steps)
     source = Source.of(batch_size, data, held_out)
     with going_on("reading the rows"):
         _look_at(recipe, source)
@@ -164,6 +165,11 @@ def run_sft(
     found = dict(model=str(out), steps=steps, loss=metrics[-1]["loss"], wall_s=round(time.time() - started, 1))
     losses = [line["held_out_loss"] for line in metrics if "held_out_loss" in line]
     return found | (dict(held_out_loss=losses[-1], held_out_loss_before=losses[0]) if losses else {})
+
+
+def warmup_of(steps: int) -> int:
+    """Return the steps of warm-up of a run that does not say how many: a short run is not warm-up alone."""
+    return min(MOST_WARMUP, steps // 4)
 
 
 def sft_recipe(recipe: Recipe, steps: int, lr: float, warmup_steps: int) -> Recipe:

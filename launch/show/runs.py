@@ -24,17 +24,23 @@ def render(numbers: Mapping[str, Any]) -> Table:
 
 
 def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if numbers["sft"]:
+        return _sft_rows(numbers)
     low, high = numbers["pass_at_1_last_low"], numbers["pass_at_1_last_high"]
     interval = f" (95 %: {percent(low)} to {percent(high)})" if low is not None and high is not None else ""
     k = numbers["k"] or "k"
     return [
         ("held-out pass@1", f"{percent(numbers['pass_at_1_first'])} → {percent(numbers['pass_at_1_last'])}{interval}"),
-        (f"held-out pass@{k}", f"{percent(numbers['pass_at_k_first'])} → {percent(numbers['pass_at_k_last'])}"),
+        *(
+            [(f"held-out pass@{k}", f"{percent(numbers['pass_at_k_first'])} → {percent(numbers['pass_at_k_last'])}")]
+            if k != 1
+            else []
+        ),
         *_unjudged(numbers),
         ("held-out reward", _change(numbers["held_out_reward_first"], numbers["held_out_reward_last"])),
         *_parts(numbers),
         ("steps", f"{numbers['steps']} of {numbers['steps_planned']}"),
-        ("wall time", f"{duration(numbers['wall_s'])}, first to last event"),
+        ("wall time", f"{duration(numbers['wall_s'])}, without pauses between two starts"),
         ("samples", count(numbers["samples"])),
         ("trained tokens", f"{count(numbers['tokens'])}, {count(numbers['tokens_per_s'])} a second of the steps"),
         ("learner", f"{numbers['learner_layout']}, {numbers['learner_precision']}"),
@@ -49,6 +55,20 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("bottleneck", str(numbers["bottleneck"])),
         *(("warning", sentence) for sentence in numbers["warnings"]),
         *(("alarm", text) for text in numbers["alarms"]),
+    ]
+
+
+def _sft_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    sft = numbers["sft"]
+    return [
+        ("loss", f"{_change(sft['loss_first'], sft['loss_last'])} nats a token"),
+        ("held-out loss", f"{_change(sft['held_out_loss_first'], sft['held_out_loss_last'])} nats a token"),
+        ("steps", f"{numbers['steps']} of {numbers['steps_planned']}"),
+        ("wall time", f"{duration(numbers['wall_s'])}, without pauses between two starts"),
+        ("learned tokens", count(numbers["tokens"])),
+        ("learning rate", f"{decimal(sft['lr_last'])} at the last step"),
+        ("learner", f"{numbers['learner_layout']}, {numbers['learner_precision']}"),
+        *(("warning", sentence) for sentence in numbers["warnings"]),
     ]
 
 

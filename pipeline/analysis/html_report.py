@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from importlib import resources
 from itertools import groupby
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.figures.control import TITLE as CONTROL_TITLE
 from pipeline.analysis.figures.control import control_figures, control_text
 from pipeline.analysis.figures.drawing import Named
-from pipeline.analysis.figures.learning import LEARNING_TEXT, held_out, learning_figures
+from pipeline.analysis.figures.learning import LEARNING_TEXT, held_out, learning_figures, sft_figures
 from pipeline.analysis.figures.mismatch import HISTOGRAM_TITLE, WIDE_TITLES, mismatch_figures
 from pipeline.analysis.figures.objective import advantage_figures, advantage_text, objective_figures
 from pipeline.analysis.figures.reward import HISTOGRAM_TITLE as REWARDS_TITLE
@@ -56,7 +58,7 @@ def write_report(run_dir: Path) -> Path:
 def render_page(run_log: RunLog, *, samples: bool = False) -> str:
     """The page as text; `samples`: there is a page of samples that it leads to."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters.update(percent=percent, decimal=decimal, duration=duration, count=count)
+    environment.filters.update(percent=percent, decimal=decimal, duration=duration, count=count, code=code)
     template = environment.from_string(
         resources.files("pipeline.analysis").joinpath("html_report.html.j2").read_text(encoding="utf-8")
     )
@@ -78,7 +80,33 @@ def render_page(run_log: RunLog, *, samples: bool = False) -> str:
 
 def sections(run_log: RunLog) -> list[dict[str, Any]]:
     """Title, explanation and figures of each part of the page; parts without any figure are left out."""
-    parts: list[tuple[str, str, list[Named]]] = [
+    if run_log.is_sft:
+        parts = [("Supervised fine-tuning", "Rest the pointer on a curve to read its value.", sft_figures(run_log))]
+    else:
+        parts = _rl_sections(run_log)
+    return [
+        dict(
+            title=title,
+            text=text,
+            figures=[
+                dict(
+                    title=name,
+                    svg=svg,
+                    narrow=None if name else held_out(run_log, narrow=True),
+                    wide=name in WIDE,
+                    reading=reading_of(name, run_log),
+                )
+                for name, svg in drawn
+                if svg is not None
+            ],
+        )
+        for title, text, drawn in parts
+        if any(svg is not None for _, svg in drawn)
+    ]
+
+
+def _rl_sections(run_log: RunLog) -> list[tuple[str, str, list[Named]]]:
+    return [
         (
             "Held-out prompts",
             "Never trained on. The band is the 95 % interval of pass@1.",
@@ -102,19 +130,6 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
         ("Advantage", advantage_text(run_log), advantage_figures(run_log)),
         ("Where the time goes", "Numbers in the bars are steps, batches and versions.", timing_figures(run_log)),
         ("Throughput", throughput_text(run_log), throughput_figures(run_log)),
-    ]
-    return [
-        dict(
-            title=title,
-            text=text,
-            figures=[
-                dict(title=name, svg=svg, wide=name in WIDE, reading=reading_of(name, run_log))
-                for name, svg in drawn
-                if svg is not None
-            ],
-        )
-        for title, text, drawn in parts
-        if any(svg is not None for _, svg in drawn)
     ]
 
 
@@ -149,6 +164,11 @@ def event_rows(run_log: RunLog) -> list[dict[str, str]]:
         when = duration(first["time"] - run_log.events[0]["time"])
         rows.append(dict(when=when, kind=str(first["kind"]), text=": ".join([", ".join(rest), *reason])))
     return rows
+
+
+def code(text: str) -> Markup:
+    """A sentence as HTML, with what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 def percent(value: float | None) -> str:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from sys import intern
 from typing import Any
@@ -18,6 +19,8 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from precision.mismatch.alarms import FRESH
 
+SFT_FILE = "sft.json"
+"""What a run of `evenkeel sft` is trained on beside its recipe."""
 MOST_DETAILED = 4000
 """Steps of which a RunLog holds the groups of numbers, such as `mismatch`: more than a figure can show."""
 _NEWEST = 50
@@ -97,6 +100,11 @@ class RunLog:
         return RunDirectory(self.run_dir).skipped_steps()
 
     @property
+    def is_sft(self) -> bool:
+        """Whether `evenkeel sft` made the run: it has demonstrations, and neither samples nor rewards."""
+        return (self.run_dir / SFT_FILE).exists()
+
+    @property
     def num_steps(self) -> int:
         """Steps trained so far, or skipped."""
         return 1 + max([*(int(line["step"]) for line in self.metrics[-1:]), *self.skipped[-1:]], default=-1)
@@ -108,9 +116,13 @@ class RunLog:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first line of the logs to the last; pauses between two sessions of the run count."""
-        times = [float(line["time"]) for line in (*self.events, *self.metrics)]
-        return max(times) - min(times) if times else 0.0
+        """Seconds from the first line of the logs to the last, without the pauses between two starts of the run: what
+        lies before a process is started for which no process was started or restarted just before."""
+        lines = sorted((float(line["time"]), str(line.get("kind", ""))) for line in (*self.events, *self.metrics))
+        begins, within = ("started", "recipe_changed"), ("started", "recipe_changed", "restarted")
+        return sum(
+            time - before for (before, was), (time, kind) in pairwise(lines) if kind not in begins or was in within
+        )
 
 
 def recipes_of(run_dir: Path) -> list[RecipeInForce]:

@@ -26,8 +26,8 @@ asked because their problem was solved, samples that were told to end."""
 def summary(run_dir: Path) -> dict[str, Any]:
     """Headline numbers of one run; a number that is not known yet is None. Raises StoreError (no run directory).
 
-    `wall_s` runs from the first line of the logs to the last, `tokens` counts trained response tokens. `tokens_per_s`
-    is of the seconds of the steps: without start-up, and without pauses between two sessions or before a fork.
+    `wall_s` runs from the first line of the logs to the last without pauses between two starts, `tokens` counts trained
+    response tokens. `tokens_per_s` is of the seconds of the steps: without start-up and pauses.
     """
     return summarize(RunLog.read(run_dir))
 
@@ -46,6 +46,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         wall_s=run_log.wall_s,
         samples=samples,
         tokens=int(tokens),
+        sft=_sft(run_log) if run_log.is_sft else None,
         tokens_per_s=_tokens_per_s(run_log),
         learner_layout=layout_name(recipe.learner).replace("one", "one process"),
         learner_precision=recipe.learner.precision + (", FP8 emulated" if recipe.learner.fp8_emulation else ""),
@@ -77,6 +78,15 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         ],
         alarms=[history.text for history in alarm_history(run_log)],
     )
+
+
+def _sft(run_log: RunLog) -> dict[str, float | None]:
+    """First and last loss, on what is learned and held out, and the last learning rate."""
+    found = {"lr_last": run_log.last("lr")}
+    for name in ("loss", "held_out_loss"):
+        values = run_log.series(name)[1]
+        found |= {f"{name}_first": values[0] if values else None, f"{name}_last": values[-1] if values else None}
+    return found
 
 
 def _tokens_per_s(run_log: RunLog) -> float | None:

@@ -57,7 +57,7 @@ def sft(
     steps: int = 220,
     batch_size: int = 128,
     lr: float | None = None,
-    warmup_steps: int = 50,
+    warmup_steps: int | None = None,
     data: str | Path | None = None,
     held_out: float | str | Path | None = None,
 ) -> Run:

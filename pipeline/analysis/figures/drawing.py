@@ -110,9 +110,10 @@ def curve(
     log: bool = False,
     floor: float | None = None,
     ceiling: float | None = None,
+    smooth: bool = True,
 ) -> str | None:
     """Metrics over steps; each line is (metric, label, color). `floor` is the lowest end of the y axis; `ceiling` is
-    what no value can exceed."""
+    what no value can exceed. Without `smooth`, what was set rather than measured is drawn as it was."""
     known = [(*run_log.series(metric), label, color) for metric, label, color in lines]
     known = [line for line in known if line[0]]
     if not known:
@@ -123,7 +124,9 @@ def curve(
         lowest = _lowest_of_log(shown) if log else None
         overlaps = Overlaps(shown)
         for steps, values, label, color in known:
-            draw_line(axes, steps, values, label, color, dashes=overlaps.dashes(steps, values), lowest=lowest)
+            draw_line(
+                axes, steps, values, label, color, dashes=overlaps.dashes(steps, values), lowest=lowest, smooth=smooth
+            )
         steps_axis(axes, ceiling=ceiling)
         mark_restarts(axes, run_log)
         if lowest is not None:
@@ -176,6 +179,7 @@ def draw_line(
     *,
     dashes: Dashes = "-",
     lowest: float | None = None,
+    smooth: bool = True,
 ) -> None:
     """A line, or for a long run a faint line under its running mean; a single step is a dot, whose value the legend
     says. Points tell values. What is below `lowest` is drawn there."""
@@ -189,6 +193,9 @@ def draw_line(
         axes.plot(steps, drawn, color=COLORS[color], label=label, **style)
         return
     shown = extremes(drawn)
+    if not smooth:
+        axes.plot(np.take(steps, shown), np.take(drawn, shown), color=COLORS[color], label=label, linestyle=dashes)
+        return
     axes.plot(np.take(steps, shown), np.take(drawn, shown), color=COLORS[color], alpha=0.3, linewidth=0.8)
     mean = running_mean(drawn, len(drawn) // 20)
     axes.plot(np.take(steps, shown), mean[shown], color=COLORS[color], label=label, linestyle=dashes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from pipeline.analysis.figures.drawing import COLORS, WIDE, Named, curve, percent_label, render, steps_axis
+from pipeline.analysis.figures.drawing import COLORS, SMALL, WIDE, Named, curve, percent_label, render, steps_axis
 from pipeline.analysis.pages.hover import add_values
 from pipeline.analysis.run_log import RunLog, number
 
@@ -13,6 +13,21 @@ LEARNING_TEXT = (
     "Rest the pointer on a curve to read its value; open a line below a figure for what is healthy. Dotted lines mark "
     "the first step after a restart, or under a changed recipe."
 )
+
+
+LR = [("lr", "learning rate", "green")]
+
+
+def sft_figures(run_log: RunLog) -> list[Named]:
+    """What a run of supervised fine-tuning measures."""
+    loss = [("loss", "loss", "blue"), ("held_out_loss", "held out", "orange")]
+    return [
+        ("Loss, nats a token", curve(run_log, "Loss, nats a token", loss)),
+        ("Learning rate", curve(run_log, "Learning rate", LR, smooth=False)),
+        ("Tokens learned, a step", curve(run_log, "Tokens learned", [("num_tokens", "tokens", "teal")], floor=0.0)),
+        ("Entropy, nats a token", curve(run_log, "Entropy, nats a token", [("entropy", "entropy", "violet")])),
+        ("Gradient norm", curve(run_log, "Gradient norm", [("grad_norm", "norm", "orange")], log=True)),
+    ]
 
 
 def learning_figures(run_log: RunLog) -> list[Named]:
@@ -27,15 +42,16 @@ def learning_figures(run_log: RunLog) -> list[Named]:
         ("Training reward", curve(run_log, "Training reward", reward)),
         one("Entropy, nats a token", "entropy", "entropy", "violet"),
         one("Gradient norm", "grad_norm", "norm", "orange", log=True),
-        one("Learning rate", "lr", "learning rate", "green"),
+        ("Learning rate", curve(run_log, "Learning rate", LR, smooth=False)),
         one("Response length, tokens", "response_tokens_mean", "mean", "teal"),
         one("Truncated responses", "truncated_share", "share", "pink", percent=True),
         one("Padding in micro-batches", "padding_share", "share", "gray", percent=True),
     ]
 
 
-def held_out(run_log: RunLog) -> str | None:
-    """pass@1 with its 95 % interval, and pass@k for the largest k, by policy version."""
+def held_out(run_log: RunLog, *, narrow: bool = False) -> str | None:
+    """pass@1 with its 95 % interval, and pass@k for the largest k, by policy version; `narrow`: as a phone
+    shows it whole."""
     events = [event for event in run_log.evaluations if number(event, "pass_at_1") is not None]
     if not events:
         return None
@@ -69,4 +85,4 @@ def held_out(run_log: RunLog) -> str | None:
         axes.yaxis.set_major_formatter(FuncFormatter(percent_label))
         axes.legend(loc="best")
 
-    return render("held-out pass@1", WIDE, draw)
+    return render("held-out pass@1", SMALL, draw) if narrow else render("held-out pass@1 by version", WIDE, draw)

@@ -150,7 +150,7 @@ def _ess_bars(found: Sequence[Bucket]) -> str | None:
         places = _bars(axes, found, [1.0 - bucket.ess for bucket in found])
         for place, bucket in zip(places, found, strict=True):
             axes.annotate(
-                f"{100 * bucket.share:.2g} %",
+                drawing.percent_label(float(f"{bucket.share:.2g}")),
                 (place, 1.0 - bucket.ess),
                 (0, 2),
                 textcoords="offset points",

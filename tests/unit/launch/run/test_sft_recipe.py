@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.sft import sft_recipe
+from launch.run.sft import sft_recipe, warmup_of
 from launch.sft_command import read_recipe
 from megatron_bridge.step.learning_rate import learning_rate
 from pipeline.config.loader import load_recipe
@@ -70,3 +70,8 @@ def test_with_data_a_recipe_needs_neither_steps_nor_a_path(tmp_path: Path) -> No
 def test_a_rate_that_is_none_is_refused_in_one_line(lr: float) -> None:
     with pytest.raises(RecipeError, match=r"^evenkeel sft.*learner\.optimizer\.lr"):
         sft_recipe(load_recipe(Path("demo")), steps=20, lr=lr, warmup_steps=5)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (20, 5), (60, 15), (220, 50), (5000, 50)])
+def test_the_warm_up_of_a_short_run_is_a_part_of_it(steps: int, warmup: int) -> None:
+    assert warmup_of(steps) == warmup

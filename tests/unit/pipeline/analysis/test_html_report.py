@@ -216,3 +216,10 @@ def test_report_needs_no_torch() -> None:
         + ("sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'sglang', 'transformers')))")
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_the_main_chart_has_a_form_that_a_phone_shows_whole(full_page: str) -> None:
+    """Wide figures are as wide on a phone and are scrolled; the first one is drawn again, as small ones are."""
+    assert full_page.count('<div class="narrow"><svg') == full_page.count('<div class="broad"><svg') == 1
+    phone = next(rule for rule in full_page.splitlines() if rule.startswith("@media") and ".narrow" in rule)
+    assert ".narrow { display: block; } .broad { display: none; }" in phone

@@ -8,6 +8,9 @@ import pytest
 from rich.console import Console
 
 from launch.show.runs import render
+from pipeline.analysis.figures.drawing import curve
+from pipeline.analysis.html_report import write_report
+from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summary
 from pipeline.data.event_log import EventLog
 from pipeline.data.store import BatchStore
@@ -46,9 +49,13 @@ def test_finished_run(write_run: Callable[..., Path]) -> None:
 
 def test_a_pause_between_two_sessions_makes_no_run_slower(write_run: Callable[..., Path]) -> None:
     run = write_run(2)
-    EventLog(run, "learner-000002").metrics(2, num_tokens=2000, seconds=dict(wait=1.0, update=1.0), time=1e12)
+    before = summary(run)["wall_s"]
+    again = EventLog(run, "learner-000002")
+    for process in ("engine-0", "learner"):
+        again.event("started", process=process, time=1e12)
+    again.metrics(2, num_tokens=2000, seconds=dict(wait=1.0, update=1.0), time=1e12 + 5.0)
     numbers = summary(run)
-    assert numbers["wall_s"] > 1e6
+    assert numbers["wall_s"] == pytest.approx(before + 5.0, abs=1e-3), "the pause between two starts is nobody's time"
     assert numbers["tokens_per_s"] == pytest.approx(1000.0)
 
 
@@ -202,3 +209,45 @@ def test_a_reward_that_never_solves_is_a_warning_until_a_sample_is_solved(write_
     assert told.startswith("no sample of 3 batches reached reward.solved_at 1, the highest reward was 0.9:")
     EventLog(run, "learner-000009").metrics(0, solve_rate=0.1, num_tokens=1)
     assert not [sentence for sentence in summary(run)["warnings"] if "solved_at" in sentence]
+
+
+def test_a_run_of_sft_has_a_table_and_a_page_of_its_own(write_run: Callable[..., Path]) -> None:
+    run = write_run(0, steps=60)
+    (run / "sft.json").write_text("{}\n", encoding="utf-8")
+    log = EventLog(run, "sft")
+    for step in range(60):
+        held_out = {"held_out_loss": 2.0 - 0.01 * step} if step in (0, 59) else {}
+        log.metrics(step, loss=3.0 - 0.02 * step, lr=1e-3, num_tokens=100, grad_norm=1.0, entropy=1.0, **held_out)
+    table = text_of(render(summary(run)))
+    for expected in ("3 → 1.82 nats a token", "2 → 1.41 nats a token", "60 of 60", "6\u2009000", "0.001"):
+        assert expected in table
+    page = write_report(run).read_text(encoding="utf-8")
+    for title in ("Loss, nats a token", "Held-out loss", "Learning rate", "Tokens learned, a step"):
+        assert title in page
+    for text in (table, page.partition("<h2>Recipe</h2>")[0]):
+        for absent in ("pass@", "p3o", "nothing to judge", "ESS, last", "engines"):
+            assert absent not in text
+
+
+def test_no_row_stands_twice_where_evaluations_ask_once(write_run: Callable[..., Path]) -> None:
+    run = write_run(2, evaluations=False)
+    for version in (0, 2):
+        EventLog(run, "collector-000002").event("evaluated", version=version, pass_at_1=0.5, pass_at_k={"1": 0.5})
+    assert text_of(render(summary(run))).count("held-out pass@1") == 1
+    assert write_report(run).read_text(encoding="utf-8").count("pass@1</dt>") == 0
+
+
+def test_a_command_in_a_sentence_is_code_on_the_page_and_markup_is_text(write_run: Callable[..., Path]) -> None:
+    run = write_run(1)
+    EventLog(run, "collector-000009").event("reward_failed", reason="raised", detail="see `evenkeel <x>`")
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "see <code>evenkeel &lt;x&gt;</code>" in page
+
+
+def test_a_learning_rate_is_drawn_as_it_was_set(write_run: Callable[..., Path]) -> None:
+    run = RunLog.read(write_run(60, steps=60))
+    smooth, exact = (curve(run, "lr", [("reward_mean", "x", "green")], smooth=smooth) for smooth in (True, False))
+    assert smooth is not None
+    assert exact is not None
+    assert smooth.count("opacity: 0.3") > 0
+    assert exact.count("opacity: 0.3") == 0
