@@ -5,15 +5,26 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Settings(BaseModel):
-    """Frozen; unknown keys, NaN and infinity are refused."""
+    """Frozen; unknown keys, NaN and infinity are refused, and true where a number is expected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, data: Any) -> Any:
+        for name, given in data.items() if isinstance(data, dict) else ():
+            if isinstance(given, bool) and name in cls.model_fields:
+                kind = cls.model_fields[name].annotation
+                kinds = {getattr(one, "__origin__", one) for one in get_args(kind) or (kind,)}
+                if kinds & {int, float} and bool not in kinds:
+                    raise ValueError(f"{name} is {str(given).lower()}, expected a number")
+        return data
 
 
 def choices_in(package: str, base: type[Any]) -> dict[str, Any]:

@@ -87,3 +87,11 @@ def test_a_number_beyond_what_the_parts_take_is_refused_by_its_key(key: str, cho
         else:
             assert key.partition("[")[0].rpartition(".")[2] in refused
             assert "\n" not in refused
+
+
+@pytest.mark.parametrize(
+    "key", ["run.steps", "learner.optimizer.lr", "rollout.port", "learner.temperature", "objective.cap"]
+)
+def test_true_is_no_number(key: str) -> None:
+    with pytest.raises(RecipeError, match=f"{key.rpartition('.')[2]} is true, expected a number"):
+        load_with(key, "cispo", True)
