@@ -60,9 +60,9 @@ class Mixture:
         return _of(self.sources[source], self.sources[source].task.held_out(place))
 
     def measured(self, count: int) -> list[int]:
-        """Which `count` held-out problems an evaluation asks: the first ones. A source that has none among them gives
-        its first one, in place of the last of a source with several."""
-        chosen = list(range(count))
+        """Which held-out problems an evaluation asks, up to `count`: the first ones. A source that has none among them
+        gives its first one, in place of the last of a source with several."""
+        chosen = list(range(min(count, self.num_held_out)))
         if count >= self.num_held_out:
             return chosen
         first = {source: index for index, (source, place) in enumerate(self._held_out) if place == 0}

@@ -81,7 +81,8 @@ def test_a_batch_larger_than_the_data_is_told() -> None:
     assert "the task 189: each is asked 2.7 times a batch" in told
 
 
-def test_evaluations_take_the_held_out_prompts_that_there_are_and_say_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_sources", [False, True], ids=["one file", "a mixture"])
+def test_evaluations_take_the_held_out_prompts_that_there_are_and_say_so(tmp_path: Path, of_sources: bool) -> None:
     """The defaults ask for 64; of 300 rows 1 in 16 is held out."""
     write_character_tokenizer(tmp_path / "model", "0123456789=+")
     rows = tmp_path / "rows.jsonl"
@@ -89,7 +90,7 @@ def test_evaluations_take_the_held_out_prompts_that_there_are_and_say_so(tmp_pat
     data = dict(
         run=dict(name="r", root=str(tmp_path), steps=1),
         model=dict(path=str(tmp_path / "model")),
-        task=dict(name="data", path=str(rows)),
+        task=dict(name="data", sources=[dict(path=str(rows))]) if of_sources else dict(name="data", path=str(rows)),
     )
     recipe = recipe_from(data, source="test")
     task = build_task(recipe.task, seed=0)

@@ -57,7 +57,8 @@ def test_an_evaluation_has_a_prompt_of_each_source(sources: list[dict[str, Any]]
     assert chosen[:3] == [0, 1, 2]
     assert [task.held_out(index).source for index in chosen] == ["math"] * 3 + ["chat.v2"]
     assert task.measured(1) == [0], "there is no room"
-    assert task.measured(task.num_held_out) == [*range(task.num_held_out)]
+    for count in (task.num_held_out, task.num_held_out + 4):
+        assert task.measured(count) == [*range(task.num_held_out)]
     sources[1]["weight"] = 200.0
     assert mixture(sources).measured(4) == [0, 1, 2, 3], "where each is there already, nothing changes"
 
