@@ -48,9 +48,9 @@ class ForkedProgram:
 
 
 def parse(command: Sequence[str]) -> tuple[int, str, list[str]]:
-    """Number of ranks, module and arguments of `python -m MODULE …` or of a torchrun of it."""
-    python, flag, module, *arguments = command
-    assert (python, flag) == (sys.executable, "-m"), command
+    """Number of ranks, module and arguments of `python -P -m MODULE …` or of a torchrun of it."""
+    python, safe_path, flag, module, *arguments = command
+    assert (python, safe_path, flag) == (sys.executable, "-P", "-m"), command
     if module != "launch.run.torchrun":
         return 1, module, arguments
     count = int(arguments[arguments.index("--nproc-per-node") + 1])

@@ -487,10 +487,6 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train_on(GOOD_LINES.replace("=", "Ü")),
         ("character",),
     ),
-    "more evaluation prompts than there are": (
-        lambda shop: shop.train("evaluation.prompts=99"),
-        ("evaluation.prompts is 99", "lower it or give more"),
-    ),
     "prompts that are all too long": (
         lambda shop: shop.train_on(GOOD_LINES.replace("=", "0" * 80 + "=")),
         ("64 of 64 prompts have more than 52 tokens", "has 84", "none is left", "raise rollout.context_tokens"),

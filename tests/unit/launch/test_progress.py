@@ -46,6 +46,7 @@ def test_a_block_of_a_long_process_begins_a_silence_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A notebook has been idle, not silent."""
+    monkeypatch.setattr(progress, "_is_command", False)  # whatever command another test gave in this process
     monkeypatch.setattr(progress, "_said_at", time.monotonic() - 3600)
     with going_on("checking"):
         time.sleep(0.1)

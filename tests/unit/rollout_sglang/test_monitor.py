@@ -322,7 +322,10 @@ def test_a_publish_between_any_two_reads_of_a_look_quarantines_nobody(
     async def looks(folder: Path, before: int, engine: EngineDouble) -> bool:
         """Look once. False where it has fewer than `before` reads."""
         fleet, changes = fleet_of(folder, [engine.url]), list[tuple[str, object]]()
-        await fleet.load(3, folder, WeightCheck(version=3, probe=None, digests=()))
+        check = WeightCheck(version=3, probe=None, digests=())
+        folder.mkdir()
+        check.save(folder)
+        await fleet.load(3, folder, check)
         learner = Updates(folder / "policy" / "updates")
         known = set(learner.folder.iterdir())
         async with learner.take("publish", 1.0) as update:

@@ -124,7 +124,7 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     names: dict[str, Any] = {}
     exec(training, names)
     assert (tmp_path / "runs/models/mine/model.safetensors").is_file()
-    options = dict(steps=300, batch_size=128, lr=None, warmup_steps=50, data=None, held_out=None)
+    options = dict(steps=300, batch_size=128, lr=None, warmup_steps=None, data=None, held_out=None)
     assert ran == [
         ("runs/models/mine", "runs/models/mine-sft", options),
         ("runs/models/mine-sft", 20, None),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.sft import SOURCE_FILE, Source
+from launch.run.sft import Source
+from pipeline.analysis.run_log import SFT_FILE
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError, StoreError
 from tests.support.written_runs import write_run
@@ -39,6 +40,6 @@ def test_a_new_run_takes_any(run: RunDirectory, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", '{"batch_size": 8, "of_tomorrow": 1}', '{"batch_size": "many"}'])
 def test_a_damaged_file_is_one_line(run: RunDirectory, text: str) -> None:
-    (run.path / SOURCE_FILE).write_text(text)
+    (run.path / SFT_FILE).write_text(text)
     with pytest.raises(StoreError, match=r"sft\.json does not say what the run is trained on; put back a copy"):
         Source.of(8, None, None).freeze(run)

@@ -91,6 +91,7 @@ def test_every_figure_is_there_for_a_full_run(full_page: str) -> None:
     names = set(re.findall(r'<svg role="img" aria-label="([^"]*)"', full_page))
     assert names == {
         "held-out pass@1",
+        "held-out pass@1 by version",
         "Training reward",
         "Entropy, nats a token",
         "Gradient norm",

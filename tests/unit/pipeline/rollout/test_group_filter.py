@@ -178,10 +178,12 @@ def test_a_filter_that_keeps_nothing_ends_the_run(run: RunDirectory, verifiers: 
     ],
 )
 def test_what_the_recipe_says_of_groups(
-    overrides: list[str], expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, overrides: list[str], expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launch.run.collect.build_interruption", lambda recipe, tokenizer: None)
-    found = settings(load_recipe(Path("demo"), overrides), None)  # type: ignore[arg-type]
+    run, recipe = RunDirectory(tmp_path), load_recipe(Path("demo"), overrides)
+    run.freeze(recipe)
+    found = settings(run, recipe, None)  # type: ignore[arg-type]
     assert (found.max_refills, found.keeps_equal) == expected
 
 

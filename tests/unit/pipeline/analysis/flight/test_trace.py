@@ -38,7 +38,9 @@ def test_a_run_without_recorded_spans_is_traced_from_its_logs(write_run: WriteRu
         name for step in (2, 3) for name in (f"step {step}", *SECONDS)
     ]
     assert found["otherData"]["steps"] == found["otherData"]["judged_steps"] == [2, 4]
-    assert found["otherData"]["shares"]["wait for rollouts"] == pytest.approx(0.6)
+    shares = found["otherData"]["shares"]
+    assert shares["wait for rollouts"] == pytest.approx(0.55)
+    assert shares["wait for commits"] == pytest.approx(0.05, abs=1e-6), "0.1 s of the step's 2 s"
     assert found["otherData"]["bottleneck"].startswith("rollouts: the learner waits ")
 
 
