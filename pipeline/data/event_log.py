@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -244,7 +245,8 @@ def read_lines(
     path: Path, damage: list[str] | None = None, *, has: Mapping[str, type] = MappingProxyType({})
 ) -> Iterator[dict[str, Any]]:
     """Yield the lines of one file. A line that is not as it was written, or lacks what each `has`, is passed over; a
-    sentence that names the file and counts them is added to `damage`. A torn last line is no damage."""
+    sentence that names the file and counts them is added to `damage`. A torn last line is no damage. Behind a line that
+    is longer than any log has, nothing is read."""
     passed_over, first = 0, 0
     try:
         with open_regular(path) as file:
@@ -253,7 +255,9 @@ def read_lines(
                 parsed = parse_line(line if whole else line + b"\n")
                 if parsed is not None and all(_is_a(parsed.get(key), kind) for key, kind in has.items()):
                     yield parsed
-                elif whole or len(line) == MAX_BYTES or _MORE.search(line):
+                elif len(line) == MAX_BYTES and not whole:
+                    raise ValueError(f"line {number} is longer than {MAX_BYTES >> 20} MiB")  # its end may be far away
+                elif whole or _MORE.search(line):
                     passed_over, first = passed_over + 1, first or number
     except FileNotFoundError:
         return
@@ -273,10 +277,10 @@ def _is_a(value: Any, kind: type) -> bool:
 
 
 def whole_lines(path: Path) -> str:
-    """The lines of one file that are as they were written, with their checksums. Raises OSError, and ValueError for
-    what is no file."""
+    """The lines that `read_lines` yields of one file, with their checksums. Raises OSError, and ValueError for what is
+    no file."""
     with open_regular(path) as file:
-        lines = iter(lambda: file.readline(MAX_BYTES), b"")
+        lines = takewhile(lambda line: len(line) < MAX_BYTES, iter(partial(file.readline, MAX_BYTES), b""))
         return b"".join(line for line in lines if parse_line(line) is not None).decode()
 
 

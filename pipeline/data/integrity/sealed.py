@@ -29,6 +29,7 @@ from pipeline.errors import StoreError
 MAX_BYTES = 64 << 20
 """Of a sealed text. The largest are manifests and checksums of models with tens of thousands of tensors: some MB."""
 _MEMBER = re.compile(rb'(, )?"crc32": "[0-9a-f]{8}"\}\n\Z')
+_CHANGED = "its checksum differs: it was changed, or written under another name"
 _LINE = re.compile(rb"# crc32 [0-9a-f]{8}\n\Z")
 _LONGEST = len(', "crc32": "00000000"}\n')
 """Bytes of the longest checksum: nothing before them is searched for one."""
@@ -142,7 +143,7 @@ def write_sealed_array(path: Path, values: NDArray[np.float32]) -> None:
 def read_sealed_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
     """The values [n]; None where there is no file. Raises StoreError. What its header claims allocates nothing."""
     try:
-        return _array(read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, "its checksum differs"), path.name)
+        return _array(read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, _CHANGED), path.name)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -156,7 +157,7 @@ def _named_trailer(data: bytes | memoryview, name: str) -> bytes:
 def _array(data: bytes, name: str) -> NDArray[np.float32]:
     body = data[:-TRAILER_BYTES]
     if data[-TRAILER_BYTES:] != _named_trailer(body, name):
-        raise ValueError("its checksum differs: it was changed, or written under another name")
+        raise ValueError(_CHANGED)
     stream = io.BytesIO(body)
     if np.lib.format.read_magic(stream) != (1, 0):
         raise ValueError("it is a .npy file of another version than 1.0")

@@ -106,7 +106,12 @@ BREAKAGES = (
         "            for there in sorted(set(range(index)) -",
         "            for there in sorted(set(range(0)) -",
     ),
-    _broken("what was evaluated is not kept", COLLECTOR, "        self.run.write_evaluation(version, found)\n", ""),
+    _broken(
+        "what was evaluated is not kept",
+        COLLECTOR,
+        "        self.run.write_evaluation(version, found | dict(responses=responses))\n",
+        "",
+    ),
     _broken(
         "answers that were aborted, or are stale, are taken",
         SAMPLER,

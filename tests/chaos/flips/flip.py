@@ -40,7 +40,7 @@ KINDS: dict[str, str] = {
     "updates": r"policy/updates/.*",
     "epochs": r"epochs/.*\d{6}",
     "newest epoch": r"epochs/.*NEWEST",
-    "members": r"engines/.*\.json|learner\.json",
+    "members": r"engines/[^/]+\.json|learner\.json",
     "finished": r"finished/.*",
     "evaluations": r"evaluations/.*",
     "mismatch": r"mismatch/.*\.zarr\.zip",

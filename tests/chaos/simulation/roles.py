@@ -114,7 +114,7 @@ def _ease(problem: int) -> int:
 class PlainTokenizer:
     """Tokens are their numbers."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return " ".join(map(str, tokens))
 
 

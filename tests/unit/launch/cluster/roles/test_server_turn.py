@@ -16,6 +16,7 @@ from pipeline.data.membership import Member
 from pipeline.data.quant_maps import QUANT_MAP_FILE, digest_of, read_quant_map, write_quant_map
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import EngineVersionError
+from pipeline.ports.weight_check import WeightCheck
 from precision.controller.records import Evidence, State
 from precision.formats.quant_map_file import QuantMapFile
 from rollout_sglang.target import Target
@@ -135,6 +136,7 @@ def test_each_engine_gets_the_weights_in_its_own_formats(run: RunDirectory) -> N
         target.of_map(old)
     older = folder / "maps" / OLD_MAP
     older.mkdir(parents=True)
+    WeightCheck(version=4).save(older)
     assert target.of_map(old).directory == older
 
 
