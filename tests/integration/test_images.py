@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch.cluster.kubernetes.containers import COMMAND
-from launch.cluster.kubernetes.job import USER
+from launch.cluster.kubernetes.options import ClusterOptions
 from pipeline.data.files import NO_HARD_LINKS
 
 ROOT = Path(__file__).parents[2]
@@ -89,8 +89,9 @@ def test_what_is_copied_exists_and_the_result_is_pinned_and_runs_as_a_user(image
             assert all("--no-deps" in part for part in rest.split("&&") if "pip install" in part), rest
         if word == "RUN" and "apt-get install" in rest:
             assert "tini=0.19" in rest
+    user = ClusterOptions.model_fields["run_as"].default
     last = found[max(place for place, (word, _) in enumerate(found) if word == "FROM") :]
-    assert [rest for word, rest in last if word == "USER"] == [f"{USER}:{USER}"]
+    assert [rest for word, rest in last if word == "USER"] == [f"{user}:{user}"]
     assert [tuple(json.loads(rest)) for word, rest in last if word == "ENTRYPOINT"] == [COMMAND]
     copied = {rest.split()[0] for word, rest in found if word == "COPY"}
     assert {*ROOMS, f"ops/locks/{image.name}.txt"} <= copied
