@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.errors import EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
+from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.router import RouterClient
 from rollout_sglang.server.process import free_ports
@@ -303,7 +304,11 @@ def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
 async def _survive(urls: list[str], router_url: str, folder: Path, pair: list[TinyEngine]) -> None:
     fleet = fleet_of(folder, urls, router=router_url, key=KEY)
     try:
-        assert (await fleet.load(1, pair[0].checkpoints[1])).keys() >= {"pause_s", "load_s", "checksum_s"}
+        assert (await fleet.load(1, pair[0].checkpoints[1], WeightCheck(version=1))).keys() >= {
+            "pause_s",
+            "load_s",
+            "checksum_s",
+        }
         assert await fleet.versions() == dict.fromkeys(urls, 1)
         await asyncio.gather(*(fleet.generate(row, 2, Sampling(max_new_tokens=4)) for row in ROWS))
         tree = psutil.Process(pair[1].process.pid).children(recursive=True)

@@ -48,9 +48,9 @@ def complete(path: Path) -> None:
     """Write, by the product's own writers, what this run has not: old log-probabilities, the records and the map of a
     controller, members and a rendezvous."""
     run = RunDirectory(path)
-    learner = run.learner_logprobs(0)
-    assert learner is not None
     for step in range(2):
+        learner = run.learner_logprobs(step)
+        assert learner is not None
         run.write_old_logprobs(step, np.asarray(learner, np.float32))
     record = ControlRecord(step=0, evidence=Evidence(step=0, loss=0.25), state=State())
     ControlFiles(run.control, run.fence).create(record)
