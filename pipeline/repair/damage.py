@@ -186,12 +186,12 @@ def _check_policy(folder: Path, version: int) -> None:
 
 def _check_announced(path: Path, version: int) -> None:
     if (said := read_sealed(path, "").strip()) != str(version):
-        raise StoreError(f"it announces version {said}")
+        raise StoreError(f"it announces version {said[:100]}")
 
 
 def _check_evaluation(path: Path, version: int) -> None:
     if (found := read_sealed_json(path, "")["version"]) != version:
-        raise StoreError(f"it is that of version {found}")
+        raise StoreError(f"it is that of version {str(found)[:100]}")
 
 
 def _check_chain(run: RunDirectory, version: int, damaged: Collection[int]) -> None:

@@ -49,7 +49,7 @@ def highest(folder: Path) -> int:
     except FileNotFoundError:
         return version  # a higher one came, and this one went: a cached listing may name it for a minute
     if said != str(version):
-        raise StoreError(f"{path} says version {said}; {remedy}")
+        raise StoreError(f"{path} says version {said[:100]}; {remedy}")
     return version
 
 
