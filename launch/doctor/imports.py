@@ -57,18 +57,14 @@ def _try(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
     for module in modules:
         try:
             if module.partition(".")[0] == "sglang":
-                _make_room_for_sglang()
+                # SGLang imports GPU packages everywhere; a machine without them has stubs in their place.
+                from rollout_sglang.cpu.stubs import install_stubs
+
+                install_stubs()
             importlib.import_module(module)
             yield module, ""
         except Exception as error:  # noqa: BLE001 - a package may raise anything while it is imported
             yield module, f"{type(error).__name__}: {one_line(error, 200)}"
-
-
-def _make_room_for_sglang() -> None:
-    """Put stubs in the place of GPU packages that SGLang imports everywhere and this machine need not have."""
-    from rollout_sglang.cpu.stubs import install_stubs
-
-    install_stubs()
 
 
 if __name__ == "__main__":
