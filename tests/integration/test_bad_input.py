@@ -27,7 +27,7 @@ def refused(*arguments: str | Path, in_process: bool = True) -> str:
     lines = [
         line
         for line in done.stderr.strip().splitlines()
-        if line and not line.startswith(("recipe: ", "warning: ", "note: "))
+        if line and not line.startswith(("recipe: ", "warning: ", "note: ", "starting "))
     ]
     assert len(lines) == 1, done.stderr
     return lines[0].removeprefix("error: ")

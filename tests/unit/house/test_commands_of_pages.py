@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_character_tokenizer(folder / "m", "".join(map(chr, range(0x4E00, 0x4F00))))  # what the recipe names
     contract = replace(CONTRACT, tokenizer_sha256=Tokenizer.load(folder / "m").sha256)
     run = whole_run(
-        folder, committed=84, published=84, saved=(20, 80), policies=(82, 83, 84), steps=84, contract=contract
+        folder, committed=84, published=84, saved=(20, 80, 84), policies=(82, 83, 84), steps=84, contract=contract
     )
     for step in range(84):
         run.write_learner_logprobs(step, BatchStore(run.batches).read(step, None).rollout_logprobs)
