@@ -11,7 +11,7 @@ from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.frozen.recipes import all_recipes
 from tests.support.engine_forks import forked_engines
 from tests.support.rank_programs import forked_programs
-from tests.support.runs import evenkeel_json, make_model, make_recipe
+from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
