@@ -11,6 +11,6 @@ import_less()
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
 
 # Read by Transformer Engine when it is imported: scales of 128×128 blocks as engines have them, amax / 448, instead of
-# the next power of two, so that learner.precision fp8_block multiplies by the weights that rollouts multiply by (where
-# its blocks are theirs: ops/decisions/0019).
+# the next power of two, so that learner.precision fp8_block multiplies by the weights that rollouts multiply by, where
+# its blocks are theirs.
 os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")

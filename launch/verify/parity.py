@@ -116,7 +116,7 @@ def compare_fp8(folder: Path, model: Path, precision: str) -> dict[str, float]:
 
     `closed_share` is the share of the gap to a prefill that emulation closes, the smaller of the two. Decoding sums in
     another order: what engine's decoding and prefill differ by (`mean_gap_decode_prefill`) is rounding luck that no
-    emulation can close; see ops/decisions/0007.
+    emulation can close.
     """
     recipe = parity_recipe(folder, precision, model, precision, {})
     run = prepare(recipe)

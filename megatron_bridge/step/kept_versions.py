@@ -5,7 +5,7 @@
     a checkpoint         holds each copy as an HF folder, which any layout reads, so that a resumed run has the same
 
 A copy costs this rank's share of the parameters in host memory, for each version of lag. What is scored at the present
-version needs no swap. See ops/decisions/0087.
+version needs no swap.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class RateSpan:
 @dataclass(frozen=True)
 class LearningRates:
     """The rate of every optimizer step of a run. A start may change its settings; a step that was trained before keeps
-    its rate, also when it is trained again (decision 0076)."""
+    its rate, also when it is trained again."""
 
     spans: tuple[RateSpan, ...]
     """Ascending by batch, at least one."""

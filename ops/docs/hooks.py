@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,11 +22,12 @@ MADE: dict[str, Callable[[], str]] = {"reference/recipe.md": recipe_page, "refer
 FROM_REPOSITORY = (
     "CHANGELOG.md",
     "ops/assumptions.md",
-    "ops/decisions/README.md",
+    "ops/decisions.md",
     "ops/examples/README.md",
     "ops/gpu/README.md",
+    "ops/measurements/README.md",
+    "ops/measurements/2026-11-27-h200.md",
     "ops/runbook.md",
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "ops/decisions").glob("0*.md")),
 )
 """Pages that lie elsewhere in the repository and have the same place in the site."""
 _LINK = re.compile(r"(\]\()([^)#\s]+)?(#[^)\s]*)?(\))")
@@ -50,16 +51,7 @@ def extra_pages() -> dict[str, str]:
     """Place in the site → text, for every page that does not lie in docs/."""
     pages = {place: make() for place, make in MADE.items()}
     pages |= {place: (ROOT / place).read_text(encoding="utf-8") for place in FROM_REPOSITORY}
-    pages["ops/decisions/README.md"] += "\n" + "\n".join(_decisions()) + "\n"
     return pages
-
-
-def _decisions() -> Iterator[str]:
-    for place in FROM_REPOSITORY:
-        path = ROOT / place
-        if path.parent.name == "decisions" and path.name != "README.md":
-            title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-            yield f"- [{title}]({path.name})"
 
 
 def with_links_of_the_site(markdown: str, place: str) -> str:

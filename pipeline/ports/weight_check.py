@@ -35,7 +35,7 @@ NUM_ROWS, ROW_TOKENS = 4, 32
 """Of a probe; more rows where there are more data parallel ranks."""
 NUM_ROWS_ON_CPU = 2
 """Both sides score the probe at every publish, which takes a CPU longer than sending the weights; digests, which are
-known there, find what a mean over so few tokens does not (decision 0096)."""
+known there, find what a mean over so few tokens does not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ the ranks; the median of the repetitions, and in brackets their range.
     held   memory of the batch afterwards ÷ the same of one rank alone
 
 `routes` has the experts of 48 layers for each token, `dense` has none. What the learner itself holds of a whole step,
-a few vectors of one number for each response token (ops/decisions/0069), is not in it.
+a few vectors of one number for each response token, is not in it.
 
-`mismatch` is what a rank of all ranks needs to measure the mismatch of a step of the dense batch (decision 0095): the
+`mismatch` is what a rank of all ranks needs to measure the mismatch of a step of the dense batch: the
 memory that is allocated at once, and processor time; sums over ranks are left out.
 """
 

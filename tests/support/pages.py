@@ -18,9 +18,8 @@ PAGES = (
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "ops").glob("*.md")),
-    *sorted((ROOT / "ops").glob("*/README.md")),
+    *sorted((ROOT / "ops").glob("*/*.md")),
 )
-"""Decisions are not among them: they say what was true on their day."""
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

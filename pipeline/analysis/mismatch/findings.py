@@ -2,7 +2,7 @@
 
 A fault is a term that is larger than the precision of both sides explains. What that is rests on the formats: two
 float32 programs differ by rounding, 16-bit ones by more, and where formats are emulated, activations that lie between
-two FP8 values are rounded to different sides now and then (ops/decisions/0007).
+two FP8 values are rounded to different sides now and then.
 """
 
 from __future__ import annotations
