@@ -43,9 +43,8 @@ from megatron_bridge.step.shares import split_of, sum_of_shares
 from megatron_bridge.weight_sync.export import export_policy
 from megatron_bridge.weights import convert
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch, Share
 from pipeline.data.run_directory import unfenced
-from pipeline.data.share import Share
 from pipeline.errors import NonFiniteError
 from pipeline.ports.learner import Update
 from precision.formats.quant_map import QuantMap

@@ -24,9 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.checksums import seal
 from pipeline.data.event_log import read_lines
 from pipeline.data.files import make_folder
-from pipeline.data.integrity.sealed import seal
 
 MAX_BYTES = 8 << 20
 STARTS = 4

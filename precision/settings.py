@@ -7,7 +7,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from precision.text.short import one_line
 
 
 class Settings(BaseModel):
@@ -54,3 +56,9 @@ def name_of(choice: type[Settings]) -> str:
             f'{choice.__name__} has no name; write in the class, for example: name: Literal["mine"] = "mine"'
         )
     return field.default
+
+
+def problem_of(error: ValidationError) -> str:
+    """Return the first thing that pydantic found wrong, and where, in one line."""
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    return one_line(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}", 300)

@@ -15,11 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline import spans
 from pipeline.config.rollout_section import MOST_KEPT
-from pipeline.data.border.attributes import problem_of
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion
 from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
 from precision.formats.audit import Held
+from precision.settings import problem_of
 from precision.text.short import one_line
 from rollout_sglang.answers.off_loop import read_answer
 from rollout_sglang.answers.samples import (

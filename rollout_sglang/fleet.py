@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
+from pipeline.data.batch import Completion
 from pipeline.data.membership import Member, Membership
-from pipeline.data.records import Completion
 from pipeline.errors import (
     BadAnswerError,
     EngineHungError,

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from pipeline.data.integrity.folders import verify_folder
+from pipeline.data.checksums import verify_folder
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
 from pipeline.errors import EngineVersionError

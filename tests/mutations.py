@@ -135,7 +135,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the digest of a batch file is not compared",
-        "pipeline/data/arrays/batch_file.py",
+        "pipeline/data/batch_format.py",
         "if attributes_sha256(attributes) != expected:",
         "if expected is None:",
         (f"{UNIT}/pipeline/data/test_store.py",),
@@ -310,17 +310,17 @@ MUTATIONS = (
     ),
     Mutation(
         "a delta is applied to whatever has the version that it was made from",
-        "pipeline/data/deltas/chain.py",
+        "pipeline/data/deltas.py",
         "if link.state != delta.base_state:",
         "if False:",
-        (f"{UNIT}/pipeline/data/deltas/test_chain.py",),
+        (f"{UNIT}/pipeline/data/test_delta_chain.py",),
     ),
     Mutation(
         "long gaps of a delta are cut off",
-        "pipeline/data/deltas/places.py",
+        "pipeline/data/deltas.py",
         "if not bridges.any():",
         "if True:",
-        (f"{UNIT}/pipeline/data/deltas/test_places.py",),
+        (f"{UNIT}/pipeline/data/test_deltas.py",),
     ),
     Mutation(
         "a version that failed is what the next one is compared with",
@@ -429,17 +429,17 @@ MUTATIONS = (
     ),
     Mutation(
         "a log-probability above 0 enters the ledger",
-        "pipeline/data/border/values.py",
+        "pipeline/data/batch_values.py",
         "& (logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)",
         "& (logprobs >= LOWEST_LOGPROB)",
-        (f"{UNIT}/pipeline/data/border/test_values.py",),
+        (f"{UNIT}/pipeline/data/test_batch_values.py",),
     ),
     Mutation(
         "a batch is read for training without a look at its values",
         "pipeline/data/store.py",
         "            if check:\n                check_values(batch, self._limits)\n",
         "",
-        (f"{UNIT}/pipeline/data/border/test_values.py",),
+        (f"{UNIT}/pipeline/data/test_batch_values.py",),
     ),
     Mutation(
         "a token is renormalized over the kept set of another",

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config, size_of
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask
-from pipeline.data.border.values import Limits
-from pipeline.data.records import LogprobContract, Prompt
+from pipeline.data.batch import LogprobContract, Prompt
+from pipeline.data.batch_values import Limits
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.demonstrations.turn_end import named_ends
 from pipeline.errors import ModelError, RecipeError

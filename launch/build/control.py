@@ -14,11 +14,11 @@ from pipeline.config.recipe import Recipe
 from pipeline.config.schedule_sections import AsyncSchedule, StagedSchedule
 from pipeline.control.files import ControlFiles
 from pipeline.control.loop import StepController
+from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps, digest_of
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import NonFiniteError
 from precision.controller.ladder import Ladder

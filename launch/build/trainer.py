@@ -11,10 +11,10 @@ from megatron_bridge.step.learning_rate import LearningRates, RateSpan
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.recipe import Recipe
 from pipeline.control.loop import StepController
+from pipeline.data.batch import LogprobContract
 from pipeline.data.event_log import EventLog
-from pipeline.data.frozen.recipes import all_recipes
-from pipeline.data.records import LogprobContract
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import all_recipes
 from pipeline.data.store import BatchStore
 from pipeline.patience import noted_in
 from pipeline.ports.weight_update import WeightChannel

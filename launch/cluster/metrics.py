@@ -25,11 +25,10 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from launch.cluster.metric_names import BY_NAME, METRICS
 from pipeline.analysis.alarm_history import formats_differ
 from pipeline.config.recipe import Recipe
+from pipeline.data.checksums import read_sealed_json
 from pipeline.data.epochs import Role, epoch_folder, first_start_after
 from pipeline.data.event_log import EventKind, LogName, Observer, newest_line
-from pipeline.data.integrity.sealed import read_sealed_json
-from pipeline.data.ledger.published import announced
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_directory import RunDirectory, announced
 from pipeline.errors import EvenKeelError, PortInUseError, StoreError
 from precision.mismatch.alarms import RULES, alarms
 

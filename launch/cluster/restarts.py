@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
+from pipeline.data.checksums import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, StoreError
 

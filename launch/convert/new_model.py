@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from megatron_bridge.hf.model_config import Experts, ModelConfig, read_config
-from pipeline.data.files import move_to_free_name, remove_leftovers_of, temporary_name
-from pipeline.data.integrity.space import amount
+from pipeline.data.files import amount, move_to_free_name, remove_leftovers_of, temporary_name
 from pipeline.errors import ModelError
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_bridge.hf.headers import check_weights, tensor_headers
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from pipeline.data.integrity.folders import verify_folder
+from pipeline.data.checksums import verify_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import CorruptCheckpointError, ModelError
 from pipeline.trainer.checkpoints import COMMIT, verify

@@ -14,7 +14,7 @@ from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.te_precision import is_fp8
 from pipeline.config.loader import SHIPPED
 from pipeline.config.recipe import Recipe
-from pipeline.data.integrity.space import require_space
+from pipeline.data.files import require_space
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import MachineError, PortInUseError, RecipeError
 from rollout_sglang.server.process import check_port_free

@@ -21,8 +21,8 @@ from launch.export.destination import Destination
 from launch.export.points import STEP, VERSION, Key, Point, RunPoints
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.files import make_folder
-from pipeline.data.frozen.recipes import recipe_file
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import recipe_file
 from pipeline.errors import RecipeError, RunConflictError
 
 Target = Literal["tensorboard", "wandb", "mlflow", "trackio"]

@@ -30,6 +30,7 @@ from pipeline.config.loader import changed_keys, load_recipe, override_of
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.control.files import ControlFiles, ControlRecord
+from pipeline.data.checksums import seal, write_sealed_json
 from pipeline.data.event_log import PARENT, read_events, read_metrics
 from pipeline.data.files import (
     NO_HARD_LINKS,
@@ -39,9 +40,8 @@ from pipeline.data.files import (
     remove_leftovers_of,
     temporary_name,
 )
-from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
-from pipeline.data.integrity.sealed import seal, write_sealed_json
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders, unfenced
+from pipeline.data.run_recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.repair.damage import find_damage, own_recipes

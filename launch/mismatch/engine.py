@@ -14,8 +14,7 @@ from launch.run.one_engine import OneEngine
 from launch.verify.formats import audit_engine
 from megatron_bridge.hf.model_config import read_hf_config
 from pipeline.analysis.mismatch.measured import Audit, Misheld
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import Completion, Prompt
+from pipeline.data.batch import Completion, KeptSets, Prompt
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import EngineVersionError
 from pipeline.ports.weight_check import WeightCheck

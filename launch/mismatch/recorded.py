@@ -35,10 +35,10 @@ from megatron_bridge.hf.writer import write_policy
 from pipeline.analysis.mismatch.measured import Audit, Measured
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
+from pipeline.data.batch import Batch
 from pipeline.data.files import NUMBER
-from pipeline.data.frozen.recipes import RecipeInForce, all_recipes
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory, numbered
+from pipeline.data.run_recipes import RecipeInForce, all_recipes
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.ports.weight_check import WeightCheck

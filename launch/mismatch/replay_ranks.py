@@ -19,9 +19,8 @@ from megatron_bridge.learner import MegatronLearner
 from pipeline.background import tell_when_done
 from pipeline.child_process import die_with_parent, see_own_classes
 from pipeline.data.event_log import EventLog
-from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
 from pipeline.data.run_directory import RunDirectory, numbered
-from pipeline.data.store import BatchStore
+from pipeline.data.store import BatchStore, refuse_to_pass_lost
 from pipeline.trainer.checkpoints import Checkpoints
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.kept_sets import KeptSets
+from pipeline.data.batch import KeptSets
 from pipeline.data.routed_experts import RoutedExperts
 
 

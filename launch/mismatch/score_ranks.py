@@ -32,7 +32,7 @@ from megatron_bridge.step.fp8_emulation import emulated, weights_changed
 from megatron_bridge.step.micro_batches import TokenRows
 from megatron_bridge.weights.convert import load_hf
 from pipeline.child_process import die_with_parent
-from pipeline.data.kept_sets import KeptSets
+from pipeline.data.batch import KeptSets
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 from precision.formats.quant_map import QuantMap

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
+from pipeline.data.checksums import read_sealed_json
 from pipeline.data.files import NUMBER
-from pipeline.data.integrity.sealed import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError, StoreError
 

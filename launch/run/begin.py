@@ -17,7 +17,7 @@ from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.advice import advice
 from pipeline.config.recipe import Recipe
-from pipeline.data.integrity.folders import verify_folder
+from pipeline.data.checksums import verify_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.demonstrations.turn_end import unstopped_end
 from pipeline.errors import RecipeError

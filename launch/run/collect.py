@@ -27,8 +27,8 @@ from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
-from pipeline.data.frozen.recipes import recipe_in_force
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import recipe_in_force
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoppedError
 from pipeline.rollout.collector import Collector, CollectorSettings

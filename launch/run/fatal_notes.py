@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeline import errors
+from pipeline.data.checksums import read_sealed_json, write_sealed_json
 from pipeline.data.files import unique_suffix
-from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, StoreError
 

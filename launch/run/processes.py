@@ -15,7 +15,7 @@ import psutil
 
 from launch.run.fatal_notes import FatalNotes, leave_fatal_note
 from pipeline.child_process import ChildProcess, program_environment
-from pipeline.data.integrity.space import full_disk_said
+from pipeline.data.files import full_disk_said
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import (
     FATAL_EXIT_CODE,

@@ -11,8 +11,10 @@ depends on something that is not in the run directory. On GPUs some sums have no
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,11 @@ from launch.run.live_view import LiveView
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
-from pipeline.data.frozen.recipes import RecipeInForce, adopt_recipes, all_recipes
-from pipeline.data.integrity.folders import remove_listed, verify_folder
-from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
-from pipeline.data.ledger.replayed import Replayed
+from pipeline.data.checksums import create_sealed, read_sealed_json, remove_listed, verify_folder, write_sealed_json
+from pipeline.data.files import is_temporary, make_folder
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore
+from pipeline.data.run_recipes import RecipeInForce, adopt_recipes, all_recipes
+from pipeline.data.store import BatchStore, refuse_to_pass_lost
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume.rules import unsafe
 from precision.text.short import listed
@@ -131,3 +132,73 @@ def _train(run: RunDirectory, recipe: Recipe, source: Path) -> None:
     command = torchrun(recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source))
     with LiveView.of_run(run.path, recipe) as view:
         run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)
+
+
+_ADVICE = "rename or remove it, then give the command again"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay goes by."""
+
+    recipes: tuple[str, ...]
+    """SHA-256 of the file of each recipe, in order."""
+    batches: tuple[str, ...]
+    """The checksum of each batch, in order."""
+
+    @staticmethod
+    def of(run: Path) -> Replayed:
+        """Of a run as it is now. Raises StoreError, and CorruptBatchError for a batch that does not end in its
+        checksum."""
+        recipes, store = all_recipes(run), BatchStore(run / "batches")
+        steps = recipes[-1].recipe.run.steps
+        return Replayed(
+            tuple(one.sha256 for one in recipes),
+            tuple(store.checksum(index) for index in store.settled() if index < steps),
+        )
+
+    def refuse_another(self, folder: Path) -> None:
+        """Raises RunConflictError for a folder that holds anything but a replay of this run as it is or was, and
+        StoreError where its record is damaged."""
+        path = _file(folder)
+        if path.exists():
+            if difference := self._difference(_read(path)):
+                raise RunConflictError(f"{folder} is the replay of another run ({difference} differs); {_ADVICE}")
+        elif os.path.lexists(folder) and not (folder.is_dir() and all(map(is_temporary, os.listdir(folder)))):
+            raise RunConflictError(f"{folder} is not a replay: it has no {path.name}; {_ADVICE}")
+
+    def begin(self, folder: Path) -> None:
+        """Make a folder the replay of this run. Raises as `refuse_another` does."""
+        self.refuse_another(folder)
+        make_folder(folder)
+        with suppress(FileExistsError):
+            create_sealed(_file(folder), json.dumps(asdict(self)) + "\n")
+        self.refuse_another(folder)  # another process may have been first
+
+    def go_on(self, folder: Path) -> None:
+        """The folder's replay learns from what the run has by now, too."""
+        if _read(_file(folder)) != self:
+            write_sealed_json(_file(folder), asdict(self))
+
+    def _difference(self, earlier: Replayed) -> str | None:
+        """What of an earlier state this one does not begin with."""
+        for kind, before, now in (
+            ("recipe", earlier.recipes, self.recipes),
+            ("batch", earlier.batches, self.batches),
+        ):
+            for index, one in enumerate(before):
+                if now[index : index + 1] != (one,):
+                    return f"{kind} {index}"
+        return None
+
+
+def _file(folder: Path) -> Path:
+    return folder / "replay.json"
+
+
+def _read(path: Path) -> Replayed:
+    fields = read_sealed_json(path, f"put back a copy, or rename or remove {path.parent}")
+    try:
+        return Replayed(tuple(fields["recipes"]), tuple(fields["batches"]))
+    except (KeyError, TypeError) as error:
+        raise StoreError(f"{path} is damaged ({error!r}); {_ADVICE}") from error

@@ -31,10 +31,9 @@ from pipeline.analysis.run_log import SFT_FILE
 from pipeline.child_process import die_with_parent, see_own_classes
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
 from pipeline.data.event_log import EventLog, read_metrics
 from pipeline.data.files import write_atomically
-from pipeline.data.given_batch import Response, given_batch
-from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.demonstrations.rows import Demonstration, Demonstrations, Form, read_demonstrations
 from pipeline.demonstrations.turn_end import learned_end, write_with_end

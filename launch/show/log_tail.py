@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.data.checksums import MAX_BYTES
 from pipeline.data.event_log import log_files, parse_line
-from pipeline.data.integrity.sealed import MAX_BYTES
 
 _PART_BYTES = 1 << 18
 """Read of a file before its lines are given on: a run has a file for every start of a role."""

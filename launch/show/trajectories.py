@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 
 from launch.progress import counted
 from pipeline.analysis.trajectories import SAMPLE_COLUMNS, Background, render_batch, sample_rows, tokenizer_of
+from pipeline.data.batch import Batch
 from pipeline.data.files import replacing
-from pipeline.data.frozen.recipes import newest_recipe
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import newest_recipe
 from pipeline.data.store import BatchStore
 from pipeline.errors import MachineError, RecipeError, StoreError
 from pipeline.requirements import pip_install
@@ -36,7 +36,7 @@ class Filter:
     search: str | None = None
     """A text that prompt or response holds, in this spelling."""
     finish: str | None = None
-    """One of pipeline.data.records.FINISH_REASONS; no batch holds `abort`."""
+    """One of pipeline.data.batch.FINISH_REASONS; no batch holds `abort`."""
     source: str | None = None
     """One of the task's sources."""
 

@@ -10,8 +10,8 @@ from launch.build.components import build_limits, build_solved_prompt_rule
 from pipeline.analysis.audit import verify_history
 from pipeline.analysis.gaps import find_gaps
 from pipeline.control.files import ControlFiles
-from pipeline.data.frozen.recipes import newest_recipe
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import newest_recipe
 from pipeline.repair.apply import repaired_paths
 from pipeline.repair.damage import find_damage
 

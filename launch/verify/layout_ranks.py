@@ -20,8 +20,7 @@ from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.given_batch import Response, given_batch
-from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 from precision.objectives.p3o import P3O

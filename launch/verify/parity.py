@@ -31,8 +31,8 @@ from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.batch import Completion
 from pipeline.data.membership import Member
-from pipeline.data.records import Completion
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Sampling
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE

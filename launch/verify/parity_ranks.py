@@ -16,7 +16,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
-from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.batch import Response, given_batch
 from pipeline.data.run_directory import RunDirectory
 
 

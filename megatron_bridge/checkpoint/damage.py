@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from pipeline.data.integrity.regular import machine_failure
+from pipeline.data.files import machine_failure
 from pipeline.errors import CorruptCheckpointError
 from precision.text.short import one_line
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.data.integrity.regular import machine_failure
+from pipeline.data.files import machine_failure
 from pipeline.errors import CorruptCheckpointError
 from precision.text.short import one_line, quoted
 

@@ -26,7 +26,7 @@ from megatron_bridge.checkpoint.optimizer_shares import share_optimizer_state
 from megatron_bridge.checkpoint.shard_writers import write_in_threads
 from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_weights
 from megatron_bridge.parallel.layout import Layout
-from pipeline.data.integrity.regular import machine_failure
+from pipeline.data.files import machine_failure
 from pipeline.errors import CorruptCheckpointError
 from precision.text.short import one_line
 

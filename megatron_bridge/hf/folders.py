@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.checksums import list_checksums, sync_files
 from pipeline.data.files import fsync_directory, is_temporary, temporary_name
-from pipeline.data.integrity.folders import list_checksums, sync_files
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import EvenKeelError, ModelError
 

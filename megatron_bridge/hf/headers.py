@@ -14,7 +14,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from megatron_bridge.hf.model_config import ModelConfig
-from pipeline.data.integrity.regular import read_at_most
+from pipeline.data.files import read_at_most
 from pipeline.errors import ModelError
 from precision.text.json_data import parse_object
 from precision.text.short import listed, one_line, quoted

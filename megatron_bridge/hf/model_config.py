@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
+from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import ModelError
 from precision.formats.stacks import STACKS, qkv_rows
 from precision.text.json_data import parse_object

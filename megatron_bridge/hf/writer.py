@@ -16,8 +16,7 @@ from torch import Tensor
 from megatron_bridge.hf.folders import complete_folder, replace_folder, write_manifest
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.hf.shard_writer import SHARD_BYTES, Manifest, whole_tensors, write_shards
-from pipeline.data.files import temporary_name
-from pipeline.data.integrity.space import require_space, size_of
+from pipeline.data.files import require_space, size_of, temporary_name
 from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.run_directory import unfenced
 from pipeline.ports.weight_check import ChecksumRecorder

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.model.logprobs_torch import LOWEST, full_precision, is_local
-from pipeline.data.kept_sets import KeptSets
+from pipeline.data.batch import KeptSets
 
 
 @dataclass(frozen=True, kw_only=True)

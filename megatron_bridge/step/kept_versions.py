@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.step.reference import HostWeights
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.data.run_directory import numbered, numbered_folders
 from pipeline.errors import StoreError
 

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.model.logprobs_kept import KeptRows
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch, KeptSets
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import RecipeError
 from precision.balance import balanced, fullest, sections

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron_bridge.pinned_memory import PinnedMemory
 from megatron_bridge.step.fp8_emulation import weights_changed
 from megatron_bridge.weights import convert
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.step.passes import Gathered
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 
 
 def by_token(batch: Batch, advantages: NDArray[np.float32]) -> NDArray[np.float32]:

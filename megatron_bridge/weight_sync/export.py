@@ -12,7 +12,7 @@ from megatron_bridge.hf.writer import WrittenWeights, write_weights
 from megatron_bridge.parallel.gathered import exhausted
 from megatron_bridge.parallel.rank_sync import RankZero
 from pipeline.background import tell_when_done
-from pipeline.data.deltas.chain import needed
+from pipeline.data.deltas import needed
 from pipeline.data.files import remove_folder
 from pipeline.data.run_directory import numbered, numbered_folders
 from pipeline.errors import NonFiniteError

@@ -50,8 +50,7 @@ from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
 from pipeline import spans
 from pipeline.background import in_background, is_over
-from pipeline.data.files import temporary_name
-from pipeline.data.integrity.space import require_space
+from pipeline.data.files import require_space, temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from precision.objectives.base import Aggregation
 
 

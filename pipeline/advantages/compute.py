@@ -30,7 +30,7 @@ from pipeline.advantages.base import Advantage, AdvantageEstimator
 from pipeline.advantages.distillation import Distillation, taught
 from pipeline.advantages.groups import Grouped
 from pipeline.advantages.overlong import OverlongPenalty
-from pipeline.data.records import SOLVED_REWARD, Batch
+from pipeline.data.batch import SOLVED_REWARD, Batch
 
 if TYPE_CHECKING:
     from pipeline.config.recipe import Recipe

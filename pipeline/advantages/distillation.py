@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config.section import ServerUrls
-from pipeline.data.border.own_parts import TEACHER_FAILED
-from pipeline.data.records import Batch
+from pipeline.data.batch import TEACHER_FAILED, Batch
 from pipeline.errors import StoreError
 from precision.settings import Settings
 

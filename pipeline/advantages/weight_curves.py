@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline.advantages.base import Advantage, Curve
 from pipeline.advantages.groups import Grouped
-from pipeline.data.records import SOLVED_REWARD
+from pipeline.data.batch import SOLVED_REWARD
 
 
 @dataclass(frozen=True)

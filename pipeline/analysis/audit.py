@@ -11,12 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.border.batches import batch_faults
-from pipeline.data.border.values import UNKNOWN, Limits
-from pipeline.data.ledger.lost_batches import LostBatch
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
+from pipeline.data.batch_values import UNKNOWN, Limits, batch_faults
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore
+from pipeline.data.store import BatchStore, LostBatch
 from pipeline.rollout.solved_prompts import Attempts, SolvedPromptFilter, SolvedPromptRule
 from pipeline.schedule import Schedule
 
@@ -43,8 +41,7 @@ class Audit:
     solved_violations: tuple[int, ...]
     """Groups passed over although their problem was not solved, and groups asked although it was."""
     value_faults: tuple[str, ...]
-    """Which batch and sample holds which value that cannot be (pipeline.data.border), the first of each kind in each
-    batch."""
+    """The first value of each kind, in each batch, that cannot be (pipeline.data.batch_values), and its sample."""
     batches: int
     groups: int
     """Groups trained on or dropped."""

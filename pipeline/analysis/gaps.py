@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, recipe_of_batch, recipe_of_step
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import RecipeInForce, all_recipes, recipe_of_batch, recipe_of_step
 from pipeline.data.store import BatchStore
 
 

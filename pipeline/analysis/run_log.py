@@ -14,8 +14,8 @@ from typing import Any
 
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, recipe_of_step
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import RecipeInForce, all_recipes, recipe_of_step
 from pipeline.errors import StoreError
 from precision.mismatch.alarms import FRESH
 

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.data.border.own_parts import VERIFIER_FAILED
-from pipeline.data.frozen.recipes import all_recipes, recipe_of_step
-from pipeline.data.records import FINISH_REASONS, Batch
+from pipeline.data.batch import FINISH_REASONS, VERIFIER_FAILED, Batch
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.errors import ModelError
 from pipeline.ports.looked_at import looked_at
 from pipeline.tasks import Task, build_task

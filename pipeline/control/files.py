@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from pipeline.data.checksums import create_sealed, read_sealed
 from pipeline.data.files import NUMBER, await_visible, make_folder
-from pipeline.data.integrity.sealed import create_sealed, read_sealed
 from pipeline.data.run_directory import numbered
 from pipeline.errors import StoreError
 from precision.controller.records import Decision, Evidence, State

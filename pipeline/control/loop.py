@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.control.files import ControlFiles, ControlRecord
+from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog
 from pipeline.data.membership import Member
-from pipeline.data.records import Batch
 from pipeline.errors import StoreError
 from pipeline.ports.learner import Learner, Update
 from pipeline.ports.looked_at import looked_at

@@ -1,33 +1,44 @@
-"""What a stored batch must look like: arrays, dtypes, attributes, digest, and how the ragged arrays must agree.
+"""Translate a batch into the arrays and attributes of its file, and back: all of it, or the tokens of a rank's samples.
 
-Pure functions over `Batch`; the file itself is the business of `pipeline.data.store`.
+    attributes ──one digest──▶ dtype, shape and chunk digests of every array
+    arrays counted in samples ──whole──▶ which samples each rank takes ──▶ the chunks of its tokens
+
+`pipeline.data.store` names, commits and finds the files; `pipeline.data.zarr_zip` writes and reads their bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.data.arrays.chunks import chunk_digests, chunk_rows
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.ledger.dropped import PASSED_OVER, DroppedGroup, all_dropped, arrays_of_passed_over
-from pipeline.data.records import FINISH_REASONS, Batch, LogprobContract
+from pipeline.data.batch import (
+    FINISH_REASONS,
+    PASSED_OVER,
+    PER_RESPONSE_TOKEN,
+    Batch,
+    DroppedGroup,
+    KeptSets,
+    LogprobContract,
+    Share,
+    all_dropped,
+    arrays_of_passed_over,
+)
 from pipeline.data.routed_experts import RoutedExperts
-from pipeline.data.share import Share
+from pipeline.data.zarr_zip import ZarrFile, chunk_digests, chunk_rows
+from precision.settings import problem_of
+from precision.text.short import one_line
 
 SCHEMA_VERSION = 7
 """Files of another are refused. Raise it when arrays, attributes or their meaning change, and RUN_FORMAT
-(pipeline.data.frozen.run_format) with it: a run cannot go on behind batches that it cannot read."""
-_NAMES_BYTES = 64 << 10
-_CHUNK_BYTES = 512
-"""What zip and the attributes say about a chunk."""
-
+(pipeline.data.run_recipes) with it: a run cannot go on behind batches that it cannot read."""
 PER_TOKEN: dict[str, str] = {
     "tokens": "int32",
     "sample_offsets": "int64",
@@ -36,7 +47,6 @@ PER_TOKEN: dict[str, str] = {
     "loss_mask": "bool",
 }
 """Arrays whose length is counted in tokens (or is one longer than the samples), with their dtypes."""
-
 PER_SAMPLE: dict[str, str] = {
     "prompt_lengths": "int32",
     "group": "int64",
@@ -49,7 +59,6 @@ PER_SAMPLE: dict[str, str] = {
     "generated_s": "float32",
 }
 """Arrays [n], with their dtypes. `reward_parts` is stored beside them as float32 [parts, n]."""
-
 KEPT = ("kept_offsets", "kept_tokens")
 """Optional arrays: the offsets and token ids of `Batch.kept`, int64 [responses + 1] and int32 [kept].
 The attribute `optional_arrays` names those that a file has."""
@@ -58,6 +67,16 @@ EXPERTS = ("routed_experts", "routed_experts_known")
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Optional as well: float32 [responses]."""
 OPTIONAL = (*KEPT, *EXPERTS, TEACHER_LOGPROBS, *PASSED_OVER)
+MOST_OPEN = 1 << 22
+"""Groups under way: a stage of a million prompts has fewer."""
+_NAMES_BYTES = 64 << 10
+_CHUNK_BYTES = 512
+"""What zip and the attributes say about a chunk."""
+Choose = Callable[[Batch], Share]
+"""From a batch that holds what is counted in samples, and no tokens, to what is wanted of it."""
+Runs = Sequence[tuple[int, int]]
+_OF_RESPONSES = (*PER_RESPONSE_TOKEN, TEACHER_LOGPROBS)
+_COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS, TEACHER_LOGPROBS)
 
 
 def attributes_of(batch: Batch) -> dict[str, Any]:
@@ -169,7 +188,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
 
 def with_digests(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     """`attributes` as they are stored beside `arrays`: with what each array is, the digests of its chunks
-    (pipeline.data.arrays.chunks), and a digest of all that."""
+    (pipeline.data.zarr_zip), and a digest of all that."""
     described = {
         name: dict(dtype=array.dtype.name, shape=list(array.shape), sha256=chunk_digests(array))
         for name, array in arrays.items()
@@ -250,3 +269,174 @@ def _check_groups(batch: Batch) -> None:
         raise ValueError(f"group {highest} is not below next_group {batch.next_group}")
     if list(batch.open_groups) != sorted(set(batch.open_groups) - own):
         raise ValueError(f"open_groups {batch.open_groups} are not ascending, or hold a group of this very batch")
+
+
+_Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+_Text = Annotated[str, Field(max_length=1000)]
+_Range = Annotated[list[_Number], Field(min_length=2, max_length=2)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Contract(_Strict):
+    temperature: float
+    top_p: float
+    top_k: int
+    tokenizer_sha256: _Text
+    kept_set: bool
+
+
+class _Dropped(_Strict):
+    group: _Number
+    reason: _Text
+    kind: _Text
+    problem: int
+    samples: _Number
+    solved: _Number
+
+
+class _Array(_Strict):
+    dtype: _Text
+    shape: list[_Number]
+    sha256: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+
+
+class _Attributes(_Strict):
+    model_config = ConfigDict(extra="ignore")
+
+    index: _Number
+    recipe_sha256: _Text
+    contract: _Contract
+    dropped: list[_Dropped]
+    next_group: _Number
+    open_groups: list[_Range]
+    reward_part_names: list[_Text]
+    optional_arrays: list[_Text]
+    sources: dict[Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], _Range] = {}
+    repeated: _Number = 0
+    arrays: dict[_Text, _Array]
+
+
+def check_attributes(attributes: Mapping[str, Any]) -> None:
+    """Raises ValueError, on one line, for what no writer of batches writes."""
+    try:
+        found = _Attributes.model_validate_json(json.dumps(dict(attributes)))
+    except ValidationError as error:
+        raise ValueError(f"its attributes are damaged ({problem_of(error)})") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"its attributes are damaged ({one_line(error, 200)})") from None
+    count = sum(stop - start for start, stop in found.open_groups)
+    if count > MOST_OPEN or any(start >= stop for start, stop in found.open_groups):
+        raise ValueError(f"open_groups names {count} groups, expected ascending ranges of {MOST_OPEN} at most in all")
+
+
+def require_readable(file: ZarrFile) -> None:
+    """Raises what reading the file would, as far as attributes and metadata say; no array is read."""
+    _attributes(file)
+
+
+def read_batch(file: ZarrFile) -> Batch:
+    """All of a batch. Raises whatever damage makes the checks raise."""
+    attributes, digests = _attributes(file)
+    batch = batch_from(attributes, {name: file.whole(name, digests[name]) for name in array_names(attributes)})
+    check_batch(batch, written=False)
+    return batch
+
+
+def read_num_samples(file: ZarrFile, index: int) -> int:
+    """How many samples batch `index` has; no array is read. Raises as `read_batch`, and ValueError for another one."""
+    if (found := _attributes(file)[0]["index"]) != index:
+        raise ValueError(f"the file holds batch {found}")
+    return file.arrays["prompt_lengths"].shape[0]
+
+
+def read_share(file: ZarrFile, choose: Choose) -> Batch:
+    """A batch that holds the chosen samples alone (Batch.share): of the tokens of the others nothing is read but how
+    many they are. Raises as `read_batch`."""
+    attributes, digests = _attributes(file)
+    names = array_names(attributes)
+    arrays = {name: file.whole(name, digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
+    offsets = arrays["sample_offsets"] = file.whole("sample_offsets", digests["sample_offsets"])
+    lengths, prompts = np.diff(offsets), arrays["prompt_lengths"]
+    if lengths.shape != prompts.shape or np.any(prompts < 0) or np.any(lengths < prompts):
+        raise ValueError(f"a prompt is longer than its sample, or {len(lengths)} samples have {len(prompts)} prompts")
+    responses = np.concatenate([[0], np.cumsum(lengths - prompts)])
+    _require_totals(file, names, tokens=int(offsets[-1]), responses=int(responses[-1]))
+    read = partial(_of_tokens, file, names, digests, offsets, responses)
+    nothing = Share(ranks=np.zeros(len(prompts), np.int64), rank=-1)
+    share = choose(batch_from(attributes, arrays | read(nothing.held), nothing))
+    batch = batch_from(attributes, arrays | read(share.held), share)
+    check_batch(batch, written=False)
+    return batch
+
+
+def _of_tokens(
+    file: ZarrFile,
+    names: Sequence[str],
+    digests: Mapping[str, list[str]],
+    offsets: NDArray[np.int64],
+    responses: NDArray[np.int64],
+    held: NDArray[np.bool_],
+) -> dict[str, NDArray[Any]]:
+    """The arrays that count tokens, as a batch has them that holds the samples `held` [n]; `offsets` and `responses`
+    [n + 1] say where the tokens and the response of each begin."""
+    of_tokens, of_responses = (_runs(held, starts) for starts in (offsets, responses))
+    found = {name: file.rows(name, of_tokens, digests[name]) for name in names if name in ("tokens", *EXPERTS)}
+    own = np.repeat(held, np.diff(responses))
+    for name in [name for name in _OF_RESPONSES if name in names]:
+        found[name] = np.zeros(len(own), file.arrays[name].dtype)
+        found[name][own] = file.rows(name, of_responses, digests[name])
+    return found | (_kept(file, of_responses, digests) if KEPT[0] in names else {})
+
+
+def _attributes(file: ZarrFile) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The attributes, and the digests of chunks, by array. Raises ValueError when attributes, dtypes or shapes are not
+    those that were written."""
+    attributes = dict(file.attributes)
+    names = array_names(attributes)
+    check_attributes(attributes)
+    for name in names:
+        if name not in file.arrays:
+            raise ValueError(f"array {name} is missing")
+    check_sizes({name: file.arrays[name].shape for name in names})
+    expected = attributes.pop("content_sha256", None)
+    if attributes_sha256(attributes) != expected:
+        raise ValueError("content digest differs: the attributes were changed")
+    return attributes, _digests(file, names, attributes.pop("arrays"))
+
+
+def _digests(file: ZarrFile, names: Sequence[str], described: Mapping[str, Any]) -> dict[str, list[str]]:
+    for name in names:
+        layout, said = file.arrays[name], described[name]
+        found = (layout.dtype.name, list(layout.shape), layout.num_chunks)
+        if found != (said["dtype"], said["shape"], len(said["sha256"])):
+            raise ValueError(f"content digest differs: {name} is {layout.dtype.name}{layout.shape}")
+    return {name: described[name]["sha256"] for name in names}
+
+
+def _require_totals(file: ZarrFile, names: Sequence[str], *, tokens: int, responses: int) -> None:
+    """Every sample is somewhere in the file, whoever reads it."""
+    wanted = dict.fromkeys(("tokens", *EXPERTS), tokens)
+    wanted |= dict.fromkeys(_OF_RESPONSES, responses) | {KEPT[0]: responses + 1}
+    for name in names:
+        rows = file.arrays[name].shape[0]
+        if wanted.get(name, rows) != rows:
+            raise ValueError(f"{name} has {rows} entries, expected {wanted[name]}")
+
+
+def _runs(held: NDArray[np.bool_], starts: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Where the `held` samples [n] lie in an array, neighbors together; sample i begins at `starts[i]` [n + 1]."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], held, [False]]).astype(np.int8)))
+    return [(int(starts[first]), int(starts[end])) for first, end in edges.reshape(-1, 2)]
+
+
+def _kept(file: ZarrFile, runs: Runs, digests: Mapping[str, list[str]]) -> dict[str, NDArray[Any]]:
+    offsets = [file.rows(KEPT[0], [(start, stop + 1)], digests[KEPT[0]]) for start, stop in runs]
+    counts = np.concatenate([np.zeros(0, np.int64), *(np.diff(each) for each in offsets)])
+    inside = [(int(each[0]), int(each[-1])) for each in offsets]
+    return {
+        KEPT[0]: np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        KEPT[1]: file.rows(KEPT[1], inside, digests[KEPT[1]]),
+    }

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from pipeline.data.files import NUMBER, make_folder
-from pipeline.data.integrity.replaced import asked_again, read_replaced
-from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, reason, unseal, write_sealed
+from pipeline.data.checksums import create_sealed, read_sealed_json, reason, unseal, write_sealed
+from pipeline.data.files import NUMBER, asked_again, make_folder, read_replaced
 from pipeline.errors import DeadlineExceededError, StoreError, SupersededError
 
 Role = Literal["learner", "collector", "engine", "router", "supervisor"]

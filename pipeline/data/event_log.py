@@ -3,7 +3,7 @@
     RUN/metrics/learner-000002.jsonl    RUN/events/collector-000003.jsonl
 
 Every start of a role writes files of its own, so a line is never torn by another host; readers merge them. Every line
-ends in its checksum (pipeline.data.integrity.sealed). A killed process may leave a torn last line. Readers pass over
+ends in its checksum (pipeline.data.checksums). A killed process may leave a torn last line. Readers pass over
 it, and over any line that is not as it was written, which they count. These files explain a run and draw its report;
 they are never read to decide what to train on (the batches are), and never make a run or its report fail.
 """
@@ -25,9 +25,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from pipeline.data.files import NUMBER, fsync_directory, make_folder
-from pipeline.data.integrity.regular import open_regular
-from pipeline.data.integrity.sealed import MAX_BYTES, reason, seal, unseal
+from pipeline.data.checksums import MAX_BYTES, reason, seal, unseal
+from pipeline.data.files import NUMBER, fsync_directory, make_folder, open_regular
 from pipeline.errors import NonFiniteError
 
 EventKind = Literal[

@@ -1,24 +1,28 @@
-"""Small files that several processes, and several hosts, share: replaced atomically or created exclusively.
+"""Read and write small files that several processes, and several hosts, share.
 
-A reader sees the old file or the new one, never half of it. Temporary names hold the host and a random number: process
-ids repeat, from one container to the next and from one start to the next.
+A file is replaced atomically or created exclusively: a reader sees the old one or the new one, never half of it.
+Temporary names hold the host and a random number: process ids repeat, from one container to the next. A full disk is
+met by DiskFullError, which is fatal: what is committed stays, and the same command goes on once there is room.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
-from pipeline.errors import DeadlineExceededError, StoreError
+from pipeline.errors import DeadlineExceededError, DiskFullError, StoreError
 
 NUMBER = "[0-9]{6}|[1-9][0-9]{6,17}"
 """Regular expression of a number in the name of a file or folder, as `numbered` writes it. Of what others leave beside
@@ -247,3 +251,162 @@ def fsync_present(*folders: Path) -> None:
     for folder in folders:
         if folder.is_dir():
             fsync_directory(folder)
+
+
+MODEL_JSON_BYTES = 16 << 20
+"""Of a JSON file that describes a model or its tokenizer, such as config.json: the largest have some MB."""
+_OF_WHAT_LIES_THERE = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG),
+    None,  # raised by a library
+)
+"""What damage can make the system say: the file is missing, or a folder, a link in a circle or a socket, or it names a
+place in it that cannot be."""
+
+
+def machine_failure(error: BaseException) -> OSError | None:
+    """The failure of a mount, a disk, a limit or a permission that made `error`, if one did: it says nothing about what
+    was written, and may be gone the next time."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno not in _OF_WHAT_LIES_THERE:
+            return cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return None
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read. Raises ValueError for what is none (a pipe would be waited for), and OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise ValueError("it is a folder, expected a file" if stat.S_ISDIR(mode) else "it is no regular file")
+
+
+def read_at_most(path: Path, num_bytes: int) -> bytes:
+    """A whole file. Raises as `open_regular` does, and ValueError for a larger file, of which nothing is read."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > num_bytes:
+            raise ValueError(f"it is larger than {num_bytes >> 20} MiB")
+        data = file.read(num_bytes + 1)
+    if len(data) > num_bytes:
+        raise ValueError(f"it is larger than {num_bytes >> 20} MiB")
+    return data
+
+
+def read_if_it_ends(path: Path, ending: bytes, num_bytes: int, otherwise: str) -> bytes:
+    """A whole file of any size, of which only the last `num_bytes` are read unless `ending` is in them. Raises as
+    `open_regular` does, and ValueError, which says `otherwise`."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        last = file.read(num_bytes)
+        if ending not in last:
+            raise ValueError(otherwise)
+        file.seek(0)
+        return file.read()
+
+
+REREAD_S = 1.0
+"""How long a file that cannot be read is read again: file systems of several hosts may show it empty, or answer with an
+error, for a moment while it is replaced."""
+T = TypeVar("T")
+
+
+def asked_again(look: Callable[[], T], *, is_whole: Callable[[T], bool] = lambda _: True) -> T:
+    """What `look` returns, as soon as that `is_whole`, or in the end. Raises FileNotFoundError at once, and another
+    OSError where it stays for REREAD_S."""
+    give_up = time.monotonic() + REREAD_S
+    while True:
+        is_last = time.monotonic() > give_up
+        try:
+            if is_whole(found := look()) or is_last:
+                return found
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if is_last:
+                raise
+        time.sleep(REREAD_S / 20)
+
+
+def read_replaced(path: Path, num_bytes: int) -> bytes:
+    """As `read_at_most`, of a file that others replace; no bytes where it stays empty. Raises FileNotFoundError at
+    once, and another OSError where it stays."""
+    return asked_again(lambda: read_at_most(path, num_bytes), is_whole=bool)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No space, a used up quota, a file that may not grow."""
+SPARE_BYTES = 1 << 20
+"""For what is written beside it: events, records, a log's last lines."""
+_TORCH_SAYS = (
+    *("No space left on device", "Disk quota exceeded", "file write failed", "iostream error"),
+    "unexpected pos ",  # its writer finds at the end that less was written
+)
+_UNITS = ("bytes", "KB", "MB", "GB", "TB")
+
+
+def require_space(folder: Path, num_bytes: int, what: str) -> None:
+    """Raises DiskFullError when the file system of `folder` has no room for `num_bytes` more (a quota is met later)."""
+    with suppress(OSError):  # a file system that cannot say it will say it when it is full
+        found = os.statvfs(folder)
+        free, needed = found.f_bavail * found.f_frsize, num_bytes + SPARE_BYTES
+        if free < needed:
+            raise DiskFullError(
+                f"the disk of {folder} is too full for {what}: it needs {amount(needed)}, {amount(free)} are free; "
+                f"free {amount(needed - free)} more, then give the same command: it goes on from what is committed"
+            )
+
+
+@contextmanager
+def full_disk_said(folder: Path, what: str = "a file of it") -> Iterator[None]:
+    """Raises DiskFullError for whatever a full disk made the block raise, torch's errors without a number included."""
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except Exception as error:
+        if (met := _met(error)) is None:
+            raise
+        path = met.filename if isinstance(met, OSError) and isinstance(met.filename, str) else what
+        raise DiskFullError(
+            f"the disk of {folder} is full: {path} could not be written ({_trouble(met)}{_free(folder)}); free some "
+            "space, then give the same command: it goes on from what is committed"
+        ) from error
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder, and in those within it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def amount(num_bytes: float) -> str:
+    """`3.4 GB`."""
+    power = min(int(math.log(max(num_bytes, 1), 1000) + 1e-9), len(_UNITS) - 1)
+    return f"{num_bytes / 1000**power:.{min(power, 1)}f} {_UNITS[power]}"
+
+
+def _met(error: BaseException | None) -> BaseException | None:
+    """The error of a full disk among an error and its causes."""
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return error
+        if isinstance(error, RuntimeError) and any(said in str(error) for said in _TORCH_SAYS):
+            return error
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return None
+
+
+def _trouble(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return " ".join(str(error).split())[:200]
+
+
+def _free(folder: Path) -> str:
+    with suppress(OSError):
+        found = os.statvfs(folder)
+        return f", {amount(found.f_bavail * found.f_frsize)} are free"
+    return ""

@@ -21,10 +21,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.data.border.attributes import problem_of
+from pipeline.data.checksums import read_sealed_json, write_sealed_json
 from pipeline.data.files import NUMBER, make_folder
-from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.errors import StoreError
+from precision.settings import problem_of
 
 _FILE = re.compile(rf"({NUMBER})\.json")
 _ROUTER = "router.json"

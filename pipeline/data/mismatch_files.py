@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.arrays.zarr_reader import damage_said, open_zarr_zip
-from pipeline.data.arrays.zarr_writer import write_zarr_zip
 from pipeline.data.files import replacing
 from pipeline.data.run_directory import RunDirectory, numbered
+from pipeline.data.zarr_zip import damage_said, open_zarr_zip, write_zarr_zip
 from pipeline.errors import StoreError
 from precision.histogram import LOG_RATIO_EDGES
 from precision.mismatch.splits import GROUPS

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.data.checksums import read_sealed, write_sealed
 from pipeline.data.files import make_folder
-from pipeline.data.integrity.sealed import read_sealed, write_sealed
 from pipeline.data.run_directory import numbered_files
 from pipeline.errors import StoreError
 from precision.formats.quant_map_file import QuantMapFile

@@ -1,9 +1,9 @@
 """Where everything of a run lies, and the few small files that processes share.
 
     runs/NAME/
-      FORMAT                   which layout of the directory this is (pipeline.data.frozen.run_format)
+      FORMAT                   which layout of the directory this is (pipeline.data.run_recipes)
       recipe.yaml              resolved and frozen at the first start
-      recipes/000001.yaml      what a later start changed it to, from the step in its first line (pipeline.data.frozen)
+      recipes/000001.yaml      what a later start changed it to (pipeline.data.run_recipes)
       batches/000012.zarr.zip  one committed batch, one file (pipeline.data.store)
       policy/000012/           version 12, HF safetensors or a delta (docs/delta.md); policy/PUBLISHED/000012: served
       logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
@@ -18,20 +18,20 @@
       learner.json             where the nodes of the learner find node 0 (launch.cluster.roles.rendezvous)
       control/000012.json      what the ESS controller saw and decided after step 12 (pipeline.control.files)
       quant_maps/000001.yaml   a quant map that it decided on (pipeline.data.quant_maps)
-      batches/000012.lost.json batch 12 was lost by damage (pipeline.data.ledger.lost_batches)
+      batches/000012.lost.json batch 12 was lost by damage (pipeline.data.store)
       skipped/000012           its step was skipped: made by the learner
       SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
       reference.json           digests of the reference policy that the run began with (pipeline.trainer.reference)
       outside.json             what it reads that lies elsewhere: weights, code of rewards (pipeline.resume.outside)
       parent.json              of which run, and which of its steps, this one is a fork (launch.fork)
-      replay.json              of which run this one is the replay (pipeline.data.ledger.replayed)
+      replay.json              of which run this one is the replay (launch.run.replay)
       damaged/000001/          what a repair has set aside; repairs/000001.json says why (pipeline.repair.apply)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  spans/SOURCE.jsonl  logs/  report.html  samples.html
       trace.json  exports/     for people: no process decides by them. SOURCE: a role and its start
 
 Small files are replaced atomically (temporary name, fsync, rename), so a reader sees the old or the new, never half.
-Every file but logs/, exports/, *.html and trace.json has a checksum for readers (pipeline.data.integrity).
+Every file but logs/, exports/, *.html and trace.json has a checksum for readers (pipeline.data.checksums).
 What others could see is written under a fence: a process that a later start has superseded raises, and writes nothing.
 """
 
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -49,10 +50,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import Epoch
-from pipeline.data.files import NUMBER, fsync_present, make_folder, write_atomically
-from pipeline.data.frozen.recipes import begin_recipe, newest_recipe, refuse_another_recipe
-from pipeline.data.integrity.sealed import (
+from pipeline.data.checksums import (
+    create_sealed,
     read_sealed,
     read_sealed_array,
     read_sealed_json,
@@ -60,8 +59,10 @@ from pipeline.data.integrity.sealed import (
     write_sealed_array,
     write_sealed_json,
 )
-from pipeline.data.ledger.published import announce, announced, highest
+from pipeline.data.epochs import Epoch
+from pipeline.data.files import NUMBER, fsync_present, make_folder, write_atomically
 from pipeline.data.membership import Membership
+from pipeline.data.run_recipes import begin_recipe, newest_recipe, refuse_another_recipe
 from pipeline.errors import StoreError
 
 _NUMBER = re.compile(rf"(?:{NUMBER})")
@@ -199,7 +200,7 @@ class RunDirectory:
 
     @property
     def published(self) -> Path:
-        """Announcements of versions (pipeline.data.ledger.published)."""
+        """Announcements of versions (pipeline.data.run_directory)."""
         return self.policies / "PUBLISHED"
 
     def is_published(self) -> bool:
@@ -379,3 +380,49 @@ def numbered_files(directory: Path, ending: str) -> dict[int, Path]:
 def numbered_folders(directory: Path) -> list[int]:
     """The numbers that name folders, or files, of `directory`, ascending."""
     return sorted(int(path.name) for path in directory.iterdir() if _NUMBER.fullmatch(path.name))
+
+
+_KEPT = 3
+"""Announcements that stay: a listing of a moment ago may still name the one before the highest."""
+_REREAD_S = 1.0
+"""How long none is taken for one that a file system of several hosts does not show for a moment."""
+
+
+def announced(folder: Path) -> list[int]:
+    """The versions that have a file, ascending; none where the folder is missing."""
+    with suppress(FileNotFoundError):
+        return sorted(int(name) for name in os.listdir(folder) if _NUMBER.fullmatch(name))
+    return []
+
+
+def highest(folder: Path) -> int:
+    """The version that counts. Raises StoreError when there is none, or when its file is damaged."""
+    give_up = time.monotonic() + _REREAD_S
+    while not (found := announced(folder)):
+        if time.monotonic() > give_up:
+            raise StoreError(
+                f"{folder} names no version; start the run with `evenkeel train`, or, if it has begun, "
+                f"repair it: `evenkeel repair {folder.parents[1]}`"
+            )
+        time.sleep(_REREAD_S / 20)
+    version = found[-1]
+    path, remedy = folder / f"{version:06d}", f"repair the run: `evenkeel repair {folder.parents[1]}`"
+    try:
+        said = read_sealed(path, remedy).strip()
+    except FileNotFoundError:
+        return version  # a higher one came, and this one went: a cached listing may name it for a minute
+    if said != str(version):
+        raise StoreError(f"{path} says version {said[:100]}; {remedy}")
+    return version
+
+
+def announce(folder: Path, version: int, fence: Callable[[], None]) -> None:
+    """Make `version` known, unless it is. `fence` raises where this process may write no more."""
+    make_folder(folder)
+    fence()
+    with suppress(FileExistsError):
+        create_sealed(folder / f"{version:06d}", f"{version}\n")
+    found = announced(folder)
+    if found[-1] == version:
+        for older in found[:-_KEPT]:
+            (folder / f"{older:06d}").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The batch store: one batch = one zipped Zarr v3 group = one file, committed by fsync and a hard link.
+"""Commit and read batches: one batch = one zipped Zarr v3 group = one file, committed by fsync and a hard link.
 
 Zarr promises nothing across chunks: after a killed write an array still opens, and what is missing reads as fill
 values. So a batch is built in memory, written to a temporary name, made durable, and only then given its name; and a
@@ -8,35 +8,55 @@ verifies the chunks of its own samples alone.
 One collector writes; a second one, on any host, that believes to be the one loses: a link never replaces a file. Any
 number of processes may read and wait. They wait by listing: to ask for a name makes some file systems remember that it
 was not there.
+
+    RUN/batches/000012.zarr.zip    batch 12
+    RUN/batches/000012.lost.json   batch 12 was lost by damage: made by `evenkeel repair`, exclusively, never changed
+
+A lost batch still has its place: its groups are asked by no other batch. Which groups it held follows from the batches
+around it: the one before says what is open, the one after says what is closed, and which groups are its own.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, Literal, NoReturn
 
 import numpy as np
 
-from pipeline.data.arrays.batch_file import Choose, read_batch, read_num_samples, read_share, require_readable
-from pipeline.data.arrays.zarr_reader import damage_said, open_zarr_zip, seek_zarr_zip
-from pipeline.data.arrays.zarr_writer import write_zarr_zip
-from pipeline.data.batch_format import arrays_of, attributes_of, check_batch, num_bytes, with_digests
-from pipeline.data.border.batches import check_values
-from pipeline.data.border.values import UNKNOWN, Limits
-from pipeline.data.files import NUMBER, await_visible, creating, make_folder, remove_leftovers
-from pipeline.data.integrity.regular import open_regular
-from pipeline.data.integrity.sealed import TRAILER, TRAILER_BYTES, crc32
-from pipeline.data.integrity.space import full_disk_said, require_space
-from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
-from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import numbered, numbered_files, unfenced
-from pipeline.data.share import Share
+from pipeline.data.batch import Batch, LogprobContract, Share
+from pipeline.data.batch_format import (
+    Choose,
+    arrays_of,
+    attributes_of,
+    check_batch,
+    num_bytes,
+    read_batch,
+    read_num_samples,
+    read_share,
+    require_readable,
+    with_digests,
+)
+from pipeline.data.batch_values import UNKNOWN, Limits, check_values
+from pipeline.data.checksums import TRAILER, TRAILER_BYTES, crc32, create_sealed, read_sealed_json
+from pipeline.data.files import (
+    NUMBER,
+    await_visible,
+    creating,
+    full_disk_said,
+    make_folder,
+    open_regular,
+    remove_leftovers,
+    require_space,
+)
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, unfenced
+from pipeline.data.zarr_zip import damage_said, open_zarr_zip, seek_zarr_zip, write_zarr_zip
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -46,6 +66,53 @@ from pipeline.errors import (
 from precision.text.short import one_line
 
 _NAME = re.compile(rf"^({NUMBER})\.zarr\.zip$")
+LOST_SUFFIX = ".lost.json"
+Known = Literal["all", "together", "first"]
+"""What is known of a lost batch's groups. all: just these. together: several batches in a row were lost, which held
+these together. first: no batch after it is known, so it held at least these, and those that it asked in place of
+dropped ones are asked again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostBatch:
+    """One batch that was lost by damage."""
+
+    index: int
+    reason: str
+    """What its file failed on, or that it was missing."""
+    recorded: str
+    """When, UTC, and by which process."""
+    learned: bool
+    """Whether the newest checkpoint at that time had learned from it. If not, its step is skipped."""
+    groups: tuple[int, ...]
+    known: Known
+    next_group: int
+    """As in Batch: the first group that no batch had taken, counting those of this one."""
+    open_groups: tuple[int, ...]
+    """As in Batch."""
+
+    def __str__(self) -> str:
+        learned = "the learner had learned from it" if self.learned else "its step is skipped"
+        return f"batch {self.index} was lost by damage ({self.reason}; recorded {self.recorded}); {learned}"
+
+    def write(self, path: Path) -> None:
+        """Raises FileExistsError when it is recorded already."""
+        create_sealed(path, json.dumps(asdict(self)) + "\n")
+
+    @staticmethod
+    def read(path: Path) -> LostBatch:
+        """Raises StoreError when the record is damaged."""
+        remedy = f"repair the run: `evenkeel repair {path.parents[1]}`"
+        fields = read_sealed_json(path, remedy)
+        try:
+            for name in ("groups", "open_groups"):
+                fields[name] = tuple(fields[name])
+            lost = LostBatch(**fields)
+            if f"{numbered(lost.index)}{LOST_SUFFIX}" != path.name:
+                raise ValueError(f"it is that of batch {lost.index}")
+            return lost
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
 
 
 class BatchStore:
@@ -115,7 +182,7 @@ class BatchStore:
     def commit(self, batch: Batch) -> Path:
         """Make `batch` durable and visible, in that order. Raises AlreadyCommittedError when another process was first,
         SupersededError behind the fence, DiskFullError, and StoreError if its arrays do not agree with one another or
-        hold values that cannot be (pipeline.data.border.values), or readers would refuse its file."""
+        hold values that cannot be (pipeline.data.batch_values), or readers would refuse its file."""
         path = self.path(batch.index)
         if self.exists(batch.index):
             self._refuse_second(path)
@@ -260,3 +327,51 @@ def _decode(path: Path, choose: Choose | None) -> Batch:
         return read_batch(open_zarr_zip(path))
     with seek_zarr_zip(path) as file:
         return read_share(file, choose)
+
+
+def refuse_to_pass_lost(run: RunDirectory, lost: Iterable[LostBatch], first: int, end: int) -> None:
+    """Raises StoreError when steps first … end - 1 cannot be repeated as they were: one had learned from a batch that
+    was lost since."""
+    skipped = run.skipped_steps()
+    for batch in lost:
+        if first <= batch.index < end and batch.index not in skipped:
+            raise StoreError(
+                f"{batch}: steps from {batch.index} on cannot be repeated as they were; what can be read of the run "
+                f"is listed by `evenkeel verify history {run.path}`"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a batch, committed or lost, says about groups."""
+
+    index: int
+    own: tuple[int, ...]
+    next_group: int
+    open_groups: tuple[int, ...]
+
+
+_NOTHING = Entry(index=-1, own=(), next_group=0, open_groups=())
+
+
+def entry(store: BatchStore, index: int) -> Entry:
+    """Of batch `index`, which is committed or lost, or -1: before the first. Raises as BatchStore.read does."""
+    if index < 0:
+        return _NOTHING
+    if (lost := store.lost(index)) is not None:
+        return Entry(index=index, own=lost.groups, next_group=lost.next_group, open_groups=lost.open_groups)
+    batch = store.read(index, None)
+    own = {*np.unique(batch.group).tolist(), *(drop.group for drop in batch.dropped)}
+    return Entry(index=index, own=tuple(sorted(own)), next_group=batch.next_group, open_groups=batch.open_groups)
+
+
+def groups_between(before: Entry, after: Entry) -> list[int]:
+    """The groups of the batches between two that follow one another in the ledger, ascending."""
+    candidates = {*before.open_groups, *range(before.next_group, after.next_group)}
+    return sorted(candidates - set(after.open_groups) - set(after.own))
+
+
+def open_before(after: Entry, left: set[int]) -> tuple[int, ...]:
+    """`open_groups` of a batch that is followed by `after`, and by batches between the two that take `left`. Its
+    `next_group` is that of `after`."""
+    return tuple(sorted({*after.open_groups, *after.own, *left}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.ports.weight_check import WeightCheck
 

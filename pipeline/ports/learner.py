@@ -11,9 +11,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch, Share
 from pipeline.data.run_directory import unfenced
-from pipeline.data.share import Share
 from precision.mismatch.statistics import Mismatch
 from precision.torch_on_use import Tensor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 
 
 def looked_at(batch: Batch, learner_logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 
 
 class QuantizationMeter(Protocol):

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.integrity.folders import verify_folder
-from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
+from pipeline.data.checksums import read_sealed_json, verify_folder, write_sealed_json
 from pipeline.errors import StoreError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.data.checksums import create_sealed, read_sealed_json, write_sealed
 from pipeline.data.files import NUMBER, fsync_directory, make_folder, write_atomically
-from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, write_sealed
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.repair.plan import Plan, Repair
 

@@ -18,19 +18,16 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.control.files import ControlFiles
-from pipeline.data.deltas.chain import chain_to, is_whole
+from pipeline.data.checksums import read_sealed, read_sealed_json, verify_folder
+from pipeline.data.deltas import chain_to, is_whole
 from pipeline.data.epochs import ROLES, newest
 from pipeline.data.event_log import read_lines
-from pipeline.data.frozen.recipes import all_recipes, recipe_of_step
-from pipeline.data.integrity.folders import verify_folder
-from pipeline.data.integrity.regular import machine_failure
-from pipeline.data.integrity.sealed import read_sealed, read_sealed_json
-from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
-from pipeline.data.ledger.published import announced
+from pipeline.data.files import machine_failure
 from pipeline.data.mismatch_files import check_mismatch
 from pipeline.data.quant_maps import NumberedMaps, digest_of, older_folder, read_quant_map
-from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders
-from pipeline.data.store import BatchStore
+from pipeline.data.run_directory import RunDirectory, announced, numbered, numbered_files, numbered_folders
+from pipeline.data.run_recipes import all_recipes, recipe_of_step
+from pipeline.data.store import LOST_SUFFIX, BatchStore, LostBatch
 from pipeline.errors import EvenKeelError, StoreError
 from pipeline.ports.weight_check import verify_policy
 from pipeline.trainer.checkpoints import verify

@@ -21,12 +21,9 @@ from pathlib import Path
 
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, whole_lines
-from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, recipe_of_step
-from pipeline.data.ledger.groups import Entry, entry, groups_between, open_before
-from pipeline.data.ledger.lost_batches import Known, LostBatch
-from pipeline.data.ledger.published import announced
-from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
-from pipeline.data.store import BatchStore
+from pipeline.data.run_directory import RunDirectory, announced, numbered, numbered_folders
+from pipeline.data.run_recipes import RecipeInForce, all_recipes, recipe_of_step
+from pipeline.data.store import BatchStore, Entry, Known, LostBatch, entry, groups_between, open_before
 from pipeline.errors import RunConflictError
 from pipeline.repair.damage import Damage, Kind
 

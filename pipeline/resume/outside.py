@@ -19,9 +19,8 @@ from typing import Any
 
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask
+from pipeline.data.checksums import fingerprints, read_sealed_json, write_sealed_json
 from pipeline.data.event_log import EventLog
-from pipeline.data.integrity.folders import fingerprints
-from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from precision.text.short import listed
 

@@ -4,7 +4,7 @@
     fence      whoever still works by the old recipe is superseded: the next start of each role reads the new one
     clear      marks that nothing is left to do, where steps were added; what was made for version 0, where the run has
                no batch and may change everything
-    record     one file, created exclusively: recipes/000001.yaml (pipeline.data.frozen.recipes)
+    record     one file, created exclusively: recipes/000001.yaml (pipeline.data.run_recipes)
     note       one event a change, for people
 
 A start that is killed between two of these leaves a run that goes on with either recipe; the next one notes its change.
@@ -20,10 +20,12 @@ from pathlib import Path
 from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
+from pipeline.data.checksums import remove_listed
 from pipeline.data.epochs import ROLES, supersede
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.files import fsync_present, remove_folder
-from pipeline.data.frozen.recipes import (
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import (
     add_recipe,
     all_recipes,
     begin_recipe,
@@ -31,8 +33,6 @@ from pipeline.data.frozen.recipes import (
     num_optimizer_steps,
     recipe_file,
 )
-from pipeline.data.integrity.folders import remove_listed
-from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.resume.rules import MAY_FIX_FORMATS, RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
 from pipeline.tasks.digest import DIGEST_KEYS

@@ -30,7 +30,7 @@ import numpy as np
 
 from pipeline import spans
 from pipeline.beside_loop import beside_loop
-from pipeline.data.border.values import verdict_fault
+from pipeline.data.batch_values import verdict_fault
 from pipeline.errors import RecipeError
 from pipeline.rewards.calling.judge import STARTED_A_PROCESS
 from pipeline.rewards.calling.wants import Wants

@@ -15,8 +15,17 @@ from typing import Protocol
 import numpy as np
 
 from pipeline.advantages.distillation import taught
-from pipeline.data.ledger.dropped import DropKind, DroppedGroup
-from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, is_solved
+from pipeline.data.batch import (
+    SOLVED_REWARD,
+    Batch,
+    Completion,
+    DropKind,
+    DroppedGroup,
+    Group,
+    LogprobContract,
+    Prompt,
+    is_solved,
+)
 from pipeline.errors import RecipeError, RewardError
 from pipeline.rollout.group_allocator import Allocator
 from pipeline.rollout.solved_prompts import Attempts

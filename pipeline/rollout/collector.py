@@ -25,9 +25,9 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.advantages.distillation import taught
 from pipeline.beside_loop import beside_loop
+from pipeline.data.batch import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
-from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, StoreError

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.border.own_parts import TEACHER_FAILED
-from pipeline.data.records import SOLVED_REWARD, Sample, is_solved
+from pipeline.data.batch import SOLVED_REWARD, TEACHER_FAILED, Sample, is_solved
 
 _Z_95 = 1.959963984540054
 MOST_SHORT = 0.1

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from pipeline.data.ledger.groups import Entry, entry, groups_between, open_before
-from pipeline.data.store import BatchStore
+from pipeline.data.store import BatchStore, Entry, entry, groups_between, open_before
 
 
 class Allocator(Protocol):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.beside_loop import beside_loop
-from pipeline.data.records import Completion, Group
+from pipeline.data.batch import Completion, Group
 from pipeline.errors import RecipeError, RewardError
 from pipeline.own_function import own_function, truth_of
 from precision.text.short import one_line, quoted

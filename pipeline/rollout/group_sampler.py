@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.beside_loop import beside_loop
+from pipeline.data.batch import Completion, Prompt
 from pipeline.data.event_log import EventLog
-from pipeline.data.records import Completion, Prompt
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
 from pipeline.patience import Patience, retry_pause_s
 from pipeline.ports.engines import Engines, Sampling

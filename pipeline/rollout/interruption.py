@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion, KeptSets
 from pipeline.data.routed_experts import RoutedExperts
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.data.records import Completion, Prompt, Sample
+from pipeline.data.batch import Completion, Prompt, Sample
 from precision.text.short import one_line
 
 _PROMPT, _RESPONSE = 300, 600

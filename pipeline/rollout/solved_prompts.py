@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.data.records import SOLVED_REWARD, Batch, is_solved
+from pipeline.data.batch import SOLVED_REWARD, Batch, is_solved
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.border.own_parts import TEACHER_FAILED
-from pipeline.data.border.values import LOWEST_LOGPROB
-from pipeline.data.records import Completion, Prompt, Sample
+from pipeline.data.batch import TEACHER_FAILED, Completion, Prompt, Sample
+from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.errors import RetryableError
 from pipeline.patience import retry_pause_s
 from pipeline.ports.teacher import Teacher

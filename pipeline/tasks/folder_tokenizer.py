@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
+from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import ModelError
 from pipeline.requirements import pip_install
 from precision.text.json_data import parse_object

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.advantages.distillation import mean_reverse_kl, taught
-from pipeline.data.border.own_parts import OWN_PARTS
-from pipeline.data.records import SOLVED_REWARD, Batch, is_solved
+from pipeline.data.batch import OWN_PARTS, SOLVED_REWARD, Batch, is_solved
 
 
 def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[str, Any]:

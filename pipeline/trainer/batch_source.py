@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.background import ANSWER_S
+from pipeline.data.batch import Batch, LogprobContract, Share
 from pipeline.data.files import FIRST_POLL_S, VISIBLE_S, fsync_directory, slower
-from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, StoppedError
 from pipeline.patience import Patience, Say, print_notice

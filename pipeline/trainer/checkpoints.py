@@ -27,20 +27,31 @@ from typing import NamedTuple
 
 from pipeline import spans
 from pipeline.background import ANSWER_S, LongAction, tell_when_done
+from pipeline.data.checksums import (
+    MAX_BYTES,
+    Fingerprint,
+    fingerprints,
+    read_sealed_json,
+    reason,
+    sync_files,
+    unseal,
+    write_sealed,
+    write_sealed_json,
+)
 from pipeline.data.files import (
     await_visible,
     fsync_directory,
+    full_disk_said,
     look_anew,
+    machine_failure,
     make_folder,
     move_to_free_name,
+    read_at_most,
     remove_folder,
     remove_leftovers,
+    require_space,
     temporary_name,
 )
-from pipeline.data.integrity.folders import Fingerprint, fingerprints, sync_files
-from pipeline.data.integrity.regular import machine_failure, read_at_most
-from pipeline.data.integrity.sealed import MAX_BYTES, read_sealed_json, reason, unseal, write_sealed, write_sealed_json
-from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.run_directory import committed_steps, numbered, unfenced
 from pipeline.errors import CorruptCheckpointError, StoreError
 from pipeline.ports.learner import Learner, SaveUnderWay

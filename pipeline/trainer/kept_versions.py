@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from precision.torch_on_use import Tensor
 
 FOLDER = "versions"

@@ -30,10 +30,10 @@ from pipeline import spans
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.background import ANSWER_S
 from pipeline.control.loop import StepController
+from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, StoppedError
 from pipeline.ports.learner import Learner, Update

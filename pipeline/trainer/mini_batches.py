@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.ports.learner import Update
 from precision.mismatch.statistics import Mismatch
 from precision.torch_on_use import Tensor, torch

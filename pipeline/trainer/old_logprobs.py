@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pipeline.data.batch import Batch
 from pipeline.data.files import await_visible
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.ports.learner import Learner

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.background import tell_when_done
-from pipeline.data.integrity.folders import fingerprints
-from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
+from pipeline.data.checksums import fingerprints, read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError
 from pipeline.ports.learner import Learner

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.ports.learner import Learner
 from precision.ratios import RatioSums
 from precision.torch_on_use import Tensor, torch

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.control.loop import StepController, mean_age
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.errors import NonFiniteError
 from precision.ess import staleness_ess
 from precision.step_size import LrByLag, lr_factor, lr_factor_of_ess

@@ -1,7 +1,7 @@
 """From the bytes of an answer to completions: what cannot be is refused here, with the sample and the reason.
 
     parts ──ElementCutter──▶ a sample, counted and measured ──pydantic──▶ Generated
-          ──counts against what was asked, shapes──▶ arrays ──pipeline.data.border.values──▶ a completion
+          ──counts against what was asked, shapes──▶ arrays ──pipeline.data.batch_values──▶ a completion
 
 Every size is compared before memory is taken for it. An answer is read while it comes, sample by sample: what there is
 of it at once are the arrays of the samples so far, and the bytes of one sample.
@@ -17,13 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from pipeline.data.border.attributes import problem_of
-from pipeline.data.border.values import Limits, Responses, as_float32, response_faults
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import Completion, FinishReason
+from pipeline.data.batch import Completion, FinishReason, KeptSets
+from pipeline.data.batch_values import Limits, Responses, as_float32, response_faults
 from pipeline.data.routed_experts import RoutedExperts, decode_engine_rows, rows_still_true
 from pipeline.errors import BadAnswerError
 from pipeline.ports.engines import Sampling
+from precision.settings import problem_of
 from precision.text.short import quoted
 from rollout_sglang.answers.json_scan import ElementCutter
 from rollout_sglang.protocol import GENERATED, Generated, MetaInfo, policy_version

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.border.values import HIGHEST_LOGPROB, as_float32
+from pipeline.data.batch_values import HIGHEST_LOGPROB, as_float32
 from pipeline.errors import BadAnswerError
 from rollout_sglang.protocol import Generated
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipeline.config.rollout_section import RolloutPrecision
-from pipeline.data.integrity.regular import MODEL_JSON_BYTES, read_at_most
+from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import PortInUseError, RecipeError
 from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from precision.text.json_data import parse_object

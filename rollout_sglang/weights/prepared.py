@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.data.deltas.chain import is_whole, read_link
+from pipeline.data.deltas import is_whole, read_link
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import numbered
 from pipeline.errors import EngineUnavailableError, EngineVersionError

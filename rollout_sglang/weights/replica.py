@@ -21,11 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeline.data.deltas.chain import Link, chain_to
-from pipeline.data.deltas.delta import STATE_DIGITS
-from pipeline.data.deltas.places import Bytes
-from pipeline.data.files import temporary_name
-from pipeline.data.integrity.space import require_space, size_of
+from pipeline.data.deltas import STATE_DIGITS, Bytes, Link, chain_to
+from pipeline.data.files import require_space, size_of, temporary_name
 from pipeline.data.run_directory import numbered
 from pipeline.errors import StoreError
 from precision.text.json_data import parse_object

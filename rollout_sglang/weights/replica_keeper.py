@@ -16,8 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.data.deltas.chain import read_link
-from pipeline.data.deltas.delta import MANIFEST_FILE
+from pipeline.data.deltas import MANIFEST_FILE, read_link
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.errors import EvenKeelError, StoreError, SupersededError
 from pipeline.scratch import make_scratch, remove_scratch

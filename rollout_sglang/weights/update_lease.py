@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.data.checksums import create_sealed, read_sealed_json, write_sealed_json
 from pipeline.data.epochs import Epoch, newest
 from pipeline.data.files import NUMBER, make_folder
-from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, write_sealed_json
 from pipeline.errors import DeadlineExceededError
 
 UpdateKind = Literal["publish", "resync", "resync_single"]

@@ -39,9 +39,9 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from pipeline.beside_loop import spare_collections
+from pipeline.data.batch import Completion, LogprobContract, Prompt
 from pipeline.data.batch_format import arrays_of
 from pipeline.data.event_log import EventLog, read_events
-from pipeline.data.records import Completion, LogprobContract, Prompt
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.ports.engines import Sampling

@@ -37,7 +37,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import leave_layout
 from megatron_bridge.weight_sync.deltas.published_share import PublishedShare
 from pipeline.config.recipe import LearnerSection, OptimizerSection
-from pipeline.data.deltas.delta import Delta, DeltaWriter
+from pipeline.data.deltas import Delta, DeltaWriter
 from precision.formats.quant_map import QuantMap
 from precision.formats.quant_map_file import QuantMapFile
 from precision.formats.quantize import quantize_block

@@ -36,9 +36,8 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
 from megatron_bridge.step.passes import packed_rows
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
 from pipeline.data.mismatch_files import write_mismatch
-from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from precision.mismatch.statistics import Mismatch
 from precision.objectives.p3o import P3O

@@ -36,10 +36,9 @@ from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_bridge.step.micro_batches import Split, deal
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch, Share
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.trainer.batch_source import BatchSource
 from precision.mismatch.statistics import Mismatch
@@ -188,7 +187,7 @@ def main() -> None:
         return CountedFile(path.open("rb", buffering=0))
 
     results = {}
-    with patch("pipeline.data.arrays.zarr_reader.open_regular", counted):
+    with patch("pipeline.data.zarr_zip.open_regular", counted):
         for name, made in (("routes", batch(median=1024, routes=True)), ("dense", batch(median=4096, routes=False))):
             with tempfile.TemporaryDirectory() as folder:
                 results[name] = turns(Path(folder), made)

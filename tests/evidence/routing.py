@@ -28,7 +28,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import leave_layout
 from megatron_bridge.step.micro_batches import TokenRows
 from pipeline.config.recipe import LearnerPrecision, LearnerSection
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.ports.engines import Sampling
 from precision.ess import sequence_ess_of_totals

@@ -12,8 +12,7 @@ import numpy as np
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.given_batch import Response, given_batch
-from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
 from precision.supervised import Supervised
 from tests.support.world import leave_world
 

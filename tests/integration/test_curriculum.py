@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
+from pipeline.data.batch import Batch
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.records import Batch
 from pipeline.data.store import BatchStore
 from tests.support.processes import with_words
 from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_prompts, make_recipe

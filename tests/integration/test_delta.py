@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.deltas.chain import is_whole, read_link
+from pipeline.data.deltas import is_whole, read_link
 from pipeline.data.event_log import read_metrics
 from pipeline.data.run_directory import RunDirectory, numbered_folders
 from pipeline.errors import StoreError

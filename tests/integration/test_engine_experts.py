@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launch.convert.new_model import new_model
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from launch.convert.new_model import new_model
+from pipeline.data.batch import Batch
 from pipeline.data.event_log import read_metrics
-from pipeline.data.records import Batch
 from pipeline.data.store import BatchStore
 from tests.support.engine_forks import forked_engines
 from tests.support.rank_programs import forked_programs

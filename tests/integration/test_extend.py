@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.frozen.recipes import all_recipes
+from pipeline.data.run_recipes import all_recipes
 from tests.support.engine_forks import forked_engines
 from tests.support.rank_programs import forked_programs
 from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion
 from pipeline.data.store import BatchStore
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient

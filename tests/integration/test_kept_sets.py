@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from pipeline.config.rollout_section import RolloutPrecision
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from tests.integration.workers.scoring import score_batches

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.data.batch import Share
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, StoppedError
 from tests.support.batches import batch_of_rewards

@@ -91,7 +91,7 @@ def test_what_is_learned_from_shares_is_what_one_process_learns(
 @pytest.mark.slow
 def test_a_rank_of_four_reads_less_than_a_third_of_a_batch_in_a_step(tmp_path: Path) -> None:
     model, store = new_mixture(tmp_path / "model"), BatchStore(tmp_path / "batches")
-    with patch("pipeline.data.arrays.chunks.LEAST_BYTES", CHUNK_BYTES):
+    with patch("pipeline.data.zarr_zip.LEAST_BYTES", CHUNK_BYTES):
         batch = large_batch(model, samples=768, longest=1200)
         size = store.commit(batch).stat().st_size
     found = run_ranks(4, measure, tmp_path, "DP4", "p3o", 1)

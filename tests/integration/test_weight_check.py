@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.writer import write_policy
 from pipeline.config.rollout_section import RolloutPrecision
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion
 from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import Probe, WeightCheck, probe_rows

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
-from pipeline.data.share import Share
+from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample, Share
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="ab" * 32)
 

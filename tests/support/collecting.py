@@ -12,8 +12,8 @@ import numpy as np
 
 from launch.build.components import TaskPrompts
 from pipeline.config.task_sections import SortDigitsTask
+from pipeline.data.batch import Batch, Completion, FinishReason, LogprobContract
 from pipeline.data.event_log import EventLog
-from pipeline.data.records import Batch, Completion, FinishReason, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.ports.engines import Sampling

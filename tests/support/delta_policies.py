@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from pipeline.data.deltas.chain import INDEX_FILE
-from pipeline.data.deltas.delta import Delta, DeltaWriter, state_of
+from pipeline.data.checksums import list_checksums
+from pipeline.data.deltas import INDEX_FILE, Delta, DeltaWriter, state_of
 from pipeline.data.files import temporary_name
-from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import numbered
 from pipeline.ports.weight_check import WeightCheck
 

@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 
 from launch.cluster.metrics import RunMetrics
 from pipeline.config.loader import load_recipe
-from pipeline.data.integrity.sealed import write_sealed_json
+from pipeline.data.checksums import write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 
 STEP: dict[str, Any] = dict(

@@ -11,16 +11,16 @@ import numpy as np
 
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles, ControlRecord
-from pipeline.data.arrays.zarr_writer import write_zarr_zip
+from pipeline.data.batch import LogprobContract
+from pipeline.data.checksums import list_checksums
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog
-from pipeline.data.frozen.recipes import recipe_in_force
-from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.membership import Member
 from pipeline.data.mismatch_files import mismatch_path
-from pipeline.data.records import LogprobContract
 from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.data.run_recipes import recipe_in_force
 from pipeline.data.store import BatchStore
+from pipeline.data.zarr_zip import write_zarr_zip
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.trainer.checkpoints import Checkpoints
 from precision.controller.records import Evidence, State

@@ -23,10 +23,10 @@ from launch.run.fatal_notes import leave_fatal_note
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
-from pipeline.data.frozen.recipes import RecipeInForce, newest_recipe_file, recipe_file, recipe_in_force
-from pipeline.data.integrity.space import full_disk_said
+from pipeline.data.files import full_disk_said
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import RecipeInForce, newest_recipe_file, recipe_file, recipe_in_force
 from pipeline.errors import (
     FATAL_EXIT_CODE,
     STOPPED_EXIT_CODE,

@@ -10,8 +10,8 @@ from launch.cluster.roles.base import Stop, announced, wait_for_data, wait_for_e
 from launch.run.collect import collect
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim
-from pipeline.data.frozen.recipes import newest_recipe_file
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import newest_recipe_file
 from pipeline.tasks import build_task
 
 

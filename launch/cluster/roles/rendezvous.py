@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from launch.cluster.roles.base import Stop, finished_looks, wait_for
-from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
+from pipeline.data.checksums import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, LayoutError, StoreError
 

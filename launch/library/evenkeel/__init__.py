@@ -13,7 +13,7 @@ from __future__ import annotations
 from evenkeel.runs import Run, list_runs
 from evenkeel.training import load_recipe, new_model, sft, train
 from pipeline.config.recipe import Recipe
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.errors import EvenKeelError
 
 __all__ = ["Batch", "EvenKeelError", "Recipe", "Run", "list_runs", "load_recipe", "new_model", "sft", "train"]

@@ -15,8 +15,8 @@ from pipeline.analysis.run_log import RunLog, recipes_of
 from pipeline.analysis.summary import summary
 from pipeline.analysis.trajectories import Background, sample_rows, tokenizer_of
 from pipeline.config.recipe import Recipe
+from pipeline.data.batch import Batch
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 

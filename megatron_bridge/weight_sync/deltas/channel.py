@@ -36,9 +36,8 @@ from megatron_bridge.weight_sync.export import joined_digests, prune, taking
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weights import convert
 from pipeline.background import in_background, is_over
-from pipeline.data.deltas.delta import Delta, DeltaWriter, list_of, payload_name, payload_of, state_of
-from pipeline.data.files import temporary_name
-from pipeline.data.integrity.space import require_space
+from pipeline.data.deltas import Delta, DeltaWriter, list_of, payload_name, payload_of, state_of
+from pipeline.data.files import require_space, temporary_name
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Engines

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron_bridge.hf.shard_writer import Manifest, manifest_entry, whole_tensors, write_shards
 from megatron_bridge.hf.tensor_specs import spec_of
-from pipeline.data.deltas.delta import DeltaWriter
-from pipeline.data.deltas.places import Bytes
+from pipeline.data.deltas import Bytes, DeltaWriter
 
 _EXPERTS = ".experts"
 

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 
 from pipeline.advantages.base import Advantage, Curve, Groups, Rewards
 from pipeline.advantages.groups import Grouped
-from pipeline.data.records import SOLVED_REWARD
+from pipeline.data.batch import SOLVED_REWARD
 from pipeline.errors import RecipeError
 
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.ports.looked_at import looked_at
 
 MOST_BATCHES, MOST_GROUPS, MOST_SAMPLES = 6, 4, 8

@@ -23,8 +23,8 @@ from pipeline.analysis.pages.chosen_samples import ChosenSamples, choose, shares
 from pipeline.analysis.pages.style import page_style
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.trajectories import Background, metadata_text, tokenizer_of, visible
+from pipeline.data.batch import FINISH_REASONS, Batch
 from pipeline.data.files import write_atomically
-from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, ModelError

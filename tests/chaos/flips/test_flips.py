@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.integrity.sealed import read_sealed, write_sealed
+from pipeline.data.checksums import read_sealed, write_sealed
 from tests.chaos.flips import flip
 from tests.chaos.flips.flip import KINDS, files_of, flips, try_flip
 from tests.chaos.ledger import OK

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.border.values import Limits
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch_values import Limits
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, StoreError

@@ -17,14 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.analysis.audit import verify_history
-from pipeline.data.arrays.zarr_writer import sealed_zip, write_zarr_zip
+from pipeline.data.batch import Batch, Completion, DroppedGroup, Group, KeptSets, LogprobContract, Prompt, Sample
 from pipeline.data.batch_format import arrays_of, attributes_of, with_digests
-from pipeline.data.border.values import Limits
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch_values import Limits
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import BatchStore
+from pipeline.data.zarr_zip import sealed_zip, write_zarr_zip
 from pipeline.errors import StoreError
 from pipeline.schedule import Schedule
 from tests.chaos.malformed.mutations import judged, mutated_bytes, mutated_data

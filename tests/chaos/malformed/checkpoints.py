@@ -17,7 +17,7 @@ from typing import Any
 
 from launch.convert.inspect import inspect_folder
 from launch.convert.sources import check_committed
-from pipeline.data.integrity.sealed import seal, unseal, write_sealed
+from pipeline.data.checksums import seal, unseal, write_sealed
 from pipeline.errors import EvenKeelError
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints
 from tests.chaos.malformed.mutations import judged, mutated_bytes, mutated_data

@@ -15,8 +15,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.arrays.chunks import chunk_digests, chunk_rows
-from pipeline.data.arrays.zarr_reader import ArrayLayout
+from pipeline.data.zarr_zip import ArrayLayout, chunk_digests, chunk_rows
 
 
 class QuickFile:

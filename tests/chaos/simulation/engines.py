@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.records import Completion, FinishReason
+from pipeline.data.batch import Completion, FinishReason
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
 from pipeline.ports.engines import Sampling

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from pipeline.analysis.audit import verify_history
+from pipeline.data.batch import Batch
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.files import OLD_S, is_temporary, remove_old_leftovers
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from tests.chaos.simulation.learner import HashLearner

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.hf.folders import replace_folder
+from pipeline.data.batch import Batch
 from pipeline.data.batch_format import arrays_of
 from pipeline.data.files import temporary_name
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory, numbered_folders, unfenced
 from pipeline.ports.learner import Update
 from rollout_sglang.weights.update_lease import Updates

@@ -14,10 +14,10 @@ from launch.cluster.roles.base import status_of
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods.fade import FADE
 from pipeline.advantages.methods.grpo import GRPO
+from pipeline.data.batch import LogprobContract, Prompt
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers, remove_old_leftovers
-from pipeline.data.records import LogprobContract, Prompt
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, StoppedError

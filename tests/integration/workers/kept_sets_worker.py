@@ -13,8 +13,7 @@ from launch.verify.layout_ranks import TEMPERATURE, make_batch, weights
 from launch.verify.layouts import section
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch, KeptSets
 from precision.objectives.p3o import P3O
 
 

@@ -17,8 +17,8 @@ from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import LearnerSection, OptimizerSection
+from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoppedError

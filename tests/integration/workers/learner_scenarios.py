@@ -17,9 +17,7 @@ from megatron_bridge.step.fp8_emulation import emulated
 from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from pipeline.config.recipe import LearnerSection, OptimizerSection
-from pipeline.data.given_batch import Response, given_batch
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.batch import Batch, KeptSets, LogprobContract, Response, given_batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports.weight_check import WeightCheck

@@ -18,7 +18,7 @@ warnings.filterwarnings("ignore")
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
 from megatron_bridge.parallel import cpu_backend  # noqa: E402
 from pipeline.config.recipe import LearnerSection  # noqa: E402
-from pipeline.data.records import Batch, LogprobContract  # noqa: E402
+from pipeline.data.batch import Batch, LogprobContract  # noqa: E402
 from precision.objectives.clipped import Clipped  # noqa: E402
 
 

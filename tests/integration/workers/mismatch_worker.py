@@ -18,7 +18,7 @@ from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.step.micro_batches import TokenRows
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from precision.mismatch.splits import GROUPS
 from precision.mismatch.statistics import GroupSums, Mismatch
 from precision.mismatch.step_tokens import StepTokens

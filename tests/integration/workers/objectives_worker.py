@@ -19,7 +19,7 @@ from megatron_bridge.step.reference import ReferencePolicy
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.trainer.reference import with_reference
 
 OLD_ANCHOR = dict(name="clipped", anchor="old")

@@ -13,7 +13,7 @@ from megatron_bridge.parallel.layout import leave_layout
 from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.config.recipe import LearnerSection
 from pipeline.config.rollout_section import RolloutPrecision
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from precision.formats.quant_map import QuantMap
 from precision.supervised import Supervised
 

@@ -17,9 +17,8 @@ from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from pipeline.config.loader import recipe_from
+from pipeline.data.batch import Batch, Response, given_batch
 from pipeline.data.event_log import EventLog
-from pipeline.data.given_batch import Response, given_batch
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.trainer.checkpoints import Checkpoints
@@ -76,7 +75,7 @@ def measure(folder: Path, name: str, case: str, steps: int) -> dict[str, Any]:
     update = learner.update
     with (
         patch.object(learner, "update", noted),
-        patch("pipeline.data.arrays.zarr_reader.open_regular", lambda path: CountedFile(path.open("rb", buffering=0))),
+        patch("pipeline.data.zarr_zip.open_regular", lambda path: CountedFile(path.open("rb", buffering=0))),
     ):
         trainer.train()
     change = weights(learner) - before

@@ -14,10 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 ROOMS = ("precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch")
 ADAPTERS_MAY_USE = (
-    *("pipeline.ports", "pipeline.data.records", "pipeline.data.run_directory"),
+    *("pipeline.ports", "pipeline.data.batch", "pipeline.data.run_directory"),
     *("pipeline.data.files", "pipeline.data.epochs", "pipeline.data.membership", "pipeline.data.routed_experts"),
-    *("pipeline.data.quant_maps", "pipeline.data.kept_sets", "pipeline.data.share", "pipeline.data.border"),
-    *("pipeline.data.integrity", "pipeline.data.deltas"),
+    *("pipeline.data.quant_maps", "pipeline.data.batch_values", "pipeline.data.checksums", "pipeline.data.deltas"),
     *(
         "pipeline.errors",
         "pipeline.config.recipe",

@@ -6,7 +6,7 @@ import numpy as np
 
 from launch.mismatch.rows import SampledRows
 from launch.mismatch.scoring import Job, responses_of
-from pipeline.data.kept_sets import KeptSets
+from pipeline.data.batch import KeptSets
 
 ROWS = SampledRows(
     tokens=[[1, 2, 3], [4, 5], [6, 7, 8, 9]],

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, DroppedGroup, Group, LogprobContract, Prompt, Sample
 
 CONTRACT = LogprobContract(temperature=0.7, top_p=0.95, top_k=-1, tokenizer_sha256="ab" * 32)
 

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.config.rollout_section import MOST_KEPT
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pipeline.data.integrity.folders import list_checksums
+from pipeline.data.checksums import list_checksums
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, FatalError, StoreError
 from pipeline.ports.engines import Sampling

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.integrity.folders import list_checksums
+from pipeline.data.checksums import list_checksums
 from pipeline.data.membership import Member, Membership
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, SupersededError

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.data.batch import Completion
 from pipeline.data.membership import Member, Membership
-from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.engines import Sampling

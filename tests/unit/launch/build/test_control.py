@@ -20,14 +20,11 @@ from launch.convert.new_model import new_model
 from megatron_bridge.step.micro_batches import TokenRows
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.given_batch import Response, given_batch
-from pipeline.data.kept_sets import KeptSets
+from pipeline.data.batch import Batch, KeptSets, Response, Share, given_batch
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps, digest_of
-from pipeline.data.records import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory, unfenced
-from pipeline.data.share import Share
 from pipeline.errors import NonFiniteError
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat

@@ -12,7 +12,7 @@ from launch.build.engines import check_engines, engine_dtype, engine_spec, serve
 from launch.convert.new_model import new_model
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.integrity.sealed import write_sealed
+from pipeline.data.checksums import write_sealed
 from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.data.run_directory import RunDirectory

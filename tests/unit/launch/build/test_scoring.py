@@ -21,7 +21,7 @@ from launch.build.trainer import build_trainer
 from pipeline.config.algorithm import CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.ports.learner import Update

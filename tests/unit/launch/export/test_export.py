@@ -13,8 +13,8 @@ from launch.export.mlflow_names import mlflow_name
 from launch.export.points import STEP, VERSION, Key, RunPoints, of_step
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
-from pipeline.data.frozen.recipes import add_recipe
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import add_recipe
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from pipeline.repair.damage import find_damage
 from tests.support.written_runs import SECONDS, step_metrics, write_run

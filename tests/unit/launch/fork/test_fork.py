@@ -16,11 +16,11 @@ from launch.fork.fork import fork_run
 from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
+from pipeline.data.checksums import write_sealed, write_sealed_json
 from pipeline.data.event_log import EventLog, read_events, read_metrics
 from pipeline.data.files import remove_folder, temporary_name
-from pipeline.data.frozen.recipes import add_recipe, all_recipes
-from pipeline.data.integrity.sealed import write_sealed, write_sealed_json
 from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.data.run_recipes import add_recipe, all_recipes
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume.resume import go_on_with

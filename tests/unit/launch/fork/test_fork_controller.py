@@ -18,8 +18,8 @@ from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.control.loop import StepController
+from pipeline.data.checksums import write_sealed
 from pipeline.data.event_log import EventLog
-from pipeline.data.integrity.sealed import write_sealed
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.ports.learner import Update
 from pipeline.repair.damage import find_damage

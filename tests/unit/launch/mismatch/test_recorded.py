@@ -17,8 +17,8 @@ from launch.mismatch import replay_ranks
 from launch.mismatch.recorded import Recorded, bounded, refuse_learned_otherwise, require_first_map
 from launch.mismatch.scoring import MOST_ROWS, Job, VersionRows
 from pipeline.control.files import ControlFiles, ControlRecord
-from pipeline.data.frozen.recipes import RecipeInForce, all_recipes
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import RecipeInForce, all_recipes
 from pipeline.errors import RunConflictError, StoreError
 from precision.controller.records import Decision, Evidence, State
 from tests.support.whole_runs import recipe_of, whole_run

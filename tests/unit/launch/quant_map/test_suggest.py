@@ -19,9 +19,7 @@ from launch.quant_map.scored_rows import RecordedRows, ScoredRow, halves, token_
 from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of, recorded_rows, suggest
 from launch.quant_map.view import print_suggestion, read_map
 from pipeline.config.recipe import Recipe
-from pipeline.data.given_batch import Response, given_batch
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import LogprobContract
+from pipeline.data.batch import KeptSets, LogprobContract, Response, given_batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from launch.repair.repair import repair_run
+from pipeline.data.checksums import write_sealed_json
 from pipeline.data.epochs import claim, newest
-from pipeline.data.integrity.sealed import write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError, SupersededError
 from tests.support.runs import evenkeel

@@ -15,11 +15,10 @@ from launch.cli import app
 from launch.fork.fork import fork_run
 from launch.run import replay
 from launch.run.replay import replay_run
-from pipeline.data.frozen.recipes import add_recipe, all_recipes
-from pipeline.data.integrity.folders import list_checksums
-from pipeline.data.ledger.lost_batches import LostBatch
+from pipeline.data.checksums import list_checksums
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore
+from pipeline.data.run_recipes import add_recipe, all_recipes
+from pipeline.data.store import BatchStore, LostBatch
 from pipeline.errors import CorruptBatchError, FatalError, RunConflictError
 from pipeline.trainer.checkpoints import Checkpoints
 from tests.support.one_rank import OneRank

@@ -10,8 +10,8 @@ import pytest
 
 from launch.show import log_tail
 from launch.show.log_tail import LogTail, Tail
+from pipeline.data.checksums import seal
 from pipeline.data.event_log import EventLog
-from pipeline.data.integrity.sealed import seal
 
 
 def test_tail_gives_each_complete_line_once(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from launch.convert.new_model import new_model
 from launch.show.trajectories import Filter, as_mapping, export
-from pipeline.data.records import FINISH_REASONS, Batch
+from pipeline.data.batch import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import ModelError, RecipeError, StoreError

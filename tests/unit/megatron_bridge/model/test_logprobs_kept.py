@@ -16,7 +16,7 @@ from megatron_bridge.model import logprobs_kept
 from megatron_bridge.model.logprobs import rebase, vocab_parallel_logprobs
 from megatron_bridge.model.logprobs_kept import KeptRows
 from megatron_bridge.model.logprobs_torch import is_local
-from pipeline.data.kept_sets import KeptSets
+from pipeline.data.batch import KeptSets
 
 VOCAB, SEQUENCE, BATCH = 13, 7, 2
 

@@ -21,7 +21,7 @@ from megatron_bridge import learner as learner_module
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.micro_batches import Plan
 from pipeline.config.recipe import LearnerSection, OptimizerSection
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import ExpertReplayError
 from precision.supervised import Supervised

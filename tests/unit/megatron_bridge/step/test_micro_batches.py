@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches, zigzag_columns
-from pipeline.data.kept_sets import KeptSets
+from pipeline.data.batch import KeptSets
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import RecipeError
 

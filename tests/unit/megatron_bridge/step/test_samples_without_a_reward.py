@@ -15,7 +15,7 @@ from launch.verify.layouts import write_model
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.config.recipe import LearnerSection, OptimizerSection
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.trainer.mini_batches import mini_batches
 from precision.objectives.p3o import P3O
 from tests.support.learners import learner_here

@@ -19,9 +19,8 @@ from megatron_bridge.weight_sync.deltas.channel import DeltaChannel
 from megatron_bridge.weight_sync.deltas.published_share import PublishedShare, share_of
 from megatron_bridge.weight_sync.disk import WeightCheckPlan
 from megatron_bridge.weight_sync.probe import ProbeScorer
-from pipeline.data.deltas.chain import is_whole
-from pipeline.data.files import is_temporary
-from pipeline.data.integrity.space import SPARE_BYTES, size_of
+from pipeline.data.deltas import is_whole
+from pipeline.data.files import SPARE_BYTES, is_temporary, size_of
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory, numbered_folders
 from pipeline.errors import DiskFullError, EngineUnavailableError

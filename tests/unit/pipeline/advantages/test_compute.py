@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.groups import Grouped
 from pipeline.config.algorithm import AdvantageSection
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from precision.objectives.base import StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
 from tests.support.batches import batch_of_rewards

@@ -14,8 +14,7 @@ from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.distillation import Distillation, mean_reverse_kl, reverse_kl
 from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.config.loader import load_recipe
-from pipeline.data.border.own_parts import TEACHER_FAILED
-from pipeline.data.records import Batch
+from pipeline.data.batch import TEACHER_FAILED, Batch
 from pipeline.errors import RecipeError, StoreError
 from pipeline.trainer.mini_batches import mini_batches
 from precision.objectives.base import StepContext, TokenBatch

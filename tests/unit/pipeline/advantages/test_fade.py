@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.advantages.methods.fade import FADE, FADEEstimator
 from pipeline.advantages.methods.power import Power
 from pipeline.advantages.methods.rloo import RLOO
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.errors import CorruptCheckpointError, NonFiniteError
 
 MakeBatch = Callable[..., Batch]

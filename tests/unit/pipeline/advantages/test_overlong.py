@@ -15,7 +15,7 @@ from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.advantages.methods.grpo import GRPO
 from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.loader import load_recipe
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.errors import RecipeError
 from pipeline.trainer.mini_batches import mini_batches
 from precision.objectives.base import Aggregation

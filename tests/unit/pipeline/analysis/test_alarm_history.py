@@ -17,7 +17,7 @@ from pipeline.analysis.html_report import render_page
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
 from pipeline.config.recipe import Recipe
-from pipeline.data.frozen.recipes import add_recipe
+from pipeline.data.run_recipes import add_recipe
 
 WriteRun = Callable[..., Path]
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.audit import verify_history
-from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch, DroppedGroup
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError

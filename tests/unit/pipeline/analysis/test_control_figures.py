@@ -13,8 +13,8 @@ from pipeline.analysis.figures.control import control_figures, control_text, dec
 from pipeline.analysis.run_log import RunLog
 from pipeline.config.loader import recipe_from
 from pipeline.control.files import ControlFiles, ControlRecord
-from pipeline.data.frozen.recipes import RecipeInForce
 from pipeline.data.run_directory import unfenced
+from pipeline.data.run_recipes import RecipeInForce
 from precision.controller.records import Decision, Evidence, State
 
 RECIPE = dict(run=dict(name="x", steps=9), model=dict(path="m"), task=dict(name="sort_digits"))

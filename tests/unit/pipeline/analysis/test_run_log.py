@@ -15,8 +15,8 @@ from pipeline.analysis.html_report import write_report
 from pipeline.analysis.run_list import list_runs
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summary
+from pipeline.data.checksums import seal
 from pipeline.data.event_log import EventLog
-from pipeline.data.integrity.sealed import seal
 from tests.support.written_runs import START
 
 WriteRun = Callable[..., Path]

@@ -20,7 +20,7 @@ from pipeline.analysis.pages import samples
 from pipeline.analysis.pages.samples import color_of, ends_of, visible_text, write_samples
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.trajectories import Background, render_batch, sample_rows
-from pipeline.data.records import Batch, Completion, Group, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.rollout.sample_event import kept_responses

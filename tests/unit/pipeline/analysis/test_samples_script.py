@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.analysis.pages.samples import write_samples
 from pipeline.analysis.run_log import RunLog
-from pipeline.data.records import Batch, Completion, Group, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.tasks.character_tokenizer import write_character_tokenizer

@@ -13,8 +13,8 @@ import pytest
 from pipeline.analysis.scaling.curves import Curve, points_of, read_curve
 from pipeline.config.loader import recipe_from
 from pipeline.data.event_log import EventLog
-from pipeline.data.frozen.recipes import add_recipe
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import add_recipe
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, StoreError
 from tests.support.batches import batch_of_rewards

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.trajectories import render_batch, visible
-from pipeline.data.border.own_parts import VERIFIER_FAILED
-from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.records import Batch
+from pipeline.data.batch import VERIFIER_FAILED, Batch, DroppedGroup
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
 

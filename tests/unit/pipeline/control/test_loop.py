@@ -14,9 +14,9 @@ import torch
 
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.control.loop import StepController, engine_evidence, mean_age, ratio_sums
+from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.membership import Member
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import StoreError, SupersededError
 from pipeline.ports.learner import Update

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.integrity.sealed import write_sealed_json
+from pipeline.data.checksums import write_sealed_json
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import StoreError
 

@@ -12,10 +12,10 @@ import pytest
 import zarr
 from zarr.storage import ZipStore
 
-from pipeline.data.arrays.zarr_writer import sealed_zip
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import BatchStore
+from pipeline.data.zarr_zip import sealed_zip
 from pipeline.errors import CorruptBatchError, StoreError
 
 MakeBatch = Callable[..., Batch]

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.records import Batch
-from pipeline.data.share import Share
+from pipeline.data.batch import Batch, Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
 from tests.support.batches import batch_of_rewards

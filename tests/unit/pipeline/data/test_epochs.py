@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data import epochs
+from pipeline.data import epochs, files
 from pipeline.data.epochs import claim, epoch_folder, first_start_after, newest
 from pipeline.data.files import create_exclusively, is_temporary, replacing, temporary_name, write_atomically
-from pipeline.data.integrity import replaced
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import RetryableError, StoppedError, StoreError, SupersededError
 
@@ -89,7 +88,7 @@ def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
 def test_a_pointer_that_stays_empty_may_be_read_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replaced, "REREAD_S", 0.1)
+    monkeypatch.setattr(files, "REREAD_S", 0.1)
     epoch = claim(tmp_path, "learner")
     (epoch.folder / "NEWEST").write_text("")
     with pytest.raises(RetryableError, match="it is empty"):
@@ -101,7 +100,7 @@ def test_a_pointer_that_cannot_be_read_while_it_is_replaced_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str | OSError
 ) -> None:
     epoch = claim(tmp_path, "learner")
-    read, times = replaced.read_at_most, 0
+    read, times = files.read_at_most, 0
 
     def read_at_most(path: Path, num_bytes: int) -> bytes:
         nonlocal times
@@ -112,7 +111,7 @@ def test_a_pointer_that_cannot_be_read_while_it_is_replaced_is_read_again(
             raise trouble
         return trouble.encode()
 
-    monkeypatch.setattr(replaced, "read_at_most", read_at_most)
+    monkeypatch.setattr(files, "read_at_most", read_at_most)
     epoch.check()
     assert times == 3
 
@@ -134,7 +133,7 @@ def test_a_listing_that_fails_for_a_moment_is_asked_again(
     epoch.check()
     assert failures == []
     failures.extend([OSError(code, os.strerror(code))] * 100)
-    monkeypatch.setattr(replaced, "REREAD_S", 0.1)
+    monkeypatch.setattr(files, "REREAD_S", 0.1)
     with pytest.raises(OSError, match=os.strerror(code)):
         epoch.check()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.data.batch import LogprobContract, Response, given_batch
 from pipeline.data.batch_format import check_batch
-from pipeline.data.given_batch import Response, given_batch
-from pipeline.data.records import LogprobContract
 
 
 def test_given_rows_lie_in_the_batch_as_if_sampled_with_its_version(contract: LogprobContract) -> None:

@@ -16,21 +16,23 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.arrays.zarr_reader import open_zarr_zip
-from pipeline.data.arrays.zarr_writer import SMALL_BYTES, sealed_zip, write_zarr_zip
-from pipeline.data.integrity.folders import CHECKSUMS, list_checksums, remove_listed, verify_folder
-from pipeline.data.integrity.sealed import (
+from pipeline.data.checksums import (
+    CHECKSUMS,
     create_sealed,
+    list_checksums,
     read_sealed,
     read_sealed_array,
     read_sealed_json,
+    remove_listed,
     seal,
     trailer,
     unseal,
+    verify_folder,
     write_sealed,
     write_sealed_array,
     write_sealed_json,
 )
+from pipeline.data.zarr_zip import SMALL_BYTES, open_zarr_zip, sealed_zip, write_zarr_zip
 from pipeline.errors import StoreError
 from tests.support.examples import profile
 

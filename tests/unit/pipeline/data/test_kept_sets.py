@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, Group, KeptSets, LogprobContract, Prompt, Sample
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError, StoreError
 from tests.support.examples import examples

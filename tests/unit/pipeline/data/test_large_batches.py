@@ -8,11 +8,11 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from pipeline.data.arrays.zarr_writer import write_zarr_zip
+from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.batch_format import arrays_of
-from pipeline.data.border.values import Limits
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch_values import Limits
 from pipeline.data.store import BatchStore
+from pipeline.data.zarr_zip import write_zarr_zip
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
 

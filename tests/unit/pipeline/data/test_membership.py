@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data import membership
-from pipeline.data.integrity import replaced
+from pipeline.data import files, membership
 from pipeline.data.membership import Announcement, Listed, Member, Membership
 from tests.support.emptied import empty_for
 
@@ -37,7 +36,7 @@ def test_a_start_that_hangs_is_the_same_start(members: Membership) -> None:
 def test_a_damaged_announcement_hides_its_own_engine_alone(
     members: Membership, damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replaced, "REREAD_S", 0.1)
+    monkeypatch.setattr(files, "REREAD_S", 0.1)
     for member in (FIRST, SECOND):
         members.announce(member)
     members.announce_router("http://r:1")

@@ -17,12 +17,11 @@ import launch.run.train
 from launch.cli import app
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.checksums import read_sealed, seal
 from pipeline.data.epochs import claim, newest
 from pipeline.data.files import OLD_S, remove_leftovers, remove_old_leftovers, temporary_name
-from pipeline.data.frozen.recipes import begin_recipe
-from pipeline.data.frozen.run_format import RUN_FORMAT
-from pipeline.data.integrity.sealed import read_sealed, seal
 from pipeline.data.run_directory import RunDirectory, numbered_folders
+from pipeline.data.run_recipes import RUN_FORMAT, begin_recipe
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, RunConflictError, StoreError, SupersededError
 

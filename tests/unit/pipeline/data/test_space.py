@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.integrity.space import amount, full_disk_said, require_space
+from pipeline.data.files import amount, full_disk_said, require_space
 from pipeline.errors import DiskFullError
 from tests.support.runs import ROOT
 
@@ -38,7 +38,7 @@ import os
 from pathlib import Path
 import numpy as np
 from pipeline.data.event_log import EventLog, read_events, read_metrics
-from pipeline.data.integrity.space import full_disk_said
+from pipeline.data.files import full_disk_said
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DiskFullError

@@ -24,16 +24,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr.storage import ZipStore
 
-from pipeline.data.arrays.zarr_writer import sealed_zip
-from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, SCHEMA_VERSION, arrays_of, attributes_of, with_digests
-from pipeline.data.border.attributes import check_attributes
+from pipeline.data.batch import Batch, DroppedGroup, LogprobContract, Share
+from pipeline.data.batch_format import (
+    PER_SAMPLE,
+    PER_TOKEN,
+    SCHEMA_VERSION,
+    arrays_of,
+    attributes_of,
+    check_attributes,
+    with_digests,
+)
 from pipeline.data.epochs import claim
-from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
-from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
-from pipeline.data.share import Share
-from pipeline.data.store import BatchStore
+from pipeline.data.store import LOST_SUFFIX, BatchStore, LostBatch
+from pipeline.data.zarr_zip import sealed_zip
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -502,8 +506,8 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 import pipeline.data.store
-from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.batch import DroppedGroup
+from pipeline.data.batch import Batch, LogprobContract
 from pipeline.data.epochs import claim
 from pipeline.data.store import BatchStore
 

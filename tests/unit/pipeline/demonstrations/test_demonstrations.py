@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.batch import Response, given_batch
 from pipeline.demonstrations.conversation import pieces_of
 from pipeline.demonstrations.rows import Demonstrations, Form, read_demonstrations
 from pipeline.errors import RecipeError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.integrity.sealed import seal
+from pipeline.data.checksums import seal
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, StoreError

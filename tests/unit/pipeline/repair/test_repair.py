@@ -17,9 +17,9 @@ import pytest
 from launch.fork.fork import fork_run
 from pipeline.analysis.audit import verify_history
 from pipeline.control.files import ControlFiles
-from pipeline.data.integrity.sealed import read_sealed_json
+from pipeline.data.batch import Share
+from pipeline.data.checksums import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError
 from pipeline.repair.apply import apply, repaired_paths

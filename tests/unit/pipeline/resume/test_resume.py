@@ -15,13 +15,12 @@ from launch.fork.fork import fork_run
 from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe
 from pipeline.data import epochs
+from pipeline.data.checksums import list_checksums, verify_folder, write_sealed_json
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.files import remove_folder, remove_leftovers
-from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
-from pipeline.data.integrity.folders import list_checksums, verify_folder
-from pipeline.data.integrity.sealed import write_sealed_json
 from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.data.run_recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
 from pipeline.errors import RunConflictError, StoreError, SupersededError
 from pipeline.resume import resume
 from pipeline.resume.resume import changes_to, go_on_with, note_changes, nothing_left, said

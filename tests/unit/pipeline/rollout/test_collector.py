@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline.config.task_sections import SortDigitsTask
+from pipeline.data.batch import FINISH_REASONS, Batch
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import read_events
-from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import (

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.audit import verify_history
+from pipeline.data.batch import Batch, Completion, LogprobContract
 from pipeline.data.event_log import read_events
-from pipeline.data.records import Batch, Completion, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import PromptsExhaustedError

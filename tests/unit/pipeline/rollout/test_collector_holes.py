@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.audit import verify_history
-from pipeline.data.ledger.lost_batches import LostBatch
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import LostBatch
 from pipeline.errors import StoreError
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.audit import verify_history
+from pipeline.data.batch import FINISH_REASONS, Batch, Completion
 from pipeline.data.event_log import read_events
-from pipeline.data.records import FINISH_REASONS, Batch, Completion
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Sampling

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.border.own_parts import VERIFIER_FAILED
-from pipeline.data.records import Completion, Sample
+from pipeline.data.batch import VERIFIER_FAILED, Completion, Sample
 from pipeline.rollout.evaluation import by_source, clustered_wilson, evaluate, pass_at_k, rewards, summarize
 from tests.support.batches import batch_of_rewards
 

@@ -14,9 +14,8 @@ import pytest
 from launch.run.collect import settings
 from pipeline.analysis.audit import verify_history
 from pipeline.config.loader import load_recipe
-from pipeline.data.border.own_parts import VERIFIER_FAILED
+from pipeline.data.batch import VERIFIER_FAILED, Completion, Group, Prompt, Sample
 from pipeline.data.event_log import read_events
-from pipeline.data.records import Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RewardError
 from pipeline.rewards.pool import Verifiers

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion, KeptSets
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.rollout.interruption import Interruption
 

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch, DroppedGroup
 from pipeline.rollout.solved_prompts import Attempts, SolvedPromptFilter, SolvedPromptRule, attempts
 
 MakeBatch = Callable[..., Batch]

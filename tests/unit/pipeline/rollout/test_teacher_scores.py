@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.advantages.distillation import mean_reverse_kl, taught
-from pipeline.data.border.values import LOWEST_LOGPROB
+from pipeline.data.batch import Completion, Prompt
+from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.data.event_log import read_events
-from pipeline.data.records import Completion, Prompt
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EvenKeelError, RewardError
 from pipeline.rewards.failure_watch import FailureWatch

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.data.border.own_parts import VERIFIER_FAILED
-from pipeline.data.ledger.dropped import DroppedGroup
+from pipeline.data.batch import VERIFIER_FAILED, DroppedGroup
 from pipeline.trainer.batch_figures import asked_solve_rate, describe
 from tests.support.batches import batch_of_rewards
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.data.batch import Batch
 from pipeline.data.epochs import claim
-from pipeline.data.ledger.lost_batches import LostBatch
-from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore
+from pipeline.data.store import BatchStore, LostBatch
 from pipeline.errors import DeadlineExceededError, StoppedError, SupersededError
 from pipeline.trainer import batch_source
 from pipeline.trainer.batch_source import STOP_FILE_VARIABLE, BatchSource

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.data.checksums import fingerprints, list_checksums, write_sealed
 from pipeline.data.epochs import claim
 from pipeline.data.files import is_temporary
-from pipeline.data.integrity.folders import fingerprints, list_checksums
-from pipeline.data.integrity.sealed import write_sealed
 from pipeline.errors import CorruptCheckpointError, DiskFullError, StoreError, SupersededError
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints, commit
 from tests.support.one_rank import OneRank
@@ -235,7 +234,7 @@ def test_a_file_that_vanishes_meanwhile_fails_the_commit(tmp_path: Path, monkeyp
     with pytest.raises(CorruptCheckpointError, match=r"b\.distcp vanished while its checkpoint was committed"):
         commit(tmp_path, 4)
     assert not (tmp_path / COMMIT).exists()
-    monkeypatch.setattr("pipeline.data.integrity.folders.fingerprints", lambda files: [None for _ in files])
+    monkeypatch.setattr("pipeline.data.checksums.fingerprints", lambda files: [None for _ in files])
     with pytest.raises(StoreError, match=r"model\.safetensors vanished while SHA256SUMS was made"):
         list_checksums(tmp_path / "policy")
 

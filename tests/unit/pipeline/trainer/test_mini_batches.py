@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods.dr_grpo import DrGRPO
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.ports.learner import Update
 from pipeline.trainer.loop import Stopwatch, Trainer
 from pipeline.trainer.mini_batches import dealt_together, mini_batches, split_groups

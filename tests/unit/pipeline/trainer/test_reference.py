@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.integrity.sealed import read_sealed_json
+from pipeline.data.checksums import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError
 from pipeline.trainer.reference import require_same_reference

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data.records import Batch
+from pipeline.data.batch import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.trainer.replay_effect import LEAST, SHARE, ReplayEffect, spread_samples
 from tests.support.batches import batch_of_rewards

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.audit import verify_history
-from pipeline.data.border.values import Limits
+from pipeline.data.batch_values import Limits
 from pipeline.data.event_log import read_events
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError

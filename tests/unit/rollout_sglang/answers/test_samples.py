@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion
 from pipeline.errors import BadAnswerError, EngineVersionError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.answers import samples

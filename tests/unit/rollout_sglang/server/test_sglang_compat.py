@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from pipeline.data.records import Completion
+from pipeline.data.batch import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient

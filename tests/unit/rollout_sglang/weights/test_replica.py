@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline.data.deltas import delta
-from pipeline.data.deltas.chain import chain_to
-from pipeline.data.deltas.delta import DELTA_FILE
+from pipeline.data import deltas
+from pipeline.data.deltas import DELTA_FILE, chain_to
 from pipeline.errors import StoreError
 from rollout_sglang.weights import replica as module
 from rollout_sglang.weights.replica import Replica, tensor_places
@@ -256,7 +255,7 @@ def test_a_failure_at_any_call_leaves_what_is_served_as_it_was(
         patch.object(module.np, "memmap", striking(np.memmap)),
         patch.object(module, "_sha256", striking(module._sha256)),
         patch.object(module.shutil, "copyfile", striking(shutil.copyfile)),
-        patch("pipeline.data.deltas.delta.apply", striking(delta.apply)),
+        patch("pipeline.data.deltas.apply", striking(deltas.apply)),
     ):
         try:
             replica.make(12)

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pipeline.data.deltas.chain import read_link
+from pipeline.data.deltas import read_link
 from pipeline.data.membership import Announcement, Member, Membership
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import DeadlineExceededError, EngineVersionError, SupersededError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.data.checksums import write_sealed_json
 from pipeline.data.epochs import claim
-from pipeline.data.integrity.sealed import write_sealed_json
 from pipeline.errors import DeadlineExceededError, SupersededError
 from rollout_sglang.weights import update_lease
 from rollout_sglang.weights.update_lease import KEPT, Update, UpdateKind, Updates

@@ -22,8 +22,8 @@ from launch.cluster.roles.starting_weights import starting_folder
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.config.run_sections import CheckpointSection
+from pipeline.data.checksums import list_checksums
 from pipeline.data.epochs import Epoch, claim, epoch_folder
-from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import (
     DeadlineExceededError,

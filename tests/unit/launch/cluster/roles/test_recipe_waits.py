@@ -13,8 +13,8 @@ from launch.cluster.roles.collector import run_collector
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim, epoch_folder, newest
-from pipeline.data.frozen.recipes import newest_recipe_file
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import newest_recipe_file
 from pipeline.errors import DeadlineExceededError, RecipeError
 from pipeline.resume.resume import go_on_with
 from pipeline.tasks.digest import with_digest

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
-from pipeline.data.integrity.folders import list_checksums
+from pipeline.data.checksums import list_checksums
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.ports.weight_check import WeightCheck

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.analysis.flight.timeline import Span, part_of
 from pipeline.analysis.flight.trace import _rows, trace
-from pipeline.data.integrity.sealed import seal
+from pipeline.data.checksums import seal
 from pipeline.errors import StoreError
 from tests.support.traces import check_trace, rows_of
 from tests.support.written_runs import SECONDS, START

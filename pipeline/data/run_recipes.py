@@ -1,7 +1,8 @@
-"""Which recipe a run goes by, and which step went by which.
+"""Keep the recipes that a run went by, and the format of its directory.
 
+    RUN/FORMAT                 the layout of the directory: only the version of Even Keel with its number reads the run
     RUN/recipe.yaml            what the run began with, every default spelled out; never rewritten
-    RUN/recipes/000001.yaml    what a later start changed it to, whole; its first line says from where on
+    RUN/recipes/000001.yaml    what a later start changed it to, whole; its first line says from which step on
 
 The newest file is the recipe that the run goes by. A file is created exclusively, with its checksum, so a start that is
 killed has changed everything or nothing.
@@ -10,6 +11,7 @@ killed has changed everything or nothing.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -19,10 +21,8 @@ from pathlib import Path
 
 from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.files import NUMBER, make_folder
-from pipeline.data.frozen.run_format import begin_format, check_format
-from pipeline.data.integrity.regular import read_at_most
-from pipeline.data.integrity.sealed import checksum_line, create_sealed, read_sealed
+from pipeline.data.checksums import checksum_line, create_sealed, read_sealed, reason, seal, unseal
+from pipeline.data.files import NUMBER, make_folder, read_at_most
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from precision.text.short import one_line
 from precision.text.yaml_data import MOST_BYTES, YamlError, parse_yaml
@@ -174,3 +174,46 @@ def _checksum_line(path: Path) -> str:
         return checksum_line(read_at_most(path, MOST_BYTES))
     except (OSError, ValueError):
         return ""
+
+
+RUN_FORMAT = 7
+"""Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
+Batch files have a schema version of their own (pipeline.data.batch_format)."""
+
+_FORMAT_BYTES = 1000
+
+
+def format_file(run: Path) -> Path:
+    """Where the number stands."""
+    return run / "FORMAT"
+
+
+def begin_format(run: Path) -> None:
+    """Write this version's number, unless one is there."""
+    with suppress(FileExistsError):
+        create_sealed(format_file(run), f"{RUN_FORMAT}\n")
+
+
+def check_format(run: Path) -> None:
+    """Raises StoreError unless this version of Even Keel made the run, or one with the same RUN_FORMAT."""
+    found = _read_format(format_file(run))
+    if found != RUN_FORMAT:
+        raise StoreError(
+            f"{run} was made by {'an earlier' if found < RUN_FORMAT else 'a later'} version of Even Keel (run format "
+            f"{found}, this version reads {RUN_FORMAT}); go on with that version, or start a new run under another "
+            "run.name"
+        )
+
+
+def _read_format(path: Path) -> int:
+    """Raises StoreError when the file is missing or damaged."""
+    try:
+        return int(unseal(read_at_most(path, _FORMAT_BYTES)))
+    except FileNotFoundError:
+        trouble = "is missing"
+    except ValueError as error:
+        trouble = f"is damaged ({reason(error)})"
+    text = json.dumps(seal(f"{RUN_FORMAT}\n"))[1:-1]
+    raise StoreError(
+        f"{path} {trouble}; if this version of Even Keel made the run, write {text} into it, or else start a new run"
+    )

@@ -1,8 +1,13 @@
-"""Reads the files that `zarr_writer` makes, wholly or in part: a part is found by seeking, and nothing else is read.
+"""Write and read the files of arrays of a run: each is one zipped Zarr v3 group, sealed.
 
-Before anything is unpacked it is compared what the metadata claim: every chunk is there, none is larger than its array,
-and all arrays together are not larger than such a file can hold. Zarr would otherwise make arrays of any size, out of
-fill values. Each chunk that is read is compared with its crc32c, and with its digest where the caller has one.
+Arrays are cut along their first axis alone, which counts samples or tokens: finely enough that a rank reads its share,
+coarsely enough that a small file has one chunk an array. A chunk is a contiguous piece of the array's memory. Chunks
+are compressed and carry a crc32c. The comment of the zip file is a crc32 of all bytes before the comment's length, so
+that headers, names and padding are covered too. Writing holds one chunk in memory at a time.
+
+A part of a file is found by seeking, and nothing else is read. Zarr would make arrays of any size out of fill values,
+so it is compared beforehand that every chunk is there, and that the arrays are not larger than such a file can hold.
+Each chunk that is read is compared with its crc32c, and with its digest where the caller has one.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +27,28 @@ from typing import Any, BinaryIO
 
 import google_crc32c
 import numpy as np
+import zarr
 from numcodecs import zstd
 from numpy.typing import NDArray
+from zarr.codecs import Crc32cCodec, ZstdCodec
+from zarr.core.buffer import Buffer
+from zarr.storage import MemoryStore
 
-from pipeline.data.arrays.zarr_writer import MAX_RATIO, SMALL_BYTES, zip_comment
-from pipeline.data.integrity.regular import machine_failure, open_regular, read_if_it_ends
-from pipeline.data.integrity.sealed import TRAILER, TRAILER_BYTES
+from pipeline.data.checksums import TRAILER, TRAILER_BYTES, trailer_of
+from pipeline.data.files import machine_failure, open_regular, read_if_it_ends
 from pipeline.errors import StoreError
 from precision.text.short import one_line
 
+MAX_RATIO = 256
+"""Bytes of arrays for each byte of the file, at most, beyond SMALL_BYTES: readers allocate no more, whatever a file
+claims. Real batches have 2 to 10. A file whose arrays are packed closer is padded."""
+SMALL_BYTES = 64 << 20
+PIECES = 256
+"""Chunks of a large array. Whoever reads a contiguous part of it reads one chunk too much, in the mean: 1/256 of it."""
+LEAST_BYTES = 64 << 10
+"""Of a chunk that is not the only one: below it, what a chunk costs by itself is more than what it saves."""
+_ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
+_LEVEL = 1
 _NOT_SEALED = "it does not end in its checksum"
 _METADATA = "zarr.json"
 _METADATA_BYTES = 16 << 20
@@ -47,6 +65,112 @@ _DECODING = (
     zipfile.BadZipFile,
 )
 """What bytes can make a reader raise."""
+
+
+def chunk_rows(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> int:
+    """Rows of the first axis in each chunk of an array with at least one axis."""
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
+    wanted = max(-(-shape[0] // PIECES), -(-LEAST_BYTES // max(row_bytes, 1)))
+    return min(max(shape[0], 1), wanted)
+
+
+def chunk_digests(array: NDArray[np.generic]) -> list[str]:
+    """The SHA-256 of each chunk's raw little-endian bytes, in order; the last one is not padded."""
+    return [hashlib.sha256(chunk.data).hexdigest() for chunk in chunks(array)]
+
+
+def chunks(array: NDArray[np.generic], *, padded: bool = False) -> Iterator[NDArray[np.uint8]]:
+    """The raw little-endian bytes of each chunk, in order: views of the array where they can be. The last one has as
+    many as the others where it is `padded`, by zeros."""
+    rows = chunk_rows(array.shape, array.dtype)
+    chunk_bytes = rows * array.dtype.itemsize * math.prod(array.shape[1:])
+    for start in range(0, len(array) if array.size else 0, rows):
+        part = np.ascontiguousarray(array[start : start + rows], array.dtype.newbyteorder("<"))
+        found = part.reshape(-1).view(np.uint8)
+        missing = chunk_bytes - len(found)
+        yield np.pad(found, (0, missing)) if padded and missing else found
+
+
+def write_zarr_zip(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write the sealed group into an open file; `attributes` are JSON.
+
+    The same content gives the same bytes: keys have an order, and the dates are constant.
+    """
+    output = _SealedOutput(file)
+    with zipfile.ZipFile(output, "w", compression=zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
+        written = 0
+        for key, value in _members(attributes, arrays):
+            archive.writestr(zipfile.ZipInfo(key, date_time=_ZIP_EPOCH), value)
+            written += len(value)
+        least = -(-(sum(array.nbytes for array in arrays.values()) - SMALL_BYTES) // MAX_RATIO)
+        if written < least:
+            archive.writestr(zipfile.ZipInfo(_padding_key(arrays), date_time=_ZIP_EPOCH), bytes(least - written))
+    output.seal()
+
+
+def _members(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, bytes]]:
+    """Names and contents. The metadata are Zarr's own; chunks are encoded here as Zarr would, which has an event loop
+    and several copies for each."""
+    metadata: dict[str, Buffer] = {}
+    group = zarr.create_group(MemoryStore(metadata), zarr_format=3, attributes=dict(attributes))
+    for name, data in arrays.items():
+        group.create_array(
+            name,
+            shape=data.shape,
+            dtype=data.dtype,
+            chunks=(chunk_rows(data.shape, data.dtype), *(max(size, 1) for size in data.shape[1:])),
+            compressors=[ZstdCodec(level=_LEVEL), Crc32cCodec()],
+        )
+    yield from ((key, value.to_bytes()) for key, value in sorted(metadata.items()))
+    for name, data in sorted(arrays.items()):
+        for number, chunk in enumerate(chunks(data, padded=True)):
+            frame = zstd.compress(chunk, _LEVEL)
+            key = "/".join((name, "c", str(number), *"0" * (data.ndim - 1)))
+            yield key, frame + google_crc32c.value(frame).to_bytes(4, "little")
+
+
+def _padding_key(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Within an array, where Zarr looks for chunks of other names alone."""
+    return f"{min(arrays)}/padding"
+
+
+class _SealedOutput:
+    """What zipfile writes to. It cannot be sought in, so every byte comes once and in its place."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._crc32 = 0
+        self._last = b""
+        """The last two bytes so far: at the end of a zip file, the length of its comment."""
+
+    def write(self, data: bytes) -> int:
+        whole = self._last + data
+        body, self._last = whole[:-2], whole[-2:]
+        self._crc32 = zlib.crc32(body, self._crc32)
+        self._file.write(body)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def seal(self) -> None:
+        """The file is complete but for its comment."""
+        self._file.write(_comment(self._crc32))
+
+
+def sealed_zip(data: bytes | memoryview) -> bytes:
+    """A zip file without comment, with its checksum for one."""
+    whole = memoryview(data)[:-2]  # the last field is the length of the comment
+    return b"".join((whole, zip_comment(whole)))
+
+
+def zip_comment(whole: memoryview) -> bytes:
+    """What ends a sealed zip file, of which `whole` is all before it: a comment's length, and the comment."""
+    return _comment(zlib.crc32(whole))
+
+
+def _comment(crc32: int) -> bytes:
+    return TRAILER_BYTES.to_bytes(2, "little") + trailer_of(crc32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.data.deltas import places
-from pipeline.data.deltas.places import Places, apply, changed_runs, numbers_of
+from pipeline.data import deltas
+from pipeline.data.deltas import Places, apply, changed_runs, numbers_of
 
 Bytes = NDArray[np.uint8]
 
@@ -41,7 +41,7 @@ def test_applied_once_or_twice_the_new_bytes_are_there(
 ) -> None:
     old, new = pair(count, width, share, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "RUN_NUMBERS", run_numbers)
+        patch.setattr(deltas, "RUN_NUMBERS", run_numbers)
         runs = changed_runs(old, new, width)
     target = old.copy()
     for _ in range(2):

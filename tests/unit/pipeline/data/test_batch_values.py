@@ -13,16 +13,16 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.analysis.audit import verify_history
-from pipeline.data.border.batches import batch_faults
-from pipeline.data.border.values import (
+from pipeline.data.batch import Batch
+from pipeline.data.batch_values import (
     HIGHEST_LOGPROB,
     LOWEST_LOGPROB,
     MOST_PARTS,
     Limits,
+    batch_faults,
     is_finite_float32,
     verdict_fault,
 )
-from pipeline.data.records import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError, StoreError

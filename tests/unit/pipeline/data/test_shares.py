@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pipeline.data.arrays.zarr_reader as zarr_reader
-from pipeline.data.arrays.batch_file import Choose
-from pipeline.data.arrays.chunks import LEAST_BYTES, PIECES, chunk_digests, chunk_rows
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import Batch
+import pipeline.data.zarr_zip as zarr_reader
+from pipeline.data.batch import Batch, KeptSets, Share
+from pipeline.data.batch_format import Choose
 from pipeline.data.routed_experts import RoutedExperts
-from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
+from pipeline.data.zarr_zip import LEAST_BYTES, PIECES, chunk_digests, chunk_rows
 from pipeline.errors import CorruptBatchError
 from tests.support.batches import read_by
 from tests.support.counted_file import CountedFile

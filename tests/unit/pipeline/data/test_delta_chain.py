@@ -4,10 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.deltas import chain
-from pipeline.data.deltas.chain import Link, chain_to, needed, read_link
-from pipeline.data.deltas.delta import DELTA_FILE, MANIFEST_FILE, Delta, payload_of, read_manifest
-from pipeline.data.integrity.sealed import seal, unseal
+from pipeline.data import deltas
+from pipeline.data.checksums import seal, unseal
+from pipeline.data.deltas import (
+    DELTA_FILE,
+    MANIFEST_FILE,
+    Delta,
+    Link,
+    chain_to,
+    needed,
+    payload_of,
+    read_link,
+    read_manifest,
+)
 from pipeline.errors import StoreError
 from tests.support.delta_policies import drawn, moved, write_version
 from tests.support.odd_files import huge_at, pipe_at
@@ -88,14 +97,14 @@ def test_what_cannot_be_read_for_a_moment_may_need_all_from_the_newest_weights_o
     policies: Path, monkeypatch: pytest.MonkeyPatch, unread: int
 ) -> None:
     """Else what a served version is made from would be deleted because of one error of a mount."""
-    read = chain.read_link
+    read = deltas.read_link
 
     def fails(folder: Path, version: int) -> Link:
         if version == unread:
             raise StoreError("delta.json is damaged (Stale file handle)")
         return read(folder, version)
 
-    monkeypatch.setattr(chain, "read_link", fails)
+    monkeypatch.setattr(deltas, "read_link", fails)
     assert needed(policies, [12]) == {10, 11, 12}
     assert needed(policies, [14]) == {13, 14}
 

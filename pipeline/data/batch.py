@@ -1,35 +1,38 @@
-"""What flows between the loops: Prompt → Completion → Sample → Group → Batch.
+"""Define what flows between the loops: Prompt → Completion → Sample → Group → Batch.
 
 A Batch is flat and ragged, exactly as it lies in the store: all tokens of all samples in one row, with offsets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, Literal
+from itertools import chain, pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.border.own_parts import VERIFIER_FAILED
-from pipeline.data.kept_sets import KeptSets
-from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.routed_experts import RoutedExperts
-from pipeline.data.share import Share
 
 PER_RESPONSE_TOKEN = ("rollout_logprobs", "policy_version", "loss_mask")
 """The fields of Batch that hold one number for each response token."""
-
-
 FINISH_REASONS = ("stop", "length", "abort")
 """`Batch.finish` holds indices into this tuple."""
-
 FinishReason = Literal["stop", "length", "abort"]
-
 SOLVED_REWARD = 1.0
 """What solves a problem where a recipe says nothing else (`reward.solved_at`)."""
+VERIFIER_FAILED = "verifier_failed"
+"""Of a sample that has no reward."""
+TEACHER_FAILED = "teacher_failed"
+"""Of a sample that the teacher of a distillation did not score. It may have a reward."""
+OWN_PARTS = frozenset((VERIFIER_FAILED, TEACHER_FAILED))
+DropKind = Literal["unfit", "zero_variance", "filtered", "solved"]
+"""unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. filtered:
+the user's prompts.group_filter did not keep it. solved: its problem is solved too often to be asked again."""
+PASSED_OVER = ("solved_groups", "solved_problems")
+"""The arrays of a batch's file that hold its groups of solved problems: int64 [passed over]. They may be most of an
+epoch, of which attributes could hold some ten thousand."""
 
 
 def is_solved(reward: Sequence[float] | NDArray[np.float32], solved_at: float) -> NDArray[np.bool_]:
@@ -72,6 +75,84 @@ class Prompt:
     """Which of the task's sources it comes from; empty where there is one."""
     reward: str = ""
     """Which of the collector's verifiers judges it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptSets:
+    """One set of token ids for each of n response tokens, ragged. A token that no engine sampled has an empty set."""
+
+    offsets: NDArray[np.int64]
+    """[n + 1] where each token's set starts in `tokens`."""
+    tokens: NDArray[np.int32]
+    """[kept] token ids, ascending within a set."""
+
+    @staticmethod
+    def of(sets: Sequence[Sequence[int]]) -> KeptSets:
+        """From one sequence of ids a token, in any order."""
+        counts = np.fromiter(map(len, sets), np.int64, len(sets))
+        tokens = np.fromiter(chain.from_iterable(sets), np.int32, int(counts.sum()))
+        owner = np.repeat(np.arange(len(sets)), counts)
+        return KeptSets(offsets=_offsets(counts), tokens=tokens[np.lexsort((tokens, owner))])
+
+    @staticmethod
+    def empty(num_tokens: int) -> KeptSets:
+        """For tokens that no engine sampled."""
+        return KeptSets(offsets=np.zeros(num_tokens + 1, np.int64), tokens=np.zeros(0, np.int32))
+
+    @staticmethod
+    def joined(parts: Sequence[KeptSets]) -> KeptSets:
+        """The sets of one part after those of another."""
+        counts = np.concatenate([np.zeros(0, np.int64), *(part.counts for part in parts)])
+        return KeptSets(
+            offsets=_offsets(counts), tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)])
+        )
+
+    def __len__(self) -> int:
+        """Response tokens."""
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[n] ids in each set."""
+        return np.diff(self.offsets)
+
+    def take(self, places: NDArray[np.int64]) -> KeptSets:
+        """The sets at `places` [m], in that order; at a place of -1 an empty one."""
+        counts = np.where(places < 0, 0, np.append(self.counts, 0)[places])
+        offsets = _offsets(counts)
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        return KeptSets(offsets=offsets, tokens=self.tokens[np.repeat(self.offsets[places], counts) + within])
+
+    def hold(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """[n] whether each of `tokens` [n] is in its set."""
+        owner = np.repeat(np.arange(len(self)), self.counts)
+        found = np.zeros(len(self), np.bool_)
+        found[owner[self.tokens == tokens[owner]]] = True
+        return found
+
+    def check(self, tokens: NDArray[np.int32], sampled: NDArray[np.bool_]) -> None:
+        """Raises ValueError unless there is a set for each of the response tokens `tokens` [n], which holds it where
+        an engine `sampled` [n] it and is empty elsewhere."""
+        for name, array, dtype in (("kept_offsets", self.offsets, np.int64), ("kept_tokens", self.tokens, np.int32)):
+            if array.dtype != dtype or array.ndim != 1:
+                raise ValueError(f"{name} is {array.dtype} with {array.ndim} axes, expected {np.dtype(dtype)} with 1")
+        if len(self.offsets) != len(tokens) + 1:
+            raise ValueError(f"kept_offsets has {len(self.offsets)} entries, expected {len(tokens) + 1}")
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens) or np.any(self.counts < 0):
+            raise ValueError(f"kept_offsets does not rise from 0 to the {len(self.tokens)} kept tokens")
+        owner = np.repeat(np.arange(len(self)), self.counts)
+        if np.any(self.tokens < 0) or np.any((np.diff(self.tokens) <= 0) & (np.diff(owner) == 0)):
+            raise ValueError("kept_tokens holds a negative id, or a set is not ascending")
+        if np.any(self.counts[~sampled] > 0):
+            raise ValueError("a token outside loss_mask has a kept set, expected an empty one: no engine sampled it")
+        if missing := np.flatnonzero(sampled & ~self.hold(tokens)).tolist():
+            raise ValueError(
+                f"{len(missing)} sampled tokens are not in their own kept set, the first is response token {missing[0]}"
+            )
+
+
+def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,6 +236,64 @@ class Group:
     def rewards(self) -> NDArray[np.float32]:
         """[judged] of the samples that have one, as they are stored."""
         return np.array([sample.reward for sample in self.samples if sample.judged], np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroppedGroup:
+    """A group that will never be trained on, with the reason. It is recorded in the batch for which it was asked."""
+
+    group: int
+    reason: str
+    kind: DropKind = "unfit"
+    problem: int = -1
+    """As in Prompt."""
+    samples: int = 0
+    """How many were sampled and scored before it was dropped; they count for the problem's pass rate."""
+    solved: int = 0
+    """How many of them solved the problem."""
+
+    @staticmethod
+    def passed_over(group: int, problem: int) -> DroppedGroup:
+        """A group whose problem is solved."""
+        return DroppedGroup(group=group, reason=f"problem {problem} is solved", kind="solved", problem=problem)
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether group and problem say all of it."""
+        return self.kind == "solved" and self == DroppedGroup.passed_over(self.group, self.problem)
+
+
+def arrays_of_passed_over(dropped: Sequence[DroppedGroup]) -> dict[str, NDArray[np.int64]]:
+    """PASSED_OVER of those in `dropped` that were; empty where none was."""
+    found = [(drop.group, drop.problem) for drop in dropped if drop.is_passed_over]
+    return dict(zip(PASSED_OVER, np.array(found, np.int64).T.copy(), strict=True)) if found else {}
+
+
+def all_dropped(listed: Sequence[DroppedGroup], groups: NDArray[Any], problems: NDArray[Any]) -> list[DroppedGroup]:
+    """Those that are `listed` and those of PASSED_OVER, by group. Raises ValueError when the arrays do not agree."""
+    if not groups.dtype == problems.dtype == np.int64 or groups.ndim != 1 or groups.shape != problems.shape:
+        raise ValueError(f"{PASSED_OVER} are {groups.dtype}{groups.shape} and {problems.dtype}{problems.shape}")
+    passed = [DroppedGroup.passed_over(*each) for each in zip(groups.tolist(), problems.tolist(), strict=True)]
+    return sorted([*listed, *passed], key=lambda drop: drop.group)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share:
+    """What one rank takes. All know what each of them takes, so that each works out the plan of all."""
+
+    ranks: NDArray[np.int64]
+    """[n] the data parallel rank that takes each sample."""
+    rank: int
+    """Whose share this is."""
+
+    @property
+    def held(self) -> NDArray[np.bool_]:
+        """[n] True on the samples of this rank."""
+        return np.asarray(self.ranks == self.rank)
+
+    def select(self, samples: NDArray[np.bool_]) -> Share:
+        """Of those `samples` [n] alone."""
+        return Share(ranks=self.ranks[samples], rank=self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,3 +545,36 @@ def _taught(completions: Sequence[Completion]) -> NDArray[np.float32] | None:
 def _kept(completions: Sequence[Completion]) -> KeptSets:
     """The sets of all tokens; empty ones where an engine was to say and did not, which no store commits."""
     return KeptSets.joined([KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for c in completions])
+
+
+class Response(NamedTuple):
+    """One answer to a prompt."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    """Natural log, one for each token; it stands where the engine's would."""
+    reward: float
+    learned: Sequence[bool] | None = None
+    """One for each token: False where nothing is learned from it. Default: all are."""
+
+
+def given_batch(
+    index: int, groups: Iterable[tuple[Sequence[int], Sequence[Response]]], contract: LogprobContract
+) -> Batch:
+    """Batch `index` of (prompt tokens, responses), as if sampled with version `index`. Groups are numbered from 0.
+
+    Its log-probabilities are over the whole vocabulary, whatever the contract says of kept sets: nothing was cut."""
+    contract = replace(contract, kept_set=False)
+    built = [
+        Group(
+            prompt=Prompt(group=number, text="", answer="", tokens=tuple(prompt)),
+            samples=tuple(Sample(completion=_completion(one, index), reward=one.reward) for one in responses),
+        )
+        for number, (prompt, responses) in enumerate(groups)
+    ]
+    return Batch.from_groups(index, built, contract=contract, dropped=(), next_group=len(built), recipe_sha256="")
+
+
+def _completion(one: Response, index: int) -> Completion:
+    made = Completion.given(one.tokens, one.logprobs, index)
+    return made if one.learned is None else replace(made, loss_mask=np.array(one.learned, np.bool_))

@@ -1,0 +1,396 @@
+"""Publish what a version changed of the one before it, and find the versions that it is made from.
+
+    policy/000013/manifest.json      every tensor of version 13, with the SHA-256 of its bytes: the final state
+                  delta-00002.bin    what changed of the tensors that learner rank 2 sends: payloads, one after another
+                  delta.json         which payload belongs where (Places), and for which weights: the version that it
+                                     was made from, and the digest of all of that one's tensors
+
+    payload   zstd of: gaps, then values; of each first all lowest bytes, then all second ones, and so on
+    gaps      for each place, how many numbers lie between it and the place before; of 1 or 2 bytes
+    values    the new number at each place, bit for bit; without gaps they stand at every place
+
+A value overwrites what was there. So a payload may be applied any number of times, and it may name places that did not
+change: a gap that is longer than its bytes can say is bridged by such places. Numbers are compared as bits, so NaN and
+the two zeros are numbers like any other.
+
+    000010 weights ◀── 000011 delta ◀── 000012 delta ◀── 000013 weights and delta ◀── 000014 delta
+
+Version 12 is made from 10, 11 and 12, and version 14 from 13 and 14. A version may have been published again with other
+weights, so a delta also names the state that it was made from, and a link fits only where that is the folder's state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numcodecs.zstd import Zstd
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.data.checksums import MAX_BYTES, read_sealed_json, write_sealed_json
+from pipeline.data.files import read_at_most
+from pipeline.data.run_directory import numbered, numbered_folders
+from pipeline.errors import StoreError
+from precision.settings import problem_of
+from precision.text.json_data import parse_object
+
+INDEX_FILE = "model.safetensors.index.json"
+DELTA_FILE, MANIFEST_FILE = "delta.json", "manifest.json"
+STATE_DIGITS = 12
+"""Of the digest of a state, in names of folders."""
+RUN_NUMBERS = 1 << 24
+"""Longest run that is encoded at once: it bounds the memory, and how much one payload can be blown up to."""
+LEVEL = 1
+"""Of zstd. Gaps and values are near noise: level 9 takes ten times as long and saves 1 % (tests/bench/delta.py)."""
+_UNSIGNED = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+_WORTH_ALL = 8
+"""From one number in so many on it is also tried whether all numbers take fewer bytes than places and values."""
+_REMEDY = "stop the run and repair it: `evenkeel repair`"
+_MOST = 1 << 53
+_DIGEST = r"^[0-9a-f]{64}$"
+_DIGITS = {"sha256", "shape", "dtype", "bytes"}
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.unsignedinteger[Any]]
+Manifest = Mapping[str, Mapping[str, Any]]
+"""Tensor → what a manifest says about it (megatron_bridge.hf.shard_writer)."""
+
+
+class Places(NamedTuple):
+    """What changed in one run."""
+
+    first: int
+    """Where the run begins in its tensor, in numbers."""
+    length: int
+    """Numbers of the run."""
+    places: int
+    """Values in the payload."""
+    gap_bytes: int
+    """Of one gap: 1 or 2; 0 where every place has a value."""
+
+
+def numbers_of(data: Bytes, width: int) -> Numbers:
+    """Bytes [n * width] as unsigned numbers of `width` bytes [n], in the same memory."""
+    return data.view(_UNSIGNED[width])
+
+
+def changed_runs(old: Bytes, new: Bytes, width: int) -> list[tuple[Places, bytes, int]]:
+    """What changed from `old` to `new`, each [n * width] bytes: for each run that changed its places, its payload, and
+    how many of its numbers differ."""
+    before, after = numbers_of(old, width), numbers_of(new, width)
+    found = []
+    for first in range(0, len(after), RUN_NUMBERS):
+        part = slice(first, first + RUN_NUMBERS)
+        changed = np.flatnonzero(before[part] != after[part])
+        if len(changed):
+            found.append((*_encode(first, changed, after[part]), len(changed)))
+    return found
+
+
+def apply(target: Bytes, width: int, run: Places, payload: bytes) -> None:
+    """Overwrite in `target`, [n * width] bytes that may be written. Raises ValueError for a payload that is none, with
+    nothing written."""
+    numbers = numbers_of(target, width)[run.first : run.first + run.length]
+    if run.gap_bytes not in (0, 1, 2) or len(numbers) != run.length or not 0 <= run.places <= run.length:
+        raise ValueError(f"{run} does not fit a tensor of {len(target) // width} numbers")
+    planes = _unpacked(payload, run.places * (run.gap_bytes + width))
+    values = _joined(planes[run.places * run.gap_bytes :], width)
+    if run.gap_bytes == 0:
+        if run.places != run.length:
+            raise ValueError(f"{run.places} values for {run.length} places")
+        numbers[:] = values
+        return
+    gaps = _joined(planes[: run.places * run.gap_bytes], run.gap_bytes)
+    places = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if run.places and places[-1] >= run.length:
+        raise ValueError(f"its last place is {places[-1]}, expected one below {run.length}")
+    numbers[places] = values
+
+
+def _encode(first: int, changed: NDArray[np.int64], after: Numbers) -> tuple[Places, bytes]:
+    gaps = np.diff(changed, prepend=-1) - 1
+    # A place more costs about as much as the second bytes of four gaps, which are mostly 0.
+    gap_bytes = 1 if 4 * int((gaps >> 8).sum()) <= len(gaps) else 2
+    gaps = _bridged(gaps, (1 << 8 * gap_bytes) - 1)
+    values = after[np.cumsum(gaps + 1) - 1]
+    planes = [_planes(gaps.astype(_UNSIGNED[gap_bytes])), _planes(values)]
+    best = Places(first, len(after), len(gaps), gap_bytes), _packed(np.concatenate(planes))
+    if len(gaps) * _WORTH_ALL > len(after):
+        everything = _packed(_planes(after))
+        if len(everything) < len(best[1]):
+            best = Places(first, len(after), len(after), 0), everything
+    return best
+
+
+def _bridged(gaps: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
+    """The gaps with places put in between, so that none exceeds `longest`."""
+    bridges = gaps // (longest + 1)
+    if not bridges.any():
+        return gaps
+    ends = np.cumsum(bridges + 1) - 1
+    bridged = np.full(ends[-1] + 1, longest, np.int64)
+    bridged[ends] = gaps - bridges * (longest + 1)
+    return bridged
+
+
+def _planes(numbers: Numbers) -> Bytes:
+    """[n] numbers of w bytes as w runs of n bytes: bytes of one kind compress better together."""
+    return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), -1).T.reshape(-1)
+
+
+def _joined(planes: Bytes, width: int) -> Numbers:
+    """What `_planes` took apart."""
+    return np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1).view(_UNSIGNED[width])
+
+
+def _packed(data: Bytes) -> bytes:
+    return bytes(Zstd(level=LEVEL).encode(np.ascontiguousarray(data)))
+
+
+def _unpacked(payload: bytes, expected: int) -> Bytes:
+    """The `expected` bytes that were packed; what the payload claims about its size allocates nothing."""
+    data = np.empty(expected, np.uint8)
+    try:
+        Zstd().decode(payload, out=data)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"its payload cannot be unpacked to {expected} bytes ({error})") from error
+    return data
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Where the payload of one run lies."""
+
+    file: int
+    """Learner rank that sent it: `delta-00002.bin`."""
+    offset: int
+    num_bytes: int
+    run: Places
+
+
+def payload_name(rank: int) -> str:
+    """The file of a learner rank."""
+    return f"delta-{rank:05}.bin"
+
+
+def list_of(payload: Payload) -> list[int]:
+    """As `delta.json` holds it, and as ranks tell one another."""
+    return [payload.file, payload.offset, payload.num_bytes, *payload.run]
+
+
+def payload_of(numbers: Sequence[int]) -> Payload:
+    """What `list_of` gave. Raises TypeError for another number of numbers."""
+    file, offset, num_bytes = numbers[:3] if len(numbers) == 7 else (-1, -1, -1)
+    if min(file, offset, num_bytes) < 0:
+        raise TypeError("a payload is not described by seven numbers")
+    return Payload(file, offset, num_bytes, Places(*numbers[3:]))
+
+
+class _Delta(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    version: int = Field(ge=0, lt=_MOST)
+    base: int = Field(ge=0, lt=_MOST)
+    base_state: str = Field(pattern=_DIGEST)
+    widths: dict[str, int]
+    """Tensor that changed → bytes of one of its numbers."""
+    payloads: dict[str, list[list[int]]]
+    """Tensor that changed → file, offset, bytes, and the four numbers of Places, of each of its runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """`delta.json` of one version."""
+
+    version: int
+    base: int
+    """The version that it was made from."""
+    base_state: str
+    """Of that version (`state_of`)."""
+    widths: Mapping[str, int]
+    payloads: Mapping[str, Sequence[Payload]]
+
+    def save(self, folder: Path) -> None:
+        """Write it, durably."""
+        write_sealed_json(
+            folder / DELTA_FILE,
+            dict(
+                version=self.version,
+                base=self.base,
+                base_state=self.base_state,
+                widths=dict(self.widths),
+                payloads={name: [list_of(one) for one in runs] for name, runs in self.payloads.items()},
+            ),
+        )
+
+    @staticmethod
+    def load(folder: Path, remedy: str) -> Delta | None:
+        """The delta of a policy folder; None where it has none. Raises StoreError when it is damaged."""
+        path = folder / DELTA_FILE
+        try:
+            found = _Delta.model_validate(read_sealed_json(path, remedy))
+            payloads = {name: [payload_of(one) for one in runs] for name, runs in found.payloads.items()}
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise StoreError(f"{path} is damaged ({problem_of(error)}); {remedy}") from None
+        except (OSError, TypeError) as error:
+            raise StoreError(f"{path} is damaged ({error}); {remedy}") from None
+        if payloads.keys() != found.widths.keys() or not {*found.widths.values()} <= {1, 2, 4, 8}:
+            raise StoreError(f"{path} is damaged (its tensors and their widths differ); {remedy}")
+        return Delta(
+            version=found.version,
+            base=found.base,
+            base_state=found.base_state,
+            widths=found.widths,
+            payloads=payloads,
+        )
+
+    def overwrite(self, folder: Path, name: str, target: Bytes) -> None:
+        """Write what changed of tensor `name` over `target`, the bytes of the base or of this version. `folder` is that
+        of the version. Raises StoreError where a payload is missing or damaged."""
+        for payload in self.payloads.get(name, ()):
+            path = folder / payload_name(payload.file)
+            try:
+                with path.open("rb") as file:
+                    file.seek(payload.offset)
+                    data = file.read(payload.num_bytes)
+                apply(target, self.widths[name], payload.run, data)
+            except (OSError, ValueError) as error:
+                raise StoreError(f"{path} does not hold what changed of {name} ({error})") from error
+
+
+@dataclass
+class DeltaWriter:
+    """What one learner rank sends of a version."""
+
+    folder: Path
+    rank: int
+    widths: dict[str, int] = field(default_factory=dict)
+    payloads: dict[str, list[Payload]] = field(default_factory=dict)
+    num_bytes: int = 0
+    num_changed: int = 0
+    """Numbers that differ."""
+
+    def add(self, name: str, old: Bytes, new: Bytes, width: int) -> bool:
+        """Append what changed of a tensor; returns whether anything did."""
+        runs = changed_runs(old, new, width)
+        with (self.folder / payload_name(self.rank)).open("ab") as file:
+            for run, data, num_changed in runs:
+                self.payloads.setdefault(name, []).append(Payload(self.rank, self.num_bytes, len(data), run))
+                file.write(data)
+                self.num_bytes += len(data)
+                self.num_changed += num_changed
+        if runs:
+            self.widths[name] = width
+        return bool(runs)
+
+
+def read_manifest(folder: Path, remedy: str) -> dict[str, dict[str, Any]]:
+    """What a policy folder says about its tensors. Raises StoreError."""
+    path = folder / MANIFEST_FILE
+    try:
+        found = parse_object(read_at_most(path, MAX_BYTES))["tensors"]
+        if isinstance(found, dict) and all(isinstance(one, dict) and one.keys() >= _DIGITS for one in found.values()):
+            return found
+        raise ValueError("its tensors are not described")
+    except (OSError, KeyError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); {remedy}") from error
+
+
+def state_of(manifest: Manifest) -> str:
+    """Digest of the weights of a version: of the names, kinds and bytes of all tensors, wherever they lie."""
+    lines = (json.dumps([name, *(manifest[name][key] for key in sorted(_DIGITS))]) for name in sorted(manifest))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Link:
+    """One version in its folder."""
+
+    version: int
+    folder: Path
+    manifest: Manifest
+    delta: Delta | None
+    """From the version before; None where the folder has none."""
+
+    @cached_property
+    def state(self) -> str:
+        """Digest of the version's weights."""
+        return state_of(self.manifest)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the folder holds the weights, and not only what changed."""
+        return is_whole(self.folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a policy folder holds the weights, and not only what changed."""
+    return (folder / INDEX_FILE).exists() or not (folder / DELTA_FILE).exists()
+
+
+def read_link(policies: Path, version: int) -> Link:
+    """What the folder of a version says. Raises StoreError when it is missing, damaged, or that of another version."""
+    folder = policies / numbered(version)
+    link = Link(version, folder, read_manifest(folder, _REMEDY), Delta.load(folder, _REMEDY))
+    if link.delta is not None and (link.delta.version != version or link.delta.base >= version):
+        raise StoreError(f"{folder} holds the delta from version {link.delta.base} to {link.delta.version}; {_REMEDY}")
+    return link
+
+
+def links_back(policies: Path, version: int) -> Iterator[Link]:
+    """The version, the one that its delta was made from, and so on; the last one has no delta. Raises StoreError where
+    a link is missing or does not fit."""
+    link = read_link(policies, version)
+    yield link
+    while (delta := link.delta) is not None:
+        link = read_link(policies, delta.base)
+        if link.state != delta.base_state:
+            raise StoreError(
+                f"{link.folder} holds other weights than those that the delta of version {delta.version} was made "
+                f"from; {_REMEDY}"
+            )
+        yield link
+
+
+def chain_to(policies: Path, version: int, held: Collection[str] = ()) -> list[Link]:
+    """The links to a version, which is the last: the first one's state is among those that are `held`, or else it is
+    the newest that is whole. Raises StoreError where the version cannot be made."""
+    links, whole = list[Link](), 0
+    try:
+        for link in links_back(policies, version):
+            links.insert(0, link)
+            if link.state in held:
+                return links
+            if link.is_whole and not whole:
+                whole = len(links)
+            if whole and not held:
+                break  # the last link is whole: it has no delta
+    except StoreError:
+        if not whole:
+            raise
+    return links[-whole:]
+
+
+def needed(policies: Path, versions: Iterable[int]) -> set[int]:
+    """The versions from which those `versions` are made, and they themselves. Where a link cannot be read, maybe for a
+    moment alone, one may need all from the newest whole one on."""
+    found: set[int] = set()
+    for version in versions:
+        found.add(version)
+        if is_whole(policies / numbered(version)):
+            continue
+        try:
+            found |= {link.version for link in chain_to(policies, version)}
+        except StoreError:  # if it is damaged, `evenkeel repair` finds it
+            before = [one for one in numbered_folders(policies) if one < version]
+            whole = max((one for one in before if is_whole(policies / numbered(one))), default=0)
+            found |= {one for one in before if one >= whole}
+    return found
