@@ -10,8 +10,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launch.cluster.commands import launch_app
-from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
 from launch.endings import end_of
 from launch.export.command import export
@@ -23,6 +21,8 @@ from launch.progress import begin_command
 from launch.quant_map.commands import quant_map_app
 from launch.recipe_options import Overrides, RecipeArgument, RecipePath
 from launch.repair.command import repair
+from launch.roles.commands import role_app
+from launch.schedulers.commands import launch_app
 from launch.sft_command import sft
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.runs_commands import runs_app

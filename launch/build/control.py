@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from launch.build.api_key import read_api_key
 from launch.build.components import build_quant_map, quant_map_of
 from launch.build.engines import shares_gpus
-from launch.cluster.roles.api_key import read_api_key
 from pipeline.config.recipe import Recipe
 from pipeline.config.schedule_sections import AsyncSchedule, StagedSchedule
 from pipeline.control.files import ControlFiles

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from launch.build.api_key import API_KEY_FILE_VARIABLE, JOB_KEYS, TEACHER_KEY_FILE_VARIABLE
 from launch.build.reward_trial import try_reward
-from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, JOB_KEYS, TEACHER_KEY_FILE_VARIABLE
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from launch.build.api_key import read_teacher_key
 from launch.build.components import TaskPrompts
 from launch.build.engines import engine_dtype
-from launch.cluster.roles.api_key import read_teacher_key
 from megatron_bridge.hf.model_config import read_config, size_of
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog

@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launch.cluster.starter import metrics_ports, ports_of
 from launch.extras import LEARNER, absent, how_to_install
 from launch.plan.grace import checkpoint_bytes
+from launch.run.starter import metrics_ports, ports_of
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.te_precision import is_fp8
 from pipeline.config.loader import SHIPPED

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.build.api_key import read_api_key
 from launch.build.components import (
     build_contract,
     build_interruption,
@@ -18,9 +19,8 @@ from launch.build.components import (
 )
 from launch.build.rewards import build_group_filter, build_verifiers
 from launch.build.teacher import teacher_of
-from launch.cluster.metrics import metrics_of, observers_of
-from launch.cluster.roles.api_key import read_api_key
-from launch.cluster.roles.environment import environment
+from launch.run.environment import environment
+from launch.run.metrics import metrics_of, observers_of
 from pipeline.beside_loop import spare_collections
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles

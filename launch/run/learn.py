@@ -24,13 +24,12 @@ from launch.build.components import (
 from launch.build.control import build_controller, older_maps
 from launch.build.trainer import build_rates, build_trainer
 from launch.build.weight_checks import build_weight_check_plan
-from launch.cluster.metrics import metrics_of, observers_of
-from launch.cluster.roles.base import EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
-from launch.cluster.roles.environment import environment, learner_facts
-from launch.cluster.roles.ranks import BEGUN
 from launch.plan.grace import checkpoint_bytes
 from launch.run.collect import build_fleet, fleet_settings
+from launch.run.environment import environment, learner_facts
+from launch.run.metrics import metrics_of, observers_of
 from launch.run.processes import run_child
+from launch.run.waiting import BEGUN, EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
 from megatron_bridge.weight_sync.deltas.channel import DeltaChannel

@@ -19,11 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from launch.cluster.outage import Outage
-from launch.cluster.roles.base import EPOCH_POLL_S, FINISHED_POLL_S, Every, announced, grace_s
-from launch.cluster.starter import Started, Starter, Unit
 from launch.run.fatal_notes import FatalNotes
 from launch.run.live_view import LiveView
+from launch.run.starter import Started, Starter, Unit
+from launch.run.waiting import EPOCH_POLL_S, FINISHED_POLL_S, Outage, Throttle, announced, grace_s
 from launch.show.run_progress import RunProgress
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
@@ -110,8 +109,8 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.notes = FatalNotes(self.run)
-        self._finished_elsewhere = Every(FINISHED_POLL_S)
-        self._superseded = Every(EPOCH_POLL_S)
+        self._finished_elsewhere = Throttle(FINISHED_POLL_S)
+        self._superseded = Throttle(EPOCH_POLL_S)
         self._outage = Outage("the supervisor")
 
     def __enter__(self) -> Self:
@@ -137,21 +136,21 @@ class Supervisor:
         for unit in self.units:
             self._start(unit)
         progress = RunProgress(self.run, self.event_log.event)
-        while not self._outage.bridged(self._is_finished, False):
+        while not self._outage.tolerate(self._is_finished, False):
             if self._superseded():
-                self._outage.bridged(self.epoch.check, None)
-            if self._outage.bridged(self.stop_requested, False):
+                self._outage.tolerate(self.epoch.check, None)
+            if self._outage.tolerate(self.stop_requested, False):
                 self._stop()
-                return "finished" if self._outage.bridged(self.run.is_finished, False) else "stopped"
-            self._outage.bridged(self._note_engines, None)
+                return "finished" if self._outage.tolerate(self.run.is_finished, False) else "stopped"
+            self._outage.tolerate(self._note_engines, None)
             for unit, started in list(self.running.items()):
                 if (status := started.poll()) is not None:
                     self._take(unit, started, status)
             for unit in [unit for unit, at in self.due.items() if at <= time.monotonic()]:
                 del self.due[unit]
                 self._start(unit)
-            self._outage.bridged(progress.look, None)
-            self._outage.bridged(self.view.refresh, None)
+            self._outage.tolerate(progress.look, None)
+            self._outage.tolerate(self.view.refresh, None)
             time.sleep(POLL_S)
         self._show()
         return "finished"
@@ -163,7 +162,7 @@ class Supervisor:
         return self._finished_elsewhere() and self.run.is_finished()
 
     def _start(self, unit: Unit) -> None:
-        started = self._outage.bridged(lambda: self.starter.start(unit, self._log(unit)), None)
+        started = self._outage.tolerate(lambda: self.starter.start(unit, self._log(unit)), None)
         if started is None:
             self.due[unit] = time.monotonic() + NO_LOG_PAUSE_S
             return
@@ -171,7 +170,7 @@ class Supervisor:
         self._note("started", process=unit.name)
 
     def _note(self, kind: EventKind, **fields: str) -> None:
-        self._outage.bridged(lambda: self.event_log.event(kind, **fields), None)
+        self._outage.tolerate(lambda: self.event_log.event(kind, **fields), None)
 
     def _log(self, unit: Unit) -> Path:
         """A file of its own for each start, with the number that the start will have, or a later one."""
@@ -193,7 +192,7 @@ class Supervisor:
             self.elsewhere |= status == SUPERSEDED_EXIT_CODE
             return
         if status == FATAL_EXIT_CODE:
-            raise self._outage.bridged(self.notes.error, None) or FatalError(_said(started).removeprefix("error: "))
+            raise self._outage.tolerate(self.notes.error, None) or FatalError(_said(started).removeprefix("error: "))
         killed = not 0 < status < 128
         reason = ending(status) if killed else _said(started).removeprefix("error: ")
         # The next start may be spared an engine's other ends: killed, silent, a port that is taken.
@@ -207,11 +206,11 @@ class Supervisor:
         """Plan another start. Raises FatalError when there were too many, unless another engine serves."""
         self._note("restarted", process=unit.name, reason=reason)
         budget = self.budgets.setdefault(unit.name, RestartBudget(self.recipe.run.max_restarts))
-        progress = self._outage.bridged(self._progress, budget.progress)
+        progress = self._outage.tolerate(self._progress, budget.progress)
         try:
             budget.spend(unit.name, progress, reason, words)
         except FatalError:
-            if unit.role != "engine" or not self._outage.bridged(lambda: self._another_serves(unit), True):
+            if unit.role != "engine" or not self._outage.tolerate(lambda: self._another_serves(unit), True):
                 raise
         self.due[unit] = time.monotonic() + budget.pause_s
 

@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from launch.build.api_key import read_api_key
 from launch.build.components import TaskPrompts
 from launch.build.engines import check_engines
 from launch.build.rewards import check_reward
-from launch.cluster.gpu_places import gpu_places, visible_gpus
-from launch.cluster.metrics import observers_of, shown_metrics
-from launch.cluster.roles.api_key import read_api_key
-from launch.cluster.roles.base import grace_s
-from launch.cluster.starter import LocalStarter, units_of
 from launch.doctor.needs import check_learner_here, check_model_here, check_ports, check_room
 from launch.progress import going_on
 from launch.run.begin import preflight, seed_policy, warnings
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
+from launch.run.metrics import observers_of, shown_metrics
+from launch.run.starter import LocalStarter, gpu_places, units_of, visible_gpus
 from launch.run.supervisor import Outcome, Supervisor
+from launch.run.waiting import grace_s
 from launch.show.saved import saved_said, what_is_saved
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary

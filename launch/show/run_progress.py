@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from launch.cluster.roles.base import Every
+from launch.run.waiting import Throttle
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.patience import Patience
@@ -22,7 +22,7 @@ class RunProgress:
         self._run, self._store = run, BatchStore(run.batches)
         logs = "the process that hangs; see the newest lines of RUN/logs"
         self._patience = Patience(partial(event, "no_progress"), "the run", logs, FIRST_S)
-        self._due, self._seen = Every(LOOK_S), self._traces()
+        self._due, self._seen = Throttle(LOOK_S), self._traces()
 
     def look(self) -> None:
         """Call it as often as you like."""

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import yaml
 
-from launch.cluster.roles.api_key import API_KEY_VARIABLE
+from launch.build.api_key import API_KEY_VARIABLE
 from launch.plan.simulation import Durations, steady_seconds_per_step
 from launch.run.processes import child_environment
 from pipeline.analysis.flight.timeline import RANK_ZERO, STEP, timeline

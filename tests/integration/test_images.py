@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster.kubernetes.containers import COMMAND
-from launch.cluster.kubernetes.options import ClusterOptions
+from launch.schedulers.kubernetes.containers import COMMAND
+from launch.schedulers.kubernetes.options import ClusterOptions
 from pipeline.data.files import NO_HARD_LINKS
 
 ROOT = Path(__file__).parents[2]
@@ -38,20 +38,20 @@ class Image:
 LEARNER = Image(
     "learner",
     programs=(("-m", "launch.cli", "role", "learner", "--help"), ("-m", "launch.run.torchrun", "--help")),
-    modules=("launch.cluster.roles.learner", "launch.run.learn", "launch.cluster.metrics"),
+    modules=("launch.roles.learner", "launch.run.learn", "launch.run.metrics"),
     foreign=("sglang", "sglang_router"),
 )
 ROLLOUT = Image(
     "rollout",
     programs=(
         *(("-m", "launch.cli", "role", role, "--help") for role in ("engine", "router", "collector")),
-        ("-m", "launch.cluster.probe", "--help"),
+        ("-m", "launch.schedulers.kubernetes.probe", "--help"),
         ("-m", "rollout_sglang.cpu.cpu_server", "--help"),
         ("-m", "rollout_sglang.server.launch_router", "--help"),
     ),
     modules=(
-        *(f"launch.cluster.roles.{role}" for role in ("engine", "router", "collector")),
-        *("launch.run.collect", "launch.cluster.metrics", "math_verify", "rollout_sglang.server.launch_server"),
+        *(f"launch.roles.{role}" for role in ("engine", "router", "collector")),
+        *("launch.run.collect", "launch.run.metrics", "math_verify", "rollout_sglang.server.launch_server"),
     ),
     foreign=("megatron", "mbridge", "transformer_engine"),
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from launch.cluster.metric_names import METRICS
+from launch.run.metrics import METRICS
 from pipeline.data.event_log import log_files, read_events, read_metrics
 from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory

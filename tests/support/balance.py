@@ -82,7 +82,7 @@ SECONDS = {
     "tests/unit/launch/plan/test_planner.py": 30,
     "tests/unit/pipeline/analysis/test_throughput.py": 29,
     "tests/unit/ops/test_extras.py": 26,
-    "tests/unit/launch/cluster/test_kubernetes_checks.py": 25,
+    "tests/unit/launch/schedulers/test_kubernetes_checks.py": 25,
 }
 """As measured, in `make test` or `make test-slow`, whichever takes longer. What is not listed counts its tests; nothing
 but the order depends on it."""

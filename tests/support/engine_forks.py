@@ -27,8 +27,8 @@ from unittest.mock import patch
 
 import psutil
 
-from launch.cluster import starter
-from launch.cluster.roles import base
+from launch.roles import base
+from launch.run import starter
 from launch.run.processes import end_tree
 from pipeline.child_process import die_with_parent
 from pipeline.errors import EngineStartError
@@ -100,7 +100,7 @@ class ForkedServer(ServerProcess):
 
 
 class ForkedRole:
-    """An engine's role that is a child of the fork server (launch.cluster.starter.Started)."""
+    """An engine's role that is a child of the fork server (launch.run.starter.Started)."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.log = log

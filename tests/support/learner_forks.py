@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from launch.cluster.roles import ranks as product
+from launch.roles import ranks as product
 from launch.run.processes import end_tree
 from pipeline.child_process import die_with_parent
 from rollout_sglang.server.process import free_ports
@@ -26,11 +26,11 @@ from tests.support.rank_programs import parse, run_program
 from tests.support.ranks import forkserver_context
 
 IGNORED = (signal.SIGTERM, signal.SIGINT)
-"""By ranks: see launch.cluster.roles.ranks."""
+"""By ranks: see launch.roles.ranks."""
 
 
 class ForkedLearner:
-    """A learner's role that is a child of the fork server (launch.cluster.starter.Started)."""
+    """A learner's role that is a child of the fork server (launch.run.starter.Started)."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.log = log

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import generate_latest
 
-from launch.cluster.metrics import RunMetrics
+from launch.run.metrics import RunMetrics
 from pipeline.config.loader import load_recipe
 from pipeline.data.checksums import write_sealed_json
 from pipeline.data.run_directory import RunDirectory

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from launch.cluster.roles.base import status_of
+from launch.roles.base import status_of
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods.fade import FADE
 from pipeline.advantages.methods.grpo import GRPO
@@ -155,7 +155,7 @@ def digest_of(path: Path) -> str:
 
 
 def guarded(body: Any) -> Any:
-    """The exit status of a role that meets an error, as launch.cluster.roles.base.run_role decides it."""
+    """The exit status of a role that meets an error, as launch.roles.base.run_role decides it."""
 
     def run(process: Process) -> int:
         try:
@@ -168,7 +168,7 @@ def guarded(body: Any) -> Any:
 
 
 def collector_role(setting: Setting, process: Process) -> int:
-    """As launch.cluster.roles.collector and launch.run.collect."""
+    """As launch.roles.collector and launch.run.collect."""
     epoch = claim(setting.path, "collector")
     with epoch.superseded_said():
         return _collect(setting, process, epoch)
@@ -246,7 +246,7 @@ def _collector(
 
 
 def learner_role(setting: Setting, process: Process) -> int:
-    """As launch.cluster.roles.learner and launch.run.learn."""
+    """As launch.roles.learner and launch.run.learn."""
     setting.run.make_folders()
     epoch = claim(setting.path, "learner")
     with epoch.superseded_said():

@@ -29,7 +29,7 @@ ELSEWHERE = {
     "convert": "tests/integration/test_convert.py",
     "doctor --hosts": "tests/unit/launch/doctor/test_hosts.py",
     "launch": "tests/unit/house/test_cluster_page_commands.py",
-    "launch kubernetes": "tests/unit/launch/cluster/test_kubernetes.py",
+    "launch kubernetes": "tests/unit/launch/schedulers/test_kubernetes.py",
     "mismatch": "tests/integration/test_mismatch.py",
     "plan": "tests/unit/house/test_docs_site.py",
     "quant-map suggest": "tests/integration/test_quant_map_suggest.py",

@@ -92,8 +92,19 @@ def may_import(module: str, name: str) -> bool:
     if room in ("megatron_bridge", "rollout_sglang"):
         return target in (room, "precision") or is_in(name, ADAPTERS_MAY_USE)
     if room == "launch":
-        return True
+        return target != "launch" or may_import_in_launch(module, name)
     return target == room or (room, target) == ("pipeline", "precision")
+
+
+def may_import_in_launch(module: str, name: str) -> bool:
+    """commands → schedulers, roles → run → build; none leads back, and schedulers and roles do not know each other."""
+    upper = ("launch.schedulers", "launch.roles", "launch.cli")
+    if is_in(module, ("launch.build",)):
+        return is_in(name, ("launch.build",))
+    if is_in(module, ("launch.run",)):
+        return not is_in(name, upper)
+    own = next((folder for folder in upper if is_in(module, (folder,))), None)
+    return own in (None, "launch.cli") or not is_in(name, tuple(folder for folder in upper if folder != own))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -120,6 +131,11 @@ def test_arrows(room: str) -> None:
         ("pipeline.trainer.loop", "from precision.ess import token_ess", True),
         ("rollout_sglang.client", "from pipeline.ports.engines import Sampling", True),
         ("launch.cli", "import megatron_bridge.learner", True),
+        ("launch.cli", "from launch.roles.commands import role_app", True),
+        ("launch.roles.learner", "from launch.run.waiting import Stop", True),
+        ("launch.roles.learner", "from launch.schedulers.slurm.batch import Job", False),
+        ("launch.run.supervisor", "def f():\n    from launch.roles.engine import serve", False),
+        ("launch.build.rewards", "from launch.run.waiting import Stop", False),
     ],
 )
 def test_a_broken_arrow_is_seen(module: str, source: str, fine: bool) -> None:

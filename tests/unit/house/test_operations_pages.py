@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster.metric_names import BY_NAME
+from launch.run.metrics import BY_NAME
 from tests.support.promql import alerts
 
 ROOT = Path(__file__).parents[3]
@@ -66,8 +66,8 @@ def test_metrics_exist(page: Path) -> None:
 
 
 def test_ports_of_the_page_are_those_of_the_code() -> None:
-    from launch.cluster.kubernetes import job
-    from launch.cluster.roles import engine, learner
+    from launch.roles import engine, learner
+    from launch.schedulers.kubernetes import job
 
     page = CLUSTER.read_text()
     assert learner.DEFAULT_PORT == job.RENDEZVOUS_PORT

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from launch.cluster.starter import Unit, units_of
 from launch.run import supervisor as supervising
 from launch.run.fatal_notes import leave_fatal_note
+from launch.run.starter import Unit, units_of
 from launch.run.supervisor import RestartBudget, Supervisor
 from pipeline.config.loader import recipe_from
 from pipeline.data.epochs import claim

@@ -1,0 +1,67 @@
+"""The run's API key, and the teacher's: from the environment, or from a file that only this user can read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.errors import RecipeError
+
+API_KEY_VARIABLE = "EVENKEEL_API_KEY"
+API_KEY_FILE_VARIABLE = "EVENKEEL_API_KEY_FILE"
+TEACHER_KEY_VARIABLE = "EVENKEEL_TEACHER_API_KEY"
+"""Of the servers that distillation.urls names; without it, they are asked without a key."""
+TEACHER_KEY_FILE_VARIABLE = "EVENKEEL_TEACHER_API_KEY_FILE"
+JOB_KEYS = "slurm-*.key"
+"""Names of the files in which jobs under Slurm keep their keys, each its own (launch.schedulers.slurm.batch)."""
+_GROUP_OR_OTHERS, _OTHERS = 0o077, 0o007
+
+
+def read_api_key(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The run's key, or None where there is none. Raises RecipeError when it is no key, or lies in a file that cannot
+    be read, or that others can read."""
+    return _read_key(environment, API_KEY_VARIABLE, API_KEY_FILE_VARIABLE)
+
+
+def read_teacher_key(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The teacher's, as read_api_key."""
+    return _read_key(environment, TEACHER_KEY_VARIABLE, TEACHER_KEY_FILE_VARIABLE)
+
+
+def without_teacher_key(environment: Mapping[str, str]) -> dict[str, str]:
+    """For roles that do not ask the teacher."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in (TEACHER_KEY_VARIABLE, TEACHER_KEY_FILE_VARIABLE)
+    }
+
+
+def _read_key(environment: Mapping[str, str], variable: str, file_variable: str) -> str | None:
+    if text := environment.get(variable):
+        return _checked(text, variable)
+    if not (named := environment.get(file_variable)):
+        return None
+    path = Path(named)
+    try:
+        status, text = path.stat(), path.read_text("ascii", errors="replace")
+    except OSError as error:
+        raise RecipeError(f"{file_variable} names {path}, which cannot be read ({error}); correct it") from None
+    mine = status.st_uid == os.geteuid()
+    # A mounted Secret belongs to root, and to a group that the container is in.
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (_GROUP_OR_OTHERS if mine else _OTHERS):
+        raise RecipeError(
+            f"{path} has mode {status.st_mode & 0o777:04o} and owner {status.st_uid}, expected 0600 or 0400 and this "
+            f"user, since it holds a key; chmod 600 {path}"
+        )
+    return _checked(text, str(path))
+
+
+def _checked(text: str, where: str) -> str:
+    """The key without white space around it. Another character that no header may have makes an HTTP client refuse it
+    and quote it. Raises RecipeError, which does not show it."""
+    key = text.strip()
+    if not key or " " in key or not (key.isascii() and key.isprintable()):
+        raise RecipeError(f"{where} holds no API key, expected printable ASCII without blanks; write one there")
+    return key

@@ -1,0 +1,108 @@
+"""What a role runs on: noted as an event at each of its starts, so that a report can say what a run was made with.
+
+host, cores, GPUs · Python and packages · the commit of the sources; of the learner also how many ranks there are and
+what is needed to say how well they use their GPUs
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from launch.plan.costs import active_parameters
+from megatron_bridge.hf.model_config import ModelConfig
+from pipeline.data.epochs import Epoch
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory
+from rollout_sglang.server.rollout_python import sglang_version
+
+PACKAGES = ("evenkeel", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "zarr", "safetensors")
+PEAK_TFLOPS = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+)
+"""Dense bfloat16 of one GPU by a part of its name, on paper (NVIDIA's data sheets)."""
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_SOURCES = Path(__file__).parents[2]
+_GIT_DEADLINE_S = 5.0
+
+
+def environment(gpus: Path = _GPUS, sources: Path = _SOURCES) -> dict[str, Any]:
+    """Host, hardware and software of this process. Calls no driver, so it cannot hang."""
+    return dict(
+        host=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)),
+        gpus=_gpu_names(gpus),
+        python=platform.python_version(),
+        packages={name: version for name in PACKAGES if (version := _version(name)) is not None},
+        commit=commit_of(sources),
+    )
+
+
+def note_engine(run: RunDirectory, epoch: Epoch) -> None:
+    """Of an engine's host, with the SGLang that its server runs."""
+    found = environment()
+    packages = {**found["packages"], "sglang": sglang_version() or "none"}
+    EventLog(run.path, epoch.name).event("environment", role=epoch.folder.name, **{**found, "packages": packages})
+
+
+def learner_facts(config: ModelConfig, ranks: int, gpus: list[str]) -> dict[str, Any]:
+    """What the use of the GPUs is computed from. `peak_tflops` is missing where they are none, or not known."""
+    peak = peak_tflops(gpus)
+    known = {} if peak is None else dict(peak_tflops=peak)
+    return dict(ranks=ranks, active_parameters=active_parameters(config), **known)
+
+
+def peak_tflops(gpus: list[str]) -> float | None:
+    """Of one GPU; None where there is none, where they differ, or where the name is not known."""
+    if len(set(gpus)) != 1:
+        return None
+    return next((peak for part, peak in PEAK_TFLOPS if part.lower() in gpus[0].lower()), None)
+
+
+def commit_of(sources: Path) -> str | None:
+    """The commit that a checkout stands at, with `+` where files differ from it; None outside of one."""
+    if not (sources / ".git").exists():
+        return None
+    try:
+        head = _git(sources, "rev-parse", "--short=12", "HEAD").strip()
+        changed = _git(sources, "status", "--porcelain", "--untracked-files=no").strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{head}+" if changed else head
+
+
+def _git(sources: Path, *arguments: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(sources), *arguments]  # others may be at work in it
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", timeout=_GIT_DEADLINE_S, check=True
+    ).stdout
+
+
+def _gpu_names(folder: Path) -> list[str]:
+    """As the driver's files say, `NVIDIA H100 80GB HBM3` once for each."""
+    found: Counter[str] = Counter()
+    for path in sorted(folder.glob("*/information")):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        found.update(line.partition(":")[2].strip() for line in lines if line.startswith("Model:"))
+    return sorted(found.elements())
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,183 @@
+"""How programs of a run wait: until they are asked to end, for what another program makes, and through an outage of the
+shared file system. What the environment of a role says is read here, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import Epoch, epoch_folder, newest
+from pipeline.data.membership import Member
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import DeadlineExceededError, RecipeError, StoppedError, StoreError
+from pipeline.patience import Patience, print_notice
+
+EPOCH_VARIABLE = "EVENKEEL_EPOCH"
+"""Environment of a learner's ranks: the number of the learner's start that they belong to."""
+GRACE_VARIABLE = "EVENKEEL_GRACE_S"
+"""How long a role that was asked to end lets its ranks save, or its engine answer what is in flight."""
+LOG_VARIABLE = "EVENKEEL_LOG"
+"""The file that a role's output goes to, where a supervisor has started it; its children append to the same."""
+BEGUN = "begun"
+"""File beside the stop file of a learner's ranks; rank 0 makes it when it begins to train."""
+DEFAULT_GRACE_S, LONGEST_GRACE_S = 120.0, 86_400.0
+POLL_S = 0.25
+EPOCH_POLL_S = 2.0
+FINISHED_POLL_S = 10.0
+RECIPE_DEADLINE_S = 600.0
+"""Longest wait for the learner to begin a run, whose own deadlines nobody knows yet."""
+LONGEST_S = 300.0
+"""From the first error to the one that is raised."""
+QUIET_S = 30.0
+"""Without an error for so long, an outage is over: some looks come every ten seconds."""
+_SAID = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ECONNREFUSED),
+)
+"""What clients of network file systems answer while their server does not. Other errors stay as they are."""
+T = TypeVar("T")
+
+
+class Stop:
+    """Whether this process was asked to end. Installed, it is set by SIGTERM and by Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def install(self) -> Stop:
+        """Take over the two signals."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+        return self
+
+    def check(self) -> None:
+        """Raises StoppedError."""
+        if self.asked:
+            raise StoppedError("asked to end before the run was finished; started again, it goes on")
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+
+@dataclass
+class Throttle:
+    """Be true at most once in `every_s` seconds, before what costs a look at a shared file system."""
+
+    every_s: float
+    last: float = 0.0
+    """When it was true last, by time.monotonic."""
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        due = now - self.last >= self.every_s
+        if due:
+            self.last = now
+        return due
+
+
+class Outage:
+    """Get a process over errors of the shared file system, as while its server is started again or another takes over.
+
+    Only looks that are repeated are covered, since healthy work is not ended because of a look; writes are not.
+    """
+
+    def __init__(self, who: str, longest_s: float = LONGEST_S) -> None:
+        self._longest_s = longest_s
+        self._patience = Patience(print_notice, who, "the server of that file system, or its mount")
+        self._began: float | None = None
+        self._newest = 0.0
+
+    def tolerate(self, look: Callable[[], T], otherwise: T) -> T:
+        """What `look` returns; `otherwise` while the file system does not answer, for LONGEST_S at most. Raises what
+        `look` raises beside that."""
+        now = time.monotonic()
+        if self._began is not None and now - self._newest > QUIET_S:
+            self._began = None
+            self._patience.progress()
+        try:
+            return look()
+        except (OSError, DeadlineExceededError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _SAID:
+                raise
+            self._began, self._newest = self._began or now, time.monotonic()
+            if self._newest - self._began > self._longest_s:
+                raise
+            self._patience.still(f"the file system of the run ({cause})")
+            return otherwise
+
+
+def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: float) -> T:
+    """What `found` returns once it is not None. Raises DeadlineExceededError, or StoppedError."""
+    ends, told = time.monotonic() + deadline_s, False
+    patience = Patience(print_notice, "this role", "the role that makes it (logs in RUN/logs)")
+    while True:
+        stop.check()
+        if (result := found()) is not None:
+            patience.progress()
+            return result
+        if time.monotonic() > ends:
+            raise DeadlineExceededError(f"waited {deadline_s:g} s for {what}; see whether what should make it runs")
+        if not told:
+            print(f"waiting for {what}", flush=True)
+            told = True
+        patience.still(what)
+        time.sleep(POLL_S)
+
+
+def wait_for_policy(run: RunDirectory, recipe: Recipe, stop: Stop) -> None:
+    """Until a first policy is published, by the learner's first host."""
+    deadline_s = recipe.rollout.start_deadline_s
+    wait_for(stop, lambda: run.is_published() or None, f"a published policy in {run.policies}", deadline_s)
+
+
+def wait_for_engines(run: RunDirectory, recipe: Recipe, stop: Stop, count: int) -> None:
+    """Until `count` engines have announced themselves."""
+    wait_for(
+        stop,
+        lambda: len(announced(run, recipe)) >= count or None,
+        f"{count} of {recipe.rollout.engines} engines to announce themselves in {run.path}/engines",
+        recipe.rollout.start_deadline_s,
+    )
+
+
+def announced(run: RunDirectory, recipe: Recipe) -> list[Member]:
+    """Engines that are up as far as is known: announced by their newest start."""
+    found = run.membership(recipe.rollout.urls).engines()
+    if recipe.rollout.urls:
+        return list(found)
+    return [one for one in found if one.started == newest(epoch_folder(run.path, "engine", one.index))]
+
+
+def rank_epoch(run: Path) -> Epoch:
+    """The learner's start that this rank belongs to, as its agent has said. Raises StoreError without an agent."""
+    number = os.environ.get(EPOCH_VARIABLE)
+    if number is None:
+        raise StoreError(
+            f"{EPOCH_VARIABLE} is not set: this rank was not started by `evenkeel role learner`; start it by that"
+        )
+    return Epoch(epoch_folder(run, "learner"), int(number))
+
+
+def grace_s() -> float:
+    """Seconds of EVENKEEL_GRACE_S. Raises RecipeError for what is no time."""
+    said = os.environ.get(GRACE_VARIABLE) or str(DEFAULT_GRACE_S)
+    with suppress(ValueError):
+        if 0 <= (seconds := float(said)) <= LONGEST_GRACE_S:
+            return seconds
+    raise RecipeError(f"{GRACE_VARIABLE} is {said!r}, expected seconds from 0 to {LONGEST_GRACE_S:g}; correct it")
+
+
+def log_file() -> Path | None:
+    """Where this role's output goes, if that is a file."""
+    named = os.environ.get(LOG_VARIABLE)
+    return Path(named) if named else None

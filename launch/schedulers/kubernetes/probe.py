@@ -1,0 +1,116 @@
+"""Tell the kubelet whether this pod's engine is ready, in the engine's container:
+
+    python -P -m launch.schedulers.kubernetes.probe RUN --port P [--alive]
+
+Ready: it answers, and it serves the published version or a newer one (the one that is being published). A kubelet
+cannot ask that: it has no key and knows no version. --alive asks only whether it answers.
+
+Where the engine is comes from the environment: EVENKEEL_HOST, and EVENKEEL_NODE, since of the pods of one engine only
+the first answers. Exits 0 or 1, with one line that says why, within DEADLINE_S of its start. No secret is
+printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from pydantic import ValidationError
+
+from launch.build.api_key import read_api_key
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import BadAnswerError, EvenKeelError
+from precision.text.short import one_line, quoted
+from rollout_sglang.protocol import UNVERIFIED, ModelInfo, claimed_version
+from rollout_sglang.server.start import server_url
+from rollout_sglang.transport import MOST_BYTES
+
+DEADLINE_S = 15.0
+"""Of all calls and reads of one probe together: below the timeout that its pod gives it (kubernetes/probes.py)."""
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(prog="launch.schedulers.kubernetes.probe")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--alive", action="store_true")
+    given = parser.parse_args(argv)
+    if environment.get("EVENKEEL_NODE", "0") != "0":
+        print("not the first pod of its engine: the first is asked")
+        return 0
+    with deadline(DEADLINE_S):
+        url = server_url(environment.get("EVENKEEL_HOST", "127.0.0.1"), given.port)
+        problem = problem_of(url, given, environment)
+    print(problem or "ok")
+    return 1 if problem else 0
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after so long, whatever it waits for: a timeout of httpx bounds each connect and
+    each read for itself."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # one that was under way before goes on
+
+
+def problem_of(url: str, given: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    """Why the probe fails; None when it does not."""
+    try:
+        if given.alive:
+            return not_alive(url)
+        return not_ready(url, RunDirectory(given.run), read_api_key(environment))
+    except (httpx.HTTPError, EvenKeelError, ValidationError, TimeoutError) as error:
+        return f"{url}: {type(error).__name__} {one_line(error, 400)}"
+
+
+def not_alive(url: str) -> str | None:
+    """Why the server is not alive; None when it is. Samples nothing, so that a weight update does not matter."""
+    status, _ = _get(f"{url}/health", {})
+    return None if status == 200 else f"{url}/health answered {status}"
+
+
+def not_ready(url: str, run: RunDirectory, key: str | None) -> str | None:
+    """Why the engine should not count as serving; None when it should."""
+    if problem := not_alive(url):
+        return problem
+    published = run.published_version()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    status, body = _get(f"{url}/model_info", headers)
+    if status != 200:
+        return f"{url}/model_info answered {status}"
+    named = ModelInfo.model_validate_json(body).weight_version
+    if named.startswith(UNVERIFIED) or (served := claimed_version(named)) is None:
+        return f"its weights are not verified: {quoted(named)}, published is {published}"
+    return None if served >= published else f"it serves version {served}, published is {published}"
+
+
+def _get(url: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    """Status and body. Raises BadAnswerError for a body of more than MOST_BYTES; it is not decompressed."""
+    body = bytearray()
+    with httpx.stream("GET", url, headers=headers, timeout=DEADLINE_S, trust_env=False) as answer:
+        for part in answer.iter_raw():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise BadAnswerError(f"it is answered by more than {MOST_BYTES} bytes; the rest is not read")
+    return answer.status_code, bytes(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""`evenkeel launch slurm`: its options, and the files written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from launch.recipe_options import Overrides, RecipePath, SizesFolder
+from pipeline.errors import RecipeError
+
+if TYPE_CHECKING:
+    from pipeline.config.recipe import Recipe
+
+
+def slurm(
+    recipe: RecipePath,
+    out: Annotated[Path, typer.Option(help="Folder for the files; every node must see it.", show_default=False)],
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the job as well.")] = False,
+    gpus_per_node: Annotated[int, typer.Option(min=0, max=1024, help="GPUs of a node; 0: roles run on CPUs.")] = 8,
+    learner_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of the learner. Default: as few as its processes need.")
+    ] = None,
+    spare: Annotated[int, typer.Option(min=0, max=4096, help="Nodes beyond those needed, for when one dies.")] = 1,
+    time: Annotated[str | None, typer.Option(help="Time limit, as sbatch takes it. Default: the partition's.")] = None,
+    grace: Annotated[
+        int | None, typer.Option(min=1, help="Seconds of notice before the time limit. Default: as planned.")
+    ] = None,
+    disk_gb_s: Annotated[
+        float | None, typer.Option(help="GB/s of the run directory's file system, for that plan. Default: 2.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the job.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account of the job.")] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="A further option of sbatch, as --qos=high; repeat.")
+    ] = None,
+    resubmit: Annotated[
+        bool, typer.Option(help="At the time limit, submit the job again until the run is finished.")
+    ] = True,
+    setup: Annotated[
+        Path | None, typer.Option(help="File of shell lines that the job sources first: modules, environments.")
+    ] = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter on the nodes. Default: this one.")] = None,
+    workdir: Annotated[
+        Path | None, typer.Option(help="Where relative paths of the recipe begin, on every node. Default: here.")
+    ] = None,
+    container_image: Annotated[
+        str | None, typer.Option(help="Image in which the roles run (pyxis and enroot, srun --container-image).")
+    ] = None,
+    rollout_image: Annotated[
+        str | None, typer.Option(help="Another image for engines and router. Default: --container-image.")
+    ] = None,
+    container_mounts: Annotated[str | None, typer.Option(help="Passed to srun --container-mounts.")] = None,
+    key_dir: Annotated[
+        str, typer.Option(help="Folder of yours, seen by all nodes, for the file with the engines' API key.")
+    ] = "~/.evenkeel",
+    api_key_file: Annotated[
+        str | None, typer.Option(help="Use the key in this file, instead of a new one for each job.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65532, help="/metrics for Prometheus: the supervisor here, the roles at the next ones."
+        ),
+    ] = None,
+    model_config: SizesFolder = None,
+    overrides: Overrides = None,
+) -> None:
+    """Write a batch job that runs the recipe under Slurm, and submit it with --submit.
+
+    The job starts a supervisor in its batch script, which starts each role as a job step on a node of its own choice.
+    A node that dies is replaced by a spare one, or the job is requeued. At the time limit the learner saves a
+    checkpoint and the job submits itself again. The same recipe and options give the same bytes.
+
+    For example:  evenkeel launch slurm qwen3_32b --out jobs/qwen --partition h100 --time 24:00:00
+    """
+    from launch.build.engine_arguments import check_extra_args
+    from launch.plan.grace import stop_time
+    from launch.plan.sizes import sizes_folder
+    from launch.schedulers.slurm.options import SlurmOptions
+    from launch.schedulers.slurm.render import SCRIPT, render
+    from pipeline.config.loader import load_recipe
+
+    if rollout_image and not (container_image or python):
+        raise RecipeError(
+            "--rollout-image is given without --container-image, and one Python starts roles inside and outside of "
+            f"containers, where {sys.executable} may not be; give --container-image, or --python python3"
+        )
+    loaded = load_recipe(recipe, overrides or [])
+    check_extra_args(loaded)
+    options = SlurmOptions(
+        workdir=(workdir or Path.cwd()).absolute(),
+        python=python or ("python3" if container_image else sys.executable),
+        gpus_per_node=gpus_per_node,
+        learner_nodes=learner_nodes,
+        spare=spare,
+        time=time,
+        grace=grace or stop_time(recipe, loaded, disk_gb_s, sizes_folder(recipe, loaded.model.path, model_config)),
+        partition=partition,
+        account=account,
+        resubmit=resubmit,
+        key_dir=key_dir,
+        metrics_port=metrics_port,
+        api_key_file=api_key_file,
+        container_image=container_image,
+        rollout_image=rollout_image,
+        container_mounts=container_mounts,
+        sbatch=tuple(sbatch or ()),
+    )
+    for path in missing_data(loaded, options.workdir):
+        print(f"note: data {path} is not on this machine; every node must see it there", file=sys.stderr)
+    write_files(out, render(loaded, options, out.absolute(), _setup_lines(setup)))
+    print(submitted(out / SCRIPT) if submit else f"sbatch {out.absolute() / SCRIPT}")
+
+
+def missing_data(recipe: Recipe, workdir: Path) -> list[Path]:
+    """Of the task's data, what is not here; relative paths begin at `workdir`, as on the nodes."""
+    from pipeline.config.task_sections import DataTask
+    from pipeline.tasks.digest import data_paths
+
+    paths = data_paths(recipe.task) if isinstance(recipe.task, DataTask) else []
+    return [workdir / path for path in paths if not (workdir / path).exists()]
+
+
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    """Replace what an earlier rendering left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _setup_lines(setup: Path | None) -> str:
+    try:
+        return setup.read_text("utf-8") if setup else ""
+    except OSError as error:
+        raise RecipeError(f"cannot read --setup {setup}: {error.strerror}; give a file of shell lines") from error
+    except UnicodeDecodeError:
+        raise RecipeError(f"cannot read --setup {setup}: it is no UTF-8 text; give a file of shell lines") from None
+
+
+def submitted(script: Path) -> str:
+    """Give the script to sbatch; returns what it said. The API key stays out of the environment that Slurm stores.
+    Raises RecipeError when it is refused, and SlurmError when Slurm does not answer."""
+    from launch.schedulers.slurm.allocation import DEADLINE_S, SlurmError
+
+    environment = {name: value for name, value in os.environ.items() if name != "EVENKEEL_API_KEY"}
+    try:
+        done = subprocess.run(
+            ["sbatch", str(script)],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=DEADLINE_S,
+            env=environment,
+        )
+    except FileNotFoundError as error:
+        raise RecipeError(f"--submit needs Slurm's sbatch; on a node that has it: sbatch {script}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(
+            f"sbatch {script} did not answer within {DEADLINE_S} s, and may have submitted the job all the same; see "
+            "whether it is there (squeue --me) and Slurm's controller is up (scontrol ping), then submit it again"
+        ) from error
+    if done.returncode:
+        raise RecipeError(f"sbatch refused {script}: {' '.join(done.stderr.split())}; change the options and try again")
+    return done.stdout.strip()

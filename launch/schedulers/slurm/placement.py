@@ -1,0 +1,140 @@
+"""Which role runs on which node: pure functions of the recipe and of the nodes that are up.
+
+A *unit* is what one job step runs: a node's share of the learner, an engine (or a node's share of one), the collector,
+the router. Placing is first fit in the order of the units, so the same nodes give the same places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from launch.plan.hosts import check_gpu_hosts_serve
+from launch.run.starter import NoRoomError, Unit
+from pipeline.config.recipe import Recipe
+from pipeline.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a run is cut into units. GPUs of a unit are 0 on nodes without GPUs."""
+
+    gpus_per_node: int
+    learner_nodes: int
+    learner_gpus: int
+    """On each of its nodes."""
+    engines: int
+    engine_nodes: int
+    """Of each engine."""
+    engine_gpus: int
+    """On each of its nodes."""
+    router: bool
+
+    @staticmethod
+    def of(recipe: Recipe, gpus_per_node: int, learner_nodes: int | None = None) -> Shape:
+        """Raises RecipeError when the recipe's sizes do not divide among nodes of so many GPUs, or these cannot serve
+        it."""
+        ranks, rollout = recipe.learner.num_processes, recipe.rollout
+        if recipe.weights.channel == "ipc":
+            raise RecipeError(
+                "weights.channel is ipc, which needs learner and engines on the same GPUs of one machine; use "
+                "broadcast or disk, or `evenkeel train`"
+            )
+        if gpus_per_node:
+            check_gpu_hosts_serve(recipe)
+        nodes = learner_nodes or _nodes_for(ranks, gpus_per_node)
+        if ranks % nodes or (gpus_per_node and ranks // nodes > gpus_per_node):
+            raise RecipeError(
+                f"the learner's {ranks} processes do not divide among {nodes} nodes of {gpus_per_node} GPUs; change "
+                "learner.data_parallel, --learner-nodes or --gpus-per-node"
+            )
+        spans = _nodes_for(rollout.tensor_parallel, gpus_per_node)
+        if rollout.tensor_parallel % spans:
+            raise RecipeError(
+                f"rollout.tensor_parallel {rollout.tensor_parallel} does not divide among {spans} nodes of "
+                f"{gpus_per_node} GPUs; use a multiple of --gpus-per-node"
+            )
+        gpus = bool(gpus_per_node)
+        return Shape(
+            gpus_per_node=gpus_per_node,
+            learner_nodes=nodes,
+            learner_gpus=gpus * ranks // nodes,
+            engines=rollout.started_engines,
+            engine_nodes=spans,
+            engine_gpus=gpus * rollout.tensor_parallel // spans,
+            router=rollout.starts_router,
+        )
+
+    def units(self) -> list[Unit]:
+        """All of them, the learner first: its first node shares its fate with the batch script."""
+        learner = [Unit("learner", node=node) for node in range(self.learner_nodes)]
+        spans = range(self.engine_nodes)
+        engines = [Unit("engine", index, node) for index in range(self.engines) for node in spans]
+        return [*learner, Unit("collector"), *([Unit("router")] if self.router else []), *engines]
+
+    def gpus(self, unit: Unit) -> int:
+        """Of one unit."""
+        return dict(learner=self.learner_gpus, engine=self.engine_gpus).get(unit.role, 0)
+
+    @property
+    def num_nodes(self) -> int:
+        """The fewest on which all units have room."""
+        nodes: list[str] = []
+        while True:
+            nodes.append(f"{len(nodes):06d}")
+            try:
+                place(self, nodes, {})
+            except NoRoomError:
+                continue
+            return len(nodes)
+
+
+def place(shape: Shape, up: Sequence[str], kept: Mapping[Unit, str]) -> dict[Unit, str]:
+    """A node of `up` for each unit. A unit of `kept` stays where it is, if that node is up; the others move.
+
+    Units that span several nodes have a node each, so that no node's end takes two of them. Raises NoRoomError.
+    """
+    places = {unit: node for unit, node in kept.items() if node in up}
+    for unit in shape.units():
+        if unit not in places:
+            places[unit] = _first_with_room(shape, unit, up, places)
+    return places
+
+
+def moved(shape: Shape, unit: Unit, nodes: Sequence[str], places: Mapping[Unit, str]) -> dict[Unit, str]:
+    """`places` with this unit on one of `nodes`, if one has room for it, and otherwise as they are."""
+    others = {other: node for other, node in places.items() if other != unit}
+    try:
+        return {**others, unit: _first_with_room(shape, unit, nodes, others)}
+    except NoRoomError:
+        return dict(places)
+
+
+def _first_with_room(shape: Shape, unit: Unit, up: Sequence[str], places: Mapping[Unit, str]) -> str:
+    """Without GPUs, room is where fewest units of the role are, on nodes that are in use already where there are any;
+    with GPUs, on the first node that has as many left."""
+    used = Counter[str]()
+    for other, node in places.items():
+        used[node] += shape.gpus(other)
+    siblings = {node for other, node in places.items() if _same_group(other, unit)}
+    free = [node for node in up if node not in siblings and used[node] + shape.gpus(unit) <= shape.gpus_per_node]
+    if not free:
+        raise NoRoomError(
+            f"{unit.name} has room on none of the nodes that are up ({', '.join(up) or 'none'}); the job needs another"
+        )
+    if shape.gpus_per_node:
+        return free[0]
+    spans = unit.role == "learner" or shape.engine_nodes > 1
+    in_use = [node for node in free if node in places.values()]
+    crowd = Counter(node for other, node in places.items() if other.role == unit.role)
+    return min(free if spans or not in_use else in_use, key=lambda node: (crowd[node], node not in in_use))
+
+
+def _same_group(one: Unit, other: Unit) -> bool:
+    """Whether both are parts of the same learner, or of the same engine."""
+    return (one.role, one.index) == (other.role, other.index) and one != other
+
+
+def _nodes_for(processes: int, gpus_per_node: int) -> int:
+    return 1 if not gpus_per_node else -(-processes // gpus_per_node)

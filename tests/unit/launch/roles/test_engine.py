@@ -1,0 +1,407 @@
+"""When an engine's role announces its server, and how the other hosts of an engine follow node 0. No SGLang."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.roles import base
+from launch.roles import engine as role
+from launch.roles.base import status_of
+from launch.roles.engine import EngineRole, run_engine, serve
+from launch.roles.rendezvous import Rendezvous
+from launch.roles.starting_weights import starting_folder
+from launch.run import addresses, waiting
+from launch.run.waiting import Stop
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.config.run_sections import CheckpointSection
+from pipeline.data.checksums import list_checksums
+from pipeline.data.epochs import Epoch, claim, epoch_folder
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import (
+    DeadlineExceededError,
+    EngineHungError,
+    EngineStartError,
+    LayoutError,
+    RecipeError,
+    StoppedError,
+    SupersededError,
+)
+from pipeline.ports.weight_check import WeightCheck
+from pipeline.resume.resume import go_on_with
+from rollout_sglang.server.process import ServerProcess, free_port
+from rollout_sglang.server.start import EngineSpec
+
+
+class Server:
+    """Ready at once; runs until it is killed."""
+
+    def __init__(self, spec: EngineSpec | None = None) -> None:
+        self.spec, self.status, self.killed = spec, None, False
+        self.pid = os.getpid()
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def is_ready(self) -> bool:
+        return True
+
+    def how_it_ended(self) -> str:
+        return f"ended with status {self.status}"
+
+    def why(self) -> str:
+        return "no log"
+
+    def forget_said(self) -> None:
+        """It says nothing."""
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    data = dict(
+        run=dict(name="r", root=str(tmp_path), steps=1),
+        model=dict(path=str(tmp_path)),
+        task=dict(name="sort_digits"),
+        rollout=dict(tensor_parallel=2),
+    )
+    return recipe_from(data, source="test")
+
+
+@pytest.fixture
+def run(recipe: Recipe) -> RunDirectory:
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    run.set_published(0)
+    policy = run.policy_directory(0)
+    policy.mkdir(parents=True, exist_ok=True)
+    (policy / "model.safetensors").write_text("weights")
+    WeightCheck(version=0).save(policy)
+    list_checksums(policy)
+    return run
+
+
+def finish(run: RunDirectory) -> None:
+    run.set_finished("learner")
+    run.set_finished("collector")
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EPOCH_POLL_S", "FINISHED_POLL_S", "POLL_S"):
+        monkeypatch.setattr(role, name, 0.0)
+
+
+def at_each_look(monkeypatch: pytest.MonkeyPatch, *script: Callable[[], object]) -> None:
+    """What happens while the role sleeps."""
+    left = list(script)
+    monkeypatch.setattr(role.time, "sleep", lambda _: left.pop(0)())
+
+
+def test_an_engine_that_is_not_listed_any_more_announces_itself_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: set[str] = set()
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append("engine" in listed)
+
+    at_each_look(monkeypatch, look, listed.clear, look, lambda: finish(run))
+    epoch = claim(run.path, "engine", 0)
+    serve(Server(), run, epoch, Stop(), 60, lambda _: listed.add("engine"), lambda: "engine" in listed)  # type: ignore[arg-type]
+    assert seen == [True, True]
+
+
+def test_a_recipe_that_is_changed_before_the_start_is_claimed_is_read_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an engine waits for the first policy nothing says that it is there: who changes the recipe ends nobody."""
+    later = run.recipe().model_copy(update=dict(checkpoint=CheckpointSection(every=7)))
+    changes = [lambda: go_on_with(run, later), lambda: None]
+    monkeypatch.setattr(role, "wait_for_policy", lambda *_: changes.pop(0)())
+    began: list[tuple[int, int]] = []
+
+    def start(_own: EngineRole, recipe: Recipe, *rest: Any) -> None:
+        began.append((recipe.checkpoint.every, rest[-1].number))
+
+    monkeypatch.setattr(role, "_run_start", start)
+    assert run_engine(EngineRole(run, 0), Stop()) == 0
+    assert began == [(7, 2)]
+    go_on_with(run, later)
+    assert not Epoch(epoch_folder(run.path, "engine", 0), 2).is_superseded()
+
+
+def test_a_superseded_engine_does_not_announce_itself(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(role, "EPOCH_POLL_S", 3600.0)
+    monkeypatch.setattr(role.Throttle, "__call__", lambda every: every.every_s == 0.0)
+    epoch = claim(run.path, "engine", 0)
+    claim(run.path, "engine", 0)
+    announced: list[int] = []
+    with pytest.raises(SupersededError):
+        serve(Server(), run, epoch, Stop(), 60, lambda _: announced.append(0), lambda: False)  # type: ignore[arg-type]
+    assert not announced
+
+
+def test_a_server_that_does_not_take_its_arguments_is_not_started_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor starts again what ends with another error than a fatal one."""
+    server, epoch = Server(), claim(run.path, "engine", 0)
+    monkeypatch.setattr(Server, "is_ready", lambda _: False)
+    for status, error in ((2, RecipeError), (3, EngineStartError)):
+        at_each_look(monkeypatch, lambda status=status: setattr(server, "status", status))
+        server.status = None
+        with pytest.raises(error, match="no log"):
+            serve(server, run, epoch, Stop(), 60, lambda _: None, lambda: True)  # type: ignore[arg-type]
+
+
+def test_errors_of_a_warm_up_do_not_explain_a_later_end(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SGLang logs some before it answers, though nothing is wrong."""
+    port = free_port()
+    code = (
+        "import http.server; print('ConnectionRefusedError: [Errno 111] Connection refused', flush=True);"
+        f"http.server.test(http.server.SimpleHTTPRequestHandler, port={port}, bind='127.0.0.1')"
+    )
+    server = ServerProcess(
+        [sys.executable, "-c", code],
+        environment=os.environ,
+        log=tmp_path / "engine.log",
+        ready_url=f"http://127.0.0.1:{port}/",
+        secret=None,
+    )
+    monkeypatch.setattr(role, "POLL_S", 0.05)
+
+    def up(_: str) -> None:
+        os.kill(server.pid, signal.SIGKILL)
+
+    with pytest.raises(EngineStartError, match=r"server was killed by signal 9 \(SIGKILL\); \S*engine.log ends:"):
+        serve(server, run, claim(run.path, "engine", 0), Stop(), 60, up, lambda: True)
+
+
+def test_a_server_that_hangs_is_announced_as_such_and_ended_when_it_stays_so(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str | None] = [None, "it is stopped", "it is stopped", None, "it is stopped again"]
+    lost = [False]
+
+    class Watched:
+        hung_s, is_lost = 31.0, property(lambda _: lost[0])
+
+        def look(self) -> str | None:
+            return looks.pop(0) if len(looks) > 1 else looks[0]
+
+    monkeypatch.setattr(role, "Liveness", lambda *_: Watched())
+    monkeypatch.setattr(role, "ALIVE_POLL_S", 0.0)
+    told: list[str] = []
+    at_each_look(monkeypatch, *[lambda: None] * 6, lambda: lost.__setitem__(0, True))
+    epoch = claim(run.path, "engine", 0)
+    with pytest.raises(EngineHungError, match=r"it is stopped again.* did not go on within 31 s"):
+        serve(Server(), run, epoch, Stop(), 60, told.append, lambda: True)  # type: ignore[arg-type]
+    assert told == ["", "it is stopped", "", "it is stopped again"]
+    assert status_of(EngineHungError("")) == 1, "its supervisor starts it again"
+
+
+def test_an_engine_of_one_host_listens_where_the_learner_reaches_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By broadcast its ranks join groups with the learner's. Left alone, NCCL takes the first interface there is."""
+    entry = SimpleNamespace(address="10.1.2.3")
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {"docker0": [], "ib0": [entry]})
+    monkeypatch.setattr(role, "bind_address", lambda *_: "10.1.2.3")
+    monkeypatch.setattr(role, "check_engines", lambda _: None)
+    expected = dict(GLOO_SOCKET_IFNAME="mine", TP_SOCKET_IFNAME="ib0", NCCL_SOCKET_IFNAME="=ib0")
+    for name in expected:
+        monkeypatch.setenv(name, "mine")
+    for name in ("TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name)
+    given: list[dict[str, str | None]] = []
+    monkeypatch.setattr(role, "_run_start", lambda *_: given.append({name: os.environ.get(name) for name in expected}))
+    assert run_engine(EngineRole(run, 0), Stop()) == 0
+    assert given == [expected]
+
+
+class OtherHost:
+    """Node 1 of engine 0, whose servers are doubles."""
+
+    def __init__(self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.servers = run, list[Server]()
+        self.own = EngineRole(run, 0, nodes=2, node=1)
+        monkeypatch.setattr(role, "check_engines", lambda _: None)
+        monkeypatch.setattr(role, "start", self.start)
+
+    def start(self, spec: EngineSpec) -> Server:
+        assert (spec.model / "model.safetensors").exists()
+        self.servers.append(Server(spec))
+        return self.servers[-1]
+
+    def node_0_ends_as_it_starts(self) -> None:
+        """It leaves its rendezvous, and no weights."""
+        self.node_0_starts()
+        shutil.rmtree(self.run.path / "engines" / "starting")
+
+    def node_0_starts(self) -> None:
+        """With the policy that is published now."""
+        start, run = claim(self.run.path, "engine", 0).number, self.run
+        version = run.published_version()
+        held = starting_folder(run, 0, 0, start)
+        shutil.copytree(run.policy_directory(version), held)
+        Rendezvous(start, "n1", 40000 + start, 2, version).write(self.own.rendezvous)
+
+
+@pytest.mark.parametrize("status", [None, 1])
+def test_another_host_follows_node_0_s_next_start(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, status: int | None
+) -> None:
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+
+    def node_0_starts_again() -> None:
+        other.servers[0].status = status
+        other.node_0_starts()
+
+    at_each_look(monkeypatch, node_0_starts_again, lambda: finish(run))
+    assert run_engine(other.own, Stop()) == 0
+    assert [one.spec.rendezvous for one in other.servers if one.spec] == ["n1:40001", "n1:40002"]
+    assert all(one.killed for one in other.servers)
+    assert [path.name[:8] for path in (run.path / "engines" / "starting").iterdir()] == ["000000-0"] * 2, "node 0's own"
+
+
+def test_another_host_starts_with_the_weights_of_node_0(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a version was published since node 0 took its own, and that one is gone."""
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+    newer = run.policy_directory(1)
+    shutil.copytree(run.policy_directory(0), newer)
+    (newer / "model.safetensors").write_text("newer weights")
+    WeightCheck(version=1).save(newer)
+    list_checksums(newer)
+    run.set_published(1)
+    shutil.rmtree(run.policy_directory(0))
+    found: list[tuple[int, str]] = []
+
+    def look() -> None:
+        spec = other.servers[0].spec
+        assert spec is not None
+        found.append((spec.version, (spec.model / "model.safetensors").read_text()))
+        finish(run)
+
+    at_each_look(monkeypatch, look)
+    assert run_engine(other.own, Stop()) == 0
+    assert found == [(0, "weights")]
+
+
+def test_another_host_of_a_start_that_has_ended_is_started_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It follows the next one then."""
+    other = OtherHost(run, monkeypatch)
+    other.node_0_ends_as_it_starts()
+    monkeypatch.setattr(role, "VISIBLE_S", 0.0)
+    monkeypatch.setattr(waiting, "POLL_S", 0.0)
+    with pytest.raises(DeadlineExceededError, match="the weights that node 0 holds"):
+        run_engine(other.own, Stop())
+
+
+def test_another_host_that_waits_for_weights_follows_node_0_s_next_start_at_once(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = OtherHost(run, monkeypatch)
+    other.node_0_ends_as_it_starts()
+    at_each_look(monkeypatch, other.node_0_starts, lambda: finish(run))
+    assert run_engine(other.own, Stop()) == 0
+    assert [one.spec.rendezvous for one in other.servers if one.spec] == ["n1:40002"]
+
+
+def test_a_superseded_node_0_leaves_the_rendezvous_of_its_successor(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, hold = EngineRole(run, 0, nodes=2), role.hold_weights
+    later = Rendezvous(2, "n2", 40000, 2, 0)
+
+    def frozen_meanwhile(*given: Any) -> EngineSpec:
+        assert claim(run.path, "engine", 0).number == later.epoch
+        later.write(own.rendezvous)
+        return hold(*given)
+
+    monkeypatch.setattr(role, "check_engines", lambda _: None)
+    monkeypatch.setattr(role, "hold_weights", frozen_meanwhile)
+    monkeypatch.setattr(role, "start", lambda _: pytest.fail("it starts a server"))
+    with pytest.raises(SupersededError, match="start 2 has taken over"):
+        run_engine(own, Stop())
+    assert Rendezvous.read(own.rendezvous) == later
+
+
+def test_node_0_says_which_version_it_holds(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Rendezvous | None] = []
+    own = EngineRole(run, 0, nodes=2)
+
+    def start(spec: EngineSpec) -> Server:
+        said.append(Rendezvous.read(own.rendezvous))
+        raise EngineStartError("far enough")
+
+    monkeypatch.setattr(role, "check_engines", lambda _: None)
+    monkeypatch.setattr(role, "start", start)
+    with pytest.raises(EngineStartError):
+        run_engine(own, Stop())
+    assert [one.version for one in said if one] == [0]
+
+
+def test_another_host_ends_with_its_server(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+    at_each_look(monkeypatch, lambda: setattr(other.servers[0], "status", 3))
+    with pytest.raises(EngineStartError, match="node 1 of engine 0 ended with status 3"):
+        run_engine(other.own, Stop())
+
+
+def test_another_host_waits_for_the_rendezvous_of_the_newest_start(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+    claim(run.path, "engine", 0)  # it has not said yet where it listens
+    stop = Stop()
+    at_each_look(monkeypatch, lambda: setattr(stop, "asked", True))
+    with pytest.raises(StoppedError):
+        run_engine(other.own, stop)
+    assert not other.servers
+
+
+def test_another_host_that_waits_while_the_run_is_finished_ends(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 finds nothing to do at its next start."""
+    other = OtherHost(run, monkeypatch)
+    monkeypatch.setattr(base, "FINISHED_POLL_S", 0.0)
+    at_each_look(monkeypatch, lambda: finish(run))
+    assert run_engine(other.own, Stop()) == 0
+    assert not other.servers
+
+
+def test_a_file_of_a_start_with_other_hosts_is_waited_out(
+    run: RunDirectory, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was started with three hosts before, and the file of that start is still there."""
+    other = OtherHost(run, monkeypatch)
+    Rendezvous(claim(run.path, "engine", 0).number, "n1", 40000, 3).write(other.own.rendezvous)
+    at_each_look(monkeypatch, lambda: None, other.node_0_starts, lambda: None, lambda: finish(run))
+    assert run_engine(other.own, Stop()) == 0
+    assert len(other.servers) == 1
+    Rendezvous(claim(run.path, "engine", 0).number, "n1", 40000, 3).write(other.own.rendezvous)
+    section = recipe.rollout.model_copy(update=dict(start_deadline_s=0.0))
+    with pytest.raises(LayoutError, match="node 0 has --nodes 3, this one 2"):
+        role._run_other_host(other.own, recipe.model_copy(update=dict(rollout=section)), "n2", 1, None, Stop())

@@ -1,0 +1,191 @@
+"""The learner's agents over real sockets of loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from launch.roles import heartbeat
+from launch.roles.heartbeat import Peer, Peers, Verdict, _Line
+from rollout_sglang.server.process import free_port
+
+HOST, KEY, EPOCH = "127.0.0.1", "a key", 3
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def peers(port: int) -> Iterator[Peers]:
+    with Peers(HOST, port, nodes=3, epoch=EPOCH, key=KEY) as found:
+        yield found
+
+
+def until(condition: Callable[[], object]) -> None:
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_nodes_join_start_and_hear_the_verdict(peers: Peers, port: int) -> None:
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one, Peer(HOST, port, node=2, epoch=EPOCH, key=KEY) as two:
+        until(lambda: peers.complete)
+        assert not one.go
+        peers.start_ranks()
+        until(lambda: one.go and two.go)
+        two.ask_to_stop()
+        until(lambda: peers.stop_asked)
+        one.end(Verdict(64, "the model is gone"))
+        until(peers.trouble)
+        assert peers.trouble() == Verdict(64, "node 1: the model is gone")
+        peers.end(Verdict(64, "node 1: the model is gone"))
+        until(two.trouble)
+        assert two.trouble() == Verdict(64, "node 1: the model is gone")
+
+
+@pytest.mark.parametrize(("key", "epoch"), [("another key", EPOCH), (None, EPOCH), (KEY, EPOCH - 1)])
+def test_another_key_or_another_start_is_refused_by_both(peers: Peers, port: int, key: str | None, epoch: int) -> None:
+    with pytest.raises((ValueError, KeyError, EOFError)):
+        Peer(HOST, port, node=1, epoch=epoch, key=key)
+    assert not peers.joined
+
+
+def test_who_does_not_know_the_key_does_not_join(peers: Peers, port: int) -> None:
+    with socket.create_connection((HOST, port)) as stranger:
+        lines = stranger.makefile("rwb")
+        lines.write(b'{"node": 1, "nonce": "x"}\n')
+        lines.flush()
+        proof = json.loads(lines.readline())["proof"]
+        lines.write(json.dumps(dict(proof=proof)).encode() + b"\n")  # node 0's own, thrown back
+        lines.flush()
+        assert lines.readline() == b""
+    assert not peers.joined
+
+
+@pytest.mark.parametrize("answer", [b"{}", '{"nonce": "x", "proof": "é"}'.encode(), b'{"nonce": [], "proof": 1}'])
+def test_a_node_0_that_shows_no_proof_is_refused(port: int, answer: bytes) -> None:
+    with socket.create_server((HOST, port)) as stranger:
+
+        def serve() -> None:
+            connection, _ = stranger.accept()
+            with connection, connection.makefile("rwb") as lines:
+                lines.readline()
+                lines.write(answer + b"\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ValueError, match="another API key"):
+            Peer(HOST, port, node=1, epoch=EPOCH, key=KEY)
+        thread.join()
+
+
+def test_a_node_that_ends_is_missed_once_ranks_run(peers: Peers, port: int) -> None:
+    early = Peer(HOST, port, node=1, epoch=EPOCH, key=KEY)
+    until(lambda: peers.joined == {1})
+    with early:
+        pass
+    until(lambda: not peers.joined)  # it may come again
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY), Peer(HOST, port, node=2, epoch=EPOCH, key=KEY) as two:
+        until(lambda: peers.complete)
+        peers.start_ranks()
+        until(lambda: two.go)
+        assert peers.trouble() is None
+    until(peers.trouble)
+    assert "is gone" in str(peers.lost)
+
+
+def test_a_node_that_is_started_again_ends_the_epoch(peers: Peers, port: int) -> None:
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY), Peer(HOST, port, node=2, epoch=EPOCH, key=KEY):
+        until(lambda: peers.complete)
+        peers.start_ranks()
+        with Peer(HOST, port, node=2, epoch=EPOCH, key=KEY):
+            until(peers.trouble)
+    assert peers.lost == "node 2 was started again"
+
+
+def test_ranks_are_not_started_without_a_node_that_left_just_before(peers: Peers, port: int) -> None:
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one:
+        until(lambda: peers.joined == {1})
+        peers.start_ranks()
+        assert peers.trouble() == Verdict(1, "a node left before the ranks were started")
+        peers.end(Verdict(1, "again"))
+        until(one.trouble)
+        assert not one.go
+
+
+def test_who_comes_too_late_hears_that_this_start_ends(peers: Peers, port: int) -> None:
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY), Peer(HOST, port, node=2, epoch=EPOCH, key=KEY):
+        until(lambda: peers.complete)
+        peers.start_ranks()
+        with Peer(HOST, port, node=2, epoch=EPOCH, key=KEY) as again:
+            until(again.trouble)
+            assert again.trouble() == Verdict(1, "node 2 was started again")
+
+
+def test_silence_counts_as_death_whatever_tcp_says(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "DEAD_S", 1.5)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    with (
+        Peers(HOST, port, nodes=2, epoch=EPOCH, key=KEY) as peers,
+        Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one,
+    ):
+        until(lambda: peers.complete)
+        peers.start_ranks()
+        until(lambda: one.go)
+        one._loop._loop.call_soon_threadsafe(time.sleep, 3.0)  # frozen, with its connection open
+        until(peers.trouble)
+        assert peers.lost == "node 1 is gone (silent for 1.5 s)"
+
+
+def test_a_node_misses_node_0(port: int) -> None:
+    peers = Peers(HOST, port, nodes=2, epoch=EPOCH, key=KEY)
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one:
+        with peers:
+            until(lambda: peers.complete)
+        until(one.trouble)
+        assert str(one.lost).startswith("node 0 is gone")
+
+
+def test_a_taken_port_is_an_error(peers: Peers, port: int) -> None:
+    with pytest.raises(OSError, match="address already in use"):
+        Peers(HOST, port, nodes=2, epoch=EPOCH, key=KEY)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_message_does_not_keep_a_wait_from_being_cancelled(turns: int) -> None:
+    """An end that comes in the same moment as a message must not be lost: the wait would go on for ever."""
+
+    async def cancelled() -> bool:
+        reader = asyncio.StreamReader()
+        wait = asyncio.create_task(_Line(reader, None).receive())  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        reader.feed_data(b"{}\n")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        done, _ = wait.done(), wait.cancel()
+        await asyncio.wait([wait])
+        return done or wait.cancelled()
+
+    assert asyncio.run(cancelled())
+
+
+@pytest.mark.parametrize(
+    "message", [b"[" * 60_000, b'{"status": [1]}', b'{"status": 1e999}', b"9" * 5000, b"{}" * 40_000]
+)
+def test_a_message_that_is_none_is_an_error_that_is_expected(message: bytes) -> None:
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(message + b"\n")
+        await _Line(reader, None).read()  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match=r"."):
+        asyncio.run(read())

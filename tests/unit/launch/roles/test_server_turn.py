@@ -1,0 +1,153 @@
+"""Engines take a new quant map one after the other, and never all at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.roles.server_turn import reason_to_start_again
+from pipeline.config.recipe import Recipe
+from pipeline.control.files import ControlFiles, ControlRecord
+from pipeline.data.epochs import claim
+from pipeline.data.membership import Member
+from pipeline.data.quant_maps import QUANT_MAP_FILE, digest_of, read_quant_map, write_quant_map
+from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.errors import EngineVersionError
+from pipeline.ports.weight_check import WeightCheck
+from precision.controller.records import Evidence, State
+from precision.formats.quant_map_file import QuantMapFile
+from rollout_sglang.target import Target
+
+OLD, NEW = QuantMapFile(base="fp8_block"), QuantMapFile(base="fp8_block", exceptions={"model.layers.0.x": "full"})
+OLD_MAP, NEW_MAP = digest_of(OLD), digest_of(NEW)
+
+
+def recipe(engines: int, **sections: object) -> Recipe:
+    data: dict[str, object] = dict(
+        run=dict(name="x", steps=3),
+        model=dict(path="m"),
+        task=dict(name="sort_digits"),
+        rollout=dict(engines=engines, precision="fp8_block"),
+        controller=dict(ess_floor=0.9),
+    )
+    return Recipe.model_validate(data | sections)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """The newest policy has the new map."""
+    directory = RunDirectory(tmp_path)
+    directory.policy_directory(4).mkdir(parents=True)
+    write_quant_map(directory.policy_directory(4), NEW)
+    directory.set_published(4)
+    return directory
+
+
+def announce(run: RunDirectory, *maps: str) -> list[Member]:
+    members = [Member(index, f"http://{index}", 1, name) for index, name in enumerate(maps)]
+    for member in members:
+        if member.quant_map:
+            run.membership().announce(member)
+    return members
+
+
+def whose_turn(
+    run: RunDirectory,
+    *maps: str,
+    serving: bool = True,
+    engines: int = 3,
+    unverified: int | None = None,
+    gone: int | None = None,
+    quiet: bool = False,
+) -> list[int]:
+    """Engines that start again. Engine `unverified` has not been verified yet, `gone` does not answer. `quiet`: nothing
+    was heard of any start for longer than a start may take."""
+
+    def look(member: Member) -> str | None:
+        name = "4" if serving and member.index != unverified else "unverified-4"
+        return None if member.index == gone else name
+
+    members = announce(run, *maps)
+    for folder in (run.membership().folder, *(run.path / "epochs").glob("engine-*")) if quiet else ():
+        when = time.time() - recipe(3).rollout.start_deadline_s - 1
+        os.utime(folder, (when, when))
+    wants = [reason_to_start_again(run, recipe(engines), member, look) for member in members if member.index != gone]
+    there = [member.index for member in members if member.index != gone]
+    return [index for index, why in zip(there, wants, strict=True) if why and maps[index]]
+
+
+def test_one_after_the_other(run: RunDirectory) -> None:
+    assert whose_turn(run, OLD_MAP, OLD_MAP, OLD_MAP) == [0]
+    run.membership().withdraw(Member(0, "http://0", 1, OLD_MAP))
+    assert whose_turn(run, "", OLD_MAP, OLD_MAP) == [], "while engine 0 starts, no other one stops"
+    assert whose_turn(run, NEW_MAP, OLD_MAP, OLD_MAP) == [1]
+    assert whose_turn(run, NEW_MAP, NEW_MAP, OLD_MAP) == [2]
+    assert whose_turn(run, NEW_MAP, NEW_MAP, NEW_MAP) == []
+
+
+def test_the_next_one_waits_until_the_one_before_is_verified(run: RunDirectory) -> None:
+    assert whose_turn(run, NEW_MAP, OLD_MAP, OLD_MAP, unverified=0) == []
+    assert whose_turn(run, NEW_MAP, OLD_MAP, OLD_MAP, unverified=0, quiet=True) == [], "however long that takes"
+
+
+@pytest.mark.parametrize("announced", [OLD_MAP, ""], ids=["announced for ever", "nobody starts it again"])
+def test_an_engine_that_is_lost_is_not_waited_for(run: RunDirectory, announced: str) -> None:
+    assert whose_turn(run, announced, OLD_MAP, OLD_MAP, gone=0) == [], "it may be starting"
+    assert whose_turn(run, announced, OLD_MAP, OLD_MAP, gone=0, quiet=True) == [1]
+    assert whose_turn(run, announced, NEW_MAP, OLD_MAP, gone=0, quiet=True) == [2]
+    claim(run.path, "engine", 0)
+    assert whose_turn(run, announced, NEW_MAP, OLD_MAP, gone=0) == [], "it is being started"
+
+
+def test_a_policy_folder_that_is_being_deleted_is_no_new_map(run: RunDirectory) -> None:
+    (run.policy_directory(4) / QUANT_MAP_FILE).unlink()
+    assert whose_turn(run, OLD_MAP, OLD_MAP) == []
+
+
+def test_never_the_last_one_that_serves(run: RunDirectory) -> None:
+    assert whose_turn(run, OLD_MAP, OLD_MAP, OLD_MAP, serving=False) == []
+    for index in (1, 2):
+        run.membership().withdraw(Member(index, f"http://{index}", 1, OLD_MAP))
+    assert whose_turn(run, OLD_MAP) == []
+    assert whose_turn(run, OLD_MAP, engines=1) == [0], "a run of one engine waits for it"
+
+
+def test_the_suspected_start_of_an_engine_is_started_again_once(run: RunDirectory) -> None:
+    members = announce(run, NEW_MAP, NEW_MAP)
+    record = ControlRecord(step=0, evidence=Evidence(step=0, loss=1.0), state=State(), restarts={1: 1})
+    ControlFiles(run.control, unfenced).create(record)
+    wants = [reason_to_start_again(run, recipe(2), member, lambda _: "4") for member in members]
+    assert wants[0] is None
+    assert "ESS of its tokens" in str(wants[1])
+    assert reason_to_start_again(run, recipe(2), Member(1, "http://1", 2, NEW_MAP), lambda _: "4") is None
+    assert reason_to_start_again(run, recipe(2, controller=None), members[1], lambda _: "4") is None
+
+
+def test_each_engine_gets_the_weights_in_its_own_formats(run: RunDirectory) -> None:
+    folder = run.policy_directory(4)
+    target = Target(4, folder, None)
+    old, new = (Member(0, "http://0", 1, name) for name in (OLD_MAP, NEW_MAP))
+    assert target.of_map(new) is target
+    assert target.of_map(Member(0, "http://0")) is target, "an engine that announces no map"
+    with pytest.raises(EngineVersionError, match="started with quant map"):
+        target.of_map(old)
+    older = folder / "maps" / OLD_MAP
+    older.mkdir(parents=True)
+    WeightCheck(version=4).save(older)
+    assert target.of_map(old).directory == older
+
+
+def test_the_map_of_a_version_is_read_once_for_all_engines(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, read = Target(4, run.policy_directory(4), None), []
+
+    def reading(folder: Path) -> QuantMapFile | None:
+        read.append(folder)
+        return read_quant_map(folder)
+
+    monkeypatch.setattr("rollout_sglang.target.read_quant_map", reading)
+    for index in range(3):
+        target.of_map(Member(index, f"http://{index}", 1, NEW_MAP))
+    assert read == [target.directory]

@@ -1,0 +1,184 @@
+"""`evenkeel launch kubernetes`: the objects pass the API server's checks, and the same recipe gives the same bytes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.schedulers.kubernetes.render import read, write
+from pipeline.errors import RecipeError
+from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered, run_of
+from tests.support.manifests.schemas import problems
+from tests.support.runs import evenkeel
+
+EXAMPLE = Path(__file__).parents[4] / "ops/examples/kubernetes-qwen3-32b"
+
+
+def lines(files: dict[str, list[dict[str, Any]]], folder: Path) -> list[str]:
+    return [line for path in write(files, folder) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("engines", ["jobset", "leaderworkerset"])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16"), ("rollout.engines=1",)],
+)
+def test_the_32b_recipe_passes_schema_and_rules(engines: str, overrides: tuple[str, ...]) -> None:
+    found = documents(rendered(*overrides, engines=engines, queue="train", rdma="rdma/hca=8"))
+    assert [(one["kind"], text) for one in found for text in problems(one)] == []
+    kinds = {one["kind"] for one in found}
+    assert {"ConfigMap", "JobSet", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget", "Service"} <= kinds
+    assert ("LeaderWorkerSet" in kinds) == (engines == "leaderworkerset")
+
+
+def test_two_renderings_are_byte_identical(tmp_path: Path) -> None:
+    first, second = (write(rendered(), tmp_path / name) for name in "ab")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        # the recipe's line, the ConfigMap's name, and where the pods of four roles mount it
+        ("learner.optimizer.lr=2.0e-6", 6),
+        # also: replicas, and the budget of pods that stay
+        ("rollout.engines=7", 8),
+    ],
+)
+def test_recipes_that_differ_in_one_number_differ_in_few_lines(tmp_path: Path, override: str, changed: int) -> None:
+    before, after = lines(rendered(), tmp_path / "a"), lines(rendered(override), tmp_path / "b")
+    difference = [line for line in difflib.ndiff(before, after) if line[:2] in ("- ", "+ ")]
+    assert len([line for line in difference if line[0] == "-"]) == changed, "\n".join(difference)
+    assert len([line for line in difference if line[0] == "+"]) == changed
+
+
+def test_the_example_is_what_the_command_writes(tmp_path: Path) -> None:
+    """After a change:  evenkeel launch kubernetes, as ops/examples/README.md says."""
+    options = ["--queue", "train", "--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
+    evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
+    written, example = (
+        {str(path.relative_to(folder)): path.read_text("utf-8") for path in folder.rglob("*.yaml")}
+        for folder in (tmp_path, EXAMPLE)
+    )
+    assert written == example
+
+
+def test_a_cluster_without_the_gate_gets_no_action_that_needs_it(tmp_path: Path) -> None:
+    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE, "--restart", "jobset"]
+    done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
+    run = yaml.safe_load((tmp_path / "60-run.yaml").read_text("utf-8"))
+    actions = {rule["action"] for rule in run["spec"]["failurePolicy"]["rules"]}
+    assert actions == {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
+    assert "featureGates" not in done.stdout
+
+
+def test_kustomize_takes_every_file_but_the_models(tmp_path: Path) -> None:
+    write(rendered(engines="leaderworkerset", monitors=True, download="a/b"), tmp_path)
+    kustomization = yaml.safe_load((tmp_path / "kustomization.yaml").read_text("utf-8"))
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.yaml")}
+    assert {*kustomization["resources"]} == files - {"kustomization.yaml", "model/job.yaml"}
+    assert (kustomization["apiVersion"], kustomization["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
+
+
+def test_files_of_an_earlier_rendering_do_not_stay(tmp_path: Path) -> None:
+    write(rendered(engines="leaderworkerset"), tmp_path)
+    write(rendered(), tmp_path)
+    assert not (tmp_path / "50-engines.yaml").exists()
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """Also those that are named as a rendering's are, and hold anything."""
+    command = ["launch", "kubernetes", "qwen3_32b", "--out", str(tmp_path)]
+    command += ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
+    notes = tmp_path / "90-notes.yaml"
+    notes.write_bytes(b"\xff")
+    evenkeel(*command)
+    assert notes.read_bytes() == b"\xff"
+    assert "90-notes.yaml" not in (tmp_path / "kustomization.yaml").read_text(), "kubectl does not take it"
+    evenkeel(*command)  # over the run's own files
+    engines = tmp_path / "50-engines.yaml"
+    for content in (b"a: 1\n", b"- 1\n", b"\xff"):
+        engines.write_bytes(content)
+        with pytest.raises(RecipeError, match=r"50-engines.yaml"):
+            read(tmp_path, rendered(), run_of().name)
+        assert evenkeel(*command).returncode == 1
+        assert engines.read_bytes() == content
+    engines.unlink()
+    with pytest.raises(RecipeError, match=r"is not of this run .*evenkeel/run: other.* another --out"):
+        read(tmp_path, rendered(), "other")
+
+
+def test_relative_paths_lie_on_the_shared_volume() -> None:
+    recipe = yaml.safe_load(rendered(mount="/mnt/run")["00-recipe.yaml"][0]["data"]["recipe.yaml"])
+    assert recipe["run"]["root"] == "/mnt/run/runs"
+    assert recipe["model"]["path"] == "/mnt/run/models/qwen3-32b"
+    assert recipe["task"]["path"] == "/mnt/run/data/math.jsonl"
+
+
+def test_relative_paths_of_sources_and_of_the_reference_do_too() -> None:
+    sources = "[{path: data/a.jsonl, held_out_path: data/b.jsonl}, {path: /elsewhere/c.jsonl}]"
+    reference = "reference={coefficient: 0.1, path: models/reference}"
+    files = rendered("task.path=null", f"task.sources={sources}", reference, mount="/mnt/run")
+    recipe = yaml.safe_load(files["00-recipe.yaml"][0]["data"]["recipe.yaml"])
+    first, second = recipe["task"]["sources"]
+    assert (first["path"], first["held_out_path"]) == ("/mnt/run/data/a.jsonl", "/mnt/run/data/b.jsonl")
+    assert second["path"] == "/elsewhere/c.jsonl"
+    assert recipe["reference"]["path"] == "/mnt/run/models/reference"
+
+
+@pytest.mark.parametrize(
+    ("render", "message"),
+    [
+        (
+            lambda: rendered(learner_image="evenkeel/learner:1"),
+            "--learner-image is 'evenkeel/learner:1', expected NAME@sha",
+        ),
+        (lambda: rendered(gpu_gib=24.0), "does not fit 64 GPUs of 24 GiB"),
+        (lambda: rendered(gpu_gib=float("inf")), "--gpu-gib is inf, expected a number from"),
+        (lambda: rendered(disk_gb_s=float("inf")), "--disk-gb-s is inf, expected a number from"),
+        (lambda: rendered(gpus_per_node=6), "no multiple of --gpus-per-node 6"),
+        (lambda: rendered("weights.channel=ipc"), "use --set weights.channel=broadcast"),
+        (lambda: rendered("rollout.engines=1", "rollout.urls=[http://e:1]"), "rollout.urls names engines that exist"),
+        (lambda: rendered("run.name=32b"), "Kubernetes wants a letter first"),
+        (lambda: rendered(pvc="mine", pvc_size="1Ti"), "leave out --storage-class and --pvc-size"),
+        (lambda: rendered(rdma="hca:8"), "expected RESOURCE=COUNT"),
+    ],
+)
+def test_what_cannot_work_is_refused(render: Callable[[], object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as refused:
+        render()
+    assert "\n" not in str(refused.value)
+
+
+def test_arguments_that_train_refuses_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE, "--set"]
+    given = "rollout.extra_args=[--hos=0.0.0.0]"
+    refused = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path / "files", *options, given)
+    assert (refused.returncode, "rollout.extra_args has --hos, short for --host" in refused.stderr) == (1, True)
+    assert not (tmp_path / "files").exists()
+
+
+def test_engines_that_nothing_else_ends_come_with_the_command_that_does(tmp_path: Path) -> None:
+    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE, "--engines", "leaderworkerset"]
+    done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
+    (engines,) = yaml.safe_load_all((tmp_path / "50-engines.yaml").read_text())
+    assert f"kubectl -n default delete leaderworkerset {engines['metadata']['name']}\n" in done.stdout
+
+
+def test_the_gate_that_jobset_wants_for_the_rendered_actions_is_said(tmp_path: Path) -> None:
+    """JobSet's webhook refuses both actions while its gate is off, as it is by default: a rendering cannot see that."""
+    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
+    done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
+    run = yaml.safe_load((tmp_path / "60-run.yaml").read_text())
+    gated = {rule["action"] for rule in run["spec"]["failurePolicy"]["rules"]} - {"FailJobSet"}
+    assert gated == {"RestartJob", "RestartJobAndIgnoreMaxRestarts"}
+    assert done.stdout.endswith(f"kubectl apply -k {tmp_path}\n")
+    (line,) = (line for line in done.stdout.splitlines() if "featureGates: {RestartJob: true}" in line)
+    assert line.endswith(
+        f"{' and '.join(sorted(gated))} failure policy actions are not allowed when RestartJob feature gate is disabled"
+    )

@@ -1,0 +1,258 @@
+"""What is caught before Kubernetes would: names that it does not allow, secrets, and changes that it refuses."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.plan.planner import Machine, make_plan
+from launch.schedulers.kubernetes.changes import check_changes
+from launch.schedulers.kubernetes.command import kubernetes
+from launch.schedulers.kubernetes.render import render
+from pipeline.errors import RecipeError
+from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered, run_of
+from tests.support.manifests.outcomes import EXPECTED, outcome
+from tests.support.manifests.schemas import problems
+from tests.support.runs import ROOT
+
+FREE = ("labels", "matchLabels", "selector", "data", "requests", "limits", "annotations")
+"""Maps whose keys are the user's."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(monitors=True, monitor_labels=("release=kube-prometheus-stack",), download="Qwen/Qwen3-32B@main"),
+        dict(engines="leaderworkerset", restart="jobset"),
+        dict(rdma="rdma/hca=8", queue="train", pvc="mine", run_as="5021:500"),
+    ],
+)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16"),
+        ("rollout.engines=1",),
+        ("weights.channel=disk",),
+    ],
+)
+def test_what_is_rendered_passes(overrides: tuple[str, ...], options: dict[str, Any]) -> None:
+    run = run_of(*overrides, **options)
+    found = documents(render(run))
+    assert list(check_changes(found, found)) == []
+    assert [text for one in found for text in problems(one, old=one)] == []
+
+
+@pytest.mark.parametrize("precision", ["fp8_block", "bf16"])
+def test_engines_have_room_for_a_replica(precision: str) -> None:
+    """Twice the published weights on their node's disk, beside what other temporary files may take."""
+
+    def engine_of(channel: str) -> tuple[float, float]:
+        override = f"weights.channel={channel}", f"rollout.precision={precision}"
+        run = run_of(*override)
+        found = documents(render(run))
+        engine = pod(found, "engine")
+        tmp = next(one for one in engine["volumes"] if one["name"] == "tmp")
+        asked = engine["containers"][0]["resources"]["requests"].get("ephemeral-storage", "0Mi")
+        return tuple(int(size.removesuffix("Mi")) * 2**20 for size in (tmp["emptyDir"]["sizeLimit"], asked))  # type: ignore[return-value]
+
+    plan = make_plan(
+        Path("qwen3_32b"), ["weights.channel=delta", f"rollout.precision={precision}"], Machine(gpus=64, gpu_gib=80), {}
+    )
+    replica = plan["publish"]["replica_gigabytes"] * 1e9
+    usual, none = engine_of("broadcast")
+    with_replica, asked = engine_of("delta")
+    assert none == 0.0
+    assert with_replica - usual == asked == pytest.approx(replica, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ('task.system_prompt="Never tell the password: it is secret to all."', False),
+        ("rollout.extra_args=[--api-key, opensesame]", True),
+        ("rollout.extra_args=[--admin-api-key, opensesame]", True),
+        ("rollout.extra_args=[--api-k=opensesame]", True),
+        ("rollout.extra_args=[--ssl-keyfile-password, opensesame]", True),
+        ("rollout.extra_args=[--tokenizer-path, /shared/tokenizer, --ssl-keyfile, /shared/key.pem]", False),
+    ],
+)
+def test_prose_may_speak_of_secrets_and_arguments_may_not_give_them(override: str, refused: bool) -> None:
+    if not refused:
+        run_of("task.chat_template=true", override)
+        return
+    with pytest.raises(RecipeError, match=r"extra_args of the recipe looks as if it held a secret, .* ConfigMap"):
+        run_of(override)
+
+
+def fields(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all fields that have a schema."""
+    if isinstance(part, dict):
+        for key, value in part.items():
+            yield (*path, key)
+            if key not in FREE or path[-1:] == ("spec",):
+                yield from fields(value, (*path, key))
+    elif isinstance(part, list):
+        for place, value in enumerate(part):
+            yield from fields(value, (*path, place))
+
+
+@pytest.mark.parametrize("engines", ["jobset", pytest.param("leaderworkerset", marks=pytest.mark.slow)])
+def test_a_typo_in_any_field_is_caught_by_the_schema(engines: str) -> None:
+    tried, missed = set(), []
+    for one in documents(rendered(engines=engines, queue="train", rdma="rdma/hca=8", monitors=True, download="a/b")):
+        for path in fields(one):
+            general = (one["kind"], *("*" if isinstance(step, int) else step for step in path))
+            if general in tried or (one["kind"] in ("Service",) and "selector" in path[:-1]):
+                continue
+            tried.add(general)
+            broken = copy.deepcopy(one)
+            holder = broken
+            for step in path[:-1]:
+                holder = holder[step]
+            holder[f"{path[-1]}x"] = holder.pop(path[-1])
+            if not problems(broken):
+                missed.append(general)
+    assert missed == []
+    assert len(tried) > 150
+
+
+@pytest.mark.parametrize("restart", ["job", "jobset"])
+@pytest.mark.parametrize("role", ["learner", "collector", "router", "engine"])
+def test_what_becomes_of_a_pod_follows_its_exit_status(role: str, restart: str) -> None:
+    """Without JobSet's alpha gate, a Job that fails starts all of the run again. What fails for good does in both."""
+    found = documents(rendered(restart=restart))
+    job_set = next(one for one in found if one["kind"] == "JobSet")["spec"]
+    found_outcomes = {cause: outcome(job(found, role), job_set, cause) for cause in EXPECTED}
+    actions = {rule["action"] for rule in job_set["failurePolicy"]["rules"]}
+    assert any(action.startswith("RestartJob") and "JobSet" not in action for action in actions) == (restart == "job")
+    assert {cause: text.removesuffix(", with all others") for cause, text in found_outcomes.items()} == EXPECTED
+    assert found_outcomes[1].endswith("others") == (restart == "jobset")
+    alone = role in ("collector", "router", "engine")
+    assert found_outcomes["DisruptionTarget"].endswith("others") == (restart == "jobset" and not alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(secret="Bad Name!"), "--secret is 'Bad Name!', expected lower-case letters, digits, dashes and dots"),
+        (dict(secret_key="a/b"), "--secret-key is 'a/b', expected letters, digits"),
+        (dict(pvc="My_PVC"), "--pvc is 'My_PVC'"),
+        (dict(storage_class="A B"), "--storage-class is 'A B'"),
+        (dict(queue="-train"), "--queue is '-train'"),
+        (dict(gpu_resource="gpu gpu"), "--gpu-resource is 'gpu gpu', expected NAME or DOMAIN/NAME"),
+        (dict(topology_key="a b"), "--topology-key is 'a b'"),
+        (dict(rdma="RDMA/h ca=8"), "--rdma is"),
+        (dict(namespace="A"), "--namespace: String should match"),
+        (dict(monitoring_namespace="a b"), "--monitoring-namespace: String should match"),
+        (dict(learner_image="a b@sha256:" + "1" * 64), "expected the name of an image, without spaces"),
+        (dict(rollout_image="", allow_tags=True), "--rollout-image is ''"),
+        (dict(monitors=True, monitor_labels=("release",)), "--monitor-label is 'release', expected KEY=VALUE"),
+        (dict(monitor_labels=("release=a",)), "--monitor-label is of what --monitors writes"),
+        (dict(run_as="0"), "--run-as is '0', expected UID or UID:GID"),
+        (dict(run_as="me"), "--run-as is 'me'"),
+        (dict(run_as="1000:0"), "--run-as is '1000:0'"),
+        (dict(download="Qwen3"), "--download: String should match"),
+    ],
+)
+def test_names_that_kubernetes_would_refuse_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)) as refused:
+        run_of(**options)
+    assert "\n" not in str(refused.value)
+
+
+def test_names_that_clusters_have_are_taken() -> None:
+    run_of(secret="team.keys", secret_key="api_key.txt", pvc="shared-2", queue="gpu.train")
+    run_of(storage_class="efs.sc", monitors=True, monitor_labels=("release=a", "a.b/c_d=E.f"), run_as="1000")
+    run_of(gpu_resource="amd.com/gpu", topology_key="cloud.google.com/gce-topology-block", rdma="hca=8")
+
+
+def job(objects: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    job_set = next(one for one in objects if one["kind"] == "JobSet")
+    found: dict[str, Any] = next(one for one in job_set["spec"]["replicatedJobs"] if one["name"] == role)
+    return found
+
+
+def pod(objects: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    found: dict[str, Any] = job(objects, role)["template"]["spec"]["template"]["spec"]
+    return found
+
+
+def test_pods_of_any_user_are_as_restricted_as_namespaces_demand() -> None:
+    """Also with RDMA: a capability is worth nothing to who is not root, and hardened namespaces refuse such pods."""
+    found = documents(rendered(rdma="rdma/hca=8", run_as="5021:500", download="Qwen/Qwen3-32B"))
+    pods = [pod(found, role) for role in ("learner", "collector", "router", "engine")]
+    pods += [one["spec"]["template"]["spec"] for one in found if one["kind"] == "Job"]
+    assert len(pods) == 5
+    for one in pods:
+        security, (container,) = one["securityContext"], one["containers"]
+        users = [security[name] for name in ("runAsUser", "runAsGroup", "fsGroup")]
+        assert (users, security["runAsNonRoot"]) == ([5021, 500, 500], True)
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_monitors_are_written_on_request_with_the_labels_that_find_them() -> None:
+    """A cluster without Prometheus' operator refuses kinds that it does not know."""
+    operators = "monitoring.coreos.com/v1"
+    assert not [one for one in documents(rendered()) if one["apiVersion"] == operators]
+    found = documents(rendered(monitors=True, monitor_labels=("release=kube-prometheus-stack", "team=")))
+    ours = {one["kind"]: one for one in found if one["apiVersion"] == operators}
+    assert ours.keys() == {"ServiceMonitor", "PrometheusRule"}
+    for one in ours.values():
+        labels = one["metadata"]["labels"]
+        assert (labels["release"], labels["team"], labels["evenkeel/run"]) == ("kube-prometheus-stack", "", "qwen3-32b")
+    assert ours["PrometheusRule"]["spec"] == yaml.safe_load((ROOT / "ops/alerts/evenkeel.yaml").read_text("utf-8"))
+
+
+def test_a_model_is_brought_to_where_the_run_reads_it() -> None:
+    files = rendered(download="Qwen/Qwen3-32B@abc", mount="/mnt/run")
+    ((job_of_model,), (kustomization,)) = files["model/job.yaml"], files["kustomization.yaml"]
+    assert "model/job.yaml" not in kustomization["resources"], "it ends before the run begins"
+    (container,) = job_of_model["spec"]["template"]["spec"]["containers"]
+    path = yaml.safe_load(files["00-recipe.yaml"][0]["data"]["recipe.yaml"])["model"]["path"]
+    assert container["args"] == ["download", "Qwen/Qwen3-32B", "--revision", "abc", "--local-dir", path]
+    assert path == "/mnt/run/models/qwen3-32b"
+    assert {one["name"]: one.get("value") for one in container["env"]}["HF_HUB_OFFLINE"] == "0"
+    with pytest.raises(RecipeError, match=r"/models/qwen3-32b, which is not below the shared volume \(/evenkeel\)"):
+        run_of("model.path=/models/qwen3-32b", download="Qwen/Qwen3-32B")
+
+
+def test_restarts_of_a_whole_life_are_no_limit() -> None:
+    """The roles count those without progress; what Kubernetes counts is never forgiven."""
+    for overrides in ((), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16")):
+        found = documents(rendered(*overrides, "run.max_restarts=5"))
+        policy = next(one for one in found if one["kind"] == "JobSet")["spec"]["failurePolicy"]
+        assert policy["maxRestarts"] == 1000
+        for role in ("learner", "collector", "router", "engine"):
+            assert job(found, role)["template"]["spec"]["backoffLimit"] in (0, 1000)
+            (container,) = pod(found, role)["containers"]
+            assert {"name": "EVENKEEL_MAX_RESTARTS", "value": "5"} in container["env"]
+
+
+def command(out: Path, *overrides: str, replace: bool = False) -> None:
+    images = dict(learner_image=LEARNER_IMAGE, rollout_image=ROLLOUT_IMAGE)
+    kubernetes(Path("qwen3_32b"), out, **images, overrides=list(overrides), replace=replace)  # type: ignore[arg-type]
+
+
+def test_a_rendering_that_a_cluster_would_refuse_is_not_written(tmp_path: Path) -> None:
+    command(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    command(tmp_path)
+    with pytest.raises(RecipeError, match=r"JobSet qwen3-32b: spec.replicatedJobs\S+ cannot be changed"):
+        command(tmp_path, "rollout.engines=7")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    command(tmp_path, "rollout.engines=7", replace=True)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} != before
+
+
+def test_a_name_that_pods_cannot_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"63 are allowed; shorten run\.name"):
+        command(tmp_path, f"run.name={'q' * 50}")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,240 @@
+"""`evenkeel launch slurm`: the files, byte for byte, what differs between two of them, and what is refused."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.plan.grace import StopTime
+from launch.schedulers.slurm import allocation
+from launch.schedulers.slurm.command import _setup_lines, submitted
+from launch.schedulers.slurm.options import SlurmOptions
+from launch.schedulers.slurm.render import render
+from pipeline.config.loader import load_recipe
+from pipeline.errors import RecipeError
+from tests.support.runs import ROOT, evenkeel
+
+GOLDEN = ROOT / "tests/golden/slurm"
+FOLDER = Path("/shared/jobs/qwen")
+OPTIONS: dict[str, Any] = dict(
+    workdir=Path("/shared/team"),
+    python="/shared/venv/bin/python",
+    time="24:00:00",
+    grace=StopTime(step_s=203.4, publish_s=9.5, save_s=229.3, disk_gb_s=2.0),
+    partition="h100",
+    account="research",
+)
+
+
+def files(*overrides: str, **options: Any) -> dict[str, str]:
+    return render(load_recipe(Path("qwen3_32b"), overrides), SlurmOptions(**OPTIONS | options), FOLDER)
+
+
+@pytest.mark.parametrize("name", ["job.sbatch", "README.md"])
+def test_the_files_for_32b(name: str) -> None:
+    """What a user gets; whoever changes it reads the difference here."""
+    assert files()[name] == (GOLDEN / name).read_text()
+
+
+CONTAINER: dict[str, Any] = dict(container_image="registry#learner", key_dir="/shared/keys")
+SETS = ("run.root=/shared/runs", "model.path=/models/qwen", "task.path=/shared/math.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("mounts", "message"),
+    [
+        (None, r"--out is /shared/jobs/qwen, which containers do not see: it is in no mount of .*\(none\)"),
+        ("/shared:/shared", r"model.path is /models/qwen, .* add /models/qwen:/models/qwen, or a folder above it"),
+        ("/lustre:/shared,/models", r"--out is /shared/jobs/qwen, .* another folder there \(/lustre:/shared\)"),
+        ("/shared,/models,/tmp:/shared/keys", r"--key-dir is /shared/keys, .* another folder there"),
+        ("/shared/jobs:/shared/jobs,/shared/keys,/shared/runs,/models", "--workdir is /shared/team"),
+        ("/shared:/shared:rw,/data/models:/models:ro", None),
+        ("/shared,/models", None),
+    ],
+)
+def test_what_containers_do_not_see_is_refused_before_the_queue(mounts: str | None, message: str | None) -> None:
+    if message is None:
+        assert f"--container-mounts {mounts}" in files(*SETS, **CONTAINER, container_mounts=mounts)["job.sbatch"]
+        return
+    with pytest.raises(RecipeError, match=message):
+        files(*SETS, **CONTAINER, container_mounts=mounts)
+    assert files(*SETS, container_mounts=mounts), "without an image nothing is hidden"
+
+
+def test_a_rollout_image_alone_does_not_get_this_python(tmp_path: Path) -> None:
+    command = ["launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--rollout-image", "registry#rollout"]
+    refused = evenkeel(*command)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "give --container-image, or --python python3" in refused.stderr
+
+
+@pytest.mark.parametrize("option", ["--array=1-4", "--arr=1-4", "--ar=0", "-a1-4"])
+def test_an_array_is_refused(option: str) -> None:
+    with pytest.raises(RecipeError, match="all tasks of an array would train the same run"):
+        files(sbatch=(option,))
+    assert files(sbatch=("--account=a", "--acctg-freq=30"))
+
+
+def test_a_module_of_the_users_hides_none_of_ours(tmp_path: Path) -> None:
+    """In the folder where the job begins."""
+    (tmp_path / "pipeline.py").write_text("raise SystemExit('shadowed')")
+    script = files(python=sys.executable)["job.sbatch"]
+    program = shlex.split(script.partition("\nexec ")[2].replace("\\\n", ""))[:4]
+    done = subprocess.run([*program, "--help"], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    assert (done.returncode, "--gpus-per-node" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("python", ["venv/bin/python", "./python"])
+def test_an_interpreter_by_a_relative_path_is_refused(python: str) -> None:
+    with pytest.raises(RecipeError, match="give an absolute path, or a name on the PATH"):
+        files(python=python)
+    assert files(python="python3")
+
+
+def test_two_renderings_are_the_same_bytes_and_one_number_is_one_line(tmp_path: Path) -> None:
+    command = ["launch", "slurm", "qwen3_32b", "--out", str(tmp_path / "job"), "--time", "60"]
+
+    def rendered(*more: str) -> dict[str, str]:
+        done = evenkeel(*command, *more)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"sbatch {tmp_path}/job/job.sbatch\n"
+        return {path.name: path.read_text() for path in (tmp_path / "job").iterdir()}
+
+    first, second, third = rendered(), rendered(), rendered("--set", "learner.optimizer.lr=2e-6")
+    assert first == second
+    assert first["job.sbatch"] == third["job.sbatch"]
+    changed = [
+        line
+        for line in difflib.unified_diff(first["recipe.yaml"].splitlines(), third["recipe.yaml"].splitlines(), n=0)
+        if line[0] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    assert changed == ["-    lr: 1.0e-06", "+    lr: 2.0e-06"]
+
+
+def test_the_notice_of_the_time_limit_follows_from_the_speed_of_the_disk(tmp_path: Path) -> None:
+    """Which is a guess that the README tells, unless the user says how long the notice is."""
+
+    def notice(*options: object) -> tuple[int, str]:
+        done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path, *options)
+        assert done.returncode == 0, done.stderr
+        found = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", (tmp_path / "job.sbatch").read_text(), re.MULTILINE)
+        assert found
+        return int(found[1]), (tmp_path / "README.md").read_text()
+
+    guessed, half, said = notice(), notice("--disk-gb-s", 0.5), notice("--grace", 900)
+    saves = re.findall(r"two saves of\s+(\d+) s at ([\d.]+) GB/s", guessed[1] + half[1] + said[1])
+    assert [speed for _, speed in saves] == ["2", "0.5"]
+    (at_two, at_half) = (int(seconds) for seconds, _ in saves)
+    assert at_half == pytest.approx(4 * at_two, abs=4)
+    assert half[0] - guessed[0] == pytest.approx(4 * (at_half - at_two), abs=20)
+    assert said[0] == 900
+    refused = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path, "--disk-gb-s", 0)
+    assert (refused.returncode, "--disk-gb-s is 0.0, expected a number from" in refused.stderr) == (1, True)
+
+
+def test_the_script_is_bash_and_holds_what_the_contract_with_slurm_is() -> None:
+    script = files("rollout.engines=4", spare=2)["job.sbatch"]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    for line in ("--no-kill", "--requeue", "--signal=B:USR1@1410", "--open-mode=append", "--nodes=8"):
+        assert f"#SBATCH {line}\n" in script
+    assert "\nexec /shared/venv/bin/python -P -m launch.schedulers.slurm.batch /shared/jobs/qwen" in script
+
+
+def test_without_gpus_none_are_asked_for() -> None:
+    script = files(gpus_per_node=0, learner_nodes=2)["job.sbatch"]
+    assert "gpus-per-node=" not in script
+    assert "#SBATCH --nodes=3\n" in script
+
+
+def test_the_setup_lines_travel_with_the_job() -> None:
+    setup = "module load cuda\nexport NCCL_DEBUG=WARN\n"
+    rendered = render(load_recipe(Path("qwen3_32b")), SlurmOptions(**OPTIONS), FOLDER, setup)
+    assert rendered["setup.sh"] == setup
+    assert "source /shared/jobs/qwen/setup.sh" in rendered["job.sbatch"]
+
+
+def test_setup_lines_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "setup").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"cannot read --setup \S+/setup: it is no UTF-8 text; give a file of shell"):
+        _setup_lines(tmp_path / "setup")
+
+
+def test_formats_that_only_cpus_emulate_are_refused_where_there_are_gpus(tmp_path: Path) -> None:
+    command = ["launch", "slurm", "demo", "--out", tmp_path / "job", "--set", "rollout.precision=emulated_fp4"]
+    refused = evenkeel(*command)
+    assert refused.returncode == 1
+    assert "which engines on CPUs emulate" in refused.stderr
+    assert evenkeel(*command, "--gpus-per-node", 0).returncode == 0
+
+
+def test_arguments_that_train_refuses_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    given = "rollout.extra_args=[--admin-api-key, opensesame]"
+    refused = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--set", given)
+    assert (refused.returncode, "rollout.extra_args has --admin-api-key" in refused.stderr) == (1, True)
+    assert not (tmp_path / "job").exists()
+
+
+def test_no_file_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENKEEL_API_KEY", "a-key-that-nobody-may-see")
+    assert not any("a-key-that-nobody-may-see" in text for text in files().values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(time="a day"), "--time is 'a day', expected Slurm's form"),
+        (dict(spare=-1), "--spare -1"),
+        (dict(partition="h100 --oops"), "--partition is 'h100 --oops'; use no space"),
+        (dict(sbatch=("--comment=$(id)",)), "use no space, quote"),
+    ],
+)
+def test_options_that_slurm_would_misread_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        files(**options)
+
+
+@pytest.mark.parametrize("name", ["two words", "two\nlines", "100%"])
+def test_folders_that_slurm_would_misread_are_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match=r"--workdir is .*; Slurm would misread it") as refused:
+        files(workdir=Path("/shared") / name)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(RecipeError, match=r"--out is .*; Slurm would misread it"):
+        render(load_recipe(Path("qwen3_32b")), SlurmOptions(**OPTIONS), Path("/shared") / name)
+
+
+def test_submitting_without_slurm_says_where_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--submit")
+    assert done.returncode == 1
+    note, error = done.stderr.splitlines()
+    assert note.startswith("note: data ")
+    assert error == f"error: --submit needs Slurm's sbatch; on a node that has it: sbatch {tmp_path}/job/job.sbatch"
+
+
+def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "sbatch"
+    fake.write_text("#!/bin/bash\nexec sleep 60\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(allocation, "DEADLINE_S", 0.5)
+    with pytest.raises(allocation.SlurmError, match=r"^sbatch job did not answer within 0\.5 s.*squeue --me") as no:
+        submitted(Path("job"))
+    assert "\n" not in str(no.value)
+
+
+def test_the_environment_that_slurm_stores_has_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "sbatch"
+    fake.write_text(f"#!/bin/bash\nenv > {tmp_path}/stored\necho Submitted batch job 7\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("EVENKEEL_API_KEY", "a-key-that-nobody-may-see")
+    done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--submit")
+    assert (done.returncode, done.stdout) == (0, "Submitted batch job 7\n")
+    assert "a-key-that-nobody-may-see" not in (tmp_path / "stored").read_text()
