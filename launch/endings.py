@@ -25,7 +25,7 @@ import typer
 from launch.extras import EXTRA_OF, REBUILD, how_to_install
 from launch.usage import usage_line
 from pipeline.errors import EvenKeelError
-from precision.text.short import one_line
+from precision.text import one_line
 
 TRACEBACK_VARIABLE = "EVENKEEL_TRACEBACK"
 FAULT_EXIT_CODE = 70

@@ -32,8 +32,7 @@ def check_recipe_or_run(source: Path) -> None:
     """For commands that take either. Raises RecipeError for what is neither: the loader would say it of a recipe."""
     from pipeline.config.loader import SHIPPED, find_recipe
     from pipeline.errors import RecipeError
-    from precision.text.near import did_you_mean
-    from precision.text.short import one_line
+    from precision.text import did_you_mean, one_line
 
     if not (source / "recipe.yaml").is_file() and not find_recipe(source).is_file():
         shipped = did_you_mean(source.name, (path.stem for path in SHIPPED.glob("*.yaml")))

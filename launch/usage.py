@@ -10,7 +10,7 @@ import re
 from traceback import walk_tb
 from typing import Any
 
-from precision.text.short import one_line
+from precision.text import one_line
 
 _KEY_AND_VALUE = re.compile(r"\((\w[\w.]*=[^\s)]*)")
 

@@ -34,7 +34,7 @@ Every message says what was expected, what was found, and what to do next, on on
 
 from __future__ import annotations
 
-from precision.text.short import MESSAGE_CHARACTERS, one_line
+from precision.text import MESSAGE_CHARACTERS, one_line
 
 FATAL_EXIT_CODE = 64
 """Exit status of a process that met a FatalError: it must not be started again, the run has failed."""

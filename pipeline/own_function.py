@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from pipeline.errors import RecipeError
-from precision.text.short import one_line
+from precision.text import one_line
 
 
 def own_function(key: str, name: str, given: Collection[str]) -> tuple[Callable[..., Any], frozenset[str]]:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from precision.text.short import one_line
+from precision.text import one_line
 
 
 class Settings(BaseModel):

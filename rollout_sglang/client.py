@@ -20,7 +20,7 @@ from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersio
 from pipeline.ports.engines import Sampling
 from precision.formats.audit import Held
 from precision.settings import problem_of
-from precision.text.short import one_line
+from precision.text import one_line
 from rollout_sglang.answers.off_loop import read_answer
 from rollout_sglang.answers.samples import (
     SAMPLE_BYTES,

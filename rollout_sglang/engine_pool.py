@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pipeline.data.membership import Listed, Member, Membership
 from pipeline.errors import EngineUnavailableError, FatalError, RetryableError
-from precision.text.short import one_line
+from precision.text import one_line
 from rollout_sglang.answers.record import DIRECT_S, MOST_BAD, WINDOW, AnswerRecord
 from rollout_sglang.client import EngineClient
 from rollout_sglang.gathering import all_of

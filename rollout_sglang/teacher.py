@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EngineUnavailableError, RecipeError, RetryableError
-from precision.text.short import quoted
+from precision.text import quoted
 from rollout_sglang.client import EngineClient
 
 

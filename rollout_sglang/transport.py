@@ -22,7 +22,7 @@ from pipeline.errors import (
     FatalError,
     RequestFailedError,
 )
-from precision.text.short import one_line, quoted
+from precision.text import one_line, quoted
 from rollout_sglang.server.update_fence import UPDATE_HEADER
 
 CONNECT_ATTEMPTS = 3

@@ -28,7 +28,7 @@ from pipeline.tasks.mixture import Mixture, order_of
 from pipeline.tasks.order import MixedOrder, PromptOrder
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.quant_map_file import QuantMapFile
-from precision.text.short import quoted
+from precision.text import quoted
 
 if TYPE_CHECKING:
     from precision.formats.quant_map import QuantMap

@@ -8,7 +8,7 @@ from pipeline.errors import RewardError
 from pipeline.rewards.pool import Verifiers
 from pipeline.rewards.verifiers import MATH_VERIFY, boxed
 from pipeline.tasks.base import Problem, Task
-from precision.text.short import quoted
+from precision.text import quoted
 
 _FEW, _MORE = 4, 32
 """Samples of a trial, and of one that saw a failure: at 5 % of its calls a judge fails in 19 of 100 trials of four."""

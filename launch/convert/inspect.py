@@ -15,8 +15,7 @@ from megatron_bridge.hf.headers import DTYPES, TensorHeader, indexed_files, tens
 from megatron_bridge.hf.model_config import architecture_of, read_config
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, ModelError
 from pipeline.trainer.checkpoints import COMMIT, read_commit
-from precision.text.json_data import parse_object
-from precision.text.short import listed, one_line, quoted
+from precision.text import listed, one_line, parse_object, quoted
 
 _BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "BOOL": 8}
 _EIGHT_BITS_OR_LESS = frozenset({"F8_E4M3", "F8_E5M2", "F4", "I8", "U8"})

@@ -21,8 +21,7 @@ from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer
-from precision.text.json_data import parse_object
-from precision.text.short import one_line
+from precision.text import one_line, parse_object
 
 CALIBRATION_ROWS, ROW_TOKENS = 32, 128
 """Random rows when no prompts are given; prompts are cut to 16 times that length."""

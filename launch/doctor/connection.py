@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from pipeline.child_process import kill_and_wait
 from pipeline.errors import EvenKeelError
-from precision.text.json_data import JsonError, parse_object
+from precision.text import JsonError, parse_object
 
 ANSWER_S = 60.0
 """Longest wait for an answer to what takes no time by itself: a program on another host may start slowly."""

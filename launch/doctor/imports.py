@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from threading import Timer
 
 from pipeline.child_process import program_environment
-from precision.text.short import one_line
+from precision.text import one_line
 
 DEADLINE_S = 300.0
 """For one child. Cold files of torch, Megatron-Core and SGLang on a slow disk take a minute."""

@@ -49,7 +49,7 @@ from pipeline.resume.rules import refuse_what_no_checkpoint_carries
 from pipeline.tasks.digest import with_digest_of_now
 from pipeline.trainer.checkpoints import COMMIT
 from precision.controller.records import State
-from precision.text.short import listed
+from precision.text import listed
 
 
 def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) -> dict[str, Any]:

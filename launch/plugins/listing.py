@@ -22,7 +22,7 @@ from pipeline.tasks.filtering import GIVEN
 from precision.corrections.base import Correction
 from precision.objectives.base import Objective
 from precision.settings import Settings, name_of
-from precision.text.short import one_line
+from precision.text import one_line
 
 Kind = Literal["objective", "correction", "advantage", "task", "reward", "filter", "group_filter"]
 

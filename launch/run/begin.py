@@ -24,7 +24,7 @@ from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.audit import formats_of
-from precision.text.short import listed, quoted
+from precision.text import listed, quoted
 
 
 def preflight(recipe: Recipe) -> TaskPrompts:

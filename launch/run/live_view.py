@@ -35,7 +35,7 @@ from pipeline.analysis.summary import unsolved_line
 from pipeline.config.recipe import Recipe
 from pipeline.patience import notice_line
 from precision.mismatch.alarms import Alarm, alarms
-from precision.text.short import one_line
+from precision.text import one_line
 
 PHASE_STYLES = {
     "wait": "bright_black",

@@ -31,7 +31,7 @@ from pipeline.data.run_recipes import RecipeInForce, adopt_recipes, all_recipes
 from pipeline.data.store import BatchStore, refuse_to_pass_lost
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume.rules import unsafe
-from precision.text.short import listed
+from precision.text import listed
 
 _LEARNED_FROM = (
     *("model", "learner", "objective", "correction", "advantage", "reward.overlong", "reference", "distillation"),

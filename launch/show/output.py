@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from precision.text.short import one_line
+from precision.text import one_line
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 

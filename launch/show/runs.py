@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.analysis.html_report import count, decimal, duration, percent
-from precision.text.short import listed, one_line
+from precision.text import listed, one_line
 
 
 def render(numbers: Mapping[str, Any]) -> Table:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeline.data.files import machine_failure
 from pipeline.errors import CorruptCheckpointError
-from precision.text.short import one_line
+from precision.text import one_line
 
 _OF_DAMAGE = (CheckpointingException, OSError, KeyError, EOFError, pickle.UnpicklingError)
 _SAID_OF_DAMAGE = ("PytorchStreamReader", "corrupt", "size mismatch")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.data.files import machine_failure
 from pipeline.errors import CorruptCheckpointError
-from precision.text.short import one_line, quoted
+from precision.text import one_line, quoted
 
 INDEX_FILE = ".metadata"
 _MOST = 2**62

@@ -28,7 +28,7 @@ from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_we
 from megatron_bridge.parallel.layout import Layout
 from pipeline.data.files import machine_failure
 from pipeline.errors import CorruptCheckpointError
-from precision.text.short import one_line
+from precision.text import one_line
 
 _RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 

@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.data.files import read_at_most
 from pipeline.errors import ModelError
-from precision.text.json_data import parse_object
-from precision.text.short import listed, one_line, quoted
+from precision.text import listed, one_line, parse_object, quoted
 
 _FILE_NAME = re.compile(r"[\w.@+ -]+\.safetensors")
 _INDEX_BYTES = 256 << 20

@@ -11,8 +11,7 @@ from typing import Any
 from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import ModelError
 from precision.formats.stacks import STACKS, qkv_rows
-from precision.text.json_data import parse_object
-from precision.text.short import quoted
+from precision.text import parse_object, quoted
 
 _MOST = 2**31 - 1
 _MOST_LAYERS = 4096

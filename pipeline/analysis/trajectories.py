@@ -21,7 +21,7 @@ from pipeline.ports.looked_at import looked_at
 from pipeline.tasks import Task, build_task
 from pipeline.tasks.base import Problem
 from pipeline.tasks.tokenizer import Tokenizer
-from precision.text.short import one_line
+from precision.text import one_line
 
 SAMPLE_COLUMNS = (
     *("batch", "sample", "group", "problem", "source", "prompt", "answer", "metadata", "response"),

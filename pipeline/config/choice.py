@@ -19,8 +19,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from pipeline.config.section import Section
 from precision.settings import Settings, name_of
-from precision.text.near import did_you_mean
-from precision.text.short import one_line, quoted
+from precision.text import did_you_mean, one_line, quoted
 
 UNKNOWN_OPTION = "unknown_option"
 """The kind of pydantic's error about an option that a class of the user's own does not have."""

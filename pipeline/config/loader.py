@@ -29,9 +29,7 @@ from pipeline.config.meant_keys import all_meant_by, named
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import FUNCTION
 from pipeline.errors import RecipeError
-from precision.text.near import did_you_mean
-from precision.text.short import listed, one_line, quoted
-from precision.text.yaml_data import YamlError, parse_yaml, read_yaml
+from precision.text import YamlError, did_you_mean, listed, one_line, parse_yaml, quoted, read_yaml
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 """Recipes that come with the program, in an installed wheel as in the repository."""

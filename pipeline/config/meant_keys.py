@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from pipeline.config.recipe import Recipe
-from precision.text.short import quoted
+from precision.text import quoted
 
 _WORDS = """
 advantage.aggregation: loss_agg_mode

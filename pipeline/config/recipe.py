@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     Field,
@@ -50,6 +49,7 @@ from precision.controller.settings import ControllerSettings
 from precision.corrections.none import NoCorrection
 from precision.objectives.p3o import P3O
 from precision.reference import ReferenceSection
+from precision.text import dump_yaml
 
 LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delayed"]
 
@@ -286,4 +286,4 @@ class Recipe(Section):
 
     def to_yaml(self) -> str:
         """The resolved recipe, every default spelled out."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return dump_yaml(self.model_dump(mode="json"))

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, NonNegativeInt, Positive
 
 from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.section import Probability, Section
-from precision.text.short import quoted
+from precision.text import quoted
 
 
 class DigitsTask(Section):

@@ -34,7 +34,7 @@ from pipeline.data.batch import (
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.zarr_zip import ZarrFile, chunk_digests, chunk_rows
 from precision.settings import problem_of
-from precision.text.short import one_line
+from precision.text import one_line
 
 SCHEMA_VERSION = 7
 """Files of another are refused. Raise it when arrays, attributes or their meaning change, and RUN_FORMAT

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.batch import FINISH_REASONS, OWN_PARTS, Batch, KeptSets
-from precision.text.short import quoted
+from precision.text import quoted
 
 HIGHEST_LOGPROB = 1e-5
 """Engines divide by a sum that they rounded, some with a fast division of two units in the last place: a probability of

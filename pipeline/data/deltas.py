@@ -39,7 +39,7 @@ from pipeline.data.files import read_at_most
 from pipeline.data.run_directory import numbered, numbered_folders
 from pipeline.errors import StoreError
 from precision.settings import problem_of
-from precision.text.json_data import parse_object
+from precision.text import parse_object
 
 INDEX_FILE = "model.safetensors.index.json"
 DELTA_FILE, MANIFEST_FILE = "delta.json", "manifest.json"

@@ -24,8 +24,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import checksum_line, create_sealed, read_sealed, reason, seal, unseal
 from pipeline.data.files import NUMBER, make_folder, read_at_most
 from pipeline.errors import RecipeError, RunConflictError, StoreError
-from precision.text.short import one_line
-from precision.text.yaml_data import MOST_BYTES, YamlError, parse_yaml
+from precision.text import MOST_BYTES, YamlError, one_line, parse_yaml
 
 _FILE = re.compile(rf"({NUMBER})\.yaml")
 _HEAD = re.compile(r"# from step (\d{1,9}), batch (\d{1,9})\n")

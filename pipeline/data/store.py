@@ -63,7 +63,7 @@ from pipeline.errors import (
     CorruptBatchError,
     StoreError,
 )
-from precision.text.short import one_line
+from precision.text import one_line
 
 _NAME = re.compile(rf"^({NUMBER})\.zarr\.zip$")
 LOST_SUFFIX = ".lost.json"

@@ -37,7 +37,7 @@ from zarr.storage import MemoryStore
 from pipeline.data.checksums import TRAILER, TRAILER_BYTES, trailer_of
 from pipeline.data.files import machine_failure, open_regular, read_if_it_ends
 from pipeline.errors import StoreError
-from precision.text.short import one_line
+from precision.text import one_line
 
 MAX_RATIO = 256
 """Bytes of arrays for each byte of the file, at most, beyond SMALL_BYTES: readers allocate no more, whatever a file

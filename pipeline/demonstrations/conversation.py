@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.errors import RecipeError
 from pipeline.tasks.chat_template import Template, check_written, unused_mark
-from precision.text.short import quoted
+from precision.text import quoted
 
 Piece = tuple[str, bool]
 """Text, and whether the model says it."""

@@ -22,7 +22,7 @@ from pipeline.tasks.base import normalized
 from pipeline.tasks.rows import read_rows
 from pipeline.tasks.rows.row import Row
 from pipeline.tasks.tokenizer import Tokenizer
-from precision.text.short import listed, one_line, quoted
+from precision.text import listed, one_line, quoted
 
 _SHOWN = 400
 """Characters of the first row that are shown of each piece."""

@@ -22,7 +22,7 @@ from pipeline.config.task_sections import DataTask
 from pipeline.data.checksums import fingerprints, read_sealed_json, write_sealed_json
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from precision.text.short import listed
+from precision.text import listed
 
 _REMEDY = "remove it: what there is now is then taken for what the run began with"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RunConflictError
-from precision.text.short import listed
+from precision.text import listed
 
 SAFE = None
 """Changes what a run costs, how long it waits or where it ends; not what is learned from a batch."""

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pipeline.rewards.channel import BadMessageError
-from precision.text.secret import without
-from precision.text.short import one_line
+from precision.text import one_line, without
 
 MAX_TEXTS_BYTES = 64 * 2**20
 """Of one request's texts and metadata."""

@@ -21,7 +21,7 @@ from pipeline.beside_loop import beside_loop
 from pipeline.data.batch import Completion, Group
 from pipeline.errors import RecipeError, RewardError
 from pipeline.own_function import own_function, truth_of
-from precision.text.short import one_line, quoted
+from precision.text import one_line, quoted
 
 GIVEN = ("prompt", "answer", "metadata", "responses", "rewards", "reward_parts", "info")
 """What a filter may name: text and columns of the prompt, then lists with an entry a sample. A reward is None where the

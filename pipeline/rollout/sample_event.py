@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.data.batch import Completion, Prompt, Sample
-from precision.text.short import one_line
+from precision.text import one_line
 
 _PROMPT, _RESPONSE = 300, 600
 """Characters that are told."""

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeline.errors import RecipeError
-from precision.text.short import quoted
+from precision.text import quoted
 
 _MOST_REPEATED = 1_000_000
 _DEEPEST_INDENT = 16

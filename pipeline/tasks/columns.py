@@ -12,7 +12,7 @@ from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import Problem
 from pipeline.tasks.rows.row import Row
-from precision.text.short import listed, one_line, quoted
+from precision.text import listed, one_line, quoted
 
 _MISSING = object()
 _KIND = {"dict": "an object", "list": "a list", "bool": "true or false", "float": "a number", "int": "a number"}

@@ -10,7 +10,7 @@ from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import HELD_OUT_ONE_IN, Problem, check_index, is_held_out, normalized
 from pipeline.tasks.filtering import filtered
-from precision.text.short import quoted
+from precision.text import quoted
 
 _BUILT_IN = ("math_verify", "python_tests", "exact_match")
 """Rewards with a short name; all are in pipeline.rewards.verifiers."""

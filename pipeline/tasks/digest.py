@@ -18,7 +18,7 @@ from pipeline.errors import RecipeError
 from pipeline.tasks.filtering import kept_rows
 from pipeline.tasks.rows.saved_folders import data_files, refusing_unreadable
 from pipeline.tasks.tokenizer import Tokenizer
-from precision.text.short import listed, one_line
+from precision.text import listed, one_line
 
 DIGEST_KEYS = frozenset(("task.sha256", "task.template_sha256"))
 """What `with_digest` adds to a recipe."""

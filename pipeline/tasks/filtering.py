@@ -20,7 +20,7 @@ from pipeline.own_function import own_function, truth_of
 from pipeline.tasks.base import Problem
 from pipeline.tasks.columns import problem_of
 from pipeline.tasks.rows import read_rows
-from precision.text.short import one_line, quoted
+from precision.text import one_line, quoted
 
 GIVEN = ("prompt", "answer", "metadata")
 """What a filter may name."""

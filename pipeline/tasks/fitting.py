@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import GeneratedTask, Problem, Task, check_index
 from pipeline.tasks.mixture import Mixture
-from precision.text.short import quoted
+from precision.text import quoted
 
 _AT_ONCE = 1000
 

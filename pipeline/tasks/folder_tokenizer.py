@@ -21,8 +21,7 @@ from tokenizers import Tokenizer as Backend
 from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import ModelError
 from pipeline.requirements import pip_install
-from precision.text.json_data import parse_object
-from precision.text.short import one_line, quoted
+from precision.text import one_line, parse_object, quoted
 
 TOKENIZER_BYTES = 256 << 20
 """Of tokenizer.json: those of 260,000 tokens have some 35 MB."""

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import Problem, Task, check_index, normalized
 from pipeline.tasks.order import MixedOrder, PromptOrder, spread
-from precision.text.short import quoted
+from precision.text import quoted
 
 
 @dataclass(frozen=True)

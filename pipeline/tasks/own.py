@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.config.task_sections import OwnTask
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import Task
-from precision.text.short import one_line
+from precision.text import one_line
 
 _ASKED = [name for name in vars(Task) if not name.startswith("_")]
 

@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from pipeline.errors import ModelError
 from pipeline.tasks.chat_template import compiled
 from pipeline.tasks.folder_tokenizer import read_object, read_tokenizer
-from precision.text.short import one_line, quoted
+from precision.text import one_line, quoted
 
 
 class Tokenizer:

@@ -56,7 +56,7 @@ from pipeline.data.run_directory import committed_steps, numbered, unfenced
 from pipeline.errors import CorruptCheckpointError, StoreError
 from pipeline.ports.learner import Learner, SaveUnderWay
 from pipeline.trainer.kept_versions import FOLDER, KeptVersions
-from precision.text.short import quoted
+from precision.text import quoted
 
 COMMIT = "COMMIT"
 _LOOP_STATE = "loop_state.json"

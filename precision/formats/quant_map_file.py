@@ -17,13 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
 from precision.formats.rollout_format import RolloutFormat
 from precision.settings import Settings
-from precision.text.short import listed, one_line
-from precision.text.yaml_data import YamlError, parse_yaml, read_yaml
+from precision.text import YamlError, dump_yaml, listed, one_line, parse_yaml, read_yaml
 
 ModuleFormat = Literal[
     "full",
@@ -80,7 +78,7 @@ class QuantMapFile(Settings):
 
     def to_yaml(self) -> str:
         """The file's text."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return dump_yaml(self.model_dump(mode="json"))
 
     def rollout_formats(self) -> frozenset[RolloutFormat]:
         """The quantized formats that it names."""

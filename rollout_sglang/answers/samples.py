@@ -23,7 +23,7 @@ from pipeline.data.routed_experts import RoutedExperts, decode_engine_rows, rows
 from pipeline.errors import BadAnswerError
 from pipeline.ports.engines import Sampling
 from precision.settings import problem_of
-from precision.text.short import quoted
+from precision.text import quoted
 from rollout_sglang.answers.json_scan import ElementCutter
 from rollout_sglang.protocol import GENERATED, Generated, MetaInfo, policy_version
 

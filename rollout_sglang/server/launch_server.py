@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from precision.text.secret import without
+from precision.text import without
 from rollout_sglang.server.parentage import be_a_parent, be_a_spawned_child
 from rollout_sglang.server.torch_groups import bind_stores, bound_groups
 

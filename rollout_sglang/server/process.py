@@ -16,7 +16,7 @@ from pipeline.child_process import ChildProcess
 from pipeline.errors import EngineStartError, PortInUseError
 from pipeline.process_log import ending, first_error, last_lines
 from pipeline.scratch import remove_scratch
-from precision.text.secret import without
+from precision.text import without
 
 LOG_LINES = 12
 """Last lines of the log that an EngineStartError carries, where no line of it says what went wrong."""

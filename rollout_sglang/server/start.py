@@ -17,7 +17,7 @@ from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import PortInUseError, RecipeError
 from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
-from precision.text.json_data import parse_object
+from precision.text import parse_object
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports

@@ -25,8 +25,7 @@ from pipeline.data.deltas import STATE_DIGITS, Bytes, Link, chain_to
 from pipeline.data.files import require_space, size_of, temporary_name
 from pipeline.data.run_directory import numbered
 from pipeline.errors import StoreError
-from precision.text.json_data import parse_object
-from precision.text.short import one_line, quoted
+from precision.text import one_line, parse_object, quoted
 
 _KEPT = 2
 _OF_THE_VERSION = ("SHA256SUMS", "manifest.json", "weight_check.json")

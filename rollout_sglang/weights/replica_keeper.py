@@ -20,7 +20,7 @@ from pipeline.data.deltas import MANIFEST_FILE, read_link
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.errors import EvenKeelError, StoreError, SupersededError
 from pipeline.scratch import make_scratch, remove_scratch
-from precision.text.short import one_line
+from precision.text import one_line
 from rollout_sglang.server.start import EngineSpec
 from rollout_sglang.weights.replica import Replica, replica_name
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.weight_update import TensorSpec
-from precision.text.short import one_line
+from precision.text import one_line
 from rollout_sglang.protocol import Checksums
 from rollout_sglang.transport import Transport
 

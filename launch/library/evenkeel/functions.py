@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.data.files import write_atomically
 from pipeline.errors import RecipeError
-from precision.text.short import one_line
+from precision.text import one_line
 
 _HEAD = '''"""Written by `import evenkeel` from a function of a notebook or a script."""
 

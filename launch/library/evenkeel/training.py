@@ -16,7 +16,7 @@ from pipeline.child_process import see_own_classes
 from pipeline.config import loader
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
-from precision.text.short import quoted
+from precision.text import quoted
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
 """A YAML file, the name of a recipe that comes with Even Keel, a mapping of what a file would hold, or a recipe."""

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from launch.build.api_key import read_api_key
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import BadAnswerError, EvenKeelError
-from precision.text.short import one_line, quoted
+from precision.text import one_line, quoted
 from rollout_sglang.protocol import UNVERIFIED, ModelInfo, claimed_version
 from rollout_sglang.server.start import server_url
 from rollout_sglang.transport import MOST_BYTES

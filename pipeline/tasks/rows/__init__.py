@@ -12,7 +12,7 @@ from pipeline.tasks.rows.arrow import ARROW_MAGIC, PARQUET_MAGIC, arrow_rows
 from pipeline.tasks.rows.json_lines import json_rows
 from pipeline.tasks.rows.row import Row
 from pipeline.tasks.rows.saved_folders import data_files, refusing_unreadable
-from precision.text.short import one_line
+from precision.text import one_line
 
 _LOOKED_AT = 4096
 """Bytes of the beginning of a text."""

@@ -11,7 +11,7 @@ from pipeline.errors import RecipeError
 from pipeline.requirements import pip_install
 from pipeline.tasks.rows.row import MOST_BYTES, Row
 from pipeline.tasks.rows.sizes import num_bytes, pieces, rows_at_once
-from precision.text.short import one_line
+from precision.text import one_line
 
 PARQUET_MAGIC = b"PAR1"
 ARROW_MAGIC = b"ARROW1"

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from pipeline.errors import RecipeError
 from pipeline.tasks.rows.row import MOST_BYTES, Row
-from precision.text.json_data import JsonError, parse_json
+from precision.text import JsonError, parse_json
 
 
 def json_rows(path: Path) -> Iterator[Row]:

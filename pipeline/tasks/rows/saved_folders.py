@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RecipeError
-from precision.text.json_data import JsonError, parse_object
-from precision.text.short import listed, one_line, quoted
+from precision.text import JsonError, listed, one_line, parse_object, quoted
 
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _MOST_BYTES = 16 << 20

@@ -1,1 +1,0 @@
-"""Text that comes from outside: read within bounds, and quoted in messages within bounds."""
