@@ -179,6 +179,8 @@ def parse_json(text: bytes | str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except RecursionError:
         raise JsonError("not JSON that can be read: it is nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise JsonError(f"not UTF-8 at byte {error.start}; convert the file") from None
     except ValueError as error:
         raise JsonError(f"not JSON ({one_line(error, 200)})") from None
     return value

@@ -155,7 +155,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"\xff", "invalid start byte"),
+        (b"\xff", "not UTF-8 at byte 0"),
         (b'{\n"a": }', "line 2 column 6"),
         (b"9" * 4301, "4300 digits"),
         (b"[" * 100_000, "nested too deep"),

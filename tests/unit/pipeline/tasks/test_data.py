@@ -98,7 +98,7 @@ def test_decimals_are_exact_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{\n", r"line 3: not JSON \(.* at column"),
+        ("{\n", r"line 3: not JSON \(.* column"),
         ("[1]\n", "line 3: a list, expected an object"),
         (
             '{"prompt": "x"}\n',
