@@ -312,7 +312,7 @@ def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Rendezv
         processes_a_node(recipe, own.nodes),
         "launch.run.learn_rank",
         str(own.run.path),
-        options=(*rendezvous, "--signals-to-handle", "SIGHUP", "--shutdown-timeout", "1"),
+        options=(*rendezvous, "--signals-to-handle", "SIGHUP"),
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -94,12 +95,15 @@ def listen(address: str, port: int, size: int, timeout: timedelta) -> TCPStore:
 
 
 def main() -> None:
-    """torchrun's own main, with the backend known to it."""
-    from torch.distributed.run import main as torchrun
+    """Run torchrun's own main, with the backend known to it."""
+    from torch.distributed import run
 
     rendezvous_handler_registry.register(BACKEND, BoundRendezvous)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
-    torchrun()
+    arguments = sys.argv[1:]
+    if "--shutdown-timeout" in run.get_args_parser().format_help():  # torch before 2.12 has none, and waits up to 30 s
+        arguments = ["--shutdown-timeout", "1", *arguments]
+    run.main(arguments)
 
 
 if __name__ == "__main__":
