@@ -14,9 +14,8 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
-from pipeline.rewards.failure_watch import FailureWatch
-from pipeline.rewards.ladder import RUNGS, Needs, choose
-from pipeline.rewards.pool import Verifiers
+from pipeline.rewards.pool import FailureWatch, Verifiers
+from pipeline.rewards.sandbox.choice import RUNGS, Needs, choose
 from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED
 from pipeline.rewards.worker_process import Sandbox
 from pipeline.rollout.group_filter import GroupFilter

@@ -16,7 +16,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, ModelError, RecipeError
-from pipeline.rewards.failure_watch import FailureWatch
+from pipeline.rewards.pool import FailureWatch
 from pipeline.rollout.teacher_scores import TeacherScores
 from pipeline.tasks.tokenizer import Tokenizer
 from rollout_sglang.server.process import ServerProcess, free_port

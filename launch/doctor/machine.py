@@ -31,7 +31,7 @@ from launch.extras import REBUILD, how_to_install
 from launch.progress import going_on
 from pipeline.data.files import create_exclusively
 from pipeline.errors import EngineStartError, StoreError
-from pipeline.rewards.ladder import choose
+from pipeline.rewards.sandbox.choice import choose
 from rollout_sglang.server.rollout_python import require_sglang, rollout_python
 
 GIB = 2**30

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.rewards.channel import Channel
-from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES, MAX_SHARED_MEMORY_BYTES, OverLimitError, watch
-from pipeline.rewards.scratch import bytes_below, bytes_of_mount, empty, remove
+from pipeline.rewards.messages import Channel
+from pipeline.rewards.sandbox.confine import (
+    MAX_FILES_BYTES,
+    MAX_SHARED_MEMORY_BYTES,
+    OverLimitError,
+    hide_from_others,
+    watch,
+)
 
 _MAX_ROUNDS = 100
 _FILES_EVERY_S = 0.05
@@ -132,3 +138,89 @@ def _children() -> list[int]:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()]
     except OSError:
         return []
+
+
+_LONGEST_PATH = 600
+_ENTRY_BYTES = 2**14
+"""What a file or folder counts at least."""
+
+
+def bytes_of_mount(folder: Path) -> int:
+    """What is used of the file system that is mounted there."""
+    status = os.statvfs(folder)
+    blocks = (status.f_blocks - status.f_bfree) * status.f_frsize
+    return max(blocks, (status.f_files - status.f_ffree) * _ENTRY_BYTES)
+
+
+def bytes_below(folder: Path, enough: int = MAX_FILES_BYTES) -> int:
+    """What the files below it take; counted until it is more than enough."""
+    total, folders = 0, [os.fspath(folder)]
+    while folders and total <= enough:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    total += max(status.st_blocks * 512, _ENTRY_BYTES)
+                    if len(entry.path) > _LONGEST_PATH:  # nobody needs such a tree, and each look at it takes seconds
+                        return 2 * enough
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except OSError:  # gone meanwhile, or not to be listed
+            continue
+    return total
+
+
+def empty(folder: Path, keep: frozenset[str] = frozenset()) -> None:
+    """Remove what lies there, but for the names to keep. Only while nobody writes to it."""
+    numbers = itertools.count()
+    while True:
+        removed = False
+        for name in set(os.listdir(folder)) - keep:
+            with suppress(OSError):
+                removed |= _remove(os.path.join(folder, name), folder, numbers)
+        if not removed:
+            return
+
+
+def remove(folder: Path) -> None:
+    """Empty it and remove it, if it is there."""
+    with suppress(OSError):
+        empty(folder)
+        os.rmdir(folder)
+
+
+def _remove(path: str, top: Path, numbers: itertools.count[int]) -> bool:
+    """Remove a file, or a folder, whose own folders move up to `top` first. Returns True; raises OSError."""
+    if not _is_folder(path):
+        os.unlink(path)
+        return True
+    os.chmod(path, 0o700)
+    for name in os.listdir(path):
+        below = os.path.join(path, name)
+        if _is_folder(below):
+            os.chmod(below, 0o700)
+            os.rename(below, os.path.join(top, f".removed-{next(numbers)}-{os.getpid()}"))
+        else:
+            os.unlink(below)
+    os.rmdir(path)
+    return True
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def prepare_child(keep: Sequence[int]) -> None:
+    """After a fork: a process group of its own, standard streams that lead nowhere unless kept, nothing else open."""
+    os.setsid()
+    hide_from_others(hidden=False)
+    for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in {0, 1, 2}.difference(keep):
+        os.dup2(nowhere, descriptor)
+    start = 3
+    for descriptor in sorted(number for number in keep if number > 2):
+        os.closerange(start, descriptor)
+        start = descriptor + 1
+    os.closerange(start, os.sysconf("SC_OPEN_MAX"))

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,11 +32,9 @@ import numpy as np
 from pipeline import spans
 from pipeline.beside_loop import beside_loop
 from pipeline.data.batch_values import verdict_fault
-from pipeline.errors import RecipeError
-from pipeline.rewards.calling.judge import STARTED_A_PROCESS
-from pipeline.rewards.calling.wants import Wants
-from pipeline.rewards.failure_watch import FailureWatch
-from pipeline.rewards.judgment import MAX_TEXTS_BYTES, Judgment, encode_texts, failure
+from pipeline.errors import RecipeError, RewardError
+from pipeline.rewards.calling import STARTED_A_PROCESS, Wants
+from pipeline.rewards.messages import MAX_TEXTS_BYTES, Judgment, encode_texts, failure
 from pipeline.rewards.programs import TOLERANCE
 from pipeline.rewards.verifiers import MATH_TOLERANCE, TRUSTED
 from pipeline.rewards.worker_process import Sandbox, WorkerProcess
@@ -67,7 +66,7 @@ _LONGEST_SPAN_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A score. `failed` is None, or why there is none: one of pipeline.rewards.judgment.FAILURES."""
+    """A score. `failed` is None, or why there is none: one of pipeline.rewards.messages.FAILURES."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -324,3 +323,63 @@ def _cannot_import(reward: str, problem: str, sandbox: Sandbox | None) -> str:
     where = "" if sandbox is None else f" in the sandbox ({sandbox.rung})"
     page = "" if sandbox is None else "; docs/sandbox.md says what the sandbox shows"
     return f"reward {reward!r} cannot be imported or called{where}: {problem}; {advice}{page}"
+
+
+_WINDOW = 256
+"""Samples over which the share is taken."""
+_AT_LEAST = 32
+"""Samples that a run scores before it may end: a judge that was late ten times in a row may only be starting."""
+_CHANCE = 1e-6
+"""Of that many failures, or more, in a function that fails as often as it may."""
+
+_ITS_OWN = frozenset(("raised", "bad_result", "non_finite"))
+"""Reasons that are the function's, and not the machine's."""
+
+
+class FailureWatch:
+    """Takes the verdict on each sample, in the order in which they come."""
+
+    def __init__(
+        self,
+        what: str,
+        most: float,
+        *,
+        at_least: int = _AT_LEAST,
+        tell: Callable[[str, str], None] | None = None,
+        remedy: str = "correct the function",
+    ) -> None:
+        """`what` it is that scores, as a message names it. `most`: how often it may fail, 0 to 1.
+        `at_least`: samples before that is asked. `tell` gets reason and detail of the first failure of each reason.
+        `remedy` is what to do about them."""
+        self._remedy = remedy
+        self._what, self._most, self._at_least, self._tell = what, most, at_least, tell
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        self._reasons: Counter[str] = Counter()
+        self._first = ""
+
+    def judged(self) -> None:
+        """A sample was scored."""
+        self._recent.append(False)
+
+    def failed(self, reason: str, detail: str) -> None:
+        """A sample was not. Raises RewardError when too many of the last ones were not."""
+        self._recent.append(True)
+        self._reasons[reason] += 1
+        self._first = self._first or f"{reason}: {detail}"
+        if self._reasons[reason] == 1 and self._tell is not None:
+            self._tell(reason, detail)
+        failed, of = sum(self._recent), len(self._recent)
+        if of >= self._at_least and failed > self._most * of and _chance(failed, of, self._most) < _CHANCE:
+            raise RewardError(
+                f"{self._what} failed on {failed} of {of} samples, at most a share of {self._most:g} may; "
+                f"the first, {self._first}; {self._remedy}{self._or_bear(failed, of)}"
+            )
+
+    def _or_bear(self, failed: int, of: int) -> str:
+        """Not where each sample failed by the function itself: no share of failures is worth training on then."""
+        return "" if failed == of and self._reasons.keys() <= _ITS_OWN else ", or raise reward.max_failed_share"
+
+
+def _chance(failed: int, of: int, share: float) -> float:
+    """That `failed` or more `of` some samples fail, where each does with this probability."""
+    return sum(math.comb(of, n) * share**n * (1.0 - share) ** (of - n) for n in range(failed, of + 1))

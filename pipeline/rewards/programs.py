@@ -28,11 +28,9 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any, NoReturn
 
-from pipeline.rewards.children import Children
-from pipeline.rewards.judgment import Judgment, decode_texts, failure
-from pipeline.rewards.runner import prepare_child
-from pipeline.rewards.sandbox.confine import Confinement
-from pipeline.rewards.sandbox.limits import WATCH_EVERY_S, OverLimitError
+from pipeline.rewards.children import Children, prepare_child
+from pipeline.rewards.messages import Judgment, decode_texts, failure
+from pipeline.rewards.sandbox.confine import WATCH_EVERY_S, Confinement, OverLimitError
 
 MAX_OUTPUT_BYTES = 2**20
 TOLERANCE = 1e-6

@@ -12,61 +12,82 @@ process 1 of the sandbox; under Landlock it stands outside, and what it forks is
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
+import math
 import os
+import resource
 import signal
+import socket
+import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from pipeline.rewards.built_in import BuiltInJudge
-from pipeline.rewards.channel import Channel, ChannelClosedError
-from pipeline.rewards.children import Children, RunIsGoneError
-from pipeline.rewards.functions import START_DEADLINE_S, FunctionJudge
-from pipeline.rewards.judgment import MAX_REQUEST_BYTES, Judgment, encode_judgment, failure, split_request
+from pipeline.child_process import die_with_parent
+from pipeline.rewards.calling import Wants, describe_error, judge, resolve
+from pipeline.rewards.children import Children, RunIsGoneError, prepare_child
+from pipeline.rewards.messages import (
+    MAX_JUDGMENT_BYTES,
+    MAX_REQUEST_BYTES,
+    READY,
+    START_DEADLINE_S,
+    BadMessageError,
+    Channel,
+    ChannelClosedError,
+    ChannelTimeoutError,
+    Judgment,
+    decode_judgment,
+    decode_texts,
+    encode_judgment,
+    failure,
+    new_key,
+    split_request,
+)
 from pipeline.rewards.programs import ProgramJudge
-from pipeline.rewards.runner import FOREVER_S, READY
-from pipeline.rewards.sandbox.confine import Confinement
-from pipeline.rewards.sandbox.limits import hide_from_others
-from pipeline.rewards.verifiers import PYTHON_TESTS
+from pipeline.rewards.sandbox.confine import WATCH_EVERY_S, Confinement, OverLimitError, hide_from_others
+from pipeline.rewards.verifiers import MATH_VERIFY, PYTHON_TESTS
 
 _PR_SET_CHILD_SUBREAPER = 36
-_Judge = BuiltInJudge | FunctionJudge | ProgramJudge
+_LATER_S = 5.0
+"""How much longer than its own deadlines a process with calls of an async function may take."""
+_PERHAPS_OF_AN_EARLIER_SAMPLE = frozenset(("crashed", "bad_result", "memory", "processes", "files"))
 
 
 def main() -> None:
-    """Read the settings from the socket that is standard input, then serve until it ends."""
+    """Read the settings from the socket that is standard input, then answer requests until it ends."""
     hide_from_others(hidden=True)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are the run's business; Slurm signals every process
-    verdicts = _own_channel()
+    verdicts = Channel(os.dup(0))  # of a number that no child of this process gets
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     settings = json.loads(verdicts.receive(MAX_REQUEST_BYTES, START_DEADLINE_S))
-    rung = settings["rung"]
-    scratch = _make_scratch(rung) if rung or settings["reward"] == PYTHON_TESTS else None
-    memory_bytes = settings["memory_mib"] * 2**20
-    children = Children(verdicts, memory_bytes, scratch, namespace=rung == "bubblewrap")
+    rung, scratch = settings["rung"], None
+    if rung or settings["reward"] == PYTHON_TESTS:  # the only folder that can be written to, and the home of what runs
+        scratch = Path("/tmp") if rung == "bubblewrap" else Path(tempfile.mkdtemp(prefix="evenkeel-reward-"))
+        os.environ.update(HOME=str(scratch), TMPDIR=str(scratch))
+        with suppress(OSError):
+            os.chdir(scratch)
+    children = Children(verdicts, settings["memory_mib"] * 2**20, scratch, namespace=rung == "bubblewrap")
     try:
-        _serve(verdicts, _judge_of(settings, children), scratch)
+        judge = _judge_of(settings, children)
+        problem = judge.start()
+        wants = judge.wants.numbers() if isinstance(judge, FunctionJudge) else {}
+        ready = Judgment(0.0, wants, None, str(scratch or ""))
+        verdicts.send(encode_judgment(READY, problem or ready), START_DEADLINE_S)
+        while problem is None:
+            key, texts = split_request(verdicts.receive(MAX_REQUEST_BYTES, math.inf))
+            verdicts.send(encode_judgment(key, judged(judge, texts)), START_DEADLINE_S)
     except (RunIsGoneError, ChannelClosedError):
         pass
     finally:
         children.end()
 
 
-def _serve(verdicts: Channel, judge: _Judge, scratch: Path | None) -> None:
-    """Say whether the reward function can be imported, then answer request after request."""
-    problem = judge.start()
-    wants = judge.wants.numbers() if isinstance(judge, FunctionJudge) else {}
-    ready = Judgment(0.0, wants, None, str(scratch or ""))
-    verdicts.send(encode_judgment(READY, problem or ready), START_DEADLINE_S)
-    while problem is None:
-        key, texts = split_request(verdicts.receive(MAX_REQUEST_BYTES, FOREVER_S))
-        verdicts.send(encode_judgment(key, judged(judge, texts)), START_DEADLINE_S)
-
-
-def judged(judge: _Judge, texts: bytes) -> Judgment:
+def judged(judge: BuiltInJudge | FunctionJudge | ProgramJudge, texts: bytes) -> Judgment:
     """The verdict on one request. A sample over which our own code stumbles is a failed one: a fresh worker would
     stumble as well. What the system refuses may pass; it is raised, the worker ends, and a fresh one is asked."""
     try:
@@ -77,16 +98,9 @@ def judged(judge: _Judge, texts: bytes) -> Judgment:
         return failure("raised", f"{type(error).__name__}: {error}")
 
 
-def _judge_of(settings: dict[str, Any], children: Children) -> _Judge:
+def _judge_of(settings: dict[str, Any], children: Children) -> BuiltInJudge | FunctionJudge | ProgramJudge:
     if settings["built_in"]:
-        return BuiltInJudge(
-            settings["reward"],
-            settings["memory_mib"] * 2**20,
-            path=settings["path"],
-            folder=Path(settings["folder"]),
-            run_pid=settings["run_pid"],
-            tolerance=settings["math_tolerance"],
-        )
+        return BuiltInJudge(settings)
     confinement = None
     if settings["rung"] is not None:
         assert children.scratch is not None
@@ -99,36 +113,163 @@ def _judge_of(settings: dict[str, Any], children: Children) -> _Judge:
         )
     if settings["reward"] == PYTHON_TESTS:
         assert children.scratch is not None
-        return ProgramJudge(
-            children,
-            children.scratch,
-            confinement,
-            deadline_s=settings["deadline_s"],
-            tolerance=settings["program_tolerance"],
-        )
-    return FunctionJudge(
-        settings["reward"],
-        children,
-        confinement,
-        path=settings["path"],
-        folder=Path(settings["folder"]),
-        deadline_s=settings["deadline_s"],
-        retries=settings["retries"],
-    )
+        deadline_s, tolerance = settings["deadline_s"], settings["program_tolerance"]
+        return ProgramJudge(children, children.scratch, confinement, deadline_s=deadline_s, tolerance=tolerance)
+    return FunctionJudge(settings, children, confinement)
 
 
-def _make_scratch(rung: str | None) -> Path:
-    """The only folder that can be written to, which is also the home of what runs. Under bubblewrap it is in memory."""
-    folder = Path("/tmp") if rung == "bubblewrap" else Path(tempfile.mkdtemp(prefix="evenkeel-reward-"))
-    os.environ.update(HOME=str(folder), TMPDIR=str(folder))
-    with suppress(OSError):
-        os.chdir(folder)
-    return folder
+class BuiltInJudge:
+    """Scores by a reward of ours that runs no code of others, in this process: one process less takes part.
+
+    The run keeps the deadline and kills the worker: a function that computes in C lets no thread of its own process
+    run. The kernel ends the worker with the run, and limits its memory.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._used = False
+
+    def start(self) -> Judgment | None:
+        """Import the reward function. Returns what is wrong, or None."""
+        settings = self._settings
+        die_with_parent(settings["run_pid"])
+        hard, most = resource.getrlimit(resource.RLIMIT_DATA)[1], settings["memory_mib"] * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        os.chdir(settings["folder"])
+        sys.path[:] = settings["path"]
+        try:
+            resolve(settings["reward"])
+            if settings["reward"] == MATH_VERIFY:  # takes a second: not within the deadline of the first sample
+                importlib.import_module("pipeline.rewards.mathematics")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an import raised is the answer
+            return failure("raised", f"{type(error).__name__}: {error}")
+        os.dup2(0, 2)  # libraries warn there, and nobody reads it any more: a full pipe would hold them up
+        return None
+
+    def judge(self, texts: bytes) -> Judgment:
+        """Score one sample. Raises RunIsGoneError when there is not enough memory and earlier samples may have used it
+        up: a fresh worker is asked again."""
+        samples = [{**sample, "tolerance": self._settings["math_tolerance"]} for sample in decode_texts(texts)]
+        judgment = judge(self._settings["reward"], samples)
+        was_used, self._used = self._used, True
+        if judgment.failed == "memory" and was_used:
+            raise RunIsGoneError(judgment.detail)
+        return judgment
 
 
-def _own_channel() -> Channel:
-    """The socket that is standard input, moved to where no child of this process gets it."""
-    moved = os.dup(0)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    return Channel(moved, moved)
+class FunctionJudge:
+    """One reward function. A process that breaks a rule is killed, and the next sample gets a fresh one."""
+
+    def __init__(self, settings: Mapping[str, Any], children: Children, confinement: Confinement | None) -> None:
+        self.wants = Wants()
+        self._settings, self._confinement = settings, confinement
+        self._children = children
+        self._deadline_s: float = settings["deadline_s"]
+        self._channel: Channel | None = None
+        self._used = False
+
+    def start(self) -> Judgment | None:
+        """A fresh process that has imported the reward function. Returns what is wrong, or None."""
+        self._end()
+        self._children.empty_scratch()
+        mine, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            _become_runner(theirs.detach(), self._settings, self._confinement)
+        theirs.close()
+        self._channel = Channel(mine.detach())
+        self._children.began(pid)
+        judgment = self._reply(READY, START_DEADLINE_S)
+        if judgment.failed is not None:
+            self._end()
+            return judgment
+        self.wants = Wants.from_numbers(judgment.parts)
+        self._used = False
+        self._children.left_any()  # what the import started may stay
+        return None
+
+    def judge(self, texts: bytes) -> Judgment:
+        """The verdict on one request. What an earlier one may have caused (a message that nobody asked for, a crash,
+        too much memory) is tried again in a fresh process."""
+        if self._channel is not None and self._channel.pending:
+            self._end()
+        was_used = self._channel is not None and self._used
+        judgment = self._ask(texts)
+        if was_used and self._channel is None and judgment.failed in _PERHAPS_OF_AN_EARLIER_SAMPLE:
+            judgment = self._ask(texts)
+        return judgment
+
+    def _ask(self, texts: bytes) -> Judgment:
+        if self._channel is None and (problem := self.start()) is not None:
+            return failure("crashed", f"it could not be started again: {problem.detail}")
+        assert self._channel is not None
+        key, self._used = new_key(), True
+        # The process itself ends calls of an async function, each by itself.
+        deadline_s = self._deadline_s + (_LATER_S if self.wants.concurrent else 0.0)
+        judgment = self._reply(key, deadline_s, key.encode() + texts)
+        if self._channel is not None and self._children.left_any():
+            self._end()
+        return judgment
+
+    def _reply(self, key: str, deadline_s: float, request: bytes | None = None) -> Judgment:
+        """The answer to `key`, or the reason why the process was killed."""
+        assert self._channel is not None
+        try:
+            if request is not None:
+                self._channel.send(request, deadline_s)
+            message = self._channel.receive(MAX_JUDGMENT_BYTES, deadline_s, self._children.look, WATCH_EVERY_S)
+            return decode_judgment(key, message)
+        except ChannelTimeoutError:
+            self._end()
+            return failure("timeout", f"killed after {deadline_s:g} s")
+        except BadMessageError as error:
+            self._end()
+            return failure("bad_result", f"it wrote what was not asked for: {error}")
+        except OverLimitError as error:
+            self._end()
+            return failure(str(error), f"killed for using too much: {error}")
+        except ChannelClosedError:
+            return failure("crashed", f"its process ended with status {self._end()}")
+
+    def _end(self) -> int | None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        return self._children.kill()
+
+
+def _become_runner(descriptor: int, settings: Mapping[str, Any], confinement: Confinement | None) -> NoReturn:
+    """Run the reward function in this process, which holds one socket, to its worker, on which each sample arrives with
+    a key that nobody could know before. It cannot look into the worker. What it prints is thrown away."""
+    status = 1
+    try:
+        prepare_child([descriptor])
+        # The run stops at SIGINT and SIGTERM, and Slurm sends them to every process; these here end with the run.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        os.chdir(settings["folder"])
+        _answer_requests(Channel(descriptor), settings, confinement)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _answer_requests(channel: Channel, settings: Mapping[str, Any], confinement: Confinement | None) -> None:
+    reward = settings["reward"]
+    try:
+        if confinement is not None:
+            confinement.enter()
+        sys.path[:] = settings["path"]
+        wants = Wants.of(resolve(reward))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer
+        channel.send(encode_judgment(READY, failure("raised", describe_error(error))), math.inf)
+        return
+    channel.send(encode_judgment(READY, Judgment(0.0, wants.numbers())), math.inf)
+    while True:
+        try:
+            key, texts = split_request(channel.receive(MAX_REQUEST_BYTES, math.inf))
+        except ChannelClosedError:
+            return
+        samples = decode_texts(texts)
+        judgment = judge(reward, samples, deadline_s=settings["deadline_s"], retries=settings["retries"])
+        channel.send(encode_judgment(key, judgment), math.inf)

@@ -15,11 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.child_process import kill_and_wait
-from pipeline.rewards.calling.wants import Wants
-from pipeline.rewards.channel import BadMessageError, Channel, ChannelClosedError, ChannelTimeoutError
-from pipeline.rewards.functions import START_DEADLINE_S
-from pipeline.rewards.judgment import (
+from pipeline.rewards.calling import Wants
+from pipeline.rewards.children import remove
+from pipeline.rewards.messages import (
     MAX_JUDGMENT_BYTES,
+    READY,
+    START_DEADLINE_S,
+    BadMessageError,
+    Channel,
+    ChannelClosedError,
+    ChannelTimeoutError,
     Judgment,
     decode_judgment,
     encode_request,
@@ -27,11 +32,8 @@ from pipeline.rewards.judgment import (
     new_key,
 )
 from pipeline.rewards.programs import TOLERANCE
-from pipeline.rewards.runner import READY
-from pipeline.rewards.sandbox.bubblewrap import Bubblewrap
 from pipeline.rewards.sandbox.confine import Rung
-from pipeline.rewards.sandbox.view import PACKAGE, View, view_of
-from pipeline.rewards.scratch import remove
+from pipeline.rewards.sandbox.view import PACKAGE, Bubblewrap, View, view_of
 from pipeline.rewards.verifiers import MATH_TOLERANCE, PYTHON_TESTS, TRUSTED
 
 _GRACE_S = 10.0
@@ -149,7 +151,7 @@ class WorkerProcess:
             return str(error)
         finally:
             theirs.close()
-        self._pipe, self._channel = mine, Channel(mine.fileno(), mine.fileno())
+        self._pipe, self._channel = mine, Channel(mine.fileno())
         self.alive = True
         self._send(self._settings)
         judgment = self._receive(READY, self._patience_s)

@@ -18,8 +18,7 @@ from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.errors import RetryableError
 from pipeline.patience import retry_pause_s
 from pipeline.ports.teacher import Teacher
-from pipeline.rewards.failure_watch import FailureWatch
-from pipeline.rewards.pool import Verdict
+from pipeline.rewards.pool import FailureWatch, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.rewards.ladder import RUNGS, what_is_wrong_with
 from pipeline.rewards.pool import Verifiers
-from pipeline.rewards.sandbox import landlock
+from pipeline.rewards.sandbox.choice import RUNGS, what_is_wrong_with
+from pipeline.rewards.sandbox.confine import landlock_version
 from pipeline.rewards.verifiers import exact_match as foreign
 from pipeline.rewards.worker_process import Sandbox
 
@@ -41,7 +41,7 @@ def measure(rounds: int, samples: int) -> dict[str, dict[str, float]]:
     }
     for rung in RUNGS:
         if what_is_wrong_with(rung) is None:
-            sandbox = Sandbox(rung=rung, landlock_abi=landlock.version())
+            sandbox = Sandbox(rung=rung, landlock_abi=landlock_version())
             pools[f"foreign, {rung}"] = Verifiers(FOREIGN, 1, 60.0, sandbox=sandbox)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in pools}
     for _ in range(rounds + 1):  # the first round is left out

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.rewards.ladder import LEAKS, what_is_wrong_with
-from pipeline.rewards.sandbox import landlock
-from pipeline.rewards.sandbox.confine import Rung
+from pipeline.rewards.sandbox.choice import LEAKS, what_is_wrong_with
+from pipeline.rewards.sandbox.confine import Rung, landlock_version
 from pipeline.rewards.worker_process import Sandbox
 
 OLDEST_LANDLOCK = "landlock of Linux 5.13"
@@ -27,5 +26,5 @@ def sandbox_of(name: str, *hidden: Path) -> Sandbox:
     assert problem is None or not problem.startswith(LEAKS), problem
     if problem is not None:
         pytest.skip(f"no {rung} here: {problem}")
-    sandbox = Sandbox(rung=rung, landlock_abi=landlock.version(), hidden=hidden)
+    sandbox = Sandbox(rung=rung, landlock_abi=landlock_version(), hidden=hidden)
     return replace(sandbox, landlock_abi=1) if name == OLDEST_LANDLOCK else sandbox

@@ -1,9 +1,10 @@
-"""A seccomp filter: which system calls code in the sandbox may not make.
+"""Refuse system calls to code in the sandbox, by a seccomp filter.
 
     architecture ─▶ number above those we know ─▶ refused outright ─▶ refused by an argument ─▶ allowed
 
-Written as the kernel's own program (classic BPF), so that the sandbox needs no library. Refused calls fail with EPERM;
-calls that are newer than this table fail with ENOSYS, as on an older kernel, so a new one opens no new door.
+Written as the kernel's own program (classic BPF): libseccomp is a system package, and has no rule for all numbers above
+one. Refused calls fail with EPERM; calls that are newer than this table fail with ENOSYS, as on an older kernel, so a
+new one opens no new door.
 """
 
 from __future__ import annotations
@@ -20,121 +21,51 @@ _NEWEST = 450
 """Linux 5.17. What is numbered higher is refused (on x86_64 that includes the x32 calls)."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
+
+def _numbers(*groups: str) -> dict[str, tuple[int | None, int | None]]:
+    """Read `name x86_64 aarch64, …`; a dash: there is no such call."""
+    calls = (call.split() for group in groups for call in group.split(", "))
+    return {name: (None if x86 == "-" else int(x86), None if arm == "-" else int(arm)) for name, x86, arm in calls}
+
+
+_REFUSED = _numbers(
     # other processes
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "process_mrelease": (448, 448),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
+    "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, "
+    "process_mrelease 448 448, pidfd_getfd 438 438, kcmp 312 272, migrate_pages 256 238, move_pages 279 239",
     # the network; socketpair stays allowed
-    "socket": (41, 198),
+    "socket 41 198",
     # memory that no limit counts, and what outlives a process
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "msgctl": (71, 187),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semctl": (66, 191),
-    "semtimedop": (220, 192),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
+    "memfd_create 319 279, memfd_secret 447 447, shmget 29 194, shmat 30 196, shmctl 31 195, msgget 68 186, "
+    "msgsnd 69 189, msgrcv 70 188, msgctl 71 187, semget 64 190, semop 65 193, semctl 66 191, "
+    "semtimedop 220 192, mq_open 240 180, mq_unlink 241 181, keyctl 250 219, add_key 248 217, "
+    "request_key 249 218",
     # ways around the filter, and wide doors into the kernel
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "modify_ldt": (154, None),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "personality": (135, 92),
-    "syslog": (103, 116),
-    "lookup_dcookie": (212, 18),
-    "nfsservctl": (180, 42),
+    "io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, bpf 321 280, "
+    "perf_event_open 298 241, userfaultfd 323 282, modify_ldt 154 -, iopl 172 -, ioperm 173 -, "
+    "personality 135 92, syslog 103 116, lookup_dcookie 212 18, nfsservctl 180 42",
     # other views of the file system
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264),
-    "fanotify_init": (300, 262),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
+    "mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, unshare 272 97, setns 308 268, "
+    "open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433, "
+    "mount_setattr 442 442, open_by_handle_at 304 265, name_to_handle_at 303 264, fanotify_init 300 262, "
+    "quotactl 179 60, quotactl_fd 443 443",
     # the machine
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "acct": (163, 89),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "vhangup": (153, 58),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-}
+    "swapon 167 224, swapoff 168 225, reboot 169 142, kexec_load 246 104, kexec_file_load 320 294, "
+    "init_module 175 105, finit_module 313 273, delete_module 176 106, acct 163 89, settimeofday 164 170, "
+    "clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, vhangup 153 58, sethostname 170 161, "
+    "setdomainname 171 162",
+)
 """Name → number on (x86_64, aarch64). Refused on every rung."""
 
-_REFUSED_WITHOUT_NAMESPACES: dict[str, tuple[int | None, int | None]] = {
+_REFUSED_WITHOUT_NAMESPACES = _numbers(
     # processes: without a PID namespace nobody could end all of a fork bomb
-    "fork": (57, None),
-    "vfork": (58, None),
+    "fork 57 -, vfork 58 -",
     # signals to, and priorities of, processes of the same user
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-    "ioprio_set": (251, 30),
+    "tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424, ioprio_set 251 30",
     # what Landlock does not watch: modes, owners, times, attributes, and on old kernels lengths
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "truncate": (76, 45),
-}
+    "chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, "
+    "utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, "
+    "fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, truncate 76 45",
+)
 
 _NOT_THERE: dict[str, tuple[int | None, int | None]] = {"clone3": (435, 435), "openat2": (437, 437)}
 """Their arguments lie in memory, where a filter cannot look. With ENOSYS, C libraries use the older calls."""
@@ -219,22 +150,18 @@ def program(own_pid: int | None, machine: str | None = None) -> bytes:
                 made += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, answer)]
     for when in _conditions(own_pid):
         if (number := when.numbers[column]) is not None:
-            made += _refuse_when(number, when)
+            # The low half of the argument is looked at: flags, pids and requests have 32 bits.
+            on_equal, on_other = (1, 0) if when.unless else (0, 1)
+            made += [
+                (_JUMP_EQUAL, 0, 5, number),
+                (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * when.argument),
+                (_AND, 0, 0, when.mask),
+                (_JUMP_EQUAL, on_equal, on_other, when.value),
+                (_RETURN, 0, 0, _PERMISSION),
+                (_LOAD, 0, 0, _NUMBER_AT),
+            ]
     made.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(_INSTRUCTION.pack(*instruction) for instruction in made)
-
-
-def _refuse_when(number: int, when: _When) -> list[tuple[int, int, int, int]]:
-    """The low half of the argument is looked at: flags, pids and requests have 32 bits."""
-    on_equal, on_other = (1, 0) if when.unless else (0, 1)
-    return [
-        (_JUMP_EQUAL, 0, 5, number),
-        (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * when.argument),
-        (_AND, 0, 0, when.mask),
-        (_JUMP_EQUAL, on_equal, on_other, when.value),
-        (_RETURN, 0, 0, _PERMISSION),
-        (_LOAD, 0, 0, _NUMBER_AT),
-    ]
 
 
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2

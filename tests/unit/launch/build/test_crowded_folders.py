@@ -14,8 +14,8 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError
-from pipeline.rewards.ladder import MOST_MOUNTS_AT_FIRST
-from pipeline.rewards.sandbox.bubblewrap import MOST_MOUNTS
+from pipeline.rewards.sandbox.choice import MOST_MOUNTS_AT_FIRST
+from pipeline.rewards.sandbox.view import MOST_MOUNTS
 from tests.support.sandboxes import sandbox_of
 
 REWARD = "crowded_folder:lists"

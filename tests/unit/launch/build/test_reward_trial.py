@@ -14,7 +14,7 @@ from launch.build.rewards import check_reward
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RewardError, RunConflictError
-from pipeline.rewards.ladder import Choice, choose
+from pipeline.rewards.sandbox.choice import SandboxChoice, choose
 from pipeline.rewards.sandbox.confine import Rung
 from pipeline.rewards.verifiers import MATH_VERIFY, PYTHON_TESTS
 from pipeline.rewards.worker_process import Sandbox
@@ -121,7 +121,9 @@ def given(patch: pytest.MonkeyPatch, rung: Rung | None) -> list[Sandbox | None]:
         seen.append(sandbox)
         yield reward
 
-    patch.setattr(rewards, "choose", lambda needs: Choice(rung=rung, refused={"bubblewrap": "bwrap is not installed"}))
+    patch.setattr(
+        rewards, "choose", lambda needs: SandboxChoice(rung=rung, refused={"bubblewrap": "bwrap is not installed"})
+    )
     patch.setattr(rewards, "_verifiers", verifiers)
     patch.setattr(rewards, "try_reward", lambda verifiers, part: None)
     return seen

@@ -11,8 +11,8 @@ from launch.doctor import machine
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
-from pipeline.rewards import ladder
-from pipeline.rewards.ladder import Choice, choose
+from pipeline.rewards.sandbox import choice
+from pipeline.rewards.sandbox.choice import SandboxChoice, choose
 from pipeline.rewards.sandbox.confine import Rung
 
 OWN = "tests.support.rewards:digit_share"
@@ -22,7 +22,7 @@ WHY = {"bubblewrap": "bwrap is not installed"}
 def given(patch: pytest.MonkeyPatch, rung: Rung | None) -> None:
     refused = {} if rung == "bubblewrap" else WHY if rung else {**WHY, "landlock": "no Landlock"}
     for module in (rewards, machine):
-        patch.setattr(module, "choose", lambda *_: Choice(rung=rung, refused=refused))
+        patch.setattr(module, "choose", lambda *_: SandboxChoice(rung=rung, refused=refused))
 
 
 @pytest.fixture
@@ -99,13 +99,13 @@ def test_doctor_says_which(rung: Rung | None, status: str, monkeypatch: pytest.M
 
 def test_rungs_are_tried_from_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: dict[str, str | None] = {"bubblewrap": "code in it makes a socket", "landlock": None}
-    monkeypatch.setattr(ladder, "what_is_wrong_with", lambda rung, needs: wrong[rung])
-    assert choose() == Choice(rung="landlock", refused={"bubblewrap": "code in it makes a socket"})
+    monkeypatch.setattr(choice, "what_is_wrong_with", lambda rung, needs: wrong[rung])
+    assert choose() == SandboxChoice(rung="landlock", refused={"bubblewrap": "code in it makes a socket"})
     wrong["landlock"] = "no"
     assert choose().rung is None
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder.shutil, "which", lambda name: None)
-    monkeypatch.setattr(ladder.landlock, "version", lambda: 0)
-    assert choose() == Choice(rung=None, refused=ladder._MISSING)
+    monkeypatch.setattr(choice.shutil, "which", lambda name: None)
+    monkeypatch.setattr(choice, "landlock_version", lambda: 0)
+    assert choose() == SandboxChoice(rung=None, refused=choice._MISSING)

@@ -25,7 +25,7 @@ from launch.convert.new_model import new_model as make
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, StoreError
-from pipeline.rewards.calling.judge import resolve
+from pipeline.rewards.calling import resolve
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
 from tests.support.batches import CONTRACT, batch_of_rewards

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.rewards.sandbox import bubblewrap
-from pipeline.rewards.sandbox.bubblewrap import Bubblewrap
-from pipeline.rewards.sandbox.view import View, view_of
+from pipeline.rewards.sandbox.view import MOST_MOUNTS, Bubblewrap, View, view_of
 from pipeline.rewards.worker_process import WorkerProcess
 from tests.support.sandboxes import sandbox_of
 
@@ -94,7 +92,7 @@ def test_later_files_are_not_shown_and_cost_nothing(home: Path) -> None:
     sandbox_of("bubblewrap")
     (home / "judge").mkdir()
     shown = Bubblewrap(view := View(system=SYSTEM, own=(home,), hidden=(home / "runs",)))
-    for number in range(bubblewrap.MOST_MOUNTS + 100):
+    for number in range(MOST_MOUNTS + 100):
         (home / f"{number}.json").touch()
     (home / "table.json").unlink()
     (home / "judge").rmdir()
@@ -116,7 +114,7 @@ def test_a_worker_starts_again_though_its_folder_is_full_by_then(home: Path, mon
     try:
         assert worker.start() is None
         worker.kill()
-        for number in range(bubblewrap.MOST_MOUNTS + 100):
+        for number in range(MOST_MOUNTS + 100):
             (home / f"{number}.json").touch()
         assert worker.start() is None
     finally:
@@ -126,10 +124,10 @@ def test_a_worker_starts_again_though_its_folder_is_full_by_then(home: Path, mon
 
 def test_more_than_can_be_mounted_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = sandbox_of("bubblewrap")
-    for number in range(bubblewrap.MOST_MOUNTS + 100):
+    for number in range(MOST_MOUNTS + 100):
         (home / f"{number}.json").touch()
     monkeypatch.chdir(home)
     problem = WorkerProcess(HONEST, 10.0, 256, sandbox).start()
     assert problem is not None
     assert f"{home} holds 160" in problem
-    assert f"at most {bubblewrap.MOST_MOUNTS} one by one; move them into a folder there" in problem
+    assert f"at most {MOST_MOUNTS} one by one; move them into a folder there" in problem

@@ -19,14 +19,11 @@ import openai
 import pytest
 import requests
 
-from pipeline.rewards import judgment as judgments
-from pipeline.rewards.calling import retries
-from pipeline.rewards.calling.judge import as_judgment
-from pipeline.rewards.calling.wants import Wants, call
-from pipeline.rewards.failure_watch import FailureWatch
-from pipeline.rewards.judgment import Judgment, decode_judgment, encode_judgment, failure, together, without_secrets
-from pipeline.rewards.pool import Verdict, Verifiers
-from pipeline.rewards.sandbox import landlock
+from pipeline.rewards import calling, messages
+from pipeline.rewards.calling import Wants, as_judgment, call
+from pipeline.rewards.messages import Judgment, decode_judgment, encode_judgment, failure, together, without_secrets
+from pipeline.rewards.pool import FailureWatch, Verdict, Verifiers
+from pipeline.rewards.sandbox.confine import landlock_version
 from pipeline.rewards.worker_process import Sandbox
 from tests.unit.pipeline.rewards import reward_examples
 
@@ -172,7 +169,7 @@ def test_too_many_parts_are_told_as_that() -> None:
 def test_what_the_sandbox_refuses_is_told_by_its_name(response: str, hint: str) -> None:
     told: list[str] = []
     watch = FailureWatch("reward", 1.0, tell=lambda reason, detail: told.append(detail))
-    sandbox = Sandbox(rung="landlock", landlock_abi=landlock.version())
+    sandbox = Sandbox(rung="landlock", landlock_abi=landlock_version())
     if not sandbox.landlock_abi:
         pytest.skip("no Landlock here")
     with Verifiers("reward_examples:reaches_out", 1, 30.0, sandbox=sandbox, watch=watch) as verifiers:
@@ -238,7 +235,7 @@ def test_judgments_of_a_request() -> None:
     assert read.of_each(3) == [Judgment(1.0, {"a": 2.0}), several.rest[0], Judgment(0.0, {})]
     assert [one.failed for one in failure("timeout", "").of_each(2)] == ["timeout"] * 2
     assert [one.failed for one in several.of_each(2)] == ["bad_result"] * 2
-    assert len(encode_judgment("k", together([Judgment(0.1, {"part": 0.1})] * 1000))) < judgments.MAX_JUDGMENT_BYTES
+    assert len(encode_judgment("k", together([Judgment(0.1, {"part": 0.1})] * 1000))) < messages.MAX_JUDGMENT_BYTES
 
 
 @pytest.mark.parametrize("detail", ["no\nerror: the disk is full\x1b[2J", "a\r\nb\u2028c\x9b"])
@@ -297,7 +294,7 @@ def test_what_may_pass_is_tried_again(error: Exception, again: bool, monkeypatch
         raise error
 
     with pytest.raises(type(error)):
-        retries.retried(call, 3)
+        calling.retried(call, 3)
     assert (calls, len(slept)) == ((4, 3) if again else (1, 0))
     assert all(0.25 * 2**n <= pause <= 0.5 * 2**n for n, pause in enumerate(slept))
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipeline.errors import RewardError
-from pipeline.rewards.failure_watch import FailureWatch
+from pipeline.rewards.pool import FailureWatch
 
 
 def watched(watch: FailureWatch, verdicts: str) -> None:

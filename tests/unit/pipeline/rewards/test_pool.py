@@ -18,9 +18,9 @@ import pytest
 
 from pipeline.errors import RecipeError
 from pipeline.rewards import worker_process
-from pipeline.rewards.calling.judge import judge
+from pipeline.rewards.calling import judge
 from pipeline.rewards.children import RunIsGoneError
-from pipeline.rewards.judgment import Judgment, failure
+from pipeline.rewards.messages import Judgment, failure
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rewards.verifiers import EXACT_MATCH, TRUSTED, math_verify
 from pipeline.rewards.worker import judged

@@ -17,8 +17,7 @@ from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EvenKeelError, RewardError
-from pipeline.rewards.failure_watch import FailureWatch
-from pipeline.rewards.pool import Verifiers
+from pipeline.rewards.pool import FailureWatch, Verifiers
 from pipeline.rollout.teacher_scores import TeacherScores
 from pipeline.schedule import Schedule
 from pipeline.trainer.batch_figures import describe

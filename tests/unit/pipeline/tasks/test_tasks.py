@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.task_sections import SortDigitsTask, SpellDigitsTask
 from pipeline.errors import RecipeError
-from pipeline.rewards.calling.judge import resolve
+from pipeline.rewards.calling import resolve
 from pipeline.rewards.verifiers import exact_match
 from pipeline.tasks import Problem, PromptOrder, Task, build_task
 from pipeline.tasks.base import GeneratedTask, is_held_out, uniform_int

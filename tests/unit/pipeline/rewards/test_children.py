@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeline.rewards.scratch import bytes_below, empty, remove
+from pipeline.rewards.children import bytes_below, empty, remove
 
 
 def test_trees_deeper_than_any_path_are_removed(tmp_path: Path) -> None:

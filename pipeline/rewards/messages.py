@@ -1,5 +1,12 @@
-"""What comes back for one sample, and how it is read: whatever the bytes are, reading them gives a Judgment or raises
-BadMessageError, and costs no more than the limit on their number."""
+"""Messages between the run, a worker and what a worker starts, which do not trust each other.
+
+    a length of four bytes, then JSON      every wait has a deadline, also for the second half of a message
+    request   KEY [[prompt, response, answer, metadata, info], …]
+    judgment  [KEY, [reward, parts, failed, detail], …]
+
+Whatever the bytes are, reading them gives a Judgment or raises BadMessageError, and costs no more than the limit on
+their number. multiprocessing.connection would block in the midst of a message that does not go on.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +15,116 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from pipeline.rewards.channel import BadMessageError
 from precision.text import one_line, without
+
+_HEADER_BYTES = 4
+_READ_BYTES = 1 << 16
+_LONGEST_POLL_S = 3600.0
+
+
+class ChannelClosedError(Exception):
+    """The other side has ended."""
+
+
+class ChannelTimeoutError(Exception):
+    """The deadline passed."""
+
+
+class BadMessageError(Exception):
+    """What came is no message that was expected."""
+
+
+class Channel:
+    """One end of a socket, which it owns and makes non-blocking."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._received = bytearray()
+        os.set_blocking(descriptor, False)
+
+    def send(self, message: bytes, deadline_s: float) -> None:
+        """Raises ChannelClosedError or ChannelTimeoutError."""
+        rest, give_up = memoryview(len(message).to_bytes(_HEADER_BYTES, "big") + message), time.monotonic() + deadline_s
+        while rest:
+            try:
+                rest = rest[os.write(self._descriptor, rest) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, give_up)
+            except OSError as error:
+                raise ChannelClosedError from error
+
+    def receive(
+        self,
+        most_bytes: int,
+        deadline_s: float,
+        meanwhile: Callable[[], None] | None = None,
+        every_s: float = _LONGEST_POLL_S,
+    ) -> bytes:
+        """Return the next message. While there is none, `meanwhile` is called every so often; what it raises ends the
+        wait.
+
+        Raises ChannelClosedError, ChannelTimeoutError, and BadMessageError for a message longer than `most_bytes`.
+        """
+        give_up, received = time.monotonic() + deadline_s, self._received
+        while True:
+            if len(received) >= _HEADER_BYTES:
+                length = int.from_bytes(received[:_HEADER_BYTES], "big")
+                if length > most_bytes:
+                    raise BadMessageError(f"a message of {length} bytes, expected at most {most_bytes}")
+                end = _HEADER_BYTES + length
+                if len(received) >= end:
+                    message = bytes(received[_HEADER_BYTES:end])
+                    del received[:end]
+                    return message
+            self._wait(select.POLLIN, give_up, meanwhile, every_s)
+            try:
+                piece = os.read(self._descriptor, _READ_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise ChannelClosedError from error
+            if not piece:
+                raise ChannelClosedError
+            received += piece
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to read: part of a message, or the end."""
+        return bool(self._received) or self._poll(select.POLLIN, 0.0)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other side has ended; what it sent before may be unread."""
+        return self._poll(select.POLLRDHUP, 0.0)
+
+    def close(self) -> None:
+        """Close the socket."""
+        os.close(self._descriptor)
+
+    def _wait(
+        self,
+        event: int,
+        give_up: float,
+        meanwhile: Callable[[], None] | None = None,
+        every_s: float = _LONGEST_POLL_S,
+    ) -> None:
+        while not self._poll(event, max(0.0, min(every_s, give_up - time.monotonic()))):
+            if meanwhile is not None:
+                meanwhile()
+            if time.monotonic() >= give_up:
+                raise ChannelTimeoutError
+
+    def _poll(self, event: int, wait_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._descriptor, event)
+        return bool(poll.poll(wait_s * 1000))
+
 
 MAX_TEXTS_BYTES = 64 * 2**20
 """Of one request's texts and metadata."""
@@ -25,6 +136,10 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _SHORTEST_SECRET = 8
 _GIVEN = ("prompt", "response", "answer", "metadata", "info")
 MAX_REQUEST_BYTES = MAX_TEXTS_BYTES + _KEY_CHARACTERS
+READY = "ready"
+"""The key of the first message, which says whether the reward function was imported."""
+START_DEADLINE_S = 120.0
+"""Longest wait for a process to start Python and import the reward function, on a busy machine."""
 
 FAILURES = (
     *("timeout", "crashed", "raised", "non_finite", "bad_result", "too_large"),

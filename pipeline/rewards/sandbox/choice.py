@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipeline.rewards.judgment import encode_texts
-from pipeline.rewards.sandbox import landlock, probe
-from pipeline.rewards.sandbox.bubblewrap import MOST_MOUNTS, PROGRAM, too_many_mounts
-from pipeline.rewards.sandbox.confine import Rung
+from pipeline.rewards.messages import encode_texts
+from pipeline.rewards.sandbox.confine import Rung, landlock_version
+from pipeline.rewards.sandbox.view import MOST_MOUNTS, PROGRAM, too_many_mounts
 from pipeline.rewards.worker_process import Sandbox, WorkerProcess
 
 RUNGS: tuple[Rung, ...] = ("bubblewrap", "landlock")
@@ -28,6 +29,7 @@ LEAKS = "code in it"
 """How a reason begins where a rung is there and does not hold."""
 MOST_MOUNTS_AT_FIRST = 500
 """What a run may take to begin under bubblewrap. Files come while it is trained, so it goes on with MOST_MOUNTS."""
+PROBE = "pipeline.rewards.sandbox.choice:escapes"
 _PROBE_DEADLINE_S, _PROBE_MEMORY_MIB = 60.0, 512
 _MISSING = {
     "bubblewrap": f"{PROGRAM} is not installed (Debian: apt install bubblewrap)",
@@ -47,7 +49,7 @@ class Needs:
 
     def on(self, rung: Rung) -> Sandbox:
         """The sandbox on this rung."""
-        return Sandbox(rung=rung, landlock_abi=landlock.version(), hidden=self.hidden, runs=self.runs)
+        return Sandbox(rung=rung, landlock_abi=landlock_version(), hidden=self.hidden, runs=self.runs)
 
 
 NOTHING = Needs()
@@ -55,27 +57,27 @@ NOTHING = Needs()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SandboxChoice:
     """The highest rung that holds, None where none does; and why those above it do not."""
 
     rung: Rung | None
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose(needs: Needs = NOTHING) -> Choice:
+def choose(needs: Needs = NOTHING) -> SandboxChoice:
     """Try the rungs from the top; up to some seconds each."""
     refused: dict[str, str] = {}
     for rung in RUNGS:
         problem = what_is_wrong_with(rung, needs)
         if problem is None:
-            return Choice(rung=rung, refused=refused)
+            return SandboxChoice(rung=rung, refused=refused)
         refused[rung] = problem
-    return Choice(rung=None, refused=refused)
+    return SandboxChoice(rung=None, refused=refused)
 
 
 def what_is_wrong_with(rung: Rung, needs: Needs = NOTHING) -> str | None:
     """None where the rung can show what the run's rewards need and holds against every attempt of the probe."""
-    present = shutil.which(PROGRAM) if rung == "bubblewrap" else landlock.version()
+    present = shutil.which(PROGRAM) if rung == "bubblewrap" else landlock_version()
     if not present:
         return _MISSING[rung]
     if rung == "bubblewrap":
@@ -95,7 +97,7 @@ def what_is_wrong_with(rung: Rung, needs: Needs = NOTHING) -> str | None:
 
 
 def _attempt(sandbox: Sandbox, hidden: Path, process: int) -> str | None:
-    worker = WorkerProcess(probe.NAME, _PROBE_DEADLINE_S, _PROBE_MEMORY_MIB, sandbox)
+    worker = WorkerProcess(PROBE, _PROBE_DEADLINE_S, _PROBE_MEMORY_MIB, sandbox)
     try:
         if (problem := worker.start()) is not None:
             return f"it cannot be started here: {problem}"
@@ -108,3 +110,29 @@ def _attempt(sandbox: Sandbox, hidden: Path, process: int) -> str | None:
         return f"its probe failed ({judgment.failed}): {judgment.detail}"
     escaped = [name for name, succeeded in judgment.parts.items() if succeeded]
     return f"{LEAKS} {', '.join(escaped)}" if escaped else None
+
+
+def escapes(prompt: str, response: str, answer: str) -> tuple[float, dict[str, float]]:  # noqa: ARG001
+    """The prompt names a hidden file, the response a process of the same user. Parts: which attempt succeeded (1)."""
+    hidden, process = Path(prompt), int(response)
+    attempts: dict[str, Callable[[], object]] = {
+        "reads a hidden file": hidden.read_bytes,
+        "writes beside it": lambda: hidden.with_name("written").touch(),
+        "changes its mode": lambda: hidden.chmod(0o600),
+        "shortens it": lambda: os.close(os.open(hidden, os.O_ACCMODE | os.O_TRUNC)),
+        "makes a socket": lambda: socket.socket().close(),
+        "reads another process": lambda: Path(f"/proc/{process}/environ").read_bytes(),
+        "signals another process": lambda: os.kill(process, signal.SIGCONT),
+        "writes to the system": lambda: Path("/usr/evenkeel-probe").touch(),
+    }
+    parts = {name: float(_succeeds(attempt)) for name, attempt in attempts.items()}
+    parts["sees the API key"] = float("EVENKEEL_API_KEY" in os.environ)
+    return sum(parts.values()), parts
+
+
+def _succeeds(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except OSError:
+        return False
+    return True
