@@ -15,18 +15,15 @@ from pipeline.config.task_sections import DataTask
 from pipeline.data.batch import LogprobContract, Prompt
 from pipeline.data.batch_values import Limits
 from pipeline.data.routed_experts import ExpertShape
-from pipeline.demonstrations.turn_end import named_ends
+from pipeline.demonstrations import named_ends
 from pipeline.errors import ModelError, RecipeError
 from pipeline.ports.engines import Sampling
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.tasks import Problem, Task, build_task
-from pipeline.tasks.chat_template import check_written
-from pipeline.tasks.digest import check_template
-from pipeline.tasks.fitting import fitting
-from pipeline.tasks.mixture import Mixture, order_of
-from pipeline.tasks.order import MixedOrder, PromptOrder
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.data import check_template
+from pipeline.tasks.mixture import MixedOrder, Mixture, PromptOrder, fitting, order_of
+from pipeline.tasks.tokenizer import Tokenizer, check_written
 from precision.formats.quant_map_file import QuantMapFile
 from precision.text import quoted
 

@@ -7,7 +7,7 @@ import asyncio
 from pipeline.errors import RewardError
 from pipeline.rewards.pool import Verifiers
 from pipeline.rewards.verifiers import MATH_VERIFY, boxed
-from pipeline.tasks.base import Problem, Task
+from pipeline.tasks.task import Problem, Task
 from precision.text import quoted
 
 _FEW, _MORE = 4, 32

@@ -19,8 +19,8 @@ from pipeline.rewards.sandbox.choice import RUNGS, Needs, choose
 from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED
 from pipeline.rewards.worker_process import Sandbox
 from pipeline.rollout.group_filter import GroupFilter
-from pipeline.tasks.base import Task
 from pipeline.tasks.mixture import parts_of
+from pipeline.tasks.task import Task
 
 
 @contextmanager

@@ -21,8 +21,7 @@ import psutil
 from megatron_bridge.hf.model_config import Experts, ModelConfig, read_config
 from pipeline.data.files import amount, move_to_free_name, remove_leftovers_of, temporary_name
 from pipeline.errors import ModelError
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

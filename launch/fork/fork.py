@@ -46,7 +46,7 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.repair.damage import find_damage, own_recipes
 from pipeline.resume.rules import refuse_what_no_checkpoint_carries
-from pipeline.tasks.digest import with_digest_of_now
+from pipeline.tasks.data import with_digest_of_now
 from pipeline.trainer.checkpoints import COMMIT
 from precision.controller.records import State
 from precision.text import listed
@@ -133,7 +133,7 @@ def _no_checkpoint(run: RunDirectory, step: int) -> StoreError:
 
 def _renumbers(before: Recipe, recipe: Recipe) -> str | None:
     """What of the recipe changes which prompt a problem's number is, if anything does. Prompts of files that are too
-    long have no number (pipeline.tasks.fitting); generated ones are drawn with the seed."""
+    long have no number (pipeline.tasks.mixture); generated ones are drawn with the seed."""
     if recipe.task != before.task:
         return "the task"
     longest = [one.rollout.context_tokens - one.rollout.max_new_tokens for one in (before, recipe)]

@@ -16,9 +16,8 @@ from pipeline.config.task_sections import SortDigitsTask, SpellDigitsTask
 from pipeline.errors import RecipeError
 from pipeline.rewards import verifiers
 from pipeline.rollout.group_filter import GIVEN as GROUP_GIVEN
-from pipeline.tasks.base import Task
-from pipeline.tasks.data import Data
-from pipeline.tasks.filtering import GIVEN
+from pipeline.tasks.data import GIVEN, Data
+from pipeline.tasks.task import Task
 from precision.corrections.base import Correction
 from precision.objectives.base import Objective
 from precision.settings import Settings, name_of
@@ -30,7 +29,7 @@ ASKED: dict[Kind, str] = {
     "objective": "a class derived from precision.objectives.base.Objective",
     "correction": "a class derived from precision.corrections.base.Correction",
     "advantage": "a class derived from pipeline.advantages.base.Advantage",
-    "task": "a class with what pipeline.tasks.base.Task asks for",
+    "task": "a class with what pipeline.tasks.task.Task asks for",
     "reward": "a function that names response, or responses of a group",
     "filter": f"a function of some of {', '.join(GIVEN)}",
     "group_filter": f"a function that names rewards, of some of {', '.join(GROUP_GIVEN)}",

@@ -36,7 +36,7 @@ from pipeline.errors import (
     StoppedError,
     SupersededError,
 )
-from pipeline.tasks.digest import DIGEST_KEYS, with_digest
+from pipeline.tasks.data import DIGEST_KEYS, with_digest
 
 DATA_POLL_S = 10.0
 """All of the data is read at each look."""

@@ -59,7 +59,7 @@ from pipeline.errors import (
 from pipeline.process_log import log_tail
 from pipeline.resume.outside import note_outside
 from pipeline.resume.resume import go_on_with, note_changes, said
-from pipeline.tasks.digest import with_digest
+from pipeline.tasks.data import with_digest
 
 DEFAULT_PORT = 29500
 VERDICT_S = 5.0

@@ -19,7 +19,7 @@ from pipeline.config.advice import advice
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import verify_folder
 from pipeline.data.run_directory import RunDirectory
-from pipeline.demonstrations.turn_end import unstopped_end
+from pipeline.demonstrations import unstopped_end
 from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.tasks.tokenizer import Tokenizer

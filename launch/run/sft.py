@@ -35,12 +35,18 @@ from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
 from pipeline.data.event_log import EventLog, read_metrics
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
-from pipeline.demonstrations.rows import Demonstration, Demonstrations, Form, read_demonstrations
-from pipeline.demonstrations.turn_end import learned_end, write_with_end
+from pipeline.demonstrations import (
+    Demonstration,
+    Demonstrations,
+    Form,
+    learned_end,
+    read_demonstrations,
+    write_with_end,
+)
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from pipeline.tasks import Task, build_task
-from pipeline.tasks.digest import digest_of_data
-from pipeline.tasks.order import PromptOrder
+from pipeline.tasks.data import digest_of_data
+from pipeline.tasks.mixture import PromptOrder
 from pipeline.tasks.tokenizer import Tokenizer
 from pipeline.trainer.checkpoints import Checkpoints
 from precision.settings import Settings

@@ -31,7 +31,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.resume.outside import note_outside
 from pipeline.resume.resume import changes_to, go_on_with, note_changes, nothing_left, said
-from pipeline.tasks.digest import with_digest
+from pipeline.tasks.data import with_digest
 
 
 def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = "") -> dict[str, Any]:

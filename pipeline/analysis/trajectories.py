@@ -19,7 +19,7 @@ from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.errors import ModelError
 from pipeline.ports.looked_at import looked_at
 from pipeline.tasks import Task, build_task
-from pipeline.tasks.base import Problem
+from pipeline.tasks.task import Problem
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.text import one_line
 

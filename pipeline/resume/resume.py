@@ -35,7 +35,7 @@ from pipeline.data.run_recipes import (
 )
 from pipeline.errors import StoreError
 from pipeline.resume.rules import MAY_FIX_FORMATS, RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
-from pipeline.tasks.digest import DIGEST_KEYS
+from pipeline.tasks.data import DIGEST_KEYS
 
 
 def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:

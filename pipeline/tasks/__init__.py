@@ -1,16 +1,17 @@
-"""Tasks: where prompts come from. To add one: a file here, a section in `pipeline.config.recipe`, a case below."""
+"""Build the task of a recipe. To add one: a file here, a section in `pipeline.config.recipe`, a case below."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from pipeline.config.task_sections import DataTask, OwnTask, SortDigitsTask, SpellDigitsTask
-from pipeline.tasks.base import Problem, Task
-from pipeline.tasks.data import Data
-from pipeline.tasks.digest import check_digest
-from pipeline.tasks.mixture import Mixture, Source
-from pipeline.tasks.order import PromptOrder
-from pipeline.tasks.own import own_task
-from pipeline.tasks.sort_digits import SortDigits
-from pipeline.tasks.spell_digits import SpellDigits
+from pipeline.errors import RecipeError
+from pipeline.tasks.data import Data, check_digest
+from pipeline.tasks.digits import SortDigits, SpellDigits
+from pipeline.tasks.mixture import Mixture, PromptOrder, Source
+from pipeline.tasks.task import Problem, Task
+from precision.text import one_line
 
 __all__ = ["Problem", "PromptOrder", "Task", "build_task"]
 
@@ -28,4 +29,25 @@ def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, s
                 return Mixture([Source(one.name, one.weight, Data(section.of(one))) for one in section.sources])
             return Data(section)
         case OwnTask():
-            return own_task(section, seed)
+            return _own_task(section, seed)
+
+
+def _own_task(section: OwnTask, seed: int) -> Task:
+    """An instance of the class. Raises RecipeError for one that cannot be imported or made, and for one that lacks
+    something."""
+    asked_of_a_task = [name for name in vars(Task) if not name.startswith("_")]
+    module, _, name = section.class_.partition(":")
+    try:
+        made: Any = getattr(import_module(module), name)(seed=seed, **section.options)
+        missing = [asked for asked in asked_of_a_task if not hasattr(made, asked)]
+    except Exception as error:
+        raise RecipeError(
+            f"task.class {section.class_} cannot be made ({type(error).__name__}: {one_line(error, 200)}); it is "
+            "called as Class(seed=…, **task.options): correct it, or put the folder that holds it on PYTHONPATH"
+        ) from error
+    if missing:
+        raise RecipeError(
+            f"task.class {section.class_} lacks {', '.join(missing)}; write what pipeline.tasks.task.Task asks for, or "
+            "derive it from pipeline.tasks.task.GeneratedTask"
+        )
+    return made  # type: ignore[no-any-return]

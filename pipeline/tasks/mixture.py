@@ -1,17 +1,103 @@
-"""Several sources as one task: each with its weight, its reward and its curve."""
+"""Order the problems of a run: several sources as one task, prompts that are too long left out, a seeded permutation.
+
+A group's problem depends on its number alone. So a run that goes on asks what an uninterrupted one would have asked.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.errors import RecipeError
-from pipeline.tasks.base import Problem, Task, check_index, normalized
-from pipeline.tasks.order import MixedOrder, PromptOrder, spread
+from pipeline.tasks.task import GeneratedTask, Problem, Task, check_index, normalized
 from precision.text import quoted
+
+_BLOCK = 1000
+"""Groups in which every source has its share. Shares are rounded to one in so many."""
+_AT_ONCE = 1000
+
+
+class PromptOrder:
+    """Group `i` asks problem `problem(i)`; every problem comes once an epoch.
+
+    Random access, so a collector that starts again needs nothing but the number of the next group. Two epochs at most
+    are kept in memory, 8 bytes a problem each. The order rests on the raw stream of the Philox generator, which NumPy
+    promises to keep, not on `Generator.permutation`, which it may change.
+    """
+
+    def __init__(self, num_prompts: int, seed: int | str) -> None:
+        if num_prompts < 1:
+            raise ValueError(f"num_prompts is {num_prompts}, expected at least 1")
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._permutation = lru_cache(maxsize=2)(self._permute)
+
+    def epoch(self, group: int) -> int:
+        """How often every problem was asked before this group's epoch."""
+        return group // self._num_prompts
+
+    def problem(self, group: int) -> int:
+        """The problem that `group` ≥ 0 asks, 0 ≤ index < num_prompts."""
+        if group < 0:
+            raise ValueError(f"group is {group}, expected 0 or more")
+        return int(self._permutation(self.epoch(group))[group % self._num_prompts])
+
+    def _permute(self, epoch: int) -> NDArray[np.int64]:
+        key = hashlib.sha256(f"prompt order/{self._seed}/{epoch}".encode()).digest()
+        random = np.random.Philox(key=np.frombuffer(key[:16], "<u8")).random_raw(self._num_prompts)
+        return np.argsort(random, kind="stable")
+
+
+class MixedOrder:
+    """Group `i` asks a problem of the source whose turn it is. Sources are named; problems count through all of them.
+
+    Turns are spread evenly: of any n groups in a row a source has its share of n, give or take one or two. Each source
+    has epochs of its own, so one that is small for its weight comes again sooner.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], weights: Sequence[float], seed: int) -> None:
+        """`sizes`: problems of each source; `weights` are in the same order, of any sum."""
+        self._orders = [PromptOrder(size, f"{seed}/{name}") for name, size in sizes.items()]
+        self._first = [0, *accumulate(sizes.values())]
+        self._counts = shares(weights, _BLOCK)
+        self._turns = spread(self._counts, self._counts)
+
+    def problem(self, group: int) -> int:
+        """The problem that `group` ≥ 0 asks, 0 ≤ index < the sum of all sizes."""
+        if group < 0:
+            raise ValueError(f"group is {group}, expected 0 or more")
+        block, turn = divmod(group, _BLOCK)
+        source, place = self._turns[turn]
+        return self._first[source] + self._orders[source].problem(block * self._counts[source] + place)
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Whole numbers of sum `total` in proportion to `weights`, none of them 0: what is left over after rounding down
+    goes to the largest remainders. Raises ValueError for more weights than `total`."""
+    if len(weights) > total:
+        raise ValueError(f"there are {len(weights)} weights, expected at most {total}")
+    exact = [weight / sum(weights) * total for weight in weights]
+    counts = [max(1, int(share)) for share in exact]
+    nearest = sorted(range(len(weights)), key=lambda source: counts[source] - exact[source])
+    for turn in range(total - sum(counts)):
+        counts[nearest[turn % len(nearest)]] += 1
+    while sum(counts) > total:  # those that were raised to 1
+        counts[counts.index(max(counts))] -= 1
+    return counts
+
+
+def spread(counts: Sequence[int], weights: Sequence[float]) -> list[tuple[int, int]]:
+    """(source, place in it) of all of `counts`, the sources taking turns in proportion to their `weights`."""
+    places = [(source, place) for source, count in enumerate(counts) for place in range(count)]
+    return sorted(places, key=lambda turn: ((turn[1] + 0.5) / weights[turn[0]], turn[0]))
 
 
 @dataclass(frozen=True)
@@ -51,13 +137,16 @@ class Mixture:
 
     def problem(self, index: int) -> Problem:
         check_index(index, self.num_prompts, "problem")
-        source = bisect_right(self._first, index) - 1
-        return _of(self.sources[source], self.sources[source].task.problem(index - self._first[source]))
+        number = bisect_right(self._first, index) - 1
+        source = self.sources[number]
+        problem = source.task.problem(index - self._first[number])
+        return replace(problem, source=source.name, reward=source.task.reward)
 
     def held_out(self, index: int) -> Problem:
         check_index(index, self.num_held_out, "held-out problem")
-        source, place = self._held_out[index]
-        return _of(self.sources[source], self.sources[source].task.held_out(place))
+        number, place = self._held_out[index]
+        source = self.sources[number]
+        return replace(source.task.held_out(place), source=source.name, reward=source.task.reward)
 
     def measured(self, count: int) -> list[int]:
         """Which held-out problems an evaluation asks, up to `count`: the first ones. A source that has none among them
@@ -96,10 +185,6 @@ def order_of(task: Task, seed: int) -> PromptOrder | MixedOrder:
     return MixedOrder(sizes, [source.weight for source in task.sources], seed)
 
 
-def _of(source: Source, problem: Problem) -> Problem:
-    return replace(problem, source=source.name, reward=source.task.reward)
-
-
 def _refuse_overlap(sources: Sequence[Source]) -> None:
     """Within a source nothing is shared; by the hash of the prompt alone, nothing would be between two."""
     held_out = {normalized(s.task.held_out(index).text): s for s in sources for index in range(s.task.num_held_out)}
@@ -112,3 +197,73 @@ def _refuse_overlap(sources: Sequence[Source]) -> None:
                     f"source {source.name} trains on {quoted(text)}, which {other.name} holds out; evaluation "
                     "would measure memory: remove it from one of the two"
                 )
+
+
+class FittingTask:
+    """The problems of `task` whose prompts have `most` tokens or fewer, in the same order. The others are counted.
+
+    All of them are tokenized here, once, so that one with a character that the tokenizer lacks is refused before a run
+    begins. Raises ModelError for such a one, and RecipeError when too few are left.
+    """
+
+    def __init__(self, task: Task, count: Callable[[Sequence[Problem]], Sequence[int]], most: int) -> None:
+        """`count`: tokens of the prompt of each problem."""
+        self._task = task
+        self.reward, self.characters, self.chat_template = task.reward, task.characters, task.chat_template
+        too_long, longest, text = 0, 0, ""
+
+        def fit(number: int, problem: Callable[[int], Problem]) -> Sequence[int]:
+            nonlocal too_long, longest, text
+            kept: list[int] = []
+            for first in range(0, number, _AT_ONCE):
+                indices = range(first, min(number, first + _AT_ONCE))
+                problems = [problem(index) for index in indices]
+                for index, one, tokens in zip(indices, problems, count(problems), strict=True):
+                    if tokens <= most:
+                        kept.append(index)
+                        continue
+                    too_long += 1
+                    if tokens > longest:
+                        longest, text = tokens, one.text
+            return range(number) if len(kept) == number else kept
+
+        self._training = fit(task.num_prompts, task.problem)
+        self._held_out = fit(task.num_held_out, task.held_out)
+        left_out = (
+            f"{too_long} of {task.num_prompts + task.num_held_out} prompts have more than {most} tokens "
+            f"(rollout.context_tokens - rollout.max_new_tokens) and are left out; the longest, {quoted(text)}, has "
+            f"{longest}"
+        )
+        self.notes = (*task.notes, left_out) if too_long else tuple(task.notes)
+        if not self._training or not self._held_out:
+            side = "to train on" if not self._training else "held out"
+            raise RecipeError(
+                f"{left_out}, and none is left {side}; raise rollout.context_tokens, or lower rollout.max_new_tokens"
+            )
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._training)
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._held_out)
+
+    def problem(self, index: int) -> Problem:
+        check_index(index, self.num_prompts, "problem")
+        return self._task.problem(self._training[index])
+
+    def held_out(self, index: int) -> Problem:
+        check_index(index, self.num_held_out, "held-out problem")
+        return self._task.held_out(self._held_out[index])
+
+    def demonstration(self, index: int) -> tuple[str, str] | None:
+        return self._task.demonstration(index)
+
+
+def fitting(task: Task, count: Callable[[Sequence[Problem]], Sequence[int]], most: int) -> Task:
+    """The task without what is too long. A generated one, which may have more prompts than can be looked at, comes back
+    as it is: its prompts are all of a kind. Of a mixture, each source."""
+    if isinstance(task, Mixture):
+        return Mixture([replace(one, task=fitting(one.task, count, most)) for one in task.sources])
+    return task if isinstance(task, GeneratedTask) else FittingTask(task, count, most)

@@ -1,25 +1,39 @@
 """The tokenizer of a local HF folder, over the `tokenizers` library alone.
 
 Text becomes ids here and ids become text; nothing is ever tokenized twice. The ids are those of transformers'
-AutoTokenizer for the same folder, without the special tokens that it would add by itself.
+AutoTokenizer for the same folder, without the special tokens that it would add by itself. Chat templates run as in
+transformers, in a sandbox of our own; `strftime_now`, by which some write the day into each prompt, writes the day that
+the recipe names (task.template_date): a run that is resumed would ask other prompts on another day.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from pipeline.errors import ModelError
-from pipeline.tasks.chat_template import compiled
+from pipeline.errors import ModelError, RecipeError
 from pipeline.tasks.folder_tokenizer import read_object, read_tokenizer
 from precision.text import one_line, quoted
+
+PAD_TOKEN, END_TOKEN = "<|pad|>", "<|end|>"
+"""Of a character tokenizer."""
+_MOST_REPEATED = 1_000_000
+_DEEPEST_INDENT = 16
 
 
 class Tokenizer:
@@ -185,3 +199,104 @@ class Tokenizer:
         raise ModelError(
             f"{self.folder}: neither tokenizer_config.json nor config.json names the {kind} token; add {kind}_token"
         )
+
+
+def check_written(messages: Sequence[Mapping[str, Any]], written: str, template: Tokenizer, where: str) -> None:
+    """Raises RecipeError, with `where`, for one of `messages` that is not in what the template has `written` of them,
+    such as one of a role that it does not know. The assistant's are not looked at: templates leave out thoughts."""
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" or str(message["content"]).strip() in written:
+            continue
+        mark = unused_mark(written)  # a template may also write a text in a form of its own, such as JSON
+        marked = [*messages[:number], {**message, "content": mark}, *messages[number + 1 :]]
+        if mark not in template.conversation(marked):
+            raise RecipeError(
+                f"{where}: the chat template leaves out message {number + 1}, {quoted(message['content'])}, whose role "
+                f"is {quoted(message['role'])}; use roles that it knows, such as system, user and assistant"
+            )
+
+
+def unused_mark(text: str) -> str:
+    """Characters that nobody writes and that `text` does not hold."""
+    return next(mark for mark in map("\ue000{}\ue001".format, count()) if mark not in text)
+
+
+def compiled(template: str, day: date | None = None) -> jinja2.Template:
+    """With `strftime_now` where there is a day. Raises jinja2.TemplateError for a template that is none."""
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    if day is not None:
+        environment.globals["strftime_now"] = day.strftime
+    return environment.from_string(template)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A template comes with a model, from wherever: it reaches nothing but its text. `*` and `**` with huge numbers,
+    which take all memory at once, are refused. Nothing else bounds memory and time: a template that is made for it can
+    double or pad a text until there is no memory left."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Raises jinja2.TemplateError for a result that no prompt needs."""
+        size = max((len(one) for one in (left, right) if isinstance(one, str | list | tuple)), default=1)
+        if any(isinstance(one, int) and abs(one) * size > _MOST_REPEATED for one in (left, right)):
+            raise jinja2.TemplateError(f"{operator} with a number or a text of that size is not allowed")
+        return super().call_binop(context, operator, left, right)
+
+
+def _raise_exception(message: str) -> None:
+    """Chat templates call this to refuse a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """In place of Jinja's own filter, which sorts keys and escapes characters for web pages."""
+    if indent is not None and not (isinstance(indent, int) and indent <= _DEEPEST_INDENT):
+        raise jinja2.TemplateError(f"tojson with an indent of more than {_DEEPEST_INDENT} is not allowed")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}`, around what the model says: the text is that within."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def write_character_tokenizer(folder: Path, characters: str) -> None:
+    """Write tokenizer.json and tokenizer_config.json: id 0 pads, id 1 ends, then `characters` in their order.
+
+    There is no unknown token: a character that is not listed is an error when it is encoded, never dropped.
+    Raises ValueError when a character comes twice or there is none.
+    """
+    if not characters or len(set(characters)) != len(characters):
+        twice = sorted({c for c in characters if characters.count(c) > 1})
+        raise ValueError(f"characters are {characters!r}, expected at least one and none twice (twice: {twice})")
+    vocabulary = {token: id for id, token in enumerate((PAD_TOKEN, END_TOKEN, *characters))}
+    tokenizer = Backend(models.WordLevel(vocabulary))
+    # Without a split the whole text would be one word; `[\s\S]` also takes line ends.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(PAD_TOKEN, special=True), AddedToken(END_TOKEN, special=True)])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD_TOKEN,
+        "eos_token": END_TOKEN,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -21,9 +21,8 @@ from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.schedule import Schedule
 from pipeline.tasks import Task, build_task
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.mixture import order_of
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 PROMPTS, GROUP = 3, 2
 

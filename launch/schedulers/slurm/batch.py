@@ -53,7 +53,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from pipeline.resume.resume import changes_to, nothing_left, reopen
-from pipeline.tasks.digest import with_digest
+from pipeline.tasks.data import with_digest
 
 REQUEUED_S = 120
 """Longest wait for Slurm to end this process after it was told to requeue the job."""

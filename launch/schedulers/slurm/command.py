@@ -120,7 +120,7 @@ def slurm(
 def missing_data(recipe: Recipe, workdir: Path) -> list[Path]:
     """Of the task's data, what is not here; relative paths begin at `workdir`, as on the nodes."""
     from pipeline.config.task_sections import DataTask
-    from pipeline.tasks.digest import data_paths
+    from pipeline.tasks.data import data_paths
 
     paths = data_paths(recipe.task) if isinstance(recipe.task, DataTask) else []
     return [workdir / path for path in paths if not (workdir / path).exists()]

@@ -14,8 +14,7 @@ from typing import Any
 from pipeline.config.task_sections import DataTask
 from pipeline.errors import ModelError, RecipeError
 from pipeline.tasks import Task, build_task
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from tests.chaos.malformed.mutations import NASTY, judged, mutated_bytes, mutated_data
 
 COUNT = 2000

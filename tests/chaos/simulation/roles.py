@@ -26,7 +26,7 @@ from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.schedule import Schedule
-from pipeline.tasks.order import PromptOrder
+from pipeline.tasks.mixture import PromptOrder
 from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.loop import Trainer

@@ -13,8 +13,7 @@ import pytest
 from launch.convert.new_model import new_model
 from pipeline.data.event_log import EventLog
 from pipeline.data.store import BatchStore
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from tests.support import runs
 from tests.support.batches import CONTRACT
 from tests.support.pages import PAGES, ROOT, fenced_commands, words_of

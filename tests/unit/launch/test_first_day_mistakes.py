@@ -21,7 +21,7 @@ import pytest
 from launch.run import train
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.tasks.digest import with_digest
+from pipeline.tasks.data import with_digest
 from tests.support.runs import evenkeel, make_model, make_prompts, make_recipe
 
 GOOD_LINES = "".join(json.dumps(dict(prompt=f"{number}=", answer="1")) + "\n" for number in range(100, 164))
@@ -464,7 +464,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     ),
     "a task that is none": (
         lambda shop: shop.train("task.class=types:SimpleNamespace"),
-        ("task.class types:SimpleNamespace lacks num_prompts", "pipeline.tasks.base.Task"),
+        ("task.class types:SimpleNamespace lacks num_prompts", "pipeline.tasks.task.Task"),
     ),
     "messages without a chat template": (
         lambda shop: shop.train_on('{"messages": [{"role": "user", "content": "1="}], "answer": "1"}'),

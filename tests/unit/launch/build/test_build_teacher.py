@@ -11,8 +11,7 @@ from launch.build.teacher import check_teacher
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ModelError, RecipeError
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 
 def folder_of(path: Path, characters: str) -> Path:

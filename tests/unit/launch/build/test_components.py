@@ -20,8 +20,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.solved_prompts import SolvedPromptRule
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from launch.build.components import build_prompts, build_tokenizer
 from launch.convert.new_model import new_model
 from pipeline.config.recipe import Recipe
 from pipeline.errors import FatalError, ModelError, RecipeError
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.tokenizer import write_character_tokenizer
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pipeline.rewards.sandbox.choice import SandboxChoice, choose
 from pipeline.rewards.sandbox.confine import Rung
 from pipeline.rewards.verifiers import MATH_VERIFY, PYTHON_TESTS
 from pipeline.rewards.worker_process import Sandbox
-from pipeline.tasks.base import Problem
+from pipeline.tasks.task import Problem
 
 EXAMPLES = str(Path(__file__).parents[2] / "pipeline/rewards")
 

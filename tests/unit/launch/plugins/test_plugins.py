@@ -21,7 +21,7 @@ MINE = '''
 from typing import Literal
 from pydantic import BaseModel
 from pipeline.advantages.base import Advantage
-from pipeline.tasks.base import GeneratedTask, Problem
+from pipeline.tasks.task import GeneratedTask, Problem
 from precision.corrections.base import Correction
 from precision.objectives.base import Objective
 

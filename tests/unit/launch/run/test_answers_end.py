@@ -15,8 +15,7 @@ from launch.run.sft import Source, learn_demonstrations, sft_recipe
 from megatron_bridge.parallel.layout import leave_layout
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.tasks.character_tokenizer import END_TOKEN, PAD_TOKEN
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import END_TOKEN, PAD_TOKEN, Tokenizer
 from tests.support import quiet_megatron  # noqa: F401
 
 pytestmark = [

@@ -19,9 +19,8 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
 from pipeline.tasks import build_task
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.mixture import order_of
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from precision.reference import ReferenceSection
 from tests.support import quiet_megatron  # noqa: F401
 from tests.support.runs import make_model

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from launch.run.sft import batch_of
-from pipeline.demonstrations.rows import Form, read_demonstrations
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.demonstrations import Form, read_demonstrations
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from tests.support.batches import CONTRACT
 
 

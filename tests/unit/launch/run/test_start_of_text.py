@@ -16,7 +16,7 @@ from launch.convert.new_model import new_model
 from launch.run.begin import warnings
 from launch.run.sft import Source, _look_at, read_source
 from pipeline.config.recipe import Recipe
-from pipeline.tasks.character_tokenizer import PAD_TOKEN
+from pipeline.tasks.tokenizer import PAD_TOKEN
 from tests.support.pages import ROOT
 
 BEGIN = PAD_TOKEN  # a special token at hand

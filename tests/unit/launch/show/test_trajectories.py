@@ -17,8 +17,7 @@ from pipeline.data.batch import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import ModelError, RecipeError, StoreError
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from tests.support.batches import CONTRACT, batch_of_rewards
 from tests.support.runs import evenkeel, evenkeel_json
 from tests.support.written_runs import write_run

@@ -13,8 +13,7 @@ from pipeline.analysis.run_log import RunLog
 from pipeline.data.batch import Batch, Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from tests.support.batches import CONTRACT
 from tests.support.scripted_page import ScriptedPage
 from tests.support.written_runs import write_run

@@ -11,8 +11,7 @@ import pytest
 
 from pipeline.analysis.trajectories import render_batch, visible
 from pipeline.data.batch import VERIFIER_FAILED, Batch, DroppedGroup
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 MakeBatch = Callable[..., Batch]
 

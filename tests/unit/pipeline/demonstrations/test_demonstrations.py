@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline.data.batch import Response, given_batch
-from pipeline.demonstrations.conversation import pieces_of
-from pipeline.demonstrations.rows import Demonstrations, Form, read_demonstrations
+from pipeline.demonstrations import Demonstrations, Form, pieces_of, read_demonstrations
 from pipeline.errors import RecipeError
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from tests.support.batches import CONTRACT
 
 THINKING = (  # as Qwen3 does: thoughts of earlier answers are not repeated, an answer without thoughts gets empty ones

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from pipeline.demonstrations.rows import Demonstration
-from pipeline.demonstrations.turn_end import learned_end, unstopped_end, write_with_end
+from pipeline.demonstrations import Demonstration, learned_end, unstopped_end, write_with_end
 from pipeline.errors import ModelError
-from pipeline.tasks.character_tokenizer import END_TOKEN, write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import END_TOKEN, Tokenizer, write_character_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CLOSING\n{% endfor %}"

@@ -27,9 +27,8 @@ from pipeline.errors import (
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.schedule import Schedule
 from pipeline.tasks import build_task
-from pipeline.tasks.mixture import Mixture, Source
-from pipeline.tasks.order import MixedOrder
-from pipeline.tasks.sort_digits import SortDigits
+from pipeline.tasks.digits import SortDigits
+from pipeline.tasks.mixture import MixedOrder, Mixture, Source
 from pipeline.tasks.tokenizer import Tokenizer
 from pipeline.trainer.batch_figures import describe
 from tests.support.collecting import GROUP, PROMPTS, build, collect, engines_of

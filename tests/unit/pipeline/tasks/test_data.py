@@ -15,8 +15,8 @@ import pytest
 from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks import Problem, Task, build_task
-from pipeline.tasks.base import is_held_out
-from pipeline.tasks.digest import digest_of_data
+from pipeline.tasks.data import digest_of_data
+from pipeline.tasks.task import is_held_out
 
 
 def write(path: Path, *rows: object) -> Path:

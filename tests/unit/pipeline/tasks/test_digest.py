@@ -14,9 +14,8 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 from pipeline.resume.resume import go_on_with
 from pipeline.tasks import build_task
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.digest import check_template, digest, with_digest
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.data import check_template, digest, with_digest
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 LINES = [f'{{"prompt": "{number}=", "answer": "1"}}\n' for number in range(60)]
 

@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks import build_task
-from pipeline.tasks.digest import digest, digest_of_data
+from pipeline.tasks.data import digest, digest_of_data
 
 LIMIT = 7
 ROWS = 160

@@ -10,9 +10,8 @@ import pytest
 from pipeline.config.task_sections import SortDigitsTask
 from pipeline.errors import ModelError, RecipeError
 from pipeline.tasks import Problem, build_task
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.fitting import fitting
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.mixture import fitting
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 
 class Listed:

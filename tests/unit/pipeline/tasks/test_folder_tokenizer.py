@@ -14,8 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError
 from pipeline.tasks import folder_tokenizer
-from pipeline.tasks.character_tokenizer import write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 TEXTS = (
     *(

@@ -15,10 +15,8 @@ from pydantic import ValidationError
 from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks import PromptOrder, build_task
-from pipeline.tasks.digest import digest
-from pipeline.tasks.fitting import fitting
-from pipeline.tasks.mixture import Mixture, order_of, parts_of
-from pipeline.tasks.order import MixedOrder, shares
+from pipeline.tasks.data import digest
+from pipeline.tasks.mixture import MixedOrder, Mixture, fitting, order_of, parts_of, shares
 
 SIZES = dict(math=30, chat=4)
 

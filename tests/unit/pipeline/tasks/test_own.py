@@ -12,7 +12,7 @@ from pipeline.errors import RecipeError
 from pipeline.tasks import build_task
 
 MODULE = """
-from pipeline.tasks.base import GeneratedTask, Problem, uniform_int
+from pipeline.tasks.task import GeneratedTask, Problem, uniform_int
 
 class Double(GeneratedTask):
     characters = "0123456789="

@@ -14,7 +14,7 @@ from pipeline.errors import RecipeError
 from pipeline.rewards.calling import resolve
 from pipeline.rewards.verifiers import exact_match
 from pipeline.tasks import Problem, PromptOrder, Task, build_task
-from pipeline.tasks.base import GeneratedTask, is_held_out, uniform_int
+from pipeline.tasks.task import GeneratedTask, is_held_out, uniform_int
 
 GOLDEN_TRAINING = [Problem(text="99533907=", answer="03357999"), Problem(text="2306811=", answer="0112368")]
 GOLDEN_HELD_OUT = Problem(text="407768652409151=", answer="001124455667789")

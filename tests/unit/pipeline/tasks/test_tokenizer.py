@@ -14,8 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError
-from pipeline.tasks.character_tokenizer import END_TOKEN, PAD_TOKEN, write_character_tokenizer
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.tokenizer import END_TOKEN, PAD_TOKEN, Tokenizer, write_character_tokenizer
 from tests.support.odd_files import huge_at, pipe_at
 
 CHARACTERS = "0123456789=+ \nabé漢"

@@ -1,28 +1,133 @@
-"""From rows of the user's own to tokens, with what is learned of them.
+"""Make tokens of the rows that `evenkeel sft` trains on, and say which of them are learned.
 
 {"prompt": text, "response": text}     the response and the end-of-sequence token are learned
 {"messages": [{"role", "content"}]}    through the chat template; every answer of the assistant is learned, with the
                                        mark that ends its turn
+
+A template writes a conversation as one text. What it writes before an answer is what it writes for the messages before
+it, ready for an answer: exactly what an engine reads when it is to answer. From there on the text is the model's, up to
+the mark that ends its turn. The end is found by writing the conversation once more, with a mark behind the answer: its
+text alone may stand elsewhere too, in what the template puts before it.
+
+Base models come with the template of their chat models. That of Qwen ends an answer by <|im_end|>, and the end of
+sequence of the base is <|endoftext|>: a model that has learned such answers goes on up to the longest answer allowed. A
+server stops at what config.json, generation_config.json and the tokenizer name together.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.demonstrations.conversation import Piece, pieces_of
 from pipeline.errors import ModelError, RecipeError
-from pipeline.tasks.base import normalized
-from pipeline.tasks.rows import read_rows
-from pipeline.tasks.rows.row import Row
-from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.tasks.folder_tokenizer import read_object
+from pipeline.tasks.rows import Row, read_rows
+from pipeline.tasks.task import normalized
+from pipeline.tasks.tokenizer import Tokenizer, check_written, unused_mark
 from precision.text import listed, one_line, quoted
+
+Piece = tuple[str, bool]
+"""Text, and whether the model says it."""
+_AS_TEXT = (
+    "give the row as prompt and response, with all that the template writes before the answer in the prompt, and set "
+    "task.chat_template=false"
+)
+
+
+def pieces_of(messages: Sequence[Mapping[str, Any]], template: Tokenizer, where: str) -> list[Piece]:
+    """The conversation, whose last message is an answer, in pieces that add up to the template's text. What it writes
+    after the last answer is left out. Raises RecipeError, with `where`, for an answer that the template changes and for
+    a message that it leaves out."""
+    whole = template.conversation(messages, to_answer=False)
+    check_written(messages, whole, template, where)
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    starts = [_start(whole, messages, number, template, where) for number in answers]
+    ends = [
+        _end(whole, start, messages, number, template, where) for start, number in zip(starts, answers, strict=True)
+    ]
+    closing = _closing(whole[ends[-1] :], template.eos_token)
+    pieces: list[Piece] = []
+    at = 0
+    for start, end in zip(starts, ends, strict=True):
+        stop = end + len(_common_marks(closing, whole[end:]))
+        pieces += [(whole[at:start], False), (whole[start:stop], True)]
+        at = stop
+    return pieces
+
+
+def _start(whole: str, messages: Sequence[Mapping[str, Any]], number: int, template: Tokenizer, where: str) -> int:
+    asked = template.conversation(messages[:number])
+    if whole.startswith(asked):
+        return len(asked)
+    if number + 1 < len(messages):
+        raise RecipeError(
+            f"{where}: the chat template writes the first {number} messages otherwise when more follow, so that an "
+            "answer would be learned after a text that no engine reads; end the row with that answer"
+        )
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, asked, strict=False)))
+    raise RecipeError(
+        f"{where}: engines answer after {quoted(asked[shared:])}, which the chat template writes only to ask for "
+        f"an answer, so that message {number + 1} would be learned after a text that no engine reads; {_AS_TEXT}"
+    )
+
+
+def _end(
+    whole: str, start: int, messages: Sequence[Mapping[str, Any]], number: int, template: Tokenizer, where: str
+) -> int:
+    """Where the answer ends. It begins at `start`; or later, where the template puts something first; or before, where
+    the template has opened its thoughts when it asked for it."""
+    mark = unused_mark(whole)
+    content, thoughts = str(messages[number]["content"]), messages[number].get("reasoning_content")
+    text = content.rstrip()
+    blank = content[len(text) :]
+    marked = [*messages[:number], {**messages[number], "content": text + mark + blank}]
+    end = template.conversation([*marked, *messages[number + 1 :]], to_answer=False).find(mark)
+    kept = end >= start and _letters(whole[:end]).endswith(_letters(content))
+    if not kept or (isinstance(thoughts, str) and _letters(thoughts) not in _letters(whole[start:end])):
+        earlier = number + 1 < len(messages)
+        instead = (
+            "end the row with that answer, or remove its thoughts" if earlier else f"remove its thoughts, or {_AS_TEXT}"
+        )
+        raise RecipeError(
+            f"{where}: the chat template does not write message {number + 1} as it stands (templates leave out "
+            f"thoughts, most of them those of earlier answers); {instead}"
+        )
+    return end + len(blank) if whole.startswith(blank, end) else end
+
+
+def _letters(text: str) -> str:
+    """Without white space: templates write the blank lines around thoughts as the model was trained on them."""
+    return "".join(text.split())
+
+
+def _closing(tail: str, eos_token: str) -> str:
+    """What ends a turn: up to the end-of-sequence token, or all but white space where the template has another mark."""
+    found = tail.find(eos_token) if eos_token else -1
+    return tail.rstrip() if found < 0 else tail[: found + len(eos_token)]
+
+
+def _common_marks(closing: str, tail: str) -> str:
+    """With how much of what closes the last turn a `tail` begins: some templates end the last turn by one mark more."""
+    ends = [*(found.start() for found in re.finditer(r"[<\[\s]", closing)), len(closing)]
+    return next(closing[:end] for end in (*reversed(ends), 0) if tail.startswith(closing[:end]))
+
+
+def closing_mark(template: Tokenizer) -> str:
+    """What the template writes behind an answer, as far as the model learns it; empty where it changes the answer."""
+    said = "Yes, ten."
+    asked = [dict(role="user", content="Is it ten?"), dict(role="assistant", content=said)]
+    _, found, tail = template.conversation(asked, to_answer=False).rpartition(said)
+    return _closing(tail, template.eos_token) if found else ""
+
 
 _SHOWN = 400
 """Characters of the first row that are shown of each piece."""
@@ -176,3 +281,42 @@ def _tokens(pieces: Sequence[Piece], ends: bool, tokenizer: Tokenizer, where: st
 def _shown(pieces: Sequence[Piece]) -> str:
     cut = [text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …" for text, _ in pieces]
     return "".join(f"»{text}«" if said else text for text, (_, said) in zip(cut, pieces, strict=True))
+
+
+_GENERATION_FILE = "generation_config.json"
+
+
+def unstopped_end(tokenizer: Tokenizer) -> int | None:
+    """The id of that token; None: a server stops, or what ends an answer is no token of its own, or the template writes
+    no plain question and answer. Raises ModelError for a file of the folder that cannot be read."""
+    stops = _stop_ids(tokenizer)
+    try:
+        closing = tokenizer.encode(closing_mark(tokenizer))
+    except ModelError:
+        return None
+    if not closing or closing[-1] not in tokenizer.reserved or stops & set(closing):
+        return None
+    return closing[-1]
+
+
+def learned_end(rows: Iterable[Demonstration], tokenizer: Tokenizer) -> int | None:
+    """As `unstopped_end`, where one of the rows ends so."""
+    end = unstopped_end(tokenizer)
+    return end if end is not None and any(row.response[-1] == end for row in rows) else None
+
+
+def write_with_end(tokenizer: Tokenizer, end: int, folder: Path) -> None:
+    """Write the tokenizer's generation_config.json into `folder`, with `end` beside all at which servers stop."""
+    named = read_object(tokenizer.folder / _GENERATION_FILE) | dict(eos_token_id=[*sorted(_stop_ids(tokenizer)), end])
+    (folder / _GENERATION_FILE).write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
+
+
+def named_ends(folder: Path) -> set[int]:
+    """The ids at which a model folder says that a text ends. Raises ModelError for a file that cannot be read."""
+    named = [read_object(folder / name).get("eos_token_id") for name in ("config.json", _GENERATION_FILE)]
+    each = [one for value in named for one in (value if isinstance(value, list) else [value])]
+    return {one for one in each if isinstance(one, int)}
+
+
+def _stop_ids(tokenizer: Tokenizer) -> set[int]:
+    return {tokenizer.eos_token_id, *named_ends(tokenizer.folder)}

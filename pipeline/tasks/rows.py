@@ -1,0 +1,269 @@
+"""Read rows of the files that people have: JSON Lines, Parquet, and folders that Hugging Face datasets saved.
+
+Parquet, and the Arrow files of datasets, are read by pyarrow. Columns of bytes (pictures) are not read.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import RecipeError
+from pipeline.requirements import pip_install
+from precision.text import JsonError, listed, one_line, parse_json, parse_object, quoted
+
+MOST_BYTES = 16 << 20
+"""Of one line."""
+_ROWS_AT_ONCE = 1024
+_PARQUET_MAGIC, _ARROW_MAGIC = b"PAR1", b"ARROW1"
+_LOOKED_AT = 4096
+"""Bytes of the beginning of a text."""
+_CSV_HEADER = re.compile(rb'[\w. "-]+(,[\w. "-]+)+\r?(\n|\Z)')
+_COMPRESSED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "unzstd", b"PK\x03\x04": "unzip"}
+_SHARD = re.compile(r"-\d+-of-\d+$")
+_READ = (
+    *("boolean", "integer", "floating", "decimal", "temporal", "null", "string", "large_string", "string_view"),
+    *("struct", "list", "large_list", "fixed_size_list", "map"),
+)
+"""Kinds of columns, as pyarrow.types names them. Not bytes, and not views of lists and runs, which may hold one text
+many times."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Column → value, and where it stands, for messages."""
+
+    where: str
+    values: Mapping[str, Any]
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Columns that there are beside these, and of which kind, which nothing reads."""
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """All rows, in the order of the data. Raises RecipeError that names file and row, and for data without a row."""
+    empty = True
+    with refusing_unreadable(path):
+        for file in data_files(path):
+            for row in _rows_of_file(file):
+                empty = False
+                yield row
+    if empty:
+        raise RecipeError(f"{one_line(path, 200)} holds no rows; see whether it was written to its end")
+
+
+def _rows_of_file(path: Path) -> Iterator[Row]:
+    """What a file is, its first bytes say, not its name."""
+    with path.open("rb") as file:
+        first = file.read(len(_ARROW_MAGIC))
+    if first.startswith(_PARQUET_MAGIC) or first.startswith(_ARROW_MAGIC) or path.suffix == ".arrow":
+        return arrow_rows(path)
+    for magic, remedy in _COMPRESSED.items():
+        if first.startswith(magic):
+            raise RecipeError(f"{one_line(path, 200)} is compressed; {remedy} it")
+    _refuse_other_text(path)
+    return json_rows(path)
+
+
+def _refuse_other_text(path: Path) -> None:
+    """Raises RecipeError for text that people have in place of JSON Lines, with the line that makes these of it."""
+    with path.open("rb") as file:
+        first = file.read(_LOOKED_AT).removeprefix(codecs.BOM_UTF8).lstrip()
+    named, rows = one_line(path, 200), f"{one_line(path.stem, 100)}-rows.jsonl"
+    if first.startswith(b"["):
+        raise RecipeError(
+            f"{named} is a JSON array, expected one object a line; `jq -c '.[]' {named} > {rows}` makes it"
+        )
+    if _CSV_HEADER.match(first):
+        code = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
+        raise RecipeError(
+            f'{named} is CSV, expected one JSON object a line; `python -c "{code}" < {named} > {rows}` makes it'
+        )
+
+
+def json_rows(path: Path) -> Iterator[Row]:
+    """Read one object a line; blank lines are skipped. Raises RecipeError naming file and line."""
+    number = 0
+    with path.open("rb") as file:
+        while line := file.readline(MOST_BYTES + 1):  # a file without line ends is not read into memory as one
+            number += 1
+            where = f"{path}, line {number}"
+            if len(line) > MOST_BYTES:
+                raise RecipeError(
+                    f"{where}: longer than {MOST_BYTES >> 20} MiB; no context holds such a prompt: see whether the "
+                    "file has line ends"
+                )
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not line.strip(b" \t\r\n"):
+                continue
+            try:
+                values = parse_json(line.rstrip(b"\r\n"))
+            except JsonError as error:
+                raise RecipeError(f"{where}: {error}; write one object a line") from None
+            if not isinstance(values, dict):
+                kind = type(values).__name__
+                raise RecipeError(f'{where}: a {kind}, expected an object {{"prompt": …, "answer": …}}')
+            yield Row(where, values)
+
+
+def arrow_rows(path: Path) -> Iterator[Row]:
+    """Read the rows of a Parquet or Arrow file. Raises RecipeError naming the file, also where there is no pyarrow."""
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise RecipeError(
+            f"{one_line(path, 200)} is read by pyarrow, which this machine has not; {pip_install('pyarrow')}, or "
+            "write the data as JSON Lines"
+        ) from None
+    number, unread = 0, dict[str, str]()
+    try:
+        for batch in _batches(path, unread):
+            for first in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                for values in _in_full(batch.slice(first, _ROWS_AT_ONCE)).to_pylist():
+                    number += 1
+                    yield Row(f"{path}, row {number}", values, unread)
+    except (pa.ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8
+        raise RecipeError(
+            f"{one_line(path, 200)} is damaged after row {number}: {one_line(error, 200)}; copy it again"
+        ) from error
+
+
+def _batches(path: Path, unread: dict[str, str]) -> Iterator[Any]:
+    """Yield record batches without the columns that are not read, which are noted in `unread`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with path.open("rb") as file:
+        first = file.read(len(_ARROW_MAGIC))
+    if first.startswith(_PARQUET_MAGIC):
+        with pq.ParquetFile(path) as parquet:
+            yield from parquet.iter_batches(_ROWS_AT_ONCE, columns=_readable(parquet.schema_arrow, unread))
+        return
+    with pa.OSFile(str(path)) as source:
+        if first.startswith(_ARROW_MAGIC):
+            found = pa.ipc.open_file(source)
+            batches = (found.get_batch(index) for index in range(found.num_record_batches))
+        else:
+            found = batches = pa.ipc.open_stream(source)
+        columns = _readable(found.schema, unread)
+        for batch in batches:
+            yield batch.select(columns)
+
+
+def _in_full(batch: Any) -> Any:
+    """With floats of 32 bits as the numbers of their shortest digits: Python would read 0.1 as 0.10000000149011612."""
+    import pyarrow as pa
+
+    schema = batch.schema
+    if any(_with_floats(kind, pa.string()) != kind for kind in schema.types):
+        for floats in (pa.string(), pa.float64()):
+            batch = batch.cast(pa.schema([one.with_type(_with_floats(one.type, floats)) for one in schema]))
+    return batch
+
+
+def _with_floats(kind: Any, floats: Any) -> Any:
+    """A type with `floats` in place of floats of 32 bits, in objects too."""
+    from pyarrow import struct, types
+
+    if types.is_float32(kind):
+        return floats
+    if types.is_struct(kind) and any(_with_floats(one.type, floats) != one.type for one in kind):
+        return struct([one.with_type(_with_floats(one.type, floats)) for one in kind])
+    return kind
+
+
+def _readable(schema: Any, unread: dict[str, str]) -> list[str]:
+    """Columns that are read; the kinds of the others are added to `unread`."""
+    unread |= {column.name: str(column.type) for column in schema if not _is_read(column.type)}
+    return [column.name for column in schema if column.name not in unread]
+
+
+def _is_read(kind: Any) -> bool:
+    from pyarrow import BaseExtensionType, types
+
+    if isinstance(kind, BaseExtensionType):
+        return _is_read(kind.storage_type)
+    if types.is_dictionary(kind):
+        return _is_read(kind.value_type)
+    if not any(getattr(types, f"is_{name}")(kind) for name in _READ):
+        return False
+    return all(_is_read(kind.field(index).type) for index in range(kind.num_fields))
+
+
+@contextmanager
+def refusing_unreadable(path: Path) -> Iterator[None]:
+    """An OSError as a RecipeError."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(
+            f"cannot read {one_line(path, 200)}: {error.strerror}; set task.path to a JSON Lines file, a Parquet file "
+            "or a folder of Hugging Face datasets"
+        ) from error
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files, in order: the path itself where it is no folder; of FOLDER/train, where there is no such file, the
+    Parquet files of that split. Raises RecipeError for a folder of several splits or of something else, and OSError."""
+    if not path.is_dir():
+        if not path.is_file():
+            if files := [file for file in sorted(path.parent.glob("*.parquet")) if _split(file) == path.name]:
+                return files
+            path.stat()
+            raise RecipeError(f"{one_line(path, 200)} is not a file; set task.path to a file, or a folder of datasets")
+        return [path]
+    if (path / "state.json").is_file():
+        return _saved(path)
+    if (path / "dataset_dict.json").is_file():
+        splits = _object(path / "dataset_dict.json").get("splits")
+        names = [str(name) for name in splits] if isinstance(splits, list) else []
+        raise _several(path, names)
+    files = sorted(path.glob("*.parquet"))
+    splits = sorted({_split(file) for file in files})
+    if len(splits) > 1 and not all(split.isdigit() for split in splits):
+        raise _several(path, splits)
+    if not files:
+        raise RecipeError(
+            f"{one_line(path, 200)} is not a file, and as a folder it holds neither state.json (of save_to_disk) nor "
+            "*.parquet; set task.path to the data"
+        )
+    return files
+
+
+def _saved(path: Path) -> list[Path]:
+    """The Arrow files that `state.json` names."""
+    entries = _object(path / "state.json").get("_data_files")
+    names = [one.get("filename") for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
+    files: list[Path] = []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise RecipeError(f"{path}/state.json names {quoted(name)}, expected a file beside it; save it again")
+        files.append(path / name)
+    if not files:
+        raise RecipeError(f"{path}/state.json names no data files; save the dataset again by save_to_disk")
+    return files
+
+
+def _split(file: Path) -> str:
+    """`train` of train-00000-of-00003.parquet."""
+    return _SHARD.sub("", file.stem)
+
+
+def _several(path: Path, names: list[str]) -> RecipeError:
+    folder, named = one_line(path, 200), listed([one_line(name, 60) for name in names], between=", ")
+    one = "train" if "train" in names else one_line(names[0] if names else "SPLIT", 60)
+    return RecipeError(
+        f"{folder} holds several splits ({named}); set task.path to one of them, as in {folder}/{one}, and "
+        "task.held_out_path to another"
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        return parse_object(path.read_bytes())
+    except JsonError as error:
+        raise RecipeError(f"{path} is damaged: {error}; save the dataset again by save_to_disk") from None
