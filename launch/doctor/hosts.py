@@ -1,37 +1,187 @@
-"""`evenkeel doctor --hosts A,B FOLDER`: does what a run over several hosts rests on hold between these hosts?
+"""Check what a run over several hosts rests on: `evenkeel doctor --hosts A,B FOLDER`.
 
 Each host runs an agent (launch.doctor.agent). They work on one new folder below FOLDER, the shared one: who wins an
-exclusive creation, is a replaced file ever torn, how late is a change seen elsewhere, which ports are reached. What
-each guarantee needs is in ops/assumptions.md. A finding fails where a run could lose or repeat something, or cannot
-start; it warns where a run is only slower.
+exclusive creation, how late is a change seen elsewhere, which ports are reached. What each guarantee needs is in
+ops/assumptions.md. A finding fails where a run could lose or repeat something, or cannot start; it warns where a run is
+only slower.
 """
 
 from __future__ import annotations
 
 import json
+import queue
+import shlex
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 
-from launch.doctor import judge
-from launch.doctor.agent import Answer
-from launch.doctor.connection import AGENT, ANSWER_S, DEFAULT_VIA, Agent, Host, HostError, words_of
-from launch.doctor.machine import Check, render
+from launch.doctor.machine import GIB, MIN_DISK_GIB, WANTED_DISK_GIB, Check, Status, render
+from pipeline.child_process import kill_and_wait
 from pipeline.data.files import unique_suffix
+from pipeline.errors import EvenKeelError
+from precision.text import JsonError, parse_object
 
+ANSWER_S = 60.0
+"""Longest wait for an answer to what takes no time by itself: a program on another host may start slowly."""
 RACE_ROUNDS, RACE_EVERY_S, RACE_STARTS_IN_S = 100, 0.02, 0.5
-REPLACE_S = 2.0
-APPENDED_LINES, APPENDED_LENGTH = 400, 5000
-"""Longer than a page, shorter than a line of metrics with a large histogram."""
-SYNCS, SYNC_BYTES = 15, 1 << 20
-CLOCK_TRIES = 5
+POLL_S = 0.01
+SOON_S = 2.0
+"""A change that is seen within this time delays a run by less than a step takes."""
+AGENT = "launch.doctor.agent"
+DEFAULT_VIA = "ssh {host}"
+ANOTHER = "put the run on another file system (NFS 4, Lustre, GPFS, CephFS)"
+CACHES = (
+    "every publish and every batch is seen that much later; mount with short attribute caching: NFS "
+    "actimeo=1,lookupcache=positive; FUSE attr_timeout=1,entry_timeout=1,negative_timeout=0"
+)
+_STOP_S = 5.0
+_MOST_CHARACTERS = 1 << 20
+"""Of a line; what is longer counts as several."""
 T = TypeVar("T")
+
+
+class HostError(EvenKeelError):
+    """A host cannot be asked, or an order failed there."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of `--hosts`."""
+
+    name: str
+    """Where a program is started, for --via."""
+    address: str
+    """How other hosts reach it."""
+
+    @classmethod
+    def parse(cls, text: str) -> Host:
+        """`NAME` or `NAME=ADDRESS`."""
+        name, _, address = text.strip().partition("=")
+        if not name:
+            raise HostError(f"--hosts has {text!r}, expected NAME or NAME=ADDRESS; write for example --hosts a,b")
+        return cls(name, address or name)
+
+
+def words_of(via: str, host: str) -> list[str]:
+    """The command that --via gives for a host. Raises HostError."""
+    try:
+        return [word.format(host=host) for word in shlex.split(via)]
+    except (ValueError, LookupError, AttributeError):
+        raise HostError(
+            f"--via is {via!r}, expected a command with {{host}} in it, such as {DEFAULT_VIA!r}; close every quote, "
+            "and write other braces twice"
+        ) from None
+
+
+class Agent:
+    """A running agent; a context manager. One thread at a time may use it."""
+
+    def __init__(self, host: Host, via: str, program: Sequence[str] = ()) -> None:
+        """`program` is the command of the agent there: by default this Python, at the same path."""
+        self.host = host
+        self._command = [*words_of(via, host.name), *(program or (sys.executable, "-P", "-m", AGENT))]
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+            )
+        except OSError as error:
+            raise HostError(f"{shlex.join(self._command)} cannot be started ({error.strerror}); see --via") from None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._complaints: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read, daemon=True),
+            threading.Thread(target=self._read_complaints, daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the agent: its input is closed, and a program that goes on is killed."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            kill_and_wait(self._process)
+        for reader, stream in zip(self._readers, (self._process.stdout, self._process.stderr), strict=True):
+            reader.join(_STOP_S)
+            assert stream is not None
+            if not reader.is_alive():  # otherwise it is in the midst of a read, for which `close` would wait
+                stream.close()
+
+    def ask(self, do: str, *, deadline_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
+        """Give an order and return the answer. Raises HostError, also when none comes for `deadline_s`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(dict(do=do, **order)) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._ended() from None
+        while not (answer := self._receive(do, deadline_s)).pop("done", False):
+            pass  # a greeting of the shell there
+        if error := answer.pop("error", None):
+            raise HostError(f"host {self.host.name}: {do}: {error}")
+        return answer
+
+    def _receive(self, do: str, deadline_s: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=deadline_s)
+        except queue.Empty:
+            raise HostError(
+                f"host {self.host.name} did not answer `{do}` within {deadline_s:g} s; try by hand: "
+                f"{shlex.join(self._command)}"
+            ) from None
+        if line is None:
+            raise self._ended()
+        try:
+            return parse_object(line)
+        except JsonError:
+            return {}
+
+    def _ended(self) -> HostError:
+        for reader in self._readers:
+            reader.join(_STOP_S)
+        said = " | ".join(self._complaints[-3:]) or "it said nothing"
+        return HostError(
+            f"the agent on host {self.host.name} ended ({said}); it was started by: {shlex.join(self._command)}; give "
+            "another --via, or --python where Even Keel is installed there"
+        )
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline(_MOST_CHARACTERS):
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _read_complaints(self) -> None:
+        assert self._process.stderr is not None
+        while line := self._process.stderr.readline(_MOST_CHARACTERS):
+            if line.strip():
+                self._complaints.append(line.strip())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,136 +252,119 @@ class Visit:
     """One round of measurements with agents that run, in the new folder `place`."""
 
     def __init__(self, agents: Sequence[Agent], place: Path, settings: HostsSettings) -> None:
-        self.agents, self.place, self.settings = agents, place, settings
+        self.agents, self.place, self.settings = agents, str(place), settings
 
     def checks(self) -> list[Check]:
-        """All findings. Deletes what was written."""
-        found = self._each(lambda agent: judge.clock(agent.host.name, *clock_of(agent)))
+        """Make all findings. Deletes what was written."""
         try:
-            found += self._each(lambda agent: judge.file_system(agent.host.name, agent.ask("look", folder=self._at())))
-            found += self._visibility()
-            if any(check.status == "fail" for check in found):
-                return found + self._reachable()  # one folder that is two would fail everything below
-            return [
-                *found,
-                self._exclusive(),
-                *self._replacing(),
-                self._appending(),
-                *self._fsync(),
-                *self._reachable(),
-            ]
+            found = self._each(lambda agent: judge_file_system(agent.host.name, agent.ask("look", folder=self.place)))
+            found += [check for writer in self.agents for check in self._visibility(writer)]
+            if not any(check.status == "fail" for check in found):  # one folder that is two would fail it
+                order: dict[str, Any] = dict(rounds=RACE_ROUNDS, start_in_s=RACE_STARTS_IN_S, every_s=RACE_EVERY_S)
+                won = self._each(lambda agent: set(agent.ask("race", folder=self.place, **order)["won"]))
+                found.append(judge_exclusive(RACE_ROUNDS, won))
+            return found + self._reachable()
         finally:
-            self._all("remove", folder=self._at())
+            self._each(lambda agent: agent.ask("remove", folder=self.place))
 
-    def _visibility(self) -> list[Check]:
-        """Each host writes in turn, and all others look."""
-        return [check for writer in self.agents for check in self._seen_from(writer)]
-
-    def _seen_from(self, writer: Agent) -> list[Check]:
+    def _visibility(self, writer: Agent) -> list[Check]:
+        """Have one host write, and all others look."""
         readers = [agent for agent in self.agents if agent is not writer]
-        within_s = self.settings.visible_within_s
-        folder = f"{self._at()}/seen-{self.agents.index(writer)}"
+        folder = f"{self.place}/seen-{self.agents.index(writer)}"
         writer.ask("write", path=f"{folder}/old", text="1")
-        arrived = [self._arrival(reader, f"{folder}/old") for reader in readers]
-        if lost := [reader.host.name for reader, delay in zip(readers, arrived, strict=True) if delay is None]:
-            return [judge.not_shared(writer.host.name, name, self.settings.visible_within_s) for name in lost]
-        watches = [
-            reader.answers(
-                "watch", folder=folder, new=["new"], replaced=["old"], within_s=within_s, deadline_s=within_s + ANSWER_S
-            )
-            for reader in readers
-        ]
+        began = time.monotonic()
         with ThreadPoolExecutor(len(readers)) as pool:
-            for ready in pool.map(next, watches):
-                assert "looking" in ready
+            arrived = list(pool.map(lambda reader: self._delays(reader, folder, {"old": "1"}, began), readers))
+            lost = [reader for reader, delays in zip(readers, arrived, strict=True) if None in delays.values()]
+            if lost:
+                within = f"{self.settings.visible_within_s:g} s"
+                return [
+                    Check(
+                        f"{writer.host.name} writes, {reader.host.name} reads",
+                        "fail",
+                        f"{reader.host.name} did not see a new folder of {writer.host.name} within {within}",
+                        "the folder must be one shared file system, mounted at the same path on every host",
+                    )
+                    for reader in lost
+                ]
+            # What was looked for before may be known as missing for a while.
+            list(pool.map(lambda reader: reader.ask("read", folder=folder, names=["old", "new"]), readers))
             for name in ("new", "old"):
                 writer.ask("write", path=f"{folder}/{name}", text="2")
             written = time.monotonic()
-            delays = list(pool.map(lambda watch: delays_of(watch, written), watches))
-        return [
-            judge.visibility(writer.host.name, reader.host.name, delay, self.settings.visible_within_s)
-            for reader, delay in zip(readers, delays, strict=True)
-        ]
+            seen = pool.map(lambda reader: self._delays(reader, folder, {"new": "2", "old": "2"}, written), readers)
+            within_s = self.settings.visible_within_s
+            return [
+                judge_visibility(writer.host.name, reader.host.name, delays, within_s)
+                for reader, delays in zip(readers, seen, strict=True)
+            ]
 
-    def _arrival(self, reader: Agent, path: str) -> float | None:
-        """Seconds until a reader sees a folder that is new to it; None when it never does."""
-        folder, name, started = str(Path(path).parent), Path(path).name, time.monotonic()
-        while time.monotonic() - started < self.settings.visible_within_s:
-            if reader.ask("watch_once", folder=folder, name=name)["seen"]:
-                return time.monotonic() - started
-        return None
-
-    def _exclusive(self) -> Check:
-        order: dict[str, Any] = dict(
-            rounds=RACE_ROUNDS, start_in_s=RACE_STARTS_IN_S, every_s=RACE_EVERY_S, folder=self._at()
-        )
-        return judge.exclusive(RACE_ROUNDS, [set(answer["won"]) for answer in self._all("race", **order)])
-
-    def _replacing(self) -> list[Check]:
-        path = f"{self._at()}/replaced"
-        self.agents[0].ask("replace", path=path, seconds=0.05)
-        readers = self.agents[1:]
-        for reader in readers:
-            self._arrival(reader, path)
-        with ThreadPoolExecutor(len(self.agents)) as pool:
-            writing = pool.submit(lambda: self.agents[0].ask("replace", path=path, seconds=REPLACE_S))
-            reading = pool.map(lambda agent: agent.ask("reread", path=path, seconds=REPLACE_S), readers)
-            counts = [answer["counts"] for answer in reading]
-            times = writing.result()["times"]
-        return [judge.replaced(agent.host.name, times, count) for agent, count in zip(readers, counts, strict=True)]
-
-    def _appending(self) -> Check:
-        path = f"{self._at()}/appended"
-        self._all("append", path=path, lines=APPENDED_LINES, length=APPENDED_LENGTH)
-        whole = self.agents[0].ask("count_lines", path=path, length=APPENDED_LENGTH)["whole"]
-        return judge.appended(APPENDED_LINES * len(self.agents), whole)
-
-    def _fsync(self) -> list[Check]:
-        order: dict[str, Any] = dict(folder=self._at(), times=SYNCS, size=SYNC_BYTES)
-        return self._each(lambda agent: judge.fsync(agent.host.name, agent.ask("sync", **order)["seconds"]))
+    def _delays(self, reader: Agent, folder: str, wanted: Mapping[str, str], since: float) -> dict[str, float | None]:
+        """Return the seconds until a reader saw each text, by opening the file and by listing the folder; None for what
+        it never saw."""
+        delays: dict[str, float | None] = {f"{how} {name}": None for name in wanted for how in ("open", "list")}
+        while None in delays.values() and time.monotonic() - since < self.settings.visible_within_s:
+            answer, now = reader.ask("read", folder=folder, names=list(wanted)), time.monotonic() - since
+            for name, text in wanted.items():
+                if answer["texts"][name] == text and delays[f"open {name}"] is None:
+                    delays[f"open {name}"] = now
+                if name in answer["listed"] and delays[f"list {name}"] is None:
+                    delays[f"list {name}"] = now
+            time.sleep(POLL_S)
+        return delays
 
     def _reachable(self) -> list[Check]:
-        listening = self._all("listen", ports=list(self.settings.ports))
+        listening = self._each(lambda agent: agent.ask("listen", ports=list(self.settings.ports)))
         found = []
         for agent, ports in zip(self.agents, (answer["ports"] for answer in listening), strict=True):
             for other in self.agents:
                 if other is not agent:
-                    problems = other.ask(
-                        "connect", address=agent.host.address, ports=ports, deadline_s=ANSWER_S + 10 * len(ports)
-                    )["problems"]
-                    found.append(judge.ports(other.host.name, agent.host.name, problems))
+                    deadline_s = ANSWER_S + 10 * len(ports)
+                    answer = other.ask("connect", address=agent.host.address, ports=ports, deadline_s=deadline_s)
+                    found.append(judge_ports(other.host.name, agent.host.name, answer["problems"]))
         return found
-
-    def _all(self, do: str, **order: Any) -> list[Answer]:
-        """The same order to all agents at once."""
-        return self._each(lambda agent: agent.ask(do, **order))
 
     def _each(self, call: Callable[[Agent], T]) -> list[T]:
         with ThreadPoolExecutor(len(self.agents)) as pool:
             return list(pool.map(call, self.agents))
 
-    def _at(self) -> str:
-        return str(self.place)
+
+def judge_file_system(host: str, seen: Mapping[str, Any]) -> Check:
+    """Kind, options and room."""
+    free = seen["free"] / GIB
+    status: Status = "ok" if free >= WANTED_DISK_GIB else "warn" if free >= MIN_DISK_GIB else "fail"
+    advice = "" if status == "ok" else f"{WANTED_DISK_GIB:g} GiB are the least for a small run; see `evenkeel plan`"
+    return Check(f"folder on {host}", status, f"{seen['kind']} ({seen['options']}), {free:.1f} GiB free", advice)
 
 
-def clock_of(agent: Agent) -> tuple[float, float]:
-    """By how many seconds the host's clock is ahead of this one, and by how much that may be wrong."""
-    best = (0.0, float("inf"))
-    for _ in range(CLOCK_TRIES):
-        asked = time.time()
-        there = float(agent.ask("hello")["time"])
-        answered = time.time()
-        half = (answered - asked) / 2
-        best = min(best, (there - asked - half, half), key=lambda found: found[1])
-    return best
+def judge_visibility(writer: str, reader: str, delays: Mapping[str, float | None], deadline_s: float) -> Check:
+    """How late another host's change is seen."""
+    name = f"{writer} writes, {reader} reads"
+    unseen = sorted(what for what, delay in delays.items() if delay is None)
+    if unseen:
+        return Check(name, "fail", f"not seen within {deadline_s:g} s: {', '.join(unseen)}", ANOTHER)
+    seen = {what: delay for what, delay in delays.items() if delay is not None}
+    found = "seen after " + ", ".join(f"{delay:.2f} s ({what})" for what, delay in sorted(seen.items()))
+    late = max(seen.values()) > SOON_S
+    return Check(name, "warn" if late else "ok", found, CACHES if late else "")
 
 
-def delays_of(watch: Any, written: float) -> dict[str, float | None]:
-    """Seconds from the write until the reader saw it, by what was looked at; None for what it never saw."""
-    delays: dict[str, float | None] = {}
-    for answer in watch:
-        if "seen" in answer:
-            delays[f"{answer['by']} {answer['seen']}"] = max(0.0, time.monotonic() - written)
-        for how, name in answer.get("unseen", ()):
-            delays[f"{how} {name}"] = None
-    return delays
+def judge_exclusive(rounds: int, won: Sequence[set[int]]) -> Check:
+    """Batches, epochs and update numbers are created by a hard link that must have one winner."""
+    winners = [sum(number in mine for mine in won) for number in range(rounds)]
+    twice, never = sum(count > 1 for count in winners), winners.count(0)
+    shares = " : ".join(str(len(mine)) for mine in won)
+    if twice or never:
+        found = f"of {rounds} files that all hosts created at once, {twice} had several winners, {never} had none"
+        return Check("exclusive creation", "fail", found, f"two collectors could commit one batch: {ANOTHER}")
+    return Check("exclusive creation", "ok", f"{rounds} races by hard link, one winner each ({shares})")
+
+
+def judge_ports(source: str, target: str, problems: Mapping[str, str]) -> Check:
+    """Whether connections reach a host."""
+    name = f"{source} connects to {target}"
+    failed = [f"port {port}: {problem}" for port, problem in problems.items() if problem]
+    if failed:
+        advice = f"open these ports between the hosts, or name {target} by an address that they reach: NAME=ADDRESS"
+        return Check(name, "fail", "; ".join(failed), advice)
+    return Check(name, "ok", f"ports {', '.join(problems)}")

@@ -185,7 +185,7 @@ STARTED_A_PROCESS = "it starts a process"
 _STARTS = re.compile("fork|spawn|exec")
 _MOST_SHOWN = 200
 _MOST_SAID = 300
-_PIPELINE = f"{Path(__file__).parents[2]}/"
+_PIPELINE = f"{Path(__file__).parents[1]}/"
 _PYTHONS = f"{sysconfig.get_path('stdlib')}/"
 _INSTALLED = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("purelib", "platlib"))
 """Where the code lies that is not the user's own."""
