@@ -35,15 +35,6 @@ class Fp8(StrEnum):
     TENSOR = "tensor"
 
 
-class ModelOpt(StrEnum):
-    FP8 = "fp8"
-    FP8_BLOCK = "fp8_block"
-
-
-class KvCache(StrEnum):
-    FP8 = "fp8"
-
-
 @convert_app.command("hf-to-megatron")
 def hf_to_megatron_command(
     source: Source,
@@ -126,27 +117,22 @@ def hf_to_fp8_command(
 def hf_to_modelopt_command(
     source: Source,
     out: Out,
-    format_: Annotated[ModelOpt, typer.Option("--format", help="fp8: static scales; fp8_block: 128×128 weights.")],
     calibration: Annotated[
         Path | None, typer.Option(help='JSONL with a "prompt" or "text" a line; default: random tokens.')
     ] = None,
-    kv_cache: Annotated[KvCache | None, typer.Option(help="fp8: also calibrate scales of the KV cache.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Quantize with NVIDIA ModelOpt: calibrated scales for weights, inputs and, if asked, the FP8 KV cache.
+    """Quantize to FP8 with NVIDIA ModelOpt: calibrated, static scales for weights and inputs.
 
     Unlike hf-to-fp8 this loads the whole model with transformers and runs the calibration prompts through it. A scale
     that is missing, not finite, or left at the engine's default of 1.0 is an error; the range of every kind of scale is
-    printed. Needs the extra `convert`. SGLang serves fp8 with --quantization modelopt_fp8 (GPUs), fp8_block as is.
+    printed. Needs the extra `convert`. SGLang serves it with --quantization modelopt_fp8, on GPUs.
 
-    Example: `evenkeel convert hf-to-modelopt models/Qwen3-8B models/Qwen3-8B-KV8 --format fp8 --kv-cache fp8
-    --calibration prompts.jsonl`
+    Example: `evenkeel convert hf-to-modelopt models/Qwen3-8B models/Qwen3-8B-FP8 --calibration prompts.jsonl`
     """
     from launch.convert.modelopt import hf_to_modelopt
 
-    emit_or_print(
-        hf_to_modelopt(source, out, format_.value, calibration=calibration, kv_cache=kv_cache is not None), as_json
-    )
+    emit_or_print(hf_to_modelopt(source, out, calibration=calibration), as_json)
 
 
 @convert_app.command("inspect")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.convert.sources import description_of
+from launch.convert.folders import description_of
 from megatron_bridge.hf.headers import DTYPES, TensorHeader, indexed_files, tensor_headers, weight_files
 from megatron_bridge.hf.model_config import architecture_of, read_config
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, ModelError

@@ -1,4 +1,9 @@
-"""`evenkeel convert hf-to-modelopt`: calibrate in a process of its own, store what comes out, check every scale."""
+"""Quantize a model by NVIDIA ModelOpt in a process of its own, store what comes out, and check every scale.
+
+    transformers model ─▶ insert quantizers ─▶ run the calibration rows ─▶ export_hf_checkpoint ─▶ OUT
+
+Importing ModelOpt patches torch and transformers, hence the process.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from launch.convert.folders import bars, require_same_names
-from launch.convert.jobs import run_job
-from launch.convert.sources import checked_source
+from launch.convert.folders import bars, checked_source, require_same_names, run_job
 from launch.run.processes import run_child
 from megatron_bridge.hf.folders import check_free, new_folder
 from megatron_bridge.hf.headers import tensor_headers
-from megatron_bridge.hf.model_config import read_config
+from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config
 from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
@@ -26,44 +29,41 @@ from precision.text import one_line, parse_object
 CALIBRATION_ROWS, ROW_TOKENS = 32, 128
 """Random rows when no prompts are given; prompts are cut to 16 times that length."""
 
-ModelOptFormat = Literal["fp8", "fp8_block"]
 
-
-def hf_to_modelopt(
-    source: Path, out: Path, name: ModelOptFormat, *, calibration: Path | None, kv_cache: bool
-) -> dict[str, Any]:
-    """HF folder → calibrated FP8 folder. Raises ModelError."""
-    from megatron_bridge.hf.modelopt import check_scales, store_export
+def hf_to_modelopt(source: Path, out: Path, *, calibration: Path | None) -> dict[str, Any]:
+    """HF folder → FP8 folder with calibrated, static scales. Raises ModelError."""
+    from megatron_bridge.hf.modelopt import SCALES, check_scales, store_export
     from megatron_bridge.hf.shard_writer import check_written
     from precision.formats.quant_map import QuantMap
-    from rollout_sglang.server.block_shapes import check_block_shapes
 
     started = time.monotonic()
     check_free(out)
     hf_config, config, ignored = checked_source(source)
     if config.experts is not None:
         raise ModelError(f"{config.architecture} has experts, hf-to-modelopt knows dense models; use hf-to-fp8")
-    if name == "fp8_block":
-        check_block_shapes(hf_config)
     rows = calibration_rows(source, hf_config, calibration)
-    quant = QuantMap.for_decoder(config.num_layers, "fp8_block" if name == "fp8_block" else "fp8_tensor")
     with new_folder(out) as folder, bars() as bar:
         export = folder / "export"
-        job = dict(source=str(source.resolve()), export=str(export.resolve()), name=name, kv_cache=kv_cache, rows=rows)
+        job = dict(source=str(source.resolve()), export=str(export.resolve()), rows=rows)
         size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
         with bar("calibrate", size):
             run_job("launch.convert.modelopt", job, None, size * len(rows))
         with bar("write", size) as advance:
-            manifest = store_export(export, source, folder, read_config(export), name=name, advance=advance)
+            manifest = store_export(export, source, folder, read_config(export), advance=advance)
         shutil.rmtree(export)
         with bar("compare", size) as advance:
             check_written(folder, manifest, advance)
-        _check_names(folder, config.tensors())
-        scales = check_scales(folder, quant, config.num_layers, name=name, kv_cache=kv_cache)
+        expected = config.tensors()
+        found = {
+            name: one.shape for name, one in tensor_headers(folder).items() if name.rpartition(".")[2] not in SCALES
+        }
+        require_same_names(set(expected), set(found))
+        if wrong := [f"{name} {list(size)}" for name, size in found.items() if size != expected[name]]:
+            raise ModelError(f"ModelOpt changed the shape of {', '.join(wrong[:5])}; report the model")
+        scales = check_scales(folder, QuantMap.for_decoder(config.num_layers, "fp8_tensor"))
     return dict(
         out=str(out),
-        format=f"modelopt {name}",
-        kv_cache="fp8" if kv_cache else "full precision",
+        format="modelopt fp8",
         calibration_rows=len(rows),
         calibration_tokens=sum(map(len, rows)),
         scales=scales,
@@ -95,36 +95,16 @@ def calibration_rows(source: Path, hf_config: dict[str, Any], path: Path | None)
     return rows
 
 
-def _check_names(folder: Path, expected: dict[str, tuple[int, ...]]) -> None:
-    """Every weight of the source and nothing but scales beside them. Raises ModelError."""
-    from megatron_bridge.hf.modelopt import SCALES
-
-    found = {
-        name: header.shape for name, header in tensor_headers(folder).items() if name.rpartition(".")[2] not in SCALES
-    }
-    require_same_names(set(expected), set(found))
-    wrong = [f"{name} {list(size)}" for name, size in found.items() if size != expected[name]]
-    if wrong:
-        raise ModelError(f"ModelOpt changed the shape of {', '.join(wrong[:5])}; report the model")
-
-
 def calibrate(run: RunDirectory) -> None:
-    """Body of the child process; job.json names source, export, name, kv_cache and rows."""
-    from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+    """Do what job.json names, in the child process: source, export and rows."""
     from megatron_bridge.hf.modelopt import export_quantized
     from precision.formats.quant_map import QuantMap
 
     job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
     source = Path(job["source"])
     config = ModelConfig.from_hf(read_hf_config(source))
-    export_quantized(
-        source,
-        Path(job["export"]),
-        job["rows"],
-        name=job["name"],
-        kv_cache=job["kv_cache"],
-        quant=QuantMap.for_decoder(config.num_layers, "fp8_tensor"),
-    )
+    quant = QuantMap.for_decoder(config.num_layers, "fp8_tensor")
+    export_quantized(source, Path(job["export"]), job["rows"], quant=quant)
 
 
 if __name__ == "__main__":

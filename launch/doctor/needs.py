@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from launch.build.sizes import checkpoint_bytes
 from launch.extras import LEARNER, absent, how_to_install
-from launch.plan.grace import checkpoint_bytes
 from launch.run.starter import metrics_ports, ports_of
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.te_precision import is_fp8

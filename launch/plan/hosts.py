@@ -1,26 +1,34 @@
-"""What a host needs beside GPU memory: host memory, /dev/shm, room for temporary files, and the time that an orderly
-end takes. Loads no torch.
+"""Say what a host needs beside GPU memory, and how long an orderly end takes: launchers ask here, so that no number of
+a job file is typed by hand. Loads no torch.
 
     learner host   what its ranks put into host memory while they save + weights that are being published + processes
     engine host    its weights while they are read + processes; on its disk, by delta, a replica of what is published
 
-Launchers ask here, so that no number of a job file is typed by hand. Bytes are counted; what is assumed is named in
-`HostAllowance`.
+Bytes are counted; what is assumed is named in `HostAllowance`. A scheduler that ends a job gives notice of so many
+seconds (Slurm's `--signal`, Kubernetes' termination grace period): a learner needs the rest of its step, a publish and
+a save that are under way, and a checkpoint of what was trained meanwhile.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.build.sizes import checkpoint_bytes
 from launch.plan.costs import Assumptions
 from launch.plan.footprint import GIB, footprints
-from launch.plan.grace import SAFETY, checkpoint_bytes, planned_stop_time
 from launch.plan.planner import Machine, Planner, default_assumptions
 from pipeline.config.formats import check_gpu_serves
+from pipeline.config.loader import SHIPPED, find_recipe, load_recipe
 from pipeline.config.recipe import Recipe
-from pipeline.errors import RecipeError
+from pipeline.errors import ModelError, RecipeError
+
+SAFETY = 2.0
+"""The durations are guesses by roofline; notice that is too short costs the steps since the last checkpoint."""
+FIXED_S = 60
+"""For what depends on no size: signals, process groups that close, metadata of the shared file system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,3 +179,77 @@ def planner_that_fits(
             f"{recipe.run.name} does not fit {gpus} GPUs of {gpu_gib:g} GiB: {'; '.join(reasons)}; see `evenkeel plan`"
         )
     return planner
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopTime:
+    """Seconds that an orderly end may take."""
+
+    step_s: float
+    publish_s: float
+    save_s: float
+    disk_gb_s: float
+    """At which saves are planned to write."""
+
+    @property
+    def grace_s(self) -> int:
+        """What to ask of the scheduler: whole tens of seconds."""
+        planned = SAFETY * (self.step_s + self.publish_s + 2 * self.save_s) + FIXED_S
+        return 10 * math.ceil(planned / 10)
+
+
+def stop_time(recipe_path: Path, recipe: Recipe, disk_gb_s: float | None = None, sizes: Path | None = None) -> StopTime:
+    """Of a recipe's learner. Needs config.json of the model, as `evenkeel plan` does, or that in the folder `sizes`.
+    Raises ModelError, and RecipeError for a `disk_gb_s` that is no speed."""
+    gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
+    assumed = default_assumptions(recipe, dict(disk_gb_s=disk_gb_s))
+    machine = Machine(gpus=gpus, gpu_gib=80.0)  # none of these times depends on it
+    return planned_stop_time(Planner(find_recipe(recipe_path), recipe, machine, assumed, sizes))
+
+
+def planned_stop_time(planner: Planner) -> StopTime:
+    """Of the learner of a plan."""
+    timed = planner.durations(planner.recipe.learner)
+    return StopTime(
+        step_s=timed.score_s + timed.update_s,
+        publish_s=timed.publish_s,
+        save_s=checkpoint_bytes(planner.config, planner.recipe) / (planner.assumed.disk_gb_s * 1e9),
+        disk_gb_s=planner.assumed.disk_gb_s,
+    )
+
+
+def sizes_folder(recipe_path: Path, model_path: Path, given: Path | None) -> Path | None:
+    """The folder with the config.json to plan with: `given` (--model-config), or that of a shipped recipe when an
+    absolute model.path is not on this machine, which is said on stderr. None: wherever `model_path` leads.
+
+    Raises ModelError when there is none.
+    """
+    if given is not None:
+        if not (given / "config.json").is_file():
+            raise ModelError(
+                f"--model-config {given} holds no config.json; give a folder that has one (no weights are needed)"
+            )
+        return given
+    if not model_path.is_absolute() or (model_path / "config.json").is_file():
+        return None
+    path = find_recipe(recipe_path)
+    shipped = _shipped_sizes(path)
+    if shipped is None:
+        raise ModelError(
+            f"model.path {model_path} is not on this machine, and {path} names no sizes; give a folder with the "
+            "model's config.json: --model-config FOLDER (no weights are needed)"
+        )
+    print(
+        f"note: model.path {model_path} is not on this machine; planned with the sizes of recipe {path.stem}, "
+        f"{shipped / 'config.json'}; --model-config FOLDER gives others",
+        file=sys.stderr,
+    )
+    return shipped
+
+
+def _shipped_sizes(path: Path) -> Path | None:
+    """The folder of sizes that a shipped recipe names; None for any other recipe, or when it names none."""
+    if path.resolve().parent != SHIPPED.resolve():
+        return None
+    folder = SHIPPED / load_recipe(path).model.path
+    return folder if (folder / "config.json").is_file() else None

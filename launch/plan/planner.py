@@ -1,17 +1,19 @@
-"""`evenkeel plan`: will the recipe fit these GPUs, which layouts would, and how long will a step take?
+"""Plan a recipe on some GPUs: does it fit, which learner layouts would, and how long will a step take?
 
     recipe + config.json ──▶ footprint (learner) · capacity (engines) · roofline ──▶ simulated schedule ──▶ plan
 
-Nothing here loads torch, Megatron or SGLang, and no weights are read: config.json is enough.
+Layouts are ranked by seconds a step under the recipe's schedule, then by the learner's seconds, both by roofline
+(launch.plan.costs). Nothing here loads torch, Megatron or SGLang, and no weights are read: config.json is enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from launch.build.sizes import refusals
 from launch.plan.costs import (
     DECODE_EFFICIENCY,
     GPUS_PER_NODE,
@@ -19,29 +21,48 @@ from launch.plan.costs import (
     NETWORK_BYTES_S,
     NVLINK_BYTES_S,
     Assumptions,
+    Durations,
     Traffic,
     active_parameters,
     durations,
     rollout_tokens_per_gpu_s,
+    simulate,
+    steady_seconds_per_step,
 )
-from launch.plan.fitting import refusals
-from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints
-from launch.plan.given import check_given
-from launch.plan.layouts import Search, Verdict, shortage
-from launch.plan.models import config_for, engine_model
-from launch.plan.simulation import Durations, Simulated, simulate, steady_seconds_per_step
+from launch.plan.footprint import (
+    GIB,
+    Allowance,
+    Footprint,
+    MicroBatches,
+    Workload,
+    footprints,
+    layer_sizes,
+    worst_footprint,
+)
 from megatron_bridge.hf.model_config import ModelConfig, read_config
-from megatron_bridge.parallel.layout_checks import check_layout
+from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
 from pipeline.config.formats import check_gpu_serves
 from pipeline.config.layout_names import layout_name
-from pipeline.config.loader import find_recipe, load_recipe
+from pipeline.config.loader import SHIPPED, find_recipe, load_recipe
 from pipeline.config.recipe import LearnerSection, Recipe
-from pipeline.errors import ModelError
+from pipeline.errors import LayoutError, ModelError, RecipeError
 from pipeline.schedule import Schedule
-from rollout_sglang.server.capacity import Capacity, engine_capacity, weight_bytes
+from rollout_sglang.server.capacity import Capacity, EngineModel, engine_capacity, weight_bytes
 
 STAGED_EXAMPLE = 8
 """mu of the staged schedule that is shown for comparison when the recipe has another."""
+LEAST, MOST = 1e-6, 1e9
+"""Of a number that a user gives, wider than anything that a machine or a run could have: a plan multiplies and divides
+by them, and an infinite one, or one next to nothing, would end it amid its arithmetic."""
+MIN_CONTEXT_SHARE = 8192
+"""Tokens: context parallelism is tried only while each rank keeps that many of the longest sample."""
+VIRTUAL = (1, 2, 4)
+Recompute = Literal["none", "selective", "full"]
+
+
+def gib(num_bytes: float) -> float:
+    """Convert bytes to GiB, rounded."""
+    return round(num_bytes / GIB, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +75,161 @@ class Machine:
     def __post_init__(self) -> None:
         check_given("--gpus", self.gpus)
         check_given("--gpu-gib", self.gpu_gib)
+
+
+def check_given(option: str, value: float) -> None:
+    """Raises RecipeError for a number outside the bounds, or for none (NaN)."""
+    if not LEAST <= value <= MOST:
+        raise RecipeError(f"{option} is {value}, expected a number from {LEAST:g} to {MOST:g}; say what there is")
+
+
+def config_for(recipe_path: Path, model_path: Path) -> dict[str, Any]:
+    """config.json of the model: `model_path` as training would find it, or else the sizes that lie beside the recipe or
+    the shipped ones, for a model that has yet to be made or fetched. Raises ModelError."""
+    places = [model_path]
+    if not model_path.is_absolute():
+        for folder in (recipe_path.parent, SHIPPED):
+            places += [folder / model_path, folder / "models" / model_path.name]
+    for place in places:
+        if (place / "config.json").is_file():
+            return read_config(place)
+    tried = " or ".join(str(place / "config.json") for place in {place.resolve(): place for place in places}.values())
+    raise ModelError(f"no config.json at {tried}; give a model folder: --set model.path=… (no weights are needed)")
+
+
+def engine_model(config: ModelConfig) -> EngineModel:
+    """What an engine's memory depends on: the projections of the layers are what FP8 rollouts quantize."""
+    linear = config.num_layers * sum(size for name, size in layer_sizes(config).items() if name.endswith("proj.weight"))
+    return EngineModel(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        linear=linear,
+        other=config.num_parameters - linear,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutVerdict:
+    """One layout. `seconds` and `footprint` are None when the sizes refuse it; `reason` is empty when it fits."""
+
+    learner: LearnerSection
+    footprint: Footprint | None
+    reason: str
+    step_s: float | None = None
+    """Seconds a step under the recipe's schedule."""
+    durations: Durations | None = None
+
+    @property
+    def fits(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a layout is judged by."""
+
+    hf_config: Mapping[str, Any]
+    config: ModelConfig
+    gpu_bytes: float
+    samples: int
+    context_tokens: int
+    work: Callable[[LearnerSection], Workload]
+    """Layout → footprint.Workload."""
+    durations: Callable[[LearnerSection], Durations]
+    step_s: Callable[[Durations], float]
+
+    def judge(self, learner: LearnerSection) -> LayoutVerdict:
+        """Fits or not, and why; with the seconds when it does."""
+        reason = self._refused(learner)
+        if reason:
+            return LayoutVerdict(learner=learner, footprint=None, reason=reason)
+        footprint = worst_footprint(self.config, learner, self.work(learner))
+        reason = shortage(footprint, self.gpu_bytes)
+        if reason:
+            return LayoutVerdict(learner=learner, footprint=footprint, reason=reason)
+        durations = self.durations(learner)
+        return LayoutVerdict(
+            learner=learner, footprint=footprint, reason="", durations=durations, step_s=self.step_s(durations)
+        )
+
+    def _refused(self, learner: LearnerSection) -> str:
+        try:
+            check_layout(self.hf_config, learner)
+            check_longest_sample(learner, self.context_tokens)
+        except LayoutError as error:
+            return str(error).partition(";")[0]
+        if self.samples < learner.data_parallel:
+            return f"{self.samples} samples a step are too few for data_parallel {learner.data_parallel}"
+        return ""
+
+    def best_recompute(self, learner: LearnerSection) -> LayoutVerdict:
+        """The layout with the least recomputation that fits; when none does, the verdict on full recomputation."""
+        verdict = self.judge(learner)
+        for mode in get_args(Recompute):
+            verdict = self.judge(learner.model_copy(update=dict(recompute=mode)))
+            if verdict.fits:
+                break
+        return verdict
+
+    def all(self, learner: LearnerSection, num_gpus: int) -> tuple[list[LayoutVerdict], list[LayoutVerdict]]:
+        """(those that fit, fastest first; the others) of every layout that uses exactly `num_gpus`."""
+        verdicts = [self.best_recompute(one) for one in self.candidates(learner, num_gpus)]
+        fitting = [one for one in verdicts if one.step_s is not None]
+        fitting.sort(key=_speed)
+        return fitting, [one for one in verdicts if not one.fits]
+
+    def candidates(self, learner: LearnerSection, num_gpus: int) -> Iterator[LearnerSection]:
+        """Tensor parallel within a node and always with sequence parallelism; what `learner` says elsewhere stays."""
+        for tensor in (size for size in _powers(GPUS_PER_NODE) if num_gpus % size == 0):
+            for context in _powers(num_gpus // tensor):
+                if num_gpus % (tensor * context) or (context > 1 and self.context_tokens < context * MIN_CONTEXT_SHARE):
+                    continue
+                left = num_gpus // (tensor * context)
+                for stages in range(1, min(left, self.config.num_layers) + 1):
+                    if left % stages:
+                        continue
+                    base = dict(
+                        tensor_parallel=tensor,
+                        sequence_parallel=tensor > 1,
+                        context_parallel=context,
+                        pipeline_parallel=stages,
+                        data_parallel=left // stages,
+                    )
+                    for virtual, experts in self._finer(tensor, context, stages, base["data_parallel"]):
+                        finer = dict(virtual_pipeline=virtual, expert_parallel=experts, expert_tensor_parallel=1)
+                        yield learner.model_copy(update=base | finer)
+
+    def _finer(self, tensor: int, context: int, stages: int, data: int) -> Iterator[tuple[int, int]]:
+        for virtual in VIRTUAL if stages > 1 else (1,):
+            if virtual > 1 and self.config.num_layers % (stages * virtual):
+                continue
+            ranks = tensor * context * data
+            most = 1 if self.config.experts is None else min(self.config.experts.count, ranks)
+            yield from ((virtual, experts) for experts in _powers(most) if ranks % experts == 0)
+
+
+def _speed(one: LayoutVerdict) -> tuple[float, float]:
+    """Sorts by seconds a step. Where the engines set the pace these are equal: then by seconds of the learner."""
+    assert one.step_s is not None
+    assert one.durations is not None
+    return round(one.step_s, 3), one.durations.score_s + one.durations.update_s
+
+
+def shortage(footprint: Footprint, gpu_bytes: float) -> str:
+    """Why a rank does not fit, in one line; empty when it does."""
+    over = footprint.total - gpu_bytes
+    if over <= 0:
+        return ""
+    name, size = max(footprint.items().items(), key=lambda item: item[1])
+    return (
+        f"{over / GIB:.1f} GiB over: needs {footprint.total / GIB:.1f}, the most of it {name} ({size / GIB:.1f}), "
+        f"on stage {footprint.stage}"
+    )
+
+
+def _powers(most: int) -> list[int]:
+    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
 
 
 class Planner:
@@ -132,7 +308,12 @@ class Planner:
         timed = self.durations(learner)
         return dict(
             recipe=self.recipe.run.name,
-            model=self._model(),
+            model=dict(
+                path=str(self.recipe.model.path),
+                architecture=self.config.architecture,
+                parameters=self.config.num_parameters,
+                active_parameters=active_parameters(self.config),
+            ),
             layout=layout_name(learner),
             static_gib_per_rank=gib(worst.static),
             total_gib_per_rank=gib(worst.total),
@@ -146,15 +327,6 @@ class Planner:
             schedules=self._schedules(timed),
             **self._layouts(),
             assumptions=self._assumptions(),
-        )
-
-    def _model(self) -> dict[str, Any]:
-        config = self.config
-        return dict(
-            path=str(self.recipe.model.path),
-            architecture=config.architecture,
-            parameters=config.num_parameters,
-            active_parameters=active_parameters(config),
         )
 
     @property
@@ -247,11 +419,13 @@ class Planner:
 
     def _step(self, timed: Durations) -> dict[str, Any]:
         played = simulate(replace(self.schedule, steps=max(16, 4 * self.schedule.batches_in_flight)), timed)
+        busy, waits, total = played.engines_busy_s, played.learner_waited_s, played.total_s
         return dict(
             schedule=str(self.schedule),
             seconds=round(steady_seconds_per_step(self.schedule, timed), 2),
             **{name: round(seconds, 2) for name, seconds in asdict(timed).items()},
-            **_shares(played),
+            engines_busy=round(busy / total, 3) if total else 0.0,
+            learner_waits=round(waits / total, 3) if total else 0.0,
         )
 
     def _schedules(self, timed: Durations) -> list[dict[str, Any]]:
@@ -262,11 +436,17 @@ class Planner:
             Schedule(kind="staged", updates_per_stage=STAGED_EXAMPLE, steps=STAGED_EXAMPLE),
         ]
         names = {str(one): one for one in [*others, self.schedule]}
+
+        def largest_lag(schedule: Schedule) -> int:
+            steps = 4 * schedule.batches_in_flight
+            bound = replace(schedule, steps=steps)
+            return max(batch - bound.required_version(batch) for batch in range(steps))
+
         return [
             dict(
                 schedule=name,
                 seconds=round(steady_seconds_per_step(one, timed), 2),
-                largest_lag=_largest_lag(one),
+                largest_lag=largest_lag(one),
                 recipe=name == str(self.schedule),
             )
             for name, one in names.items()
@@ -296,17 +476,17 @@ class Planner:
             durations=self.durations,
             step_s=lambda timed: steady_seconds_per_step(self.schedule, timed),
         )
-        fitting, others = search.all(self.recipe.learner, share)
+        own = self.recipe.learner
+
+        def is_recipes(learner: LearnerSection) -> bool:
+            return learner.model_copy(update=dict(recompute=own.recompute)) == own
+
+        fitting, others = search.all(own, share)
         return dict(
             layouts_for=dict(gpus=share, counted=counted),
-            layouts=[_row(one) | dict(recipe=self._is_recipes(one.learner)) for one in fitting],
+            layouts=[_row(one) | dict(recipe=is_recipes(one.learner)) for one in fitting],
             misfits=[_row(one) for one in others],
         )
-
-    def _is_recipes(self, learner: LearnerSection) -> bool:
-        """Whatever is computed again."""
-        own = self.recipe.learner
-        return learner.model_copy(update=dict(recompute=own.recompute)) == own
 
     def _assumptions(self) -> dict[str, Any]:
         given = {one.name: getattr(self.assumed, one.name) for one in fields(self.assumed)}
@@ -323,24 +503,6 @@ class Planner:
         )
 
 
-def gib(num_bytes: float) -> float:
-    return round(num_bytes / GIB, 3)
-
-
-def _largest_lag(schedule: Schedule) -> int:
-    steps = 4 * schedule.batches_in_flight
-    bound = replace(schedule, steps=steps)
-    return max(batch - bound.required_version(batch) for batch in range(steps))
-
-
-def _shares(played: Simulated) -> dict[str, float]:
-    """How busy both sides are over the simulated run."""
-    return dict(
-        engines_busy=round(played.engines_busy_s / played.total_s, 3) if played.total_s else 0.0,
-        learner_waits=round(played.learner_waited_s / played.total_s, 3) if played.total_s else 0.0,
-    )
-
-
 def _memory(one: Footprint) -> dict[str, Any]:
     return dict(
         stage=one.stage,
@@ -353,7 +515,7 @@ def _memory(one: Footprint) -> dict[str, Any]:
     )
 
 
-def _row(one: Verdict) -> dict[str, Any]:
+def _row(one: LayoutVerdict) -> dict[str, Any]:
     row: dict[str, Any] = dict(layout=layout_name(one.learner))
     if one.footprint is not None:
         row |= dict(

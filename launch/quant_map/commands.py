@@ -37,9 +37,6 @@ def suggest_command(
     row_tokens: Annotated[
         int, typer.Option(min=8, max=2**20, help="Tokens of a response that are scored, at most.")
     ] = 256,
-    modelopt: Annotated[
-        bool, typer.Option("--modelopt", help="Also rank by ModelOpt's auto_quantize and compare (dense models).")
-    ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -55,8 +52,7 @@ def suggest_command(
 
     Example: `evenkeel quant-map suggest runs/demo --ess-floor 0.995 --out demo-map.yaml`
     """
-    from launch.quant_map.suggest import suggest
-    from launch.quant_map.view import print_suggestion
+    from launch.quant_map.suggest import print_suggestion, suggest
 
     with going_on("the learner ranks its modules"):
         result = suggest(
@@ -66,7 +62,6 @@ def suggest_command(
             precision=None if format_ is None else format_.value,
             num_rows=rows,
             row_tokens=row_tokens,
-            modelopt=modelopt,
             overrides=overrides or [],
         )
     if as_json:
@@ -88,7 +83,7 @@ def show_command(
 
     Example: `evenkeel quant-map show demo-map.yaml --model models/demo`
     """
-    from launch.quant_map.view import print_map, read_map
+    from launch.quant_map.suggest import print_map, read_map
 
     result = read_map(file, model)
     if as_json:

@@ -1,24 +1,25 @@
-"""`evenkeel quant-map suggest`: rank layer groups by emulation, promote the worst, write the map.
+"""Suggest which layers engines should not quantize: rank layer groups by emulation, promote the worst, write the map.
 
-rows      a run's newest batch, or sampled from the model by transformers   one child process (launch.quant_map.rows)
-ranking   learner in ranks, Megatron's own layers, formats emulated          torchrun          (…suggest_ranks)
-modelopt  auto_quantize on the transformers model, if asked                  one child process (…rows)
+rows      a run's newest batch, or sampled from the model by transformers    one child process (launch.quant_map.ranks)
+ranking   learner in ranks, Megatron's own layers, formats emulated          torchrun          (launch.quant_map.ranks)
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launch.build.components import build_prompts, build_tokenizer, quant_map_of
-from launch.convert.jobs import run_job
-from launch.quant_map.scored_rows import RecordedRows, ScoredRow
+import numpy as np
+
+from launch.build.components import build_prompts, build_tokenizer
+from launch.convert.folders import run_job
 from launch.recipe_options import check_recipe_or_run
 from launch.run.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
@@ -27,8 +28,15 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import ModelError, RecipeError
+from pipeline.errors import RecipeError
+from precision.formats.quant_map import QuantMap
 from precision.formats.quant_map_file import QuantMapFile
+from precision.mismatch.sensitivity import Score, promote_greedily, rank_groups
+from precision.mismatch.statistics import Gap
+from precision.torch_on_use import Tensor, torch
+
+if TYPE_CHECKING:
+    from megatron_bridge.step.micro_batches import TokenRows
 
 PROMPT_TOKENS = 16
 """Of random prompts, when there is nothing but a model."""
@@ -42,39 +50,29 @@ def suggest(
     precision: str | None,
     num_rows: int,
     row_tokens: int,
-    modelopt: bool,
     overrides: Sequence[str],
 ) -> dict[str, Any]:
-    """See the module's head; the keys are those of `launch.quant_map.suggest_ranks.measure`, `rows`, `modelopt` and
-    `out`. Raises RecipeError or ModelError."""
+    """See the module's head; the keys are those of `launch.quant_map.ranks.measure`, `rows` and `out`. Raises
+    RecipeError or ModelError."""
     if out is not None and out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another file")
     if out is not None and not out.parent.is_dir():
         raise RecipeError(f"--out {out}: {out.parent} is no folder; make it or name another file")
     run = RunDirectory(source) if (source / "recipe.yaml").exists() else None
     recipe = recipe_of(source, run, precision, overrides)
-    if modelopt and ModelConfig.from_hf(read_hf_config(recipe.model.path)).experts is not None:
-        raise ModelError(f"--modelopt: {recipe.model.path} has experts, its ranking knows dense models; leave it out")
     recorded = None if run is None else recorded_rows(run, num_rows, row_tokens)
-    prompts = [] if recorded else prompts_of(source, recipe, num_rows)
-    child: dict[str, Any] = dict(
-        source=str(recipe.model.path.resolve()),
-        rows=None if recorded is None else [asdict(row) for row in recorded.rows],
-        prompts=prompts,
-        row_tokens=row_tokens,
-        temperature=recipe.rollout.temperature,
-        format=recipe.rollout.precision if modelopt else None,
-    )
-    size = sum(path.stat().st_size for path in recipe.model.path.glob("*.safetensors"))
-    found = run_job("launch.quant_map.rows", child, None, size * num_rows) if modelopt or recorded is None else {}
-    rows: list[dict[str, Any]] = found["rows"] if recorded is None else child["rows"]
+    if recorded is None:
+        size = sum(path.stat().st_size for path in recipe.model.path.glob("*.safetensors"))
+        place = dict(source=str(recipe.model.path.resolve()), temperature=recipe.rollout.temperature)
+        job = dict(prompts=prompts_of(source, recipe, num_rows), row_tokens=row_tokens, **place)
+        rows = run_job("launch.quant_map.ranks", job, None, size * num_rows)["rows"]
+    else:
+        rows = [asdict(row) for row in recorded.rows]
     source_run = None if run is None else str(run.path.resolve())
     recorded_in = {} if recorded is None else dict(batch=recorded.batch, samples=recorded.samples)
     result = in_ranks(recipe, dict(rows=rows, ess_floor=ess_floor, run=source_run, **recorded_in))
     scored = sum(sum(row["sampled"]) for row in rows)
     result["rows"] = dict(count=len(rows), tokens=scored, sampled_by="engine" if recorded else "model")
-    if modelopt:
-        result["modelopt"] = compare(result["ranking"], found["scores"], recipe)
     result["out"] = None if out is None else str(out)
     if out is not None:
         write_atomically(out, commented(result, source))
@@ -140,35 +138,18 @@ def prompts_of(source: Path, recipe: Recipe, num_rows: int) -> list[list[int]]:
 
 
 def in_ranks(recipe: Recipe, job: dict[str, Any]) -> dict[str, Any]:
-    """Run `launch.quant_map.suggest_ranks` in the recipe's layout."""
+    """Run `launch.quant_map.ranks` in the recipe's layout."""
     with tempfile.TemporaryDirectory(prefix="evenkeel-quant-map-") as scratch:
         run = RunDirectory(Path(scratch))
         run.logs.mkdir()
         run.freeze(recipe)
         (run.path / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        command = torchrun(recipe.learner.num_processes, "launch.quant_map.suggest_ranks", scratch)
+        command = torchrun(recipe.learner.num_processes, "launch.quant_map.ranks", scratch)
         groups = 4 * ModelConfig.from_hf(read_hf_config(recipe.model.path)).num_layers
         deadline = recipe.learner.step_deadline_s * (2 + 3 * groups)
         run_ranks(run, command, log=run.logs / "ranking.log", env=child_environment(), deadline_s=deadline)
         result: dict[str, Any] = json.loads((run.path / "result.json").read_text(encoding="utf-8"))
     return result
-
-
-def compare(ranking: Sequence[dict[str, Any]], scores: Sequence[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
-    """ModelOpt's scores under our names, and how far both orders agree. Raises ModelError for groups that differ."""
-    from precision.mismatch.sensitivity import rank_agreement
-
-    whole = quant_map_of(recipe, QuantMapFile(base=recipe.rollout.precision))
-    name_of = {module: name for name, modules in whole.groups.items() for module in modules}
-    theirs: dict[str, float] = {}
-    for one in scores:
-        names = {name_of[module] for module in one["modules"] if module in name_of}
-        if len(names) != 1:
-            raise ModelError(f"ModelOpt groups {', '.join(one['modules'])}, which engines do not; report the model")
-        theirs[names.pop()] = one["score"]
-    order = sorted(theirs, key=lambda name: -theirs[name])
-    ours = [one["group"] for one in ranking]
-    return dict(ranking=[dict(group=name, score=theirs[name]) for name in order], agreement=rank_agreement(ours, order))
 
 
 def commented(result: dict[str, Any], source: Path) -> str:
@@ -181,3 +162,171 @@ def commented(result: dict[str, Any], source: Path) -> str:
         f"# {'holds' if result['reached'] else 'does not hold'} the floor of {result['ess_floor']:g}.",
     ]
     return "\n".join(lines) + "\n" + QuantMapFile.model_validate(result["quant_map"]).to_yaml()
+
+
+def judged(
+    score: Score, quant: QuantMap, rows: Sequence[ScoredRow], *, costs: Mapping[str, int], ess_floor: float
+) -> dict[str, Any]:
+    """Keys: ess_floor, reached, start and gap (a Gap), ranking and path (one entry a group, with its damage or cost),
+    quant_map (as its file). `costs` are bytes by group."""
+    chosen, held_out = halves(rows)
+    ranked = rank_groups(score, quant, chosen=chosen)
+    found = promote_greedily(score, quant, ranked, ess_floor=ess_floor, extra_bytes=costs, held_out=held_out)
+    return dict(
+        ess_floor=ess_floor,
+        reached=found.reached,
+        start=figures(found.start),
+        gap=figures(found.gap),
+        ranking=[
+            dict(
+                group=one.group.name,
+                damage=one.damage,
+                extra_bytes=costs[one.group.name],
+                alone=figures(one.alone),
+                promoted=figures(one.promoted),
+            )
+            for one in ranked
+        ],
+        path=[dict(group=step.group.name, extra_bytes=step.extra_bytes, **figures(step.gap)) for step in found.path],
+        quant_map=found.quant_map.to_file().model_dump(mode="json"),
+    )
+
+
+def figures(gap: Gap) -> dict[str, float]:
+    """As JSON."""
+    return dict(num_tokens=gap.num_tokens, mean_abs=gap.mean_abs, max_abs=gap.max_abs, k3=gap.k3, ess=gap.ess)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredRow:
+    """One sample, or the beginning of one, as it goes through JSON."""
+
+    tokens: list[int]
+    """Prompt, then response."""
+    sampled: list[bool]
+    """[response tokens] False for those that no engine sampled."""
+    group: int
+    """The same for all rows of one prompt."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens."""
+        return len(self.tokens) - len(self.sampled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRows:
+    """The beginnings of some samples of a batch that a run recorded. Ranks read the batch for what it has beside the
+    tokens, kept sets and experts, which are many numbers for JSON."""
+
+    batch: int
+    samples: list[int]
+    """Of each row, ascending."""
+    rows: list[ScoredRow]
+
+    def token_rows(self, store: BatchStore) -> TokenRows:
+        """Their responses predicted, over the kept sets and with the experts that the learner trains with."""
+        from megatron_bridge.step.micro_batches import TokenRows
+
+        batch = store.read(self.batch, None)
+        chosen = batch.select(np.isin(np.arange(batch.num_samples), self.samples))
+        return TokenRows.of_batch(chosen).beginnings(np.array([len(row.tokens) for row in self.rows], np.int64))
+
+
+def token_rows(rows: Sequence[ScoredRow]) -> TokenRows:
+    """Their responses predicted."""
+    from megatron_bridge.step.micro_batches import TokenRows
+
+    return TokenRows(
+        tokens=[np.array(row.tokens, np.int32) for row in rows],
+        starts=np.array([row.prompt_length for row in rows], np.int64),
+    )
+
+
+def halves(rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor]:
+    """Two sets of sampled tokens, bool [response tokens of all rows] each: those of every other prompt, and those that
+    are held out. No prompt is in both."""
+    prompts = sorted({row.group for row in rows})
+    second = torch.tensor([prompts.index(row.group) % 2 == 1 for row in rows for _ in row.sampled])
+    sampled = torch.tensor([*chain.from_iterable(row.sampled for row in rows)])
+    return sampled & ~second, sampled & second
+
+
+SHOWN = 12
+"""Groups of a ranking."""
+
+
+def read_map(file: Path, model: Path | None) -> dict[str, Any]:
+    """base, exceptions and, with a model, quantized_bytes and full_bytes of its linear layers (full: as stored in
+    BF16). Raises RecipeError when the file does not say a map or names what the model does not have."""
+    try:
+        said = QuantMapFile.read(file)
+        result: dict[str, Any] = dict(base=said.base, exceptions=dict(said.exceptions))
+        return result if model is None else result | _sizes(said, model)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+
+
+def _sizes(said: QuantMapFile, model: Path) -> dict[str, Any]:
+    from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+    from precision.formats.quant_map import QuantMap
+
+    config = ModelConfig.from_hf(read_hf_config(model))
+    quant = QuantMap.from_file(said, config.num_layers, None if config.experts is None else config.experts.count)
+    shapes = config.tensors()
+    counts = {module: math.prod(shapes[f"{module}.weight"]) for group in quant.fused_groups for module in group}
+    quantized = sum(count for module, count in counts.items() if module in quant.formats)
+    whole = sum(counts.values())
+    return dict(
+        quantized_share=quantized / whole,
+        linear_bytes=quantized + 2 * (whole - quantized),
+        linear_bytes_in_bf16=2 * whole,
+    )
+
+
+def print_map(result: dict[str, Any]) -> None:
+    """One line a fact and an exception."""
+    print(f"base: {result['base']}")
+    for module, name in result["exceptions"].items():
+        print(f"  {module}: {name}")
+    if "quantized_share" in result:
+        gib = 2.0**30
+        print(
+            f"{result['quantized_share']:.1%} of the linear weights are quantized: {result['linear_bytes'] / gib:.3f} "
+            f"GiB, {result['linear_bytes_in_bf16'] / gib:.3f} in BF16"
+        )
+
+
+def print_suggestion(result: dict[str, Any]) -> None:
+    """The ranking, the path, and what came of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="Each group: KL (nats) and ESS when it alone is quantized; ESS without it", box=None)
+    # The names fill what 80 columns leave.
+    for title in ("group", "KL", "ESS", "ESS without", "MiB more"):
+        table.add_column(title, justify="left" if title == "group" else "right", no_wrap=True)
+    for one in result["ranking"][:SHOWN]:
+        cells = [f"{one['damage']:.1e}", f"{one['alone']['ess']:.5f}", f"{one['promoted']['ess']:.5f}"]
+        cells.append(f"{one['extra_bytes'] / 2**20:.2f}")
+        table.add_row(one["group"].removeprefix("model."), *cells)
+    console.print(table)
+    left = len(result["ranking"]) - SHOWN
+    if left > 0:
+        console.print(f"… and {left} more groups")
+    path = Table(title=f"Promotions, on {result['start']['num_tokens']} held-out tokens", box=None)
+    for title in ("promoted", "ESS", "KL, nats", "MiB more in all"):
+        path.add_column(title, justify="left" if title == "promoted" else "right")
+    path.add_row("–", f"{result['start']['ess']:.5f}", f"{result['start']['k3']:.2e}", "0")
+    total = 0
+    for step in result["path"]:
+        total += step["extra_bytes"]
+        path.add_row(
+            step["group"].removeprefix("model."), f"{step['ess']:.5f}", f"{step['k3']:.2e}", f"{total / 2**20:.2f}"
+        )
+    console.print(path)
+    verdict = "holds" if result["reached"] else "does not hold"
+    console.print(f"The map {verdict} an ESS of {result['ess_floor']:g}: {result['gap']['ess']:.5f}.")
+    if result["out"] is not None:
+        console.print(f"rollout.quant_map: {result['out']}")

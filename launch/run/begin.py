@@ -11,8 +11,8 @@ from pathlib import Path
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engine_arguments import check_extra_args
 from launch.build.engines import check_map_dtype, engine_dtype
+from launch.build.sizes import check_sizes
 from launch.build.teacher import check_teacher
-from launch.plan.fitting import check_sizes
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.advice import advice

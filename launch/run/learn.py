@@ -22,9 +22,9 @@ from launch.build.components import (
     require_engines_here,
 )
 from launch.build.control import build_controller, older_maps
+from launch.build.sizes import checkpoint_bytes
 from launch.build.trainer import build_rates, build_trainer
 from launch.build.weight_checks import build_weight_check_plan
-from launch.plan.grace import checkpoint_bytes
 from launch.run.collect import build_fleet, fleet_settings
 from launch.run.environment import environment, learner_facts
 from launch.run.metrics import metrics_of, observers_of

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from launch.build.components import build_contract, build_quant_map, build_tokenizer
+from launch.build.sizes import checkpoint_bytes
 from launch.doctor.needs import check_folder, check_learner_here, check_model_here, check_room
-from launch.plan.grace import checkpoint_bytes
 from launch.progress import counted, going_on
 from launch.run.begin import start_left_out
 from launch.run.claim import claimed

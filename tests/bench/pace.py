@@ -10,7 +10,7 @@ Everything is read from the run's own spans (`evenkeel trace`), in the mean of a
     generating   some request was with the engine, and it was not paused for a publish
     training     the learner scored or updated
     wall_over_longer     wall ÷ the larger of the two: 1 would mean that the slower side never waits
-    wall_over_foretold   wall ÷ what launch.plan.simulation makes of generating, training and publishing
+    wall_over_foretold   wall ÷ what launch.plan.costs makes of generating, training and publishing
 
 Each repetition is a run of its own. Printed are medians, the smallest and the largest value.
 """
@@ -32,7 +32,7 @@ from pathlib import Path
 import yaml
 
 from launch.build.api_key import API_KEY_VARIABLE
-from launch.plan.simulation import Durations, steady_seconds_per_step
+from launch.plan.costs import Durations, steady_seconds_per_step
 from launch.run.processes import child_environment
 from pipeline.analysis.flight.timeline import RANK_ZERO, STEP, timeline
 from pipeline.analysis.run_log import RunLog

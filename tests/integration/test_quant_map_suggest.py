@@ -1,4 +1,4 @@
-"""`quant-map suggest` on a real learner and on ModelOpt: both find the layer that was planted."""
+"""`quant-map suggest` on a real learner finds the layer that was planted."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ BAD = {"model.layers.2.mlp.gate_up_proj", "model.layers.2.mlp.down_proj"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_emulation_and_modelopt_rank_the_planted_layer_first(tmp_path: Path) -> None:
+def test_emulation_ranks_the_planted_layer_first(tmp_path: Path) -> None:
     new_model(tmp_path / "model", layers=4)
     plant_outlier_channels(tmp_path / "model", layer=2)
-    arguments = ["--rows", "16", "--row-tokens", "48", "--modelopt", "--ess-floor", "0.9995", "--json"]
+    arguments = ["--rows", "16", "--row-tokens", "48", "--ess-floor", "0.9995", "--json"]
     done = evenkeel("quant-map", "suggest", str(tmp_path / "model"), "--out", str(tmp_path / "map.yaml"), *arguments)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert {one["group"] for one in result["ranking"][:2]} == BAD
-    assert {one["group"] for one in result["modelopt"]["ranking"][:2]} == BAD
-    assert result["modelopt"]["agreement"] > 0.9
     assert result["path"]
     assert {step["group"] for step in result["path"]} <= BAD
     assert result["start"]["ess"] < 0.9995 <= result["gap"]["ess"]

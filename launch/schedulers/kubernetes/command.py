@@ -85,7 +85,7 @@ def kubernetes(
     For example:  evenkeel launch kubernetes qwen3_32b --out k8s --queue train --learner-image … --rollout-image …
     """
     from launch.build.engine_arguments import check_extra_args
-    from launch.plan.sizes import sizes_folder
+    from launch.plan.hosts import sizes_folder
     from launch.schedulers.kubernetes.changes import check_changes
     from launch.schedulers.kubernetes.job import run_on_kubernetes
     from launch.schedulers.kubernetes.options import cluster_options

@@ -79,8 +79,7 @@ def slurm(
     For example:  evenkeel launch slurm qwen3_32b --out jobs/qwen --partition h100 --time 24:00:00
     """
     from launch.build.engine_arguments import check_extra_args
-    from launch.plan.grace import stop_time
-    from launch.plan.sizes import sizes_folder
+    from launch.plan.hosts import sizes_folder, stop_time
     from launch.schedulers.slurm.options import SlurmOptions
     from launch.schedulers.slurm.render import SCRIPT, render
     from pipeline.config.loader import load_recipe

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from launch.plan.grace import StopTime
+from launch.plan.hosts import StopTime
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 

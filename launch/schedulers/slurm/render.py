@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.plan.grace import FIXED_S, SAFETY, StopTime
+from launch.plan.hosts import FIXED_S, SAFETY, StopTime
 from launch.schedulers.slurm.options import SlurmOptions, check_mounts, check_path
 from launch.schedulers.slurm.placement import Shape
 from pipeline.config.recipe import Recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch.build.components import build_tokenizer
 from launch.build.engines import engine_spec
-from launch.convert.sources import check_committed, checked_source
+from launch.convert.folders import check_committed, checked_source
 from launch.roles.rendezvous import Rendezvous
 from launch.roles.starting_weights import hold_weights, release_weights
 from launch.run.replay import manifest

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from launch.convert.folders import check_committed
 from launch.convert.inspect import inspect_folder
-from launch.convert.sources import check_committed
 from pipeline.data.checksums import seal, unseal, write_sealed
 from pipeline.errors import EvenKeelError
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.build.components import build_tokenizer
+from launch.convert.folders import checked_source
 from launch.convert.inspect import inspect_folder
-from launch.convert.sources import checked_source
 from pipeline.config.loader import recipe_from
 from pipeline.errors import EvenKeelError
 from pipeline.tasks.tokenizer import Tokenizer

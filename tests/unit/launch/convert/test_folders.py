@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from launch.convert.folders import compare_with_source, hf_to_fp8, hf_to_megatron, megatron_to_hf
+from launch.convert.folders import compare_with_source, fp8_map, hf_to_fp8, hf_to_megatron, megatron_to_hf
 from launch.convert.modelopt import calibration_rows
 from launch.convert.new_model import new_model
-from launch.convert.sources import fp8_map
 from megatron_bridge.hf import folders
 from megatron_bridge.hf.folders import new_folder
 from megatron_bridge.hf.fp8 import dequantized_tensors, write_fp8_folder
@@ -232,20 +231,20 @@ def test_scales_that_nobody_calibrated_are_refused(
     source: Path, tmp_path: Path, value: float | None, problem: str
 ) -> None:
     out = tmp_path / "out"
-    hf_to_fp8(source, out, "block128", verify_logprobs=False)
+    hf_to_fp8(source, out, "tensor", verify_logprobs=False)
     config = read_hf_config(source)
-    quant = fp8_map(config, ModelConfig.from_hf(config), "block128")
-    scales = {f"model.layers.{i}.self_attn.{p}_proj.{p}_scale": torch.tensor(0.02) for i in range(2) for p in "kv"}
+    quant = fp8_map(config, ModelConfig.from_hf(config), "tensor")
+    scales = {f"{module}.input_scale": torch.tensor(0.02) for module in quant.formats}
+    save_file(scales, out / "inputs.safetensors")
+    (out / "model.safetensors.index.json").unlink(missing_ok=True)
+    assert check_scales(out, quant)["input_scale"] == dict(min=pytest.approx(0.02), max=pytest.approx(0.02))
+    broken = "model.layers.1.mlp.down_proj.input_scale"
+    scales |= {broken: torch.tensor(0.02 if value is None else value)}
     if value is None:
-        scales.popitem()
-    else:
-        scales["model.layers.1.self_attn.v_proj.v_scale"] = torch.tensor(value)
-    save_file(scales, out / "kv.safetensors")
-    (out / "model.safetensors.index.json").unlink()
-    with pytest.raises(ModelError, match=f"layers.1.self_attn.v_proj.v_scale {problem}|v_scale lies {problem}"):
-        check_scales(out, quant, 2, name="fp8_block", kv_cache=True)
-    ranges = check_scales(out, quant, 2, name="fp8_block", kv_cache=False) if value is None else {}
-    assert value is not None or ranges["k_scale"] == dict(min=pytest.approx(0.02), max=pytest.approx(0.02))
+        del scales[broken]
+    save_file(scales, out / "inputs.safetensors")
+    with pytest.raises(ModelError, match=f"layers.1.mlp.down_proj.input_scale {problem}|input_scale lies {problem}"):
+        check_scales(out, quant)
 
 
 def test_a_checkpoint_that_holds_another_value_is_a_bug_by_name(

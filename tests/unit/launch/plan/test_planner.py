@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from launch.build.sizes import check_sizes, checkpoint_bytes
 from launch.plan.costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
-from launch.plan.fitting import check_sizes
-from launch.plan.grace import checkpoint_bytes
 from launch.plan.hosts import cluster_needs, planner_that_fits
-from launch.plan.models import config_for, engine_model
-from launch.plan.planner import Machine, Planner, make_plan
+from launch.plan.planner import Machine, Planner, config_for, engine_model, make_plan
 from launch.plan.view import render
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.plan.simulation import Durations, simulate, steady_seconds_per_step
+from launch.plan.costs import Durations, simulate, steady_seconds_per_step
 from pipeline.schedule import Schedule
 
 schedules = st.builds(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan.sizes import sizes_folder
+from launch.plan.hosts import sizes_folder
 from pipeline.config.loader import SHIPPED
 from pipeline.errors import ModelError
 

@@ -1,4 +1,4 @@
-"""What `quant-map suggest` does around the measurement: sources, refusals, the comparison, the file."""
+"""What `quant-map suggest` does around the measurement: sources, refusals, the file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ import torch
 import yaml
 
 from launch.convert.new_model import new_model
-from launch.quant_map.judgment import judged
-from launch.quant_map.rows import sampled
-from launch.quant_map.scored_rows import RecordedRows, ScoredRow, halves, token_rows
-from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of, recorded_rows, suggest
-from launch.quant_map.view import print_suggestion, read_map
+from launch.quant_map.ranks import sampled
+from launch.quant_map.suggest import (
+    RecordedRows,
+    ScoredRow,
+    commented,
+    halves,
+    judged,
+    print_suggestion,
+    prompts_of,
+    read_map,
+    recipe_of,
+    recorded_rows,
+    suggest,
+    token_rows,
+)
 from pipeline.config.recipe import Recipe
 from pipeline.data.batch import KeptSets, LogprobContract, Response, given_batch
 from pipeline.data.routed_experts import RoutedExperts
@@ -41,14 +51,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(model: Path) -> Recipe:
     return recipe_of(model, None, None, ())
-
-
-def scores(**planted: float) -> list[dict[str, Any]]:
-    """As ModelOpt gives them: modules and a score, falling in the order of layers unless it is planted."""
-    return [
-        dict(modules=list(modules), score=planted.get(name.rpartition(".")[2], 1.0 / (1 + place)))
-        for place, (name, modules) in enumerate(QUANT.groups.items())
-    ]
 
 
 def figures(ess: float) -> dict[str, float]:
@@ -209,7 +211,7 @@ def test_whether_the_floor_is_held_is_measured(holds: bool) -> None:
 
 
 def test_a_map_for_a_folder_that_is_not_there_is_refused_before_the_work(tmp_path: Path, model: Path) -> None:
-    known: dict[str, Any] = dict(ess_floor=0.9, precision=None, num_rows=2, row_tokens=8, modelopt=False, overrides=())
+    known: dict[str, Any] = dict(ess_floor=0.9, precision=None, num_rows=2, row_tokens=8, overrides=())
     with pytest.raises(RecipeError, match=r"--out .*missing/map.yaml: .*missing is no folder"):
         suggest(model, tmp_path / "missing" / "map.yaml", **known)
 
@@ -217,20 +219,6 @@ def test_a_map_for_a_folder_that_is_not_there_is_refused_before_the_work(tmp_pat
 def test_overrides_belong_to_recipes(model: Path) -> None:
     with pytest.raises(RecipeError, match="is a model; leave it out"):
         recipe_of(model, None, None, ["rollout.precision=bf16"])
-
-
-def test_equal_orders_agree_and_reversed_ones_do_not(recipe: Recipe) -> None:
-    ours = [dict(group=name) for name in NAMES]
-    assert compare(ours, scores(), recipe)["agreement"] == 1.0
-    assert compare(ours[::-1], scores(), recipe)["agreement"] == -1.0
-    planted = compare(ours, scores(down_proj=9.0), recipe)
-    assert [one["group"].rpartition(".")[2] for one in planted["ranking"][:2]] == ["down_proj"] * 2
-
-
-def test_groups_that_engines_do_not_know_are_refused(recipe: Recipe) -> None:
-    mixed = [dict(modules=["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"], score=1.0)]
-    with pytest.raises(ModelError, match="which engines do not"):
-        compare([], mixed, recipe)
 
 
 def test_the_file_says_how_it_came_about_and_is_a_map(tmp_path: Path, model: Path) -> None:
@@ -247,13 +235,10 @@ def test_the_file_says_how_it_came_about_and_is_a_map(tmp_path: Path, model: Pat
 
 
 def test_the_tables_name_every_promotion(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = result(("model.layers.1.mlp.down_proj",)) | dict(
-        modelopt=dict(ranking=[dict(group=name, score=1.0) for name in NAMES], agreement=0.97)
-    )
+    shown = result(("model.layers.1.mlp.down_proj",))
     print_suggestion(shown)
     printed = capsys.readouterr().out
     assert "layers.1.mlp.down_proj" in printed
-    assert "rank correlation with ModelOpt's auto_quantize: 0.97" in printed
     assert "holds an ESS of 0.98" in printed
 
 

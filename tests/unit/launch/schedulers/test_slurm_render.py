@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.plan.grace import StopTime
+from launch.plan.hosts import StopTime
 from launch.schedulers.slurm import allocation
 from launch.schedulers.slurm.command import _setup_lines, submitted
 from launch.schedulers.slurm.options import SlurmOptions

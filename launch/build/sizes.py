@@ -1,5 +1,4 @@
-"""What a recipe asks of its model and config.json alone refuses. One list, for `train` before anything is started, and
-for `plan` and the launchers. Loads no torch."""
+"""Check a recipe against the sizes in its model's config.json, and count the bytes of a checkpoint. Loads no torch."""
 
 from __future__ import annotations
 
@@ -23,25 +22,20 @@ def check_sizes(config: HfConfig, recipe: Recipe) -> None:
 
 
 def refusals(config: HfConfig, recipe: Recipe) -> Iterator[FatalError]:
-    """Every reason for which they do."""
-    for check in _CHECKS:
+    """Yield every reason for which they do."""
+    rollout = recipe.rollout
+    checks: tuple[Callable[[], None], ...] = (
+        lambda: check_layout(config, recipe.learner),
+        lambda: check_longest_sample(recipe.learner, rollout.context_tokens),
+        lambda: check_block_shapes(config, rollout.tensor_parallel) if rollout.precision == "fp8_block" else None,
+        lambda: _check_positions(config, recipe),
+        lambda: check_mixture(rollout.quantized_format, experts=ModelConfig.from_hf(config).experts is not None),
+    )
+    for check in checks:
         try:
-            check(config, recipe)
+            check()
         except FatalError as error:
             yield error
-
-
-def _check_layout(config: HfConfig, recipe: Recipe) -> None:
-    check_layout(config, recipe.learner)
-
-
-def _check_longest_sample(_: HfConfig, recipe: Recipe) -> None:
-    check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
-
-
-def _check_block_shapes(config: HfConfig, recipe: Recipe) -> None:
-    if recipe.rollout.precision == "fp8_block":
-        check_block_shapes(config, recipe.rollout.tensor_parallel)
 
 
 def _check_positions(config: HfConfig, recipe: Recipe) -> None:
@@ -54,14 +48,8 @@ def _check_positions(config: HfConfig, recipe: Recipe) -> None:
         )
 
 
-def _check_mixture(config: HfConfig, recipe: Recipe) -> None:
-    check_mixture(recipe.rollout.quantized_format, experts=ModelConfig.from_hf(config).experts is not None)
-
-
-_CHECKS: tuple[Callable[[HfConfig, Recipe], None], ...] = (
-    _check_layout,
-    _check_longest_sample,
-    _check_block_shapes,
-    _check_positions,
-    _check_mixture,
-)
+def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """Count parameters, their float32 main copies where they are no float32 themselves, two moments, and the older
+    versions that the learner keeps."""
+    size = recipe.learner.parameter_bytes
+    return config.num_parameters * (size + (0 if size == 4 else 4) + 8 + recipe.num_kept_versions * size)

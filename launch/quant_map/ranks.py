@@ -1,0 +1,116 @@
+"""Work for `quant-map suggest` in processes of their own: sample rows by transformers, or score them as one rank.
+
+Rows are scored under many maps. Ranks have the same scores, so they decide alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.build.components import quant_map_of
+from launch.quant_map.suggest import RecordedRows, ScoredRow, judged, token_rows
+from launch.run.learn import build_learner
+from launch.run.processes import run_child
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.step.sensitivity import row_scorer
+from pipeline.child_process import die_with_parent
+from pipeline.config.recipe import Recipe
+from pipeline.data.files import write_atomically
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.errors import ModelError
+from pipeline.trainer.checkpoints import Checkpoints
+from precision.formats.quant_map import QuantMap
+from precision.formats.quant_map_file import QuantMapFile
+from precision.mismatch.sensitivity import layer_groups
+
+FP8_BYTES = 1
+"""Of a weight. Scales, a few per thousand, are left out."""
+
+
+def measure(run: RunDirectory) -> dict[str, Any]:
+    """The keys of `judged`, and version (of the run's checkpoint)."""
+    recipe, job = run.recipe(), json.loads((run.path / "job.json").read_text(encoding="utf-8"))
+    # Formats are emulated in Megatron's own layers, also where there are others.
+    learner = build_learner(recipe, layers="megatron")
+    version, rows = 0, [ScoredRow(**row) for row in job["rows"]]
+    scored = token_rows(rows)
+    if job["run"] is not None:
+        source = RunDirectory(Path(job["run"]))
+        version, _ = Checkpoints(source.checkpoints, keep=1).restore(learner)
+        if "batch" in job:
+            recorded = RecordedRows(batch=job["batch"], samples=job["samples"], rows=rows)
+            scored = recorded.token_rows(BatchStore(source.batches))
+    quant = quant_map_of(recipe, QuantMapFile(base=recipe.rollout.precision))
+    score, costs = row_scorer(learner, scored), extra_bytes(recipe, learner, quant)
+    return dict(version=version, **judged(score, quant, rows, costs=costs, ess_floor=job["ess_floor"]))
+
+
+def extra_bytes(recipe: Recipe, learner: MegatronLearner, quant: QuantMap) -> dict[str, int]:
+    """Group → bytes that an engine holds more when the group is not quantized."""
+    full = 4 if recipe.learner.precision == "fp32" else 2
+    shapes = learner.model_config.tensors()
+    return {
+        group.name: (full - FP8_BYTES) * sum(math.prod(shapes[f"{module}.weight"]) for module in group.modules)
+        for group in layer_groups(quant)
+    }
+
+
+def rank_groups_of(run: RunDirectory) -> None:
+    """Write what was measured into result.json. Collective."""
+    result = measure(run)
+    if torch.distributed.get_rank() == 0:
+        write_atomically(run.path / "result.json", json.dumps(result))
+    torch.distributed.barrier()
+
+
+def sample_rows(run: RunDirectory) -> None:
+    """Sample a response to each prompt of job.json, which names source, prompts, row_tokens and temperature, into
+    result.json. A process of its own, since transformers' model is loaded whole."""
+    from transformers import AutoModelForCausalLM
+
+    job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
+    model = AutoModelForCausalLM.from_pretrained(job["source"], dtype="auto").eval()
+    rows = sampled(model, job["prompts"], job["row_tokens"], job["temperature"])
+    write_atomically(run.path / "result.json", json.dumps(dict(rows=[asdict(row) for row in rows])))
+
+
+def sampled(model: Any, prompts: Sequence[list[int]], row_tokens: int, temperature: float) -> list[ScoredRow]:
+    """Each prompt and a response, sampled from the whole vocabulary, up to the end token, to `row_tokens` tokens of it,
+    or to the model's context. Raises ModelError for a prompt that fills that."""
+    from transformers import GenerationConfig
+
+    torch.manual_seed(0)
+    # The rest of the folder's generation_config.json, such as a repetition penalty, would change the distribution:
+    # transformers takes from there whatever a call leaves open.
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    context = model.config.max_position_embeddings
+    rows = []
+    for group, prompt in enumerate(prompts):
+        if len(prompt) >= context:
+            raise ModelError(
+                f"prompt {group} has {len(prompt)} tokens, and the model's context {context}; cut the data's prompts"
+            )
+        longest = min(len(prompt) + row_tokens, context)
+        settings = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_length=longest)
+        mask = torch.ones(1, len(prompt), dtype=torch.long)
+        (row,) = model.generate(torch.tensor([prompt]), attention_mask=mask, **settings).tolist()
+        rows.append(ScoredRow(tokens=row, sampled=[True] * (len(row) - len(prompt)), group=group))
+    return rows
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    if (directory.path / "recipe.yaml").exists():
+        run_child(directory, "ranking", lambda: rank_groups_of(directory))
+    run_child(directory, "sampling", lambda: sample_rows(directory))
