@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.schedulers.kubernetes.containers import COMMAND
-from launch.schedulers.kubernetes.options import ClusterOptions
+from launch.schedulers.kubernetes.pods import COMMAND
+from launch.schedulers.kubernetes.run import ClusterOptions
 from pipeline.data.files import NO_HARD_LINKS
 
 ROOT = Path(__file__).parents[2]

@@ -86,10 +86,8 @@ def kubernetes(
     """
     from launch.build.engine_arguments import check_extra_args
     from launch.plan.hosts import sizes_folder
-    from launch.schedulers.kubernetes.changes import check_changes
-    from launch.schedulers.kubernetes.job import run_on_kubernetes
-    from launch.schedulers.kubernetes.options import cluster_options
-    from launch.schedulers.kubernetes.render import KUSTOMIZATION, MODEL, read, render, write
+    from launch.schedulers.kubernetes.render import KUSTOMIZATION, MODEL, check_changes, read, render, write
+    from launch.schedulers.kubernetes.run import cluster_options, run_on_kubernetes
     from pipeline.config.loader import find_recipe, load_recipe
 
     options = cluster_options(

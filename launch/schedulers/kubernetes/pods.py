@@ -1,197 +1,411 @@
-"""Pods: the fields of core/v1 that are used here."""
+"""Make the pods of a run: one JobSet, whose roles are admitted together and restarted apart.
+
+What happens when a pod ends:
+
+    exit 0    done. The set is done when learner and collector are, which ends router and engines too
+    exit 65   a later start has taken over: tini makes it 0
+    exit 64   nobody should try again: FailJob, and the set fails
+    exit 143  somebody asked for it; likewise a pod that was evicted: started again, not counted
+    else      counted. The learner starts again as a whole, from its checkpoint; others alone, after a while that grows
+
+A learner, or an engine of several pods, that fails is a Job that fails: it alone is made again, or with `--restart
+jobset` all of the run, which every JobSet can do. How often, the roles see to (launch.run.restarts): progress forgives
+earlier restarts, and a role that was started too often without any ends with 64. The limits that Kubernetes keeps are
+of the whole life of a run: they are only for pods that end before our program runs.
+
+A pod whose node is lost has not ended, as far as Kubernetes knows: nothing takes its place before the Node is deleted
+or has the taint node.kubernetes.io/out-of-service. A learner of several pods misses it sooner, and the others exit 1.
+
+An engine is up once /health answers: after version 0 was written and the weights were read. It is ready when it also
+serves the published version, which the kubelet cannot ask for (it has no key): probe.py does, inside the container. It
+is alive while /health answers. That call samples nothing, so it is answered during a weight update and beside the
+longest prefill, and a minute of refusals means that the server is gone. Learner and collector have no liveness probe:
+every wait of theirs has a deadline, and a restart costs the work since the last checkpoint.
+
+Objects are plain dicts under Kubernetes' own names; None stands for a field that is left out. The tests hold them
+against the schemas of the API server.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
-
-from launch.schedulers.kubernetes.base import Metadata, Part
-
-
-class FieldRef(Part):
-    field_path: str
-
-
-class SecretKeyRef(Part):
-    name: str
-    key: str
-    optional: bool
-
-
-class EnvVarSource(Part):
-    """One of the two."""
-
-    field_ref: FieldRef | None = None
-    secret_key_ref: SecretKeyRef | None = None
-
-
-class EnvVar(Part):
-    name: str
-    value: str | None = None
-    value_from: EnvVarSource | None = None
-
-
-class ContainerPort(Part):
-    name: str
-    container_port: int
-
-
-class ExecAction(Part):
-    command: tuple[str, ...]
-
-
-class HttpGetAction(Part):
-    path: str
-    port: str
-
-
-class TcpSocketAction(Part):
-    port: str
-
-
-class Probe(Part):
-    """Exactly one of the three actions."""
-
-    exec: ExecAction | None = None
-    http_get: HttpGetAction | None = None
-    tcp_socket: TcpSocketAction | None = None
-    period_seconds: int
-    timeout_seconds: int
-    failure_threshold: int
-
-
-class Resources(Part):
-    requests: dict[str, str]
-    limits: dict[str, str]
-
-
-class Capabilities(Part):
-    drop: tuple[str, ...] = ("ALL",)
-
-
-class ContainerSecurity(Part):
-    allow_privilege_escalation: bool = False
-    read_only_root_filesystem: bool = True
-    capabilities: Capabilities = Capabilities()
-
-
-class VolumeMount(Part):
-    name: str
-    mount_path: str
-    read_only: bool | None = None
-
-
-class Container(Part):
-    name: str
-    image: str
-    command: tuple[str, ...]
-    args: tuple[str, ...]
-    env: tuple[EnvVar, ...]
-    ports: tuple[ContainerPort, ...] | None = None
-    resources: Resources
-    startup_probe: Probe | None = None
-    readiness_probe: Probe | None = None
-    liveness_probe: Probe | None = None
-    security_context: ContainerSecurity = ContainerSecurity()
-    volume_mounts: tuple[VolumeMount, ...]
-
-
-class KeyToPath(Part):
-    key: str
-    path: str
-
-
-class ConfigMapVolume(Part):
-    name: str
-
-
-class SecretVolume(Part):
-    secret_name: str
-    default_mode: int
-    items: tuple[KeyToPath, ...]
-
-
-class ClaimVolume(Part):
-    claim_name: str
-
-
-class EmptyDir(Part):
-    medium: Literal["Memory"] | None = None
-    size_limit: str
-
-
-class Volume(Part):
-    """A name and one source."""
-
-    name: str
-    config_map: ConfigMapVolume | None = None
-    secret: SecretVolume | None = None
-    persistent_volume_claim: ClaimVolume | None = None
-    empty_dir: EmptyDir | None = None
-
-
-class LabelSelector(Part):
-    match_labels: dict[str, str]
-
-
-class AffinityTerm(Part):
-    label_selector: LabelSelector
-    topology_key: str
-
-
-class WeightedAffinityTerm(Part):
-    weight: int
-    pod_affinity_term: AffinityTerm
-
-
-class PodAffinity(Part):
-    preferred: tuple[WeightedAffinityTerm, ...] = Field(alias="preferredDuringSchedulingIgnoredDuringExecution")
-
-
-class Affinity(Part):
-    pod_affinity: PodAffinity
-
-
-class SpreadConstraint(Part):
-    max_skew: int
-    topology_key: str
-    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
-    label_selector: LabelSelector
-
-
-class Seccomp(Part):
-    type: Literal["RuntimeDefault"] = "RuntimeDefault"
-
-
-class PodSecurity(Part):
-    run_as_non_root: bool = True
-    run_as_user: int
-    run_as_group: int
-    fs_group: int
-    fs_group_change_policy: Literal["OnRootMismatch"] = "OnRootMismatch"
-    seccomp_profile: Seccomp = Seccomp()
-
-
-class Toleration(Part):
-    key: str
-    operator: Literal["Exists"] = "Exists"
-    effect: Literal["NoSchedule"] = "NoSchedule"
-
-
-class PodSpec(Part):
-    restart_policy: Literal["Never", "Always", "OnFailure"]
-    termination_grace_period_seconds: int
-    automount_service_account_token: bool = False
-    enable_service_links: bool = False
-    security_context: PodSecurity
-    affinity: Affinity | None = None
-    topology_spread_constraints: tuple[SpreadConstraint, ...] | None = None
-    tolerations: tuple[Toleration, ...] | None = None
-    containers: tuple[Container, ...]
-    volumes: tuple[Volume, ...]
-
-
-class PodTemplate(Part):
-    metadata: Metadata
-    spec: PodSpec
+import math
+from typing import Any
+
+from launch.plan.hosts import HostNeeds
+from launch.run.addresses import NAME_DEADLINE_S
+from launch.run.restarts import MAX_RESTARTS_VARIABLE
+from launch.run.waiting import RECIPE_DEADLINE_S
+from launch.schedulers.kubernetes.run import (
+    ENGINE_PORT,
+    HEARTBEAT_PORT,
+    METRICS_PORT,
+    RECIPE_FILE,
+    RENDEZVOUS_PORT,
+    ROUTER_METRICS_PORT,
+    ROUTER_PORT,
+    Object,
+    RunOnKubernetes,
+)
+from pipeline.errors import FATAL_EXIT_CODE, STOPPED_EXIT_CODE, SUPERSEDED_EXIT_CODE
+
+COMMAND = ["tini", "-e", str(SUPERSEDED_EXIT_CODE), "--"]
+"""tini is PID 1: it reaps what roles leave behind and hands SIGTERM on. A role that was superseded is over, and the run
+goes on elsewhere: to Kubernetes that is success, so that nothing is started again."""
+RECIPE_FOLDER = "/etc/evenkeel/recipe"
+SECRET_FOLDER, SECRET_FILE = "/etc/evenkeel/secret", "api-key"
+RECIPE = f"--recipe {RECIPE_FOLDER}/{RECIPE_FILE}"
+"""Of every role: the learner begins the run with it, or goes on with it, and the others wait until it has."""
+KILL_MARGIN_S = 30
+"""Between the end of a role's own grace and the kubelet's SIGKILL."""
+MOST_RESTARTS = 1000
+"""Of all Jobs together, and of each pod that is replaced in its Job, in the whole life of a run."""
+NODE = "kubernetes.io/hostname"
+"""Label that every node has for itself."""
+_JOB_NODE = "metadata.labels['batch.kubernetes.io/job-completion-index']"
+_JOB_INDICES = {"EVENKEEL_INDEX": "metadata.labels['jobset.sigs.k8s.io/job-index']", "EVENKEEL_NODE": _JOB_NODE}
+"""Environment variable → field of the pod that holds it."""
+_GROUP_INDICES = {
+    "EVENKEEL_INDEX": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']",
+    "EVENKEEL_NODE": "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']",
+}
+_PERIOD_S = 10
+_GONE_S = 60
+"""Of silence, after which an engine is started again."""
+_EXEC_S = 20
+"""Timeout and period of probes that run a program: it ends by itself after `probe.DEADLINE_S`, and a busy host takes
+seconds to start Python."""
+_CONTAINER_SECURITY = dict(allowPrivilegeEscalation=False, readOnlyRootFilesystem=True, capabilities=dict(drop=["ALL"]))
+_MIB = 2**20
+
+
+def job_set(run: RunOnKubernetes) -> Object:
+    """Make all of a run's pods, but engines that a LeaderWorkerSet has.
+
+    Overlays name roles by their place in the list: what a run may do without comes last.
+    """
+    jobs = [_job("learner", _learner(run), nodes=run.learner_nodes), _job("collector", _collector(run))]
+    if run.options.engines == "jobset":
+        host = f"{run.name}-engine-$(EVENKEEL_INDEX)-$(EVENKEEL_NODE).{run.name}"
+        engine = _engine(run, host, _JOB_INDICES, restart="Never")
+        jobs.append(_job("engine", engine, nodes=run.engine_nodes, replicas=run.recipe.rollout.engines))
+    if run.has_router:
+        jobs.append(_job("router", _router(run)))
+    again = "RestartJob" if run.options.restart == "job" else "RestartJobSet"
+    # Both ways in which a Job fails by podFailurePolicy have one reason; the message tells them apart.
+    reasons, fatal = ["PodFailurePolicy"], f".*failed with exit code {FATAL_EXIT_CODE} matching.*"
+    rules = [
+        dict(name="fatal", action="FailJobSet", onJobFailureReasons=reasons, onJobFailureMessagePatterns=[fatal]),
+        dict(name="asked", action=f"{again}AndIgnoreMaxRestarts", onJobFailureReasons=reasons),
+        dict(name="failed", action=again),
+    ]
+    spec = dict(
+        network=dict(enableDNSHostnames=True, publishNotReadyAddresses=True, subdomain=run.name),
+        startupPolicy=dict(startupPolicyOrder="AnyOrder"),
+        successPolicy=dict(operator="All", targetReplicatedJobs=["learner", "collector"]),
+        failurePolicy=dict(maxRestarts=MOST_RESTARTS, rules=rules),
+        replicatedJobs=jobs,
+    )
+    return run.object("jobset.x-k8s.io/v1alpha2", "JobSet", queued=True, spec=spec)
+
+
+def _job(role: str, template: Object, *, nodes: int = 1, replicas: int = 1) -> Object:
+    """Make a role's Job. Pods of several nodes end and start together; a single pod is replaced in its Job."""
+    together = nodes > 1 or role == "learner"
+    again = "FailJob" if together else "Ignore"
+
+    def on_exit(action: str, status: int) -> Object:
+        return dict(action=action, onExitCodes=dict(containerName=role, operator="In", values=[status]))
+
+    rules = [
+        on_exit("FailJob", FATAL_EXIT_CODE),
+        dict(action=again, onPodConditions=[dict(type="DisruptionTarget", status="True")]),
+        on_exit(again, STOPPED_EXIT_CODE),
+    ]
+    spec = dict(
+        completionMode="Indexed",
+        completions=nodes,
+        parallelism=nodes,
+        backoffLimit=0 if together else MOST_RESTARTS,
+        podReplacementPolicy="Failed",
+        podFailurePolicy=dict(rules=rules),
+        template=template,
+    )
+    return dict(name=role, replicas=replicas, template=dict(spec=spec))
+
+
+def leader_worker_set(run: RunOnKubernetes) -> Object:
+    """Make all engines as a LeaderWorkerSet. It is admitted apart from the JobSet: two runs may each wait for what the
+    other one holds."""
+    name = f"{run.name}-engine"
+    leader = _engine(run, f"{name}-$(EVENKEEL_INDEX).{name}", _GROUP_INDICES, restart="Always")
+    worker = _engine(run, f"{name}-$(EVENKEEL_INDEX)-$(EVENKEEL_NODE).{name}", _GROUP_INDICES, restart="Always")
+    several = run.engine_nodes > 1
+    spec = dict(
+        replicas=run.recipe.rollout.engines,
+        startupPolicy="LeaderCreated",
+        networkConfig=dict(subdomainPolicy="Shared"),
+        rolloutStrategy=dict(type="RollingUpdate", rollingUpdateConfiguration=dict(maxUnavailable=1, maxSurge=0)),
+        leaderWorkerTemplate=dict(
+            size=run.engine_nodes,
+            restartPolicy="RecreateGroupOnPodRestart",
+            leaderTemplate=leader if several else None,
+            workerTemplate=worker if several else leader,
+        ),
+    )
+    return run.object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "engine", queued=True, spec=spec)
+
+
+def _learner(run: RunOnKubernetes) -> Object:
+    meet = dict(rendezvous=RENDEZVOUS_PORT, heartbeat=HEARTBEAT_PORT) if run.learner_nodes > 1 else {}
+    return _pod(
+        run,
+        "learner",
+        image=run.options.learner_image,
+        arguments=f"$(EVENKEEL_NODE) {RECIPE} --nodes {run.learner_nodes} --host $(EVENKEEL_HOST) "
+        f"--port {RENDEZVOUS_PORT} --metrics-port {METRICS_PORT}",
+        indices={"EVENKEEL_NODE": _JOB_NODE},
+        host=f"{run.name}-learner-0-$(EVENKEEL_NODE).{run.name}",
+        ports=meet | dict(metrics=METRICS_PORT),
+        needs=run.needs.learner,
+        gpus=run.learner_gpus,
+        most_on_a_node=1,  # two on one large node would be lost together
+    )
+
+
+def _collector(run: RunOnKubernetes) -> Object:
+    """Make the collector's pod, which is ready once it has begun."""
+    return _pod(
+        run,
+        "collector",
+        image=run.options.rollout_image,
+        arguments=f"{RECIPE} --host $(EVENKEEL_HOST) --metrics-port {METRICS_PORT}",
+        host=f"{run.name}-collector-0-0.{run.name}",
+        ports=dict(metrics=METRICS_PORT),
+        needs=run.needs.collector,
+        probes=dict(readinessProbe=_probe(3, tcpSocket=dict(port="metrics"))),
+    )
+
+
+def _router(run: RunOnKubernetes) -> Object:
+    """Make the router's pod, which is ready with an engine behind it, and alive without one."""
+    alive = dict(path="/liveness", port="http")
+    return _pod(
+        run,
+        "router",
+        image=run.options.rollout_image,
+        arguments=f"{RECIPE} --host $(EVENKEEL_HOST) --port {ROUTER_PORT} --metrics-port {ROUTER_METRICS_PORT}",
+        host=f"{run.name}-router-0-0.{run.name}",
+        ports=dict(http=ROUTER_PORT, metrics=ROUTER_METRICS_PORT),
+        needs=run.needs.router,
+        probes=dict(
+            startupProbe=_probe(60, period_s=5, httpGet=alive),
+            readinessProbe=_probe(3, httpGet=dict(path="/readiness", port="http")),
+            livenessProbe=_probe(6, httpGet=alive),
+        ),
+    )
+
+
+def _engine(run: RunOnKubernetes, host: str, indices: dict[str, str], *, restart: str) -> Object:
+    nodes = f" --nodes {run.engine_nodes} --node $(EVENKEEL_NODE)" if run.engine_nodes > 1 else ""
+
+    def ask(failures: int, *options: str) -> Object:
+        program = ["python", "-P", "-m", "launch.schedulers.kubernetes.probe", run.directory]
+        command = [*program, "--port", str(ENGINE_PORT), *options]
+        return _probe(failures, period_s=_EXEC_S, timeout_s=_EXEC_S, exec=dict(command=command))
+
+    def alive(for_s: int) -> Object:
+        """Fails once the engine has not answered for so long. Of several nodes only the first one answers HTTP."""
+        if run.engine_nodes > 1:
+            return ask(math.ceil(for_s / _EXEC_S), "--alive")
+        return _probe(math.ceil(for_s / _PERIOD_S), httpGet=dict(path="/health", port="http"))
+
+    # An engine gives up by itself: it waits for its own name and for the recipe, and start_deadline_s bounds its wait
+    # for version 0, and then reading the weights.
+    waits_s = NAME_DEADLINE_S + RECIPE_DEADLINE_S + 2 * run.recipe.rollout.start_deadline_s
+    return _pod(
+        run,
+        "engine",
+        image=run.options.rollout_image,
+        arguments=f"$(EVENKEEL_INDEX) {RECIPE} --host $(EVENKEEL_HOST) --port {ENGINE_PORT} --metrics{nodes}",
+        indices=indices,
+        host=host,
+        ports=dict(http=ENGINE_PORT),
+        needs=run.needs.engine,
+        gpus=run.engine_gpus,
+        probes=dict(
+            startupProbe=alive(run.needs.first_policy_s + math.ceil(waits_s)),
+            readinessProbe=ask(2),
+            livenessProbe=alive(_GONE_S),
+        ),
+        restart=restart,
+        # Engines fill nodes: half-empty ones would leave no whole node for a learner pod.
+        near_its_own=run.engine_gpus != run.options.gpus_per_node,
+        # No more than a node of the described size holds, however large the node is.
+        most_on_a_node=run.options.gpus_per_node // run.engine_gpus,
+    )
+
+
+def _probe(failures: int, *, period_s: int = _PERIOD_S, timeout_s: int = 5, **action: Object) -> Object:
+    return dict(**action, periodSeconds=period_s, timeoutSeconds=timeout_s, failureThreshold=failures)
+
+
+def _pod(
+    run: RunOnKubernetes,
+    role: str,
+    *,
+    image: str,
+    arguments: str,
+    host: str,
+    ports: dict[str, int],
+    needs: HostNeeds,
+    gpus: int = 0,
+    indices: dict[str, str] | None = None,
+    probes: Object | None = None,
+    restart: str = "Never",
+    near_its_own: bool = False,
+    most_on_a_node: int = 0,
+) -> Object:
+    """Make a role's pod template, of one container.
+
+    `arguments` follow `evenkeel role ROLE RUN`, by spaces, and none of them holds one; `host` is the name by which
+    other pods reach this one. A pod prefers to be near the run's others, and with `near_its_own` near those of its
+    role. Without `most_on_a_node` any number of the role's pods may be on one node.
+    """
+    options = run.options
+    # CPUs, and room on the node's disk, are asked for and not limited; memory and devices are both.
+    fixed = dict(memory=_quantity(needs.memory_bytes))
+    if gpus:
+        fixed[options.gpu_resource] = str(gpus)
+        if rdma := options.rdma_of(gpus):
+            fixed[rdma[0]] = rdma[1]
+    asked = dict(cpu=str(needs.cpus))
+    if needs.replica_bytes:
+        asked["ephemeral-storage"] = _quantity(needs.replica_bytes)
+    fields = indices or {}
+    values = {
+        "EVENKEEL_HOST": host,
+        "EVENKEEL_API_KEY_FILE": f"{SECRET_FOLDER}/{SECRET_FILE}",
+        "EVENKEEL_GRACE_S": str(needs.stop_s),
+        MAX_RESTARTS_VARIABLE: str(run.recipe.run.max_restarts),
+        "HOME": "/tmp",
+        "USER": "evenkeel",  # no image need know the user's number
+    }
+    volumes = _volumes(run, needs)
+    container = dict(
+        name=role,
+        image=image,
+        command=COMMAND,
+        args=["evenkeel", "role", role, run.directory, *arguments.split(" ")],
+        # Fields first: $(NAME) in later values and in arguments is replaced by the kubelet.
+        env=[
+            *(dict(name=name, valueFrom=dict(fieldRef=dict(fieldPath=path))) for name, path in fields.items()),
+            *(dict(name=name, value=value) for name, value in values.items()),
+        ],
+        ports=[dict(name=name, containerPort=port) for name, port in ports.items()],
+        resources=dict(requests=asked | fixed, limits=fixed),
+        **(probes or {}),
+        securityContext=_CONTAINER_SECURITY,
+        volumeMounts=[mount for _, mount in volumes],
+    )
+    near = [(50, None, options.topology_key)]
+    if near_its_own:
+        near.insert(0, (100, role, NODE))
+    preferred = [
+        dict(weight=weight, podAffinityTerm=dict(labelSelector=_matching(run, whose), topologyKey=key))
+        for weight, whose, key in near
+    ]
+    spread = dict(
+        maxSkew=most_on_a_node,
+        topologyKey=NODE,
+        whenUnsatisfiable="DoNotSchedule",
+        labelSelector=_matching(run, role),
+    )
+    return _template(
+        run,
+        run.labels(role),
+        restartPolicy=restart,
+        terminationGracePeriodSeconds=needs.stop_s + KILL_MARGIN_S,
+        affinity=dict(podAffinity=dict(preferredDuringSchedulingIgnoredDuringExecution=preferred)),
+        topologySpreadConstraints=[spread] if most_on_a_node else None,
+        tolerations=[dict(key=options.gpu_resource, operator="Exists", effect="NoSchedule")] if gpus else None,
+        containers=[container],
+        volumes=[volume for volume, _ in volumes],
+    )
+
+
+def _template(run: RunOnKubernetes, labels: dict[str, str], **fields: Any) -> Object:
+    """Make a template of pods that may do no more than hardened namespaces allow, by the user that was asked for."""
+    user, group = run.options.user_and_group
+    security = dict(
+        runAsNonRoot=True,
+        runAsUser=user,
+        runAsGroup=group,
+        fsGroup=group,
+        fsGroupChangePolicy="OnRootMismatch",
+        seccompProfile=dict(type="RuntimeDefault"),
+    )
+    closed = dict(automountServiceAccountToken=False, enableServiceLinks=False, securityContext=security)
+    return dict(metadata=dict(labels=labels), spec=dict(**closed, **fields))
+
+
+def _matching(run: RunOnKubernetes, role: str | None) -> Object:
+    return dict(matchLabels=run.selector(role))
+
+
+def _volumes(run: RunOnKubernetes, needs: HostNeeds) -> list[tuple[Object, Object]]:
+    """Make each volume of a pod, with its mount."""
+    options = run.options
+    # 256 is 0400; the kubelet adds reading by the group, since the file belongs to root.
+    key = dict(secretName=options.secret, defaultMode=256, items=[dict(key=options.secret_key, path=SECRET_FILE)])
+    sources: dict[str, tuple[str, Object]] = {
+        "run": (options.mount, dict(persistentVolumeClaim=dict(claimName=run.claim))),
+        "api-key": (SECRET_FOLDER, dict(secret=key)),
+        "tmp": ("/tmp", dict(emptyDir=dict(sizeLimit=_quantity(needs.tmp_bytes)))),
+        "recipe": (RECIPE_FOLDER, dict(configMap=dict(name=run.config_map))),
+    }
+    if needs.shm_bytes:
+        sources["shm"] = "/dev/shm", dict(emptyDir=dict(medium="Memory", sizeLimit=_quantity(needs.shm_bytes)))
+    read_only = ("api-key", "recipe")
+    return [
+        (dict(name=name, **source), dict(name=name, mountPath=path, readOnly=True if name in read_only else None))
+        for name, (path, source) in sources.items()
+    ]
+
+
+def _quantity(num_bytes: int) -> str:
+    """Write a size in whole MiB, as Kubernetes does; no fewer bytes than these."""
+    return f"{-(-num_bytes // _MIB)}Mi"
+
+
+def download_job(run: RunOnKubernetes) -> Object:
+    """Make the Job that brings a model from huggingface.co to model.path. Started again, it goes on with what is
+    there."""
+    name, _, revision = str(run.options.download).partition("@")
+    arguments = ["download", name, *(("--revision", revision) if revision else ())]
+    token = dict(secretKeyRef=dict(name="huggingface", key="token", optional=True))
+    container = dict(
+        name="model",
+        image=run.options.rollout_image,
+        command=["hf"],
+        args=[*arguments, "--local-dir", str(run.recipe.model.path)],
+        env=[
+            dict(name="HF_TOKEN", valueFrom=token),
+            dict(name="HF_HUB_OFFLINE", value="0"),
+            dict(name="HOME", value="/tmp"),
+        ],
+        resources=dict(requests=dict(cpu="2", memory="4096Mi"), limits=dict(memory="4096Mi")),
+        securityContext=_CONTAINER_SECURITY,
+        volumeMounts=[dict(name="run", mountPath=run.options.mount), dict(name="tmp", mountPath="/tmp")],
+    )
+    template = _template(
+        run,
+        {"app.kubernetes.io/name": "evenkeel"},
+        restartPolicy="OnFailure",
+        terminationGracePeriodSeconds=KILL_MARGIN_S,
+        containers=[container],
+        volumes=[
+            dict(name="run", persistentVolumeClaim=dict(claimName=run.claim)),
+            dict(name="tmp", emptyDir=dict(sizeLimit="2048Mi")),
+        ],
+    )
+    return run.object("batch/v1", "Job", "model", spec=dict(backoffLimit=6, template=template))

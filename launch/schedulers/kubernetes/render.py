@@ -1,52 +1,72 @@
-"""From a run to the files that `kubectl apply -k DIR` takes, and that an overlay of the user's builds on."""
+"""Write a run's objects as files that `kubectl apply -k DIR` takes, and that an overlay of the user's builds on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from launch.schedulers.kubernetes.base import KubernetesObject, to_yaml
-from launch.schedulers.kubernetes.containers import download_job
-from launch.schedulers.kubernetes.engines import leader_worker_set
-from launch.schedulers.kubernetes.job import RUN_LABEL, RunOnKubernetes
-from launch.schedulers.kubernetes.jobset import job_set
-from launch.schedulers.kubernetes.policies import disruption_budgets, network_policies
-from launch.schedulers.kubernetes.surroundings import alerts, config_map, service_monitor, services, volume_claim
+from launch.schedulers.kubernetes.pods import download_job, job_set, leader_worker_set
+from launch.schedulers.kubernetes.run import RUN_LABEL, Object, RunOnKubernetes
+from launch.schedulers.kubernetes.surroundings import (
+    config_map,
+    disruption_budgets,
+    monitors,
+    network_policies,
+    services,
+    volume_claim,
+)
 from pipeline.errors import RecipeError
 
-Files = dict[str, list[dict[str, Any]]]
+Files = dict[str, list[Object]]
 KUSTOMIZATION = "kustomization.yaml"
 """Names all other files but the model's, which is there before the run."""
 MODEL = "model/job.yaml"
+IMMUTABLE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "JobSet": (
+        *(("spec", "replicatedJobs"), ("spec", "network"), ("spec", "startupPolicy")),
+        *(("spec", "successPolicy"), ("spec", "failurePolicy"), ("spec", "managedBy")),
+    ),
+    "LeaderWorkerSet": (("spec", "leaderWorkerTemplate", "size"), ("spec", "networkConfig")),
+    "ConfigMap": (("data",), ("immutable",)),
+    "Job": (("spec",),),
+    "PersistentVolumeClaim": (("spec", "accessModes"), ("spec", "storageClassName")),
+}
+"""What cannot be changed in a cluster: kind → fields."""
 
 
 def render(run: RunOnKubernetes) -> Files:
-    """Objects by file; none for a file that this run does without."""
-    files: dict[str, list[KubernetesObject]] = {
+    """Make the objects of each file; none for a file that this run does without."""
+    options = run.options
+    files: Files = {
         "00-recipe.yaml": [config_map(run)],
-        "10-storage.yaml": [] if run.options.pvc else [volume_claim(run)],
-        "20-services.yaml": [*services(run)],
-        "30-network.yaml": [*network_policies(run)],
-        "40-disruption.yaml": [*disruption_budgets(run)],
-        "50-engines.yaml": [leader_worker_set(run)] if run.options.engines == "leaderworkerset" else [],
+        "10-storage.yaml": [] if options.pvc else [volume_claim(run)],
+        "20-services.yaml": services(run),
+        "30-network.yaml": network_policies(run),
+        "40-disruption.yaml": disruption_budgets(run),
+        "50-engines.yaml": [leader_worker_set(run)] if options.engines == "leaderworkerset" else [],
         "60-run.yaml": [job_set(run)],
-        "70-monitoring.yaml": [service_monitor(run), alerts(run)] if run.options.monitors else [],
-        MODEL: [download_job(run)] if run.options.download else [],
+        "70-monitoring.yaml": monitors(run) if options.monitors else [],
+        MODEL: [download_job(run)] if options.download else [],
     }
-    written = {name: [one.to_dict() for one in objects] for name, objects in files.items()}
-    return written | {KUSTOMIZATION: [_kustomization([name for name in written if written[name] and name != MODEL])]}
+    names = [name for name in files if files[name] and name != MODEL]
+    kustomization = dict(apiVersion="kustomize.config.k8s.io/v1beta1", kind="Kustomization", resources=names)
+    return {name: _without_none(objects) for name, objects in files.items()} | {KUSTOMIZATION: [kustomization]}
 
 
-def _kustomization(names: list[str]) -> dict[str, Any]:
-    return dict(apiVersion="kustomize.config.k8s.io/v1beta1", kind="Kustomization", resources=names)
+def _without_none(value: Any) -> Any:
+    """Leave out fields that are None."""
+    if isinstance(value, dict):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
-def read(folder: Path, files: Files, run: str) -> list[dict[str, Any]]:
-    """Objects of an earlier rendering of the run. Raises RecipeError when a file that `write` would replace is
+def read(folder: Path, files: Files, run: str) -> list[Object]:
+    """Read the objects of an earlier rendering of the run. Raises RecipeError when a file that `write` would replace is
     damaged, or not of this run."""
-    found = []
+    found: list[Object] = []
     for path in (path for name in files if name != KUSTOMIZATION and (path := folder / name).exists()):
         try:
             objects = [*yaml.safe_load_all(path.read_text(encoding="utf-8"))]
@@ -80,3 +100,59 @@ def write(files: Files, folder: Path) -> list[Path]:
         else:
             path.unlink(missing_ok=True)
     return written
+
+
+def check_changes(before: Sequence[Object], after: Sequence[Object]) -> Iterator[str]:
+    """Name the fields in which objects of one name differ, and that a cluster refuses to change."""
+    known = {(one["kind"], one["metadata"]["name"]): one for one in before}
+    for one in after:
+        old = known.get((one["kind"], one["metadata"]["name"]))
+        for path in IMMUTABLE.get(one["kind"], ()) if old else ():
+            if place := _difference(_at(old, path), _at(one, path), ".".join(path)):
+                named = f"{one['kind']} {one['metadata']['name']}"
+                yield f"{named}: {place} cannot be changed; delete the object first, then apply"
+
+
+def _at(one: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        one = one.get(part) if isinstance(one, dict) else None
+    return one
+
+
+def _difference(before: Any, after: Any, where: str) -> str | None:
+    """Where the first difference is."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in [*before, *(key for key in after if key not in before)]:
+            if found := _difference(before.get(key), after.get(key), f"{where}.{key}"):
+                return found
+        return None
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for place, (old, new) in enumerate(zip(before, after, strict=True)):
+            if found := _difference(old, new, f"{where}[{place}]"):
+                return found
+        return None
+    return None if before == after else where
+
+
+class _Dumper(yaml.SafeDumper):
+    """Indents lists, and writes texts of several lines as they are."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 (PyYAML's name)
+        return super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 (PyYAML's name)
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(objects: list[Object]) -> str:
+    """Write the documents of one file, in order. The same objects give the same bytes."""
+    return yaml.dump_all(
+        objects, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=2**16
+    )

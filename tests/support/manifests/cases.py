@@ -7,10 +7,8 @@ from typing import Any
 
 import yaml
 
-from launch.schedulers.kubernetes.base import to_yaml
-from launch.schedulers.kubernetes.job import RunOnKubernetes, run_on_kubernetes
-from launch.schedulers.kubernetes.options import cluster_options
-from launch.schedulers.kubernetes.render import KUSTOMIZATION, Files, render
+from launch.schedulers.kubernetes.render import KUSTOMIZATION, Files, render, to_yaml
+from launch.schedulers.kubernetes.run import RunOnKubernetes, cluster_options, run_on_kubernetes
 from pipeline.config.loader import find_recipe, load_recipe
 
 LEARNER_IMAGE = "registry.example/evenkeel/learner@sha256:" + "1" * 64

@@ -67,7 +67,7 @@ def test_metrics_exist(page: Path) -> None:
 
 def test_ports_of_the_page_are_those_of_the_code() -> None:
     from launch.roles import engine, learner
-    from launch.schedulers.kubernetes import job
+    from launch.schedulers.kubernetes import run as job
 
     page = CLUSTER.read_text()
     assert learner.DEFAULT_PORT == job.RENDEZVOUS_PORT

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from launch.plan.planner import Machine, make_plan
-from launch.schedulers.kubernetes.changes import check_changes
 from launch.schedulers.kubernetes.command import kubernetes
-from launch.schedulers.kubernetes.render import render
+from launch.schedulers.kubernetes.render import check_changes, render
 from pipeline.errors import RecipeError
 from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered, run_of
 from tests.support.manifests.outcomes import EXPECTED, outcome

@@ -13,9 +13,8 @@ import pytest
 
 from launch.schedulers.kubernetes import probe
 from launch.schedulers.kubernetes.probe import main
-from launch.schedulers.kubernetes.probes import engine_probes
 from pipeline.data.run_directory import RunDirectory
-from tests.support.manifests.cases import run_of
+from tests.support.manifests.cases import rendered
 
 KEY = "key-of-the-test"
 
@@ -152,8 +151,10 @@ def test_a_name_of_weights_is_shown_in_one_short_line(
     "overrides", [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16")]
 )
 def test_pods_give_a_probe_longer_than_its_own_deadline(overrides: tuple[str, ...]) -> None:
-    found = engine_probes(run_of(*overrides))
-    programs = [one for one in (found.startup, found.readiness, found.liveness) if one and one.exec]
+    (job_set,) = rendered(*overrides)["60-run.yaml"]
+    (engine,) = (one for one in job_set["spec"]["replicatedJobs"] if one["name"] == "engine")
+    (container,) = engine["template"]["spec"]["template"]["spec"]["containers"]
+    programs = [one for name, one in container.items() if name.endswith("Probe") and "exec" in one]
     assert programs
     for one in programs:
-        assert probe.DEADLINE_S < one.timeout_seconds <= one.period_seconds
+        assert probe.DEADLINE_S < one["timeoutSeconds"] <= one["periodSeconds"]
