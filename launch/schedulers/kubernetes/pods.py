@@ -307,7 +307,7 @@ def _pod(
         securityContext=_CONTAINER_SECURITY,
         volumeMounts=[mount for _, mount in volumes],
     )
-    near = [(50, None, options.topology_key)]
+    near: list[tuple[int, str | None, str]] = [(50, None, options.topology_key)]
     if near_its_own:
         near.insert(0, (100, role, NODE))
     preferred = [

@@ -108,9 +108,7 @@ def network_policies(run: RunOnKubernetes) -> list[Object]:
     ]
     return [
         policy(None),
-        policy(
-            "learner", allow(("learner", "engine") if broadcast else ("learner",), _ANY_PORT), scraped(METRICS_PORT)
-        ),
+        policy("learner", allow(nccl, _ANY_PORT), scraped(METRICS_PORT)),
         policy("collector", scraped(METRICS_PORT)),
         *([policy("router", *to_router)] if run.has_router else []),
         policy("engine", *to_engine),
