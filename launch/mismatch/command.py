@@ -42,7 +42,7 @@ def mismatch(
 
     Splits the log-ratio of every sampled token into staleness, quantization, (for mixtures) routing, kernels and
     decoding; the terms add up exactly. Starts one engine and one learner of the recipe's layout. Writes a page of plots
-    and says in a paragraph what to do. See docs/mismatch.md.
+    and says in a paragraph what to do. See docs/precision.md.
     """
     check_recipe_or_run(source)  # before Megatron and SGLang are imported
     from launch.mismatch.measure import measure

@@ -55,7 +55,7 @@ class Assumptions:
     disk_gb_s: float = 2.0
     """Shared file system, for writing and for each engine's reading."""
     delta_share: float = 0.05
-    """Bytes of what one version changes ÷ all of its bytes: docs/delta.md has measured ones."""
+    """Bytes of what one version changes ÷ all of its bytes: docs/precision.md has measured ones."""
     local_gb_s: float = 4.0
     """What an engine reads of its own host's files."""
     broadcast_gb_s: float = 3.6

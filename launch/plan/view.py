@@ -20,7 +20,7 @@ _ASSUMED = {
     "mfu": "of the peak, in the learner's matrix work, without bubbles and communication (--mfu)",
     "peak_tflops": "dense bfloat16 TFLOPS of a GPU (--peak-tflops)",
     "disk_gb_s": "GB/s of the shared file system, writing and for each reader (--disk-gb-s)",
-    "delta_share": "of the published bytes, what one version changes (weights.channel: delta; docs/delta.md)",
+    "delta_share": "of the published bytes, what one version changes (weights.channel: delta; docs/precision.md)",
     "local_gb_s": "GB/s at which an engine loads from its own host (delta)",
     "broadcast_gb_s": "GB/s from learner to engines, gathering included (--broadcast-gb-s)",
     "nvlink_gb_s": "GB/s of collectives within a node",

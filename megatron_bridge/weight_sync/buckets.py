@@ -15,7 +15,7 @@ from pipeline.ports.weight_update import TensorSpec
 PIECES = 8
 """What is packed first and what is loaded last has nothing beside it: at most an eighth each."""
 SMALLEST_BYTES = 16 << 20
-"""Each bucket costs an engine one call, but eight were faster than one (docs/speed.md). The least size is chosen, not
+"""Each bucket costs an engine one call, but eight were faster than one. The least size is chosen, not
 measured: glibc in the engines hands out a buffer of up to 32 MiB again, and takes a larger one from the system each
 time, page by page."""
 

@@ -100,7 +100,7 @@ ELSEWHERE = {
     for keys, _, words in [line.partition(": ")]
     for word in words.split()
 }
-"""What other trainers call it → where it is here; docs/from-trl.md and its sisters say what is different. A word with a
+"""What other trainers call it → where it is here; docs/coming-from.md says what is different. A word with a
 dot is meant in that section alone."""
 
 _SECTIONS = {

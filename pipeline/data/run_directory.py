@@ -5,7 +5,7 @@
       recipe.yaml              resolved and frozen at the first start
       recipes/000001.yaml      what a later start changed it to (pipeline.data.run_recipes)
       batches/000012.zarr.zip  one committed batch, one file (pipeline.data.store)
-      policy/000012/           version 12, HF safetensors or a delta (docs/delta.md); policy/PUBLISHED/000012: served
+      policy/000012/           version 12, HF safetensors or a delta; policy/PUBLISHED/000012: engines serve it
       logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
       logprobs/000012-old.npy  … and when the batch's stage began, where pi_old is needed
       mismatch/000012.zarr.zip learner against engine on batch 12, in all detail (pipeline.data.mismatch_files)

@@ -11,8 +11,8 @@ engine it would pull the learner to its own quantized copy, which follows the le
 K = w_q (w_s log w_s - w_s + 1) is unbiased for KL(pi || pi_old) under samples from pi_b. Its gradient here is
 sg(min(rho, cap)) log w_s grad log pi: the true slope is rho log w_s, and the cap keeps one token from dominating.
 
-A hypothesis of this project's, tried in docs/robust.md; no paper describes it. While pi_old is pi, in sync with one
-update a batch, it is CISPO.
+A hypothesis of this project's, tried in docs/evidence/robust.md; no paper describes it. While pi_old is pi, in sync
+with one update a batch, it is CISPO.
 """
 
 from __future__ import annotations

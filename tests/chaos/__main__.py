@@ -20,7 +20,7 @@ from rich.table import Table
 from tests.chaos.ledger import Case, Entry, Ledger
 
 HERE = Path(__file__).parent
-ORDER = ("malformed", "flips", "checker", "simulation", "endurance", "kills")
+ORDER = ("malformed", "flips", "simulation", "endurance", "kills")
 """The long ones last."""
 SHARES = {"kills": 5.0}
 """Of the time, beside 1 of every other part."""

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 when a cell failed otherwise than by diverging."""
     options = _parse(arguments)
     root = options.root or REPOSITORY / "runs" / ("evidence-quick" if options.quick else "evidence")
-    page = root / "evidence.md" if options.quick else REPOSITORY / "docs" / "evidence.md"
+    page = (root if options.quick else REPOSITORY / "docs" / "evidence") / "claims.md"
     try:
         matrix = read_matrix(options.matrix, quick=options.quick)
         cells = {name: list(cells_of(matrix, name, root)) for name in matrix.experiments}
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 [run_cells(matrix, matrix.experiments[name], found, options.jobs) for name, found in wanted.items()]
             )
         for name, experiment in matrix.experiments.items():
-            keep(page.with_suffix("") / f"{name}.json", cells[name], experiment.series, STARTED)
+            keep(page.parent / f"{name}.json", cells[name], experiment.series, STARTED)
         write_page(matrix, page, quick=options.quick)
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr)

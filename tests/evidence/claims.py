@@ -29,8 +29,6 @@ class Verdict:
     condition: str
     answer: Answer
     figures: str
-    complete: bool = True
-    """Whether every seed of the matrix was measured."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,6 @@ class Judged:
 
     claim: Claim
     verdicts: list[Verdict]
-
-    @property
-    def consequence(self) -> str:
-        """What follows for a recipe: nothing while a cell is missing or a condition undecided."""
-        if not all(verdict.complete for verdict in self.verdicts):
-            return ""
-        answers = {verdict.answer for verdict in self.verdicts}
-        return self.claim.when_shown if answers == {"shown"} else self.claim.when_refuted * (answers == {"refuted"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +116,7 @@ def pass_at(claim: Claim) -> int:
 
 def _verdict(question: Question, experiment: Experiment, results: Sequence[Result], p: Array) -> Verdict:
     if question.tested is None:
-        return Verdict(question.condition, "not measured", "", complete=False)
+        return Verdict(question.condition, "not measured", "")
     answer: Answer = "shown" if p[0] <= ALPHA else "refuted" if p[1] <= ALPHA else "undecided"
     arms = [question.claim.judge.arm]
     if isinstance(question.claim.judge, COMPARING):
@@ -137,7 +127,7 @@ def _verdict(question: Question, experiment: Experiment, results: Sequence[Resul
         notes.append(f"{runs} of {len(experiment.seeds)} seeds")
     if runs == 1:
         notes.append("one run: its spread is not known")
-    return Verdict(question.condition, answer, "; ".join(notes), complete=runs == len(experiment.seeds))
+    return Verdict(question.condition, answer, "; ".join(notes))
 
 
 def _figures(question: Question, experiment: Experiment, results: Sequence[Result]) -> str:

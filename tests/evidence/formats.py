@@ -2,32 +2,27 @@
 when the learner follows.
 
     python -m tests.evidence.formats --model runs/models/demo    # made by `make demo`
-    python -m tests.evidence.formats --page                      # draw and print what was measured
+    python -m tests.evidence.formats --page                      # print what was measured
 
 Each cell is `evenkeel mismatch demo` with a real engine and a real learner in float32: one format, the learner plain or
 with `learner.fp8_emulation`, one seed of prompts. Cells that were measured are not measured again. What was found is
-kept in docs/evidence/formats.json, and drawn in docs/evidence/formats.png.
+kept in docs/evidence/formats.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from launch.mismatch.measure import measure
 from pipeline.data.files import write_atomically
 from tests.evidence.matrix import REPOSITORY
-from tests.evidence.plots import PALETTE, STYLE
 from tests.support.engine_forks import forked_engines
 from tests.support.rank_programs import forked_programs
 
@@ -40,7 +35,7 @@ TITLES = {
     "emulated_fp4": "FP4 (e2m1), a scale a matrix",
     "emulated_mxfp4": "MXFP4, a scale for 32",
 }
-"""In the order of the picture: of their ESS."""
+"""In the order of their ESS."""
 TERMS = ("quantization", "kernels", "decoding")
 
 
@@ -126,48 +121,6 @@ def table(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Two panels, a row a format: a full point for the plain learner, a hollow one for a learner that follows, and a
-    line between them for what following takes away."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.0, 3.2), layout="constrained", dpi=120)
-        left, right = figure.subplots(1, 2, sharey=True)
-        _rows(left, list(_points(cells, "ess")), ".3f", both=False)
-        left.set(title="effective sample size at step 0", xlim=(None, 1.004))
-        _rows(right, list(_points(cells, "mean_abs")), ".2g", both=True)
-        right.set(title="mean |log-ratio| of a token at step 0, nats", xscale="log")
-        left.set_yticks(range(len(TITLES)), list(TITLES.values()))
-        left.invert_yaxis()
-        kinds = {"learner in float32": "#555555", "learner computes in the rollouts' format": "white"}
-        marks = [Line2D([], [], ls="", marker="o", mfc=face, mec="#555555", mew=1.5) for face in kinds.values()]
-        figure.legend(marks, list(kinds), loc="outside lower center", ncols=2)
-        figure.savefig(path, metadata={"Software": None})
-
-
-def _points(cells: Sequence[Cell], name: str) -> Iterator[tuple[int, bool, list[float]]]:
-    for (row, precision), follows in product(enumerate(TITLES), (False, True)):
-        found = [float(getattr(c, name)) for c in cells if (c.precision, c.follows) == (precision, follows)]
-        if found:
-            yield row, follows, found
-
-
-def _rows(axes: Axes, points: Sequence[tuple[int, bool, list[float]]], number: str, both: bool) -> None:
-    """`both`: hollow points have their number as well."""
-    means: dict[int, list[float]] = {}
-    for row, follows, values in points:
-        color, mean = PALETTE[row], float(np.mean(values))
-        means.setdefault(row, []).append(mean)
-        axes.plot(
-            values, [row] * len(values), "o", ms=6, mfc="white" if follows else color, mec=color, mew=1.5, zorder=3
-        )
-        if both or not follows:
-            place = dict(xytext=(0, 6), textcoords="offset points", ha="center", fontsize=7)
-            axes.annotate(format(mean, number), (mean, row), **place)  # type: ignore[arg-type]
-    for row, ends in means.items():
-        axes.plot([min(ends), max(ends)], [row, row], color=PALETTE[row], linewidth=2, alpha=0.5, zorder=2)
-    axes.margins(x=0.08, y=0.14)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=REPOSITORY / "runs" / "models" / "demo", help="HF folder")
@@ -177,7 +130,6 @@ def main() -> None:
     options = parser.parse_args()
     if not options.page:
         run(options)
-    draw(kept(), KEPT.with_suffix(".png"))
     print(table(kept()))
 
 

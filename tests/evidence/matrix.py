@@ -46,14 +46,6 @@ class Variant(Section):
     set: Overrides = Field(default_factory=dict)
 
 
-class Column(Section):
-    """One column of the tables: a metric over the steps of a cell, as one number, averaged over seeds."""
-
-    title: str
-    metric: str
-    take: Literal["first", "last", "min", "max"] = Field(description="last: the mean of the last tenth of the steps.")
-
-
 class Decays(Section):
     """The arm ends clearly below its best evaluation (`shown`), or it keeps it (`refuted`)."""
 
@@ -114,25 +106,12 @@ class Claim(Section):
     source: str
     judge: Annotated[Decays | Holds | Better | Faster | Forecast | Order, Field(discriminator="kind")]
     conditions: tuple[str, ...] | None = Field(None, description="Where it is judged; default: in all.")
-    when_shown: str = Field("", description="What follows for a recipe when every condition shows it.")
-    when_refuted: str = Field("", description="What follows for a recipe when every condition refutes it.")
 
     @property
     def named_arms(self) -> set[str]:
         """The arms that are judged."""
         than = self.judge.than if isinstance(self.judge, COMPARING) else None
         return {self.judge.arm} | ({than} if than else set())
-
-    @model_validator(mode="after")
-    def _consequences_need_the_strongest_arm(self) -> Self:
-        """An arm that beats a weak one recommends nothing."""
-        whole = isinstance(self.judge, Forecast) or (isinstance(self.judge, Better) and self.judge.than is None)
-        if (self.when_shown or self.when_refuted) and not whole:
-            raise ValueError(
-                f"claim {self.text!r} has a consequence for recipes, but is not a comparison with every other arm; "
-                "use kind: better without `than`, or drop the consequence"
-            )
-        return self
 
 
 class Experiment(Section):
@@ -152,7 +131,6 @@ class Experiment(Section):
     alone: bool = Field(False, description="Its cells run one at a time, because their seconds are compared.")
     pass_at: tuple[PositiveInt, ...] = Field((1,), description="Each k whose pass@k is tabled and drawn.")
     series: tuple[str, ...] = Field(description="Metrics of each step that are kept, and drawn.")
-    columns: tuple[Column, ...] = ()
     claims: tuple[Claim, ...] = ()
     quick: dict[str, Any] | None = Field(
         default_factory=dict, description="Fields that `--quick` replaces; `set` is added. Null: it is left out."
@@ -183,8 +161,6 @@ class Experiment(Section):
         for condition, arms in self.more.items():
             if unknown := sorted({condition} - self.conditions.keys() | arms.keys() - self.arms.keys()):
                 raise ValueError(f"more names {unknown[0]}, which is neither a condition nor an arm of the experiment")
-        if missing := sorted({column.metric for column in self.columns} - set(self.series)):
-            raise ValueError(f"column metric {missing[0]} is not kept; add it to series")
         return self
 
     def quickened(self) -> Self:

@@ -16,7 +16,7 @@ from launch.cli import app
 ROOT = Path(__file__).parents[2]
 PAGES = (
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "ops").glob("*.md")),
     *sorted((ROOT / "ops").glob("*/*.md")),
 )

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 DENSE = 0.75
 """From this share of the whole bytes on, what changed is not written: unpacking it takes longer than reading the rest
-(docs/delta.md)."""
+(docs/precision.md)."""
 _log = logging.getLogger(__name__)
 
 

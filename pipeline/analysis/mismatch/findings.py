@@ -20,7 +20,7 @@ ROUNDING_LUCK = 0.25
 """Of the quantization term's mean |term|, what may be left in the terms after it."""
 EMULATED_LUCK_NATS = 5e-3
 """The same where the learner trains with the formats and has no quantization term: twice the largest luck that an FP8
-engine alone was measured with, 2.4e-3 with 16 layers (docs/unified-precision.md)."""
+engine alone was measured with, 2.4e-3 with 16 layers (docs/precision.md)."""
 EXPLAINED = 0.4
 """A fault is named when it alone accounts for so much of a term's sum of squares; chance gives below a hundredth."""
 TIED = 0.02

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tests.chaos.ledger import OK, Case, Check
 
-NAMES = ("recipes", "settings", "tasks", "models", "checkpoints", "run_files", "command_lines", "answers", "batches")
+NAMES = ("recipes", "tasks", "models", "checkpoints", "answers", "batches")
 BLOCK = 50
 """Tries of a case."""
 

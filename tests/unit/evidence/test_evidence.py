@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import yaml
 
-from launch.sft_command import read_recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
@@ -20,10 +18,10 @@ from pipeline.rollout.evaluation import summarize
 from tests.evidence import __main__ as command
 from tests.evidence import runner
 from tests.evidence.claims import Judged, judge
-from tests.evidence.matrix import REPOSITORY, Cell, Claim, Experiment, Matrix, cells_of, read_matrix
+from tests.evidence.matrix import REPOSITORY, Cell, Experiment, Matrix, cells_of, read_matrix
 from tests.evidence.page import write_page
 from tests.evidence.results import Arm, Result, harvest, load, save, state_of
-from tests.evidence.runner import Job, check_unchanged, is_settled, run_jobs
+from tests.evidence.runner import Job, check_unchanged, is_settled
 from tests.support.evidence import a_result
 
 SHIPPED = REPOSITORY / "tests" / "evidence" / "matrix.yaml"
@@ -78,16 +76,6 @@ class TestMatrix:
         assert (recipe.run.seed, recipe.run.steps, recipe.task.max_digits) == (1, 20, 6)  # type: ignore[union-attr]
         assert (recipe.objective.name, recipe.objective.clip_low) == ("clipped", 0.3)  # type: ignore[union-attr]
 
-    def test_a_later_override_wins(self, tmp_path: Path) -> None:
-        conditions = dict(plain=dict(title="a", set={"run.steps": 7, "evaluation.every": 3}))
-        data = small_matrix()
-        data["experiments"]["trial"]["conditions"] = conditions
-        data["experiments"]["trial"]["arms"]["p3o"]["set"] = {"run.steps": 8}
-        path = tmp_path / "matrix.yaml"
-        path.write_text(yaml.safe_dump(data, sort_keys=False))
-        recipe = next(cells_of(read_matrix(path), "trial", tmp_path)).resolved()
-        assert (recipe.run.steps, recipe.evaluation.every) == (8, 3)
-
     @pytest.mark.parametrize(
         ("fields", "named"),
         [
@@ -108,7 +96,6 @@ class TestMatrix:
                 ),
                 "target",
             ),
-            (dict(columns=[dict(title="t", metric="entropy", take="min")]), "entropy"),
             (dict(color="red"), "color"),
         ],
     )
@@ -130,19 +117,6 @@ class TestMatrix:
         assert experiment.set == {"run.steps": 4, "evaluation.every": 10}
         assert [claim.text for claim in experiment.claims] == ["a"]  # the other one needs grpo
         assert len(read_matrix(path).experiments["trial"].claims) == 2
-
-    def test_further_seeds_come_last_and_not_in_quick(self, tmp_path: Path) -> None:
-        path = matrix_file(tmp_path, more=dict(plain=dict(grpo=[7, 8])))
-        names = [cell.name for cell in cells_of(read_matrix(path), "trial", tmp_path)]
-        assert names[4:] == ["trial-plain-grpo-s7", "trial-plain-grpo-s8"]
-        assert not any(cell.seed > 2 for cell in cells_of(read_matrix(path, quick=True), "trial", tmp_path))
-        with pytest.raises(RecipeError, match="more names other"):
-            read_matrix(matrix_file(tmp_path, more=dict(plain=dict(other=[7]))))
-
-    def test_quick_leaves_an_experiment_out(self, tmp_path: Path) -> None:
-        path = matrix_file(tmp_path, quick=None)
-        assert not read_matrix(path, quick=True).experiments
-        assert list(read_matrix(path).experiments) == ["trial"]
 
     @pytest.mark.parametrize("quick", [False, True])
     def test_every_shipped_cell_is_a_valid_recipe_with_a_name_of_its_own(self, tmp_path: Path, quick: bool) -> None:
@@ -191,20 +165,9 @@ class TestResuming:
         arguments = ["--root", str(tmp_path / "runs"), "--matrix", str(tmp_path / "matrix.yaml")]
         assert command.main(arguments) == 0
         assert ran == ["trial-plain-p3o-s2", "trial-plain-grpo-s2"]
-        assert "diverged at step 0: loss is nan" in (tmp_path / "docs" / "evidence.md").read_text()
+        assert "diverged at step 0: loss is nan" in (tmp_path / "docs" / "evidence" / "claims.md").read_text()
         assert command.main([*arguments, "--page"]) == 0
         assert len(ran) == 2
-
-    def test_sft_takes_what_warms_a_model_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(runner, "_finish", lambda job: made.append(job.arguments))
-        for file in sorted((command.REPOSITORY / "tests/evidence").glob("*.yaml")):
-            (root := tmp_path / file.stem / "models").mkdir(parents=True)
-            for name, model in read_matrix(file).models.items():
-                made: list[tuple[str, ...]] = []
-                runner.make_model(model, name, root.parent, lambda _: None)
-                _, sft = made
-                sets = [value for option, value in pairwise(sft) if option == "--set"]
-                assert read_recipe(Path(sft[1]), sets, model.steps, None).run.name == name
 
     def test_a_changed_cell_is_refused(self, tmp_path: Path) -> None:
         cells = self.cells(tmp_path)
@@ -228,19 +191,6 @@ class TestResuming:
         (notes / "learner-000001.json").write_text(json.dumps(note))
         assert state_of(cell.directory) == ("failed", "port taken")
         assert not is_settled(cell)
-
-    def test_jobs_report_what_failed_and_why(self, tmp_path: Path) -> None:
-        recipe = str(REPOSITORY / "pipeline" / "recipes" / "demo.yaml")
-        jobs = [
-            Job(name="good", arguments=("recipe", recipe), log=tmp_path / "good.log", deadline_s=60),
-            Job(name="bad", arguments=("recipe", "nothing.yaml"), log=tmp_path / "bad.log", deadline_s=60),
-        ]
-        said: list[str] = []
-        failures = run_jobs(jobs, at_once=2, say=said.append)
-        assert list(failures) == ["bad"]
-        assert "nothing.yaml" in failures["bad"]
-        assert len(said) == 2
-        assert "objective:" in (tmp_path / "good.log").read_text()
 
 
 class TestHarvest:
@@ -276,10 +226,6 @@ class TestHarvest:
         assert found.series == dict(ess=[0.12346, None, 0.5], entropy=[None, None, None])
         assert (found.state, found.steps, found.steps_planned, found.samples_per_step) == ("unfinished", 3, 20, 256)
 
-    def test_nothing_comes_of_a_cell_that_was_never_started(self, tmp_path: Path) -> None:
-        cell = next(cells_of(read_matrix(matrix_file(tmp_path)), "trial", tmp_path / "runs"))
-        assert harvest(cell, ["ess"]) is None
-
     def test_what_is_kept_comes_back(self, tmp_path: Path) -> None:
         results = [result("p3o", 1, [[1, 2], [3, 4]]), result("grpo", 2, [[0, 0]], state="diverged", reason="nan")]
         save(tmp_path / "deep" / "trial.json", results)
@@ -294,12 +240,6 @@ class TestHarvest:
         assert arm.versions == [0, 10, 20]
         assert arm.curve()[1].tolist() == [[0.5, 0.5], [1.0, 0.0], [0.0, 0.0]]
 
-    def test_an_arm_that_always_diverged_ends_at_nothing(self) -> None:
-        broken = [result("p3o", seed, [[2], [4]][:seed], state="diverged", steps_planned=30) for seed in (1, 2)]
-        arm = Arm.of(broken, "plain", "p3o")
-        assert arm.versions == [0, 10, 30]
-        assert arm.curve()[..., 0].tolist() == [[0.5, 0.0, 0.0], [0.5, 1.0, 0.0]]
-
     def test_what_did_not_come_to_its_end_does_not_count(self) -> None:
         whole, under_way = result("p3o", 1, [[2], [4], [4]]), result("p3o", 2, [[2], [4]], state="unfinished")
         arm = Arm.of([whole, under_way, result("p3o", 3, [[2]], state="failed")], "plain", "p3o")
@@ -310,8 +250,6 @@ class TestHarvest:
 
 def experiment_with(judged: dict[str, Any], **fields: Any) -> Experiment:
     claim = dict(text="a claim", source="a paper", judge=judged)
-    if judged["kind"] == "better" and "than" not in judged:
-        claim |= dict(when_shown="do it", when_refuted="leave it")
     return Matrix.model_validate(small_matrix(claims=[claim], **fields)).experiments["trial"]
 
 
@@ -353,24 +291,11 @@ class TestClaims:
         wild = runs("grpo", (300, 200), (300, 500), (310, 800))
         assert answer(experiment_with(better), [*STRONG, *wild]) == "undecided"
 
-    def test_only_the_comparison_with_every_other_arm_has_a_consequence(self) -> None:
-        everyone = verdicts(experiment_with(dict(kind="better", arm="p3o")), [*STRONG, *WEAK])
-        assert everyone.verdicts[0].answer == "shown"
-        with pytest.raises(ValueError, match="not a comparison with every other arm"):
-            Claim.model_validate(
-                dict(text="t", source="s", judge=dict(kind="better", arm="p3o", than="grpo"), when_shown="do it")
-            )
-
     def test_one_seed_decides_nothing(self) -> None:
         better = experiment_with(dict(kind="better", arm="p3o", than="grpo"))
         verdict = verdicts(better, [STRONG[0], WEAK[0]]).verdicts[0]
-        assert (verdict.answer, verdict.complete) == ("undecided", False)
+        assert verdict.answer == "undecided"
         assert verdict.figures.endswith("1 of 2 seeds; one run: its spread is not known")
-
-    def test_what_was_not_measured_has_no_consequence(self) -> None:
-        judged = verdicts(experiment_with(dict(kind="better", arm="p3o")), STRONG)
-        assert [verdict.answer for verdict in judged.verdicts] == ["not measured"]
-        assert judged.consequence == ""
 
     def test_an_unfinished_cell_is_not_judged(self) -> None:
         better = experiment_with(dict(kind="better", arm="p3o", than="grpo"))
@@ -393,38 +318,14 @@ class TestClaims:
 class TestPage:
     def test_it_says_what_there_is_and_what_there_is_not(self, tmp_path: Path) -> None:
         claim = dict(text="P3O | holds", source="P3O", judge=dict(kind="holds", arm="p3o"))
-        columns = [dict(title="lowest ESS", metric="ess", take="min")]
-        matrix = Matrix.model_validate(small_matrix(claims=[claim], columns=columns, target=0.9, pass_at=[1, 4]))
+        matrix = Matrix.model_validate(small_matrix(claims=[claim], target=0.9, pass_at=[1, 4]))
         diverged = result("p3o", 2, MIDDLE[:1], state="diverged", steps=7, reason="loss is nan")
-        save(tmp_path / "evidence" / "trial.json", [result("p3o", 1, MIDDLE), diverged])
-        write_page(matrix, tmp_path / "evidence.md", quick=False)
-        page = (tmp_path / "evidence.md").read_text()
+        save(tmp_path / "trial.json", [result("p3o", 1, MIDDLE), diverged])
+        write_page(matrix, tmp_path / "claims.md", quick=False)
+        page = (tmp_path / "claims.md").read_text()
         assert "seed 2 diverged at step 7" in page
         assert "diverged at step 7: loss is nan" in page
         assert "P3O \\| holds" in page
         assert "| GRPO | – |" in page
         assert "| 0 of 2 |" in page
-        assert "0.7 |" in page  # lowest ESS
         assert "(never to never)" not in page.split("## A trial")[0]
-        assert (tmp_path / "evidence" / "trial.png").stat().st_size > 10_000
-
-    def test_an_empty_matrix_has_a_page_too(self, tmp_path: Path) -> None:
-        matrix = Matrix.model_validate(small_matrix())
-        write_page(matrix, tmp_path / "evidence.md", quick=True)
-        page = (tmp_path / "evidence.md").read_text()
-        assert "make evidence QUICK=1" in page
-        assert "quick version" in page
-        assert not (tmp_path / "evidence" / "trial.png").exists()
-
-    def test_consequences_are_listed_once(self, tmp_path: Path) -> None:
-        text = "Keep P3O."
-        claims = [
-            Claim.model_validate(
-                dict(text=name, source="P3O", judge=dict(kind="better", arm="p3o"), when_shown=text)
-            ).model_dump()
-            for name in ("a", "b")
-        ]
-        matrix = Matrix.model_validate(small_matrix(claims=claims))
-        save(tmp_path / "evidence" / "trial.json", [*STRONG[:2], *WEAK[:2]])
-        write_page(matrix, tmp_path / "evidence.md", quick=False)
-        assert (tmp_path / "evidence.md").read_text().count(text) == 1

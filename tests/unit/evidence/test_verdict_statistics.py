@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.evidence.equal_arms import false_page_rate
 from tests.evidence.hypotheses import Curve, faster, order
-from tests.evidence.matrix import REPOSITORY, read_matrix
+from tests.evidence.matrix import REPOSITORY
 from tests.evidence.results import Arm, load
-from tests.evidence.statistics import ALPHA, Spread, holm, power, runs_needed, visible_difference
+from tests.evidence.statistics import Spread, holm
 
 
 def test_pooled_variance_by_hand() -> None:
@@ -42,16 +41,6 @@ def test_holm_by_hand() -> None:
     """Sorted .01, .02, .03, .4 times 4, 3, 2, 1 is .04, .06, .06, .4; order of the input is kept."""
     assert holm(np.array([0.03, 0.4, 0.01, 0.02])) == pytest.approx([0.06, 0.4, 0.04, 0.06])
     assert holm(np.array([[0.9, 0.8]])).tolist() == [[1.0, 1.0]]
-
-
-def test_power_agrees_with_a_simulation() -> None:
-    draws = np.random.default_rng(0).normal(0.0, 1.0, (2, 20_000, 5))
-    p = stats.ttest_ind(draws[0] + 1.8, draws[1], axis=1, alternative="greater").pvalue
-    assert power(1.8, 1.0, num_runs=5, df=8, alpha=0.05) == pytest.approx((p <= 0.05).mean(), abs=0.01)
-    assert power(visible_difference(0.1, 2, 10, 0.001), 0.1, 2, 10, 0.001) == pytest.approx(0.8, abs=0.01)
-    needed = runs_needed(0.1, 0.1, 10, 0.001)
-    assert power(0.1, 0.1, needed, 10 * (needed - 1), 0.001) >= 0.8
-    assert power(0.1, 0.1, needed - 1, 10 * (needed - 2), 0.001) < 0.8
 
 
 def test_time_to_a_level_is_that_of_a_published_version() -> None:
@@ -95,14 +84,6 @@ def test_a_run_that_diverged_makes_nobody_faster() -> None:
     assert [ends.tolist() for ends in broken.bracket("seconds", 0.6)] == [[0.0] * 4, [10.0, 10.0, 10.0, np.inf]]
 
 
-@pytest.mark.parametrize("falls", [False, True])
-def test_a_page_of_equal_arms_seldom_has_a_false_verdict(falls: bool) -> None:
-    """2,000 pages with the structure and the measured spreads of the real one."""
-    matrix = read_matrix(REPOSITORY / "tests/evidence/matrix.yaml")
-    results = {name: load(REPOSITORY / f"docs/evidence/{name}.json") for name in matrix.experiments}
-    assert 0.0 < false_page_rate(matrix.experiments, results, falls=falls) <= ALPHA
-
-
 def four_runs(*values: float) -> Curve:
     """An evaluation every ten versions."""
     noise = np.array([[0.0], [0.01], [-0.01], [0.005]])
@@ -125,11 +106,3 @@ def test_an_order_is_foretold_when_both_differences_lie_on_one_side(
     found = order(curves, ours, theirs, 0.3334)
     assert (bool(found.shown < 0.05), bool(found.refuted < 0.05)) == (shown, refuted)
     assert float(found.estimate.value) == pytest.approx(end)
-
-
-@pytest.mark.parametrize("under_way", ["ours", "theirs"])
-def test_an_order_is_read_where_both_arms_have_been(under_way: str) -> None:
-    """An arm all of whose runs diverged may have fewer evaluations."""
-    whole, begun = four_runs(0.1, 0.4, 0.5, 0.6), four_runs(0.1)
-    curves = {("plain", name): begun if name == under_way else whole for name in ("ours", "theirs")}
-    assert float(order(curves, ("plain", "ours"), ("plain", "theirs"), 0.3334).shown) == 1.0

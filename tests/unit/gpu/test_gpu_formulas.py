@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from launch.convert.new_model import new_model
 from launch.verify.parity import Rows
 from megatron_bridge.hf.model_config import ModelConfig
 from precision.formats import formats
 from tests.gpu import models, timing
-from tests.gpu.checks import engine, logprob, loop, parity, publish, quantize, te_linear, training
-from tests.gpu.goals import NotMeasured
-from tests.gpu.learners import rows_of, supervised_batch
+from tests.gpu.checks import logprob, parity, publish, te_linear, training
 from tests.gpu.scale import Scale
 
 
@@ -106,34 +101,6 @@ def test_flops_of_a_step_by_hand() -> None:
     assert training.model_flops(ModelConfig.from_hf(config), 32_752, 2048.0) / 1e12 == pytest.approx(361.2, abs=0.2)
 
 
-def test_cosines_by_hand(tmp_path: Path) -> None:
-    save_file({"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([0.0, 4.0])}, tmp_path / "one")
-    save_file({"a": torch.tensor([1.0, 1.0]), "b": torch.tensor([0.0, 2.0])}, tmp_path / "other")
-    whole, lowest = training.cosines(tmp_path / "one", tmp_path / "other")
-    assert whole == pytest.approx(11.0 / (5.0 * math.sqrt(6.0)))
-    assert lowest == pytest.approx(math.sqrt(0.5))
-
-
-def test_speed_up_and_loss_gap_follow_from_the_parts() -> None:
-    figures: Any = {
-        "bf16_step_s": 2.0,
-        "fp8_tensor_step_s": 1.25,
-        "bf16_loss": [9.0, 5.0, 4.0, 3.0, 2.0, 1.0],
-        "fp8_tensor_loss": [7.0, 5.1, 3.9, 3.1, 2.1, 0.9],
-    }
-    found = training.derive(figures)
-    assert found["fp8_tensor_speed_up"] == 1.6
-    assert found["fp8_tensor_loss_gap"] == pytest.approx(0.1)
-    assert "fp8_block_speed_up" not in found
-
-
-def test_every_second_token_follows_from_the_one_before() -> None:
-    rows = rows_of(1000, count=3, length=9, seed=1)
-    assert all(len(row) == 9 for row in rows)
-    assert all(row[i + 1] == (row[i] * 7 + 3) % 512 for row in rows for i in range(0, 8, 2))
-    assert supervised_batch(1000, 3, 9, 1).num_response_tokens == 3
-
-
 def test_logprob_errors_see_a_wrong_path(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(8, 1, 500) * 3).bfloat16()
@@ -149,16 +116,6 @@ def test_logprob_errors_see_a_wrong_path(monkeypatch: pytest.MonkeyPatch) -> Non
 def score_without_temperature(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     scores = torch.log_softmax(logits.float(), -1)
     return scores.gather(-1, labels[..., None])[..., 0], -(scores.exp() * scores).sum(-1)
-
-
-def test_differing_bytes_are_counted(scale: Scale) -> None:
-    for weight in quantize.samples(scale):
-        reference = formats.quantize_block(weight)
-        assert quantize.differing_bytes(formats.quantize_block(weight.clone()), reference) == 0
-    values, scales = formats.quantize_block(torch.randn(130, 129))
-    changed = values.clone()
-    changed.view(torch.uint8)[5, 7] ^= 1
-    assert quantize.differing_bytes((changed, scales * (1 + 2**-23)), (values, scales)) >= 2
 
 
 def test_responses_are_what_the_engine_sampled() -> None:
@@ -177,22 +134,6 @@ def test_responses_are_what_the_engine_sampled() -> None:
     assert measured["max_gap"] == pytest.approx(0.5)
 
 
-def test_a_publish_is_summed_up(scale: Scale) -> None:
-    rounds = [
-        dict(publish_s=s, transfer_s=s / 2, transfer_bytes=4e6, gather_s=s / 4, engines_failed=0.0)
-        for s in (1.0, 2.0, 9.0)
-    ]
-    found = publish.summary(scale, rounds)
-    assert found["publish_s"] == 2.0
-    assert found["gb_s"] == pytest.approx(2e-3)
-    assert found["transfer_gb_s"] == pytest.approx(4e-3)
-    assert isinstance(found["over_copy"], float)
-    assert found["over_copy"] == pytest.approx(2.0 / float(str(found["copy_s"])))
-    assert publish.timers(rounds) == [["timer", "s", "share"], ["transfer_s", 1.0, 0.5], ["gather_s", 0.5, 0.25]]
-    derived = publish.derive({"fp8_block_publish_s": 1.0, "bf16_publish_s": 2.0})
-    assert derived == {"fp8_over_bf16": 0.5}
-
-
 def test_a_publish_that_the_engine_did_not_take_is_no_figure() -> None:
     class Channel:
         def publish(self, version: int) -> dict[str, float]:
@@ -205,68 +146,3 @@ def test_a_publish_that_the_engine_did_not_take_is_no_figure() -> None:
 
     with pytest.raises(RuntimeError, match="did not take version 3"):
         publish.one_publish(Learner(), Channel(), 3)
-
-
-def test_the_loop_is_summed_up_without_its_first_steps() -> None:
-    metrics = [
-        dict(
-            step=step,
-            time=100.0 + (50.0 if step < 3 else 50.0 + 2.0 * (step - 2)),
-            seconds=dict(wait=float(step), update=1.0),
-            num_tokens=30,
-            ess=1.0 - step / 100,
-            k3_kl=0.01 * step,
-            reward_mean=0.1 * step,
-        )
-        for step in range(8)
-    ]
-    found = loop.summary(metrics)
-    assert found["steps"] == 8.0
-    assert found["step_s"] == pytest.approx(2.0)
-    assert found["wait_s"] == 5.0
-    assert found["publish_s"] == 0.0
-    assert found["rollout_tokens_s"] == pytest.approx(15.0)
-    assert found["lowest_ess"] == pytest.approx(0.93)
-    table = found["seconds of each step"]
-    assert isinstance(table, list)
-    assert table[0] == ["step", *loop.PHASES, "reward", "ess", "k3_kl"]
-    assert table[8] == [7, 7.0, 0.0, 1.0, 0.0, 0.0, 0.7, 0.93, 0.07]
-
-
-def test_engine_figures_are_compared() -> None:
-    figures: Any = {"bf16_tokens_s_64": 100.0, "fp8_block_tokens_s_64": 130.0, "bf16_tokens_s_256": 0.0}
-    assert engine.derive(figures) == {"fp8_over_bf16_64": 1.3}
-
-
-def test_the_shared_model_has_the_vocabulary_of_qwen3(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At one small layer; every character of so large an alphabet is a token of its own."""
-    made: list[dict[str, Any]] = []
-
-    def small(directory: Path, **settings: Any) -> None:
-        made.append(settings)
-        new_model(directory, **{**settings, **models.SIZES["tiny"], "hidden": 16, "layers": 1})
-
-    monkeypatch.setattr(models, "new_model", small)
-    full = Scale(rehearsal=False, part="bf16", folder=scale.folder)
-    folder = models.shared_model(full, "0.6b")
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 151_936
-    assert models.shared_model(full, "0.6b") == folder
-    assert len(made) == 1
-
-
-def test_copy_bandwidth_counts_bytes_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "seconds", lambda action, **_: 0.5)
-    assert timing.copy_bandwidth("cpu", 1000) == 4000.0
-    assert timing.matmul_rate("cpu", 16, torch.bfloat16) == 2 * 16**3 / 0.5
-
-
-def test_an_error_with_nan_misses() -> None:
-    assert math.isnan(timing.relative_error(torch.tensor([1.0, math.nan]), torch.ones(2)))
-    assert timing.relative_error(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0])) == 1.0
-
-
-def test_a_rehearsal_has_no_transformer_engine(scale: Scale) -> None:
-    with pytest.raises(NotMeasured, match="needs Transformer Engine on a GPU"):
-        scale.needs_transformer_engine()
-    assert scale.of(8192, 64) == 64
-    assert Scale(rehearsal=False, part="p", folder=scale.folder).of(8192, 64) == 8192

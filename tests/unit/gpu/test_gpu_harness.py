@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import RunConflictError
-from tests.gpu import __main__ as command
 from tests.gpu.harness import Session
-from tests.gpu.results import Outcome, Results, load_or_begin
+from tests.gpu.results import Results, load_or_begin
 
 HEAD = '''"""A tiny check. Not shown.
 
@@ -129,67 +126,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_what_is_missing_is_said(workshop: Workshop) -> None:
-    workshop.check("poor", "scale.keep(a=0.5)\n    raise NotMeasured('needs a GPU of nine lives')", parts=("one",))
-    found = workshop.run().checks["poor"]["one"]
-    assert (found.status, found.reason, found.figures) == ("not measured", "needs a GPU of nine lives", {"a": 0.5})
-    assert "not measured: needs a GPU of nine lives" in workshop.table()
-
-
-def test_a_second_call_measures_only_what_is_left(workshop: Workshop) -> None:
-    count, broken = workshop.folder / "count", workshop.folder / "broken"
-    workshop.check("twice", f"open({str(count)!r}, 'a').write('x'); return {{'one': 0.5}}")
-    workshop.check("mended", f"assert not os.path.exists({str(broken)!r}), 'broken'; return {{'one': 0.5}}")
-    broken.touch()
-    assert workshop.run().checks["mended"]["one"].status == "failed"
-    broken.unlink()
-    found = workshop.run()
-    assert found.checks["mended"]["one"].status == "measured"
-    assert found.checks["mended"]["one"].reason == ""
-    assert count.read_text() == "x"
-    assert any("twice one: measured before" in line for line in workshop.lines)
-
-
-def test_stale_figures_of_a_failed_try_are_not_kept(workshop: Workshop) -> None:
-    flag = workshop.folder / "flag"
-    workshop.check(
-        "again", f"assert os.path.exists({str(flag)!r}) or scale.keep(old=1.0) is None; return {{'one': 0.5}}"
-    )
-    assert workshop.run().checks["again"]["one"].figures == {"old": 1.0}
-    flag.touch()
-    assert workshop.run().checks["again"]["one"].figures == {"one": 0.5}
-
-
-def test_what_builds_on_a_failure_is_not_tried(workshop: Workshop) -> None:
-    workshop.check("base", "assert scale.part != 'b', 'no b'; return {scale.part: 0.5}", parts=("a", "b"))
-    workshop.check("same", "return {scale.part: 0.5}", parts=("a", "b", "c"), after=("base",))
-    workshop.check("named", "return {'one': 0.5}", after=("base.a",))
-    workshop.check("any", "return {'one': 0.5}", after=("base",))
-    found = workshop.run().checks
-    assert {part: outcome.status for part, outcome in found["same"].items()} == {
-        "a": "measured",
-        "b": "not measured",
-        "c": "not measured",
-    }
-    assert found["same"]["b"].reason == "builds on base, which failed"
-    assert found["named"]["one"].status == "measured"
-    assert found["any"]["one"].status == "not measured"
-
-
-def test_only_what_is_chosen_runs_and_the_table_names_the_rest(workshop: Workshop) -> None:
-    workshop.check("left", "return {'one': 0.5}")
-    workshop.check("right", "return {'one': 0.5}")
-    assert set(workshop.run(chosen=("right",)).checks) == {"right"}
-    assert "## left" in workshop.table()
-    assert "not measured: not run" in workshop.table()
-
-
-def test_a_call_without_time_leaves_the_rest_for_the_next(workshop: Workshop) -> None:
-    workshop.check("good", "return {'one': 0.5}")
-    assert workshop.run(left_s=0.5).checks == {}
-    assert workshop.run().checks["good"]["one"].status == "measured"
-
-
 def test_the_time_of_the_call_bounds_a_check(workshop: Workshop) -> None:
     workshop.check("slow", "time.sleep(600)", deadline=500.0)
     outcome = workshop.run(left_s=3.0).checks["slow"]["one"]
@@ -207,44 +143,8 @@ def test_files_are_whole_after_every_part(workshop: Workshop) -> None:
     assert seen["checks"]["first"]["one"]["figures"] == {"one": 0.5}
 
 
-def test_logs_of_runs_are_kept_and_their_weights_are_not(workshop: Workshop) -> None:
-    body = (
-        "logs = scale.folder / 'runs' / 'bf16' / 'logs'; logs.mkdir(parents=True); "
-        "(logs / 'engine-0.log').write_text('x' * 50_000 + 'out of memory'); (logs.parent / 'big').write_text('w'); "
-        "(scale.folder / 'gradients').write_text('g'); raise RuntimeError('no engine')"
-    )
-    workshop.check("engine", body)
-    workshop.run()
-    log = (workshop.folder / "gpu.log").read_text()
-    assert "engine-0.log ====" in log
-    assert "out of memory" in log
-    assert len(log) < 45_000
-    assert not (workshop.folder / "scratch" / "engine" / "runs").exists()
-    assert (workshop.folder / "scratch" / "engine" / "gradients").exists(), "what parts leave for one another"
-
-
 def test_figures_of_two_machines_are_not_mixed(workshop: Workshop) -> None:
     workshop.check("good", "return {'one': 0.5}")
     workshop.run(device="NVIDIA H100")
     with pytest.raises(RunConflictError, match="device NVIDIA H100, this is NVIDIA H200; choose another --out"):
         workshop.run(device="NVIDIA H200")
-
-
-def test_figures_that_are_not_finite_survive_the_file(tmp_path: Path) -> None:
-    results = Results(date="d", rehearsal=False, machine={"device": "A"}, versions={})
-    results.checks["c"] = {"one": Outcome(status="measured", figures={"f": math.nan, "g": [1.0, math.inf]})}
-    results.save(tmp_path / "r.json", {})
-    found = load_or_begin(tmp_path / "r.json", Results(date="e", rehearsal=False, machine={"device": "A"}, versions={}))
-    value = found.figures("c")["f"]
-    assert isinstance(value, float)
-    assert math.isnan(value)
-    assert found.date == "d"
-
-
-def test_without_a_gpu_nothing_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "has_cuda", lambda: False)
-    assert command.main(["--out", str(tmp_path)]) == 1
-    assert "error: no CUDA device" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == []

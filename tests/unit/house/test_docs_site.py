@@ -117,12 +117,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(text), f"{name_of(page)}: {target}#{anchor}"
 
 
-def test_a_user_finds_each_of_seventeen_questions_by_one_link() -> None:
-    page = DOCS / "index.md"
-    questions = re.findall(r"^\| ([^|]*\?) \| \[.*\]\([^)]*\) \|$", page.read_text(), re.MULTILINE)
-    assert len(set(questions)) == 17
-
-
 def test_the_demo_by_hand_is_that_of_make_demo() -> None:
     makefile = (ROOT / "Makefile").read_text()
     rules = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
@@ -135,18 +129,12 @@ def test_the_demo_by_hand_is_that_of_make_demo() -> None:
 
 def test_the_layouts_that_are_counted_are_those_that_are_compared() -> None:
     cases = [case for model in LAYOUTS for case in build_cases(model, None) if case != Case(model, "one")]
-    dense, experts, replay = (sum(case.model == model and not case.checkpoint for case in cases) for model in LAYOUTS)
-    said = " ".join((DOCS / "tested.md").read_text().split())
-    assert (
-        f"dense model in {dense} layouts, of a mixture in {experts}, and of one with replayed experts in {replay} "
-        in said
-    )
-    assert f"So do {len(cases) - dense - experts - replay} runs whose third step follows a checkpoint: two save" in said
-    assert f"(`verify layouts`, {len(cases)} cases)" in " ".join((ROOT / "README.md").read_text().split())
+    for page in (DOCS / "tested.md", ROOT / "README.md"):
+        assert f"{len(cases)} cases" in " ".join(page.read_text().split())
 
 
 def test_quoted_messages_are_in_the_code() -> None:
-    rows = re.findall(r"^\| `([^`]*)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([^`]*)` \|", (ROOT / "ops/runbook.md").read_text(), re.MULTILINE)
     quoted = [message for message in rows if " " in message]
     assert len(quoted) > 20
     assert [message for message in quoted if not says(message)] == []

@@ -23,7 +23,7 @@ RECIPES = Path(__file__).parents[4] / "pipeline" / "recipes"
 def a_recipe(
     root: Path, *, engines: int = 2, width: int = 2, channel: str = "disk", teacher: int = 0, **changes: Any
 ) -> Recipe:
-    """The sizes of docs/from-slime.md: a learner of TP2 × DP2, and two engines of TP2."""
+    """The sizes of docs/coming-from.md: a learner of TP2 × DP2, and two engines of TP2."""
     data = dict(
         run=dict(name="r", root=str(root), steps=1),
         model=dict(path=str(root)),
