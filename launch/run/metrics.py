@@ -3,8 +3,8 @@
     EventLog ──each line──▶ RunMetrics.observe ──▶ gauges and counters ─┐
     Fleet.state, policy/PUBLISHED, free space ──at each scrape──────────┴──▶ http://HOST:PORT/metrics
 
-METRICS has every number with its name, its unit, its labels and the roles that show it; docs/metrics.md holds the same
-table. Nothing here may end a run: a line that has other fields than expected changes what it can. There is no key: what
+METRICS has every number with its name, its unit, its labels and the roles that show it; `make docs` makes a page
+of them. Nothing here may end a run: a line that has other fields than expected changes what it can. There is no key: what
 is shown are numbers, addresses of engines and the run's name.
 """
 
@@ -466,13 +466,9 @@ def _error_in(path: Path) -> str | None:
 
 
 def markdown() -> str:
-    """The table of docs/metrics.md."""
+    """Return the table of all metrics as Markdown."""
     lines = ["| name | shown by | labels | meaning |", "|---|---|---|---|"]
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{metric.name}` | {', '.join(metric.roles)} | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -12,12 +12,17 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from launch.run.metrics import markdown
 from ops.docs.cli_reference import commands_page
 from ops.docs.recipe_reference import recipe_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-MADE: dict[str, Callable[[], str]] = {"reference/recipe.md": recipe_page, "reference/cli.md": commands_page}
+MADE: dict[str, Callable[[], str]] = {
+    "reference/recipe.md": recipe_page,
+    "reference/cli.md": commands_page,
+    "reference/prometheus.md": lambda: f"# Prometheus metrics\n\n{markdown()}",
+}
 """Place in the site → what makes the page."""
 FROM_REPOSITORY = (
     "CHANGELOG.md",

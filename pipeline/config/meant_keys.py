@@ -122,7 +122,7 @@ _SECTIONS = {
 }
 """A section of theirs → the one here that holds what there is of it."""
 
-_EXPORT = "no key: `evenkeel export RUN --to wandb --follow` writes it offline, then `wandb sync` (docs/exporters.md)"
+_EXPORT = "no key: `evenkeel export RUN --to wandb --follow` writes it offline, then `wandb sync` (docs/metrics.md)"
 _BEFORE = "no key: the version before the first step is always evaluated, and the last one"
 _NODES = "no key: learner.data_parallel and the other layout keys, and rollout.engines, say how many GPUs there are"
 _ENGINE = "not here: engines are SGLang servers; what they take beside rollout's keys goes into rollout.extra_args"
