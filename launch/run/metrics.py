@@ -4,8 +4,8 @@
     Fleet.state, policy/PUBLISHED, free space ──at each scrape──────────┴──▶ http://HOST:PORT/metrics
 
 METRICS has every number with its name, its unit, its labels and the roles that show it; `make docs` makes a page
-of them. Nothing here may end a run: a line that has other fields than expected changes what it can. There is no key: what
-is shown are numbers, addresses of engines and the run's name.
+of them. Nothing here may end a run: a line that has other fields than expected changes what it can. There is no key:
+what is shown are numbers, addresses of engines and the run's name.
 """
 
 from __future__ import annotations

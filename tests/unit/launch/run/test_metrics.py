@@ -21,8 +21,6 @@ from pipeline.errors import EvenKeelError, PortInUseError
 from tests.support.metric_feed import fed, run_with_every_file, scraped
 from tests.support.promql import shown
 
-ROOT = Path(__file__).parents[4]
-
 
 @pytest.mark.parametrize("role", ALL)
 def test_a_role_shows_what_the_table_says_and_nothing_else(tmp_path: Path, role: str) -> None:
