@@ -34,12 +34,9 @@ ELSEWHERE = {
     "quant-map suggest": "tests/integration/test_quant_map_suggest.py",
     "recipe": "tests/unit/house/test_docs_site.py",
     "role": "tests/integration/test_images.py",
-    "scaling fit": "tests/unit/launch/show/test_scaling.py",
     "sft": "tests/integration/test_sft.py",
     "trace": "tests/integration/test_loop.py",
     "train": "tests/integration/test_loop.py",
-    "verify layouts": "tests/integration/test_layouts.py",
-    "verify parity": "tests/integration/test_parity.py",
 }
 """Beginning of a command → the test that runs commands like it."""
 WHOLE = {"own-run.md": "test_own_run_page.py", "distillation.md": "test_distillation_page.py"}
