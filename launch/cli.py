@@ -10,11 +10,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from launch.attribution.command import mismatch
 from launch.convert.commands import convert_app
 from launch.endings import end_of
 from launch.export.command import export
 from launch.fork.command import fork
-from launch.mismatch.command import mismatch
 from launch.plugins.command import plugins
 from launch.program import complete_word, program
 from launch.progress import begin_command

@@ -256,8 +256,8 @@ class Visit:
 
     def checks(self) -> list[Check]:
         """Make all findings. Deletes what was written."""
+        found = self._each(lambda agent: judge_file_system(agent.host.name, agent.ask("look", folder=self.place)))
         try:
-            found = self._each(lambda agent: judge_file_system(agent.host.name, agent.ask("look", folder=self.place)))
             found += [check for writer in self.agents for check in self._visibility(writer)]
             if not any(check.status == "fail" for check in found):  # one folder that is two would fail it
                 order: dict[str, Any] = dict(rounds=RACE_ROUNDS, start_in_s=RACE_STARTS_IN_S, every_s=RACE_EVERY_S)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.mismatch.measure import measure
+from launch.attribution.measure import measure
 from pipeline.data.files import write_atomically
 from tests.evidence.matrix import REPOSITORY
 from tests.support.engine_forks import forked_engines

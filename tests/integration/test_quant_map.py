@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.verify.formats import audit_engine
+from launch.attribution.engine import audit_engine
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.writer import write_policy
 from pipeline.errors import EngineUnavailableError, EngineVersionError

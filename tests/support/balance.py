@@ -50,7 +50,7 @@ SECONDS = {
     "tests/unit/megatron_bridge/checkpoint/test_checkpoint_layers.py": 81,
     "tests/integration/test_notebook.py": 77,
     "tests/integration/test_parity.py": 75,
-    "tests/unit/launch/mismatch/test_suspected.py": 74,
+    "tests/unit/launch/attribution/test_suspected.py": 74,
     "tests/integration/test_mini_batches.py": 68,
     "tests/chaos/simulation/test_simulation.py": 62,
     "tests/unit/launch/export/test_export.py": 60,

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 from safetensors.torch import load_file, save_file
 
-from launch.mismatch import fresh
-from launch.mismatch.engine import MeasuredEngine
-from launch.mismatch.measure import measure
+import launch.attribution.measure as attribution
+from launch.attribution.engine import MeasuredEngine
+from launch.attribution.measure import measure
 from launch.run.begin import seed_policy
 from pipeline.analysis.mismatch.findings import ROUNDING_NATS, tied_suspects
 from pipeline.config.loader import recipe_from
@@ -82,8 +82,8 @@ def served_otherwise(**rollout: Any) -> Planting:
                 await super().verify()
 
         with (
-            patch.object(fresh, "seed_policy", lambda run, recipe: seed_policy(run, other(recipe))),
-            patch.object(fresh, "MeasuredEngine", Engine),
+            patch.object(attribution, "seed_policy", lambda run, recipe: seed_policy(run, other(recipe))),
+            patch.object(attribution, "MeasuredEngine", Engine),
         ):
             yield
 
@@ -99,7 +99,7 @@ def folder_changed(change: Callable[[Path, Models, RunDirectory, Recipe], None])
             seed_policy(run, recipe)
             change(run.policy_directory(0), models, run, recipe)
 
-        with patch.object(fresh, "seed_policy", seed):
+        with patch.object(attribution, "seed_policy", seed):
             yield
 
     return planted

@@ -45,8 +45,8 @@ class Finding:
     term: str
     kind: Literal["fault", "expected"]
     cause: str
-    """Short and stable, for programs: `checksums`, `audit`, a fault of launch.mismatch.suspected, `temperature`, the
-    term, or `kernels or decoding`."""
+    """Short and stable, for programs: `checksums`, `audit`, a fault of launch.attribution.score_ranks, `temperature`,
+    the term, or `kernels or decoding`."""
     where: tuple[str, ...]
     """Modules, layers or the engine's parameters."""
     text: str

@@ -75,7 +75,7 @@ class Measured:
     searched: NDArray[np.bool_] | None = None
     """[tokens] those on which faults were tried."""
     effects: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Fault → [searched tokens] what it does (launch.mismatch.suspected)."""
+    """Fault → [searched tokens] what it does (launch.attribution.score_ranks)."""
     audit: Audit
 
     def result(self) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from launch.mismatch.rows import SampledRows
-from launch.mismatch.scoring import Job, responses_of
+from launch.attribution.rows import SampledRows, ScoringJob, responses_of
 from pipeline.data.batch import KeptSets
 
 ROWS = SampledRows(
@@ -22,10 +21,10 @@ def test_rows_are_picked_with_their_sets() -> None:
     assert part.decode.tolist() == [-0.1, -0.2, -0.4]
     assert part.kept is not None
     assert part.kept.tokens.tolist() == [2, 20, 3, 9, 90]
-    assert responses_of(part) == responses_of_job(Job(**responses_of(ROWS)).part([0, 2]))
+    assert responses_of(part) == responses_of_job(ScoringJob(**responses_of(ROWS)).part([0, 2]))
 
 
-def responses_of_job(job: Job) -> dict[str, object]:
+def responses_of_job(job: ScoringJob) -> dict[str, object]:
     return dict(tokens=job.tokens, prompt_lengths=job.prompt_lengths, kept=job.kept)
 
 
@@ -39,4 +38,4 @@ def test_without_a_cut_there_is_nothing_to_pick() -> None:
     whole = SampledRows(tokens=ROWS.tokens, prompt_lengths=ROWS.prompt_lengths, decode=ROWS.decode)
     assert whole.part([1]).kept is None
     assert whole.kept_by_row() is None
-    assert Job(**responses_of(whole)).part([1]).kept is None
+    assert ScoringJob(**responses_of(whole)).part([1]).kept is None

@@ -1,6 +1,6 @@
 """One rank of a learner that trains again on recorded batches, to export the weights of some versions.
 
-python -m launch.mismatch.replay_ranks RUN SOURCE VERSION,VERSION      RUN: where to write, SOURCE: only read
+python -m launch.attribution.replay_ranks RUN SOURCE VERSION,VERSION      RUN: where to write, SOURCE: only read
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from launch.attribution.measure import checkpoint_before
 from launch.build.components import build_contract, build_limits, build_tokenizer
 from launch.build.control import build_controller
 from launch.build.trainer import build_rates, build_trainer
-from launch.mismatch.recorded import checkpoint_before
 from launch.run.learn import build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner

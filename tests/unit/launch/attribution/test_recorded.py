@@ -12,10 +12,10 @@ from unittest.mock import DEFAULT, MagicMock, patch
 import numpy as np
 import pytest
 
+from launch.attribution import replay_ranks
+from launch.attribution.measure import Recorded, bounded, refuse_learned_otherwise, require_first_map
+from launch.attribution.rows import MOST_ROWS, ScoringJob, VersionRows
 from launch.fork.fork import fork_run
-from launch.mismatch import replay_ranks
-from launch.mismatch.recorded import Recorded, bounded, refuse_learned_otherwise, require_first_map
-from launch.mismatch.scoring import MOST_ROWS, Job, VersionRows
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import RecipeInForce, all_recipes
@@ -127,7 +127,7 @@ def test_of_a_large_batch_some_rows_are_attributed_evenly_spread() -> None:
 
 def test_the_deadline_grows_with_the_passes() -> None:
     version = VersionRows(number=0, weights=Path(), rows=(0,))
-    plain = Job(tokens=[[1, 2]], prompt_lengths=[1], versions=(version,))
+    plain = ScoringJob(tokens=[[1, 2]], prompt_lengths=[1], versions=(version,))
     assert plain.most_passes(64) > 64
     assert plain.model_copy(update=dict(versions=(version, version))).most_passes(64) > 2 * 64
     assert plain.model_copy(update=dict(searched=(0,))).most_passes(64) > 3 * 64

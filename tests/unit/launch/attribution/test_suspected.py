@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from launch.mismatch.suspected import _other_maps, effects
+from launch.attribution.score_ranks import _other_maps, effects
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.changed_weights import NamedTensors, changed, rounded, scaled

@@ -45,7 +45,7 @@ def mismatch(
     and says in a paragraph what to do. See docs/precision.md.
     """
     check_recipe_or_run(source)  # before Megatron and SGLang are imported
-    from launch.mismatch.measure import measure
+    from launch.attribution.measure import measure
 
     with going_on("an engine and a learner score the same tokens"):
         result = measure(source, overrides or [], out=out, num_prompts=prompts, now=now, batch=batch, locate=locate)

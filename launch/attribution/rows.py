@@ -1,8 +1,9 @@
-"""What the learner is asked to score for an attribution, and its answer. The ranks are launch.mismatch.score_ranks."""
+"""Describe the rows that are compared, of which an engine sampled the responses, and have a learner score them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,71 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from launch.mismatch.rows import SampledRows
 from launch.run.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.recipe import Recipe
+from pipeline.data.batch import KeptSets
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledRows:
+    """Rows, and what the engine said as it sampled."""
+
+    tokens: list[list[int]]
+    """Prompt and response of each row."""
+    prompt_lengths: list[int]
+    decode: NDArray[np.float64]
+    """[responses] log-probabilities under the run's contract, row after row."""
+    kept: KeptSets | None = None
+    """[responses] what every score is renormalized over; None: the whole vocabulary."""
+    experts: RoutedExperts | None = None
+    """[tokens of all rows] where the engine sent each; None: not known, or a dense model."""
+
+    @property
+    def position(self) -> NDArray[np.int64]:
+        """[responses] place of each token in its response, from 0."""
+        return np.concatenate([np.arange(length) for length in self.lengths]).astype(np.int64)
+
+    @property
+    def row(self) -> NDArray[np.int64]:
+        """[responses] the row of each token."""
+        return np.repeat(np.arange(len(self.tokens)), self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the responses, in tokens."""
+        return [len(row) - prompt for row, prompt in zip(self.tokens, self.prompt_lengths, strict=True)]
+
+    def part(self, rows: Sequence[int]) -> SampledRows:
+        """Some rows alone, ascending."""
+        here = np.flatnonzero(np.isin(self.row, rows))
+        return SampledRows(
+            tokens=[self.tokens[row] for row in rows],
+            prompt_lengths=[self.prompt_lengths[row] for row in rows],
+            decode=self.decode[here],
+            kept=None if self.kept is None else self.kept.take(here),
+            experts=None if self.experts is None else self.experts[tokens_of(self.tokens, rows)],
+        )
+
+    def kept_by_row(self) -> list[list[NDArray[np.int32]]] | None:
+        """For tokens 1 … n-1 of each row, the set that each is renormalized over; empty: the whole vocabulary."""
+        if self.kept is None:
+            return None
+        sets, whole = np.split(self.kept.tokens, self.kept.offsets[1:-1]), np.zeros(0, np.int32)
+        ends = np.cumsum([0, *self.lengths])
+        return [
+            [whole] * (prompt - 1) + sets[start:end]
+            for prompt, start, end in zip(self.prompt_lengths, ends[:-1], ends[1:], strict=True)
+        ]
+
+
+def tokens_of(tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> NDArray[np.bool_]:
+    """[tokens of all rows] those of some rows, which are in ascending order."""
+    return np.repeat(np.isin(np.arange(len(tokens)), rows), [len(row) for row in tokens])
+
 
 JOB_FILE, EXPERTS_FILE, SCORES_FILE = "job.json", "experts.npz", "scores.npz"
 MOST_SEARCHED_ROWS = 32
@@ -38,7 +97,7 @@ class VersionRows(BaseModel):
     rows: tuple[int, ...]
 
 
-class Job(BaseModel):
+class ScoringJob(BaseModel):
     """Rows, and the weights with which to score them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,11 +116,11 @@ class Job(BaseModel):
     searched: tuple[int, ...] = ()
     """Rows of the last of `versions` on which faults are tried."""
 
-    def part(self, rows: Sequence[int]) -> Job:
+    def part(self, rows: Sequence[int]) -> ScoringJob:
         """Some rows alone, without what is asked of them."""
         lengths = [len(row) - prompt for row, prompt in zip(self.tokens, self.prompt_lengths, strict=True)]
         ends = np.cumsum([0, *lengths])
-        return Job(
+        return ScoringJob(
             tokens=[self.tokens[row] for row in rows],
             prompt_lengths=[self.prompt_lengths[row] for row in rows],
             replayed=self.replayed,
@@ -77,12 +136,12 @@ class Job(BaseModel):
         (folder / JOB_FILE).write_text(self.model_dump_json(), encoding="utf-8")
 
     @staticmethod
-    def read(folder: Path) -> Job:
-        return Job.model_validate_json((folder / JOB_FILE).read_text(encoding="utf-8"))
+    def read(folder: Path) -> ScoringJob:
+        return ScoringJob.model_validate_json((folder / JOB_FILE).read_text(encoding="utf-8"))
 
 
 def responses_of(rows: SampledRows) -> dict[str, Any]:
-    """What a Job takes of rows."""
+    """What a ScoringJob takes of rows."""
     kept = None if rows.kept is None else np.split(rows.kept.tokens, rows.kept.offsets[1:-1])
     return dict(
         tokens=rows.tokens,
@@ -92,14 +151,14 @@ def responses_of(rows: SampledRows) -> dict[str, Any]:
 
 
 def score_in_ranks(
-    run: RunDirectory, recipe: Recipe, job: Job, experts: RoutedExperts | None = None
+    run: RunDirectory, recipe: Recipe, job: ScoringJob, experts: RoutedExperts | None = None
 ) -> dict[str, NDArray[np.float64]]:
-    """The arrays that launch.mismatch.score_ranks describes, by a learner of the recipe's layout; `experts` are those
-    of all tokens of the job's rows."""
+    """Return the arrays that launch.attribution.score_ranks describes, by a learner of the recipe's layout. `experts`
+    are those of all tokens of the job's rows."""
     job.write(run.path)
     if experts is not None:
         write_experts(run.path, experts)
-    command = torchrun(recipe.learner.num_processes, "launch.mismatch.score_ranks", str(run.path))
+    command = torchrun(recipe.learner.num_processes, "launch.attribution.score_ranks", str(run.path))
     num_layers = ModelConfig.from_hf(read_hf_config(recipe.model.path)).num_layers
     deadline_s = recipe.learner.step_deadline_s * (1 + job.most_passes(num_layers))  # the first is for the start
     try:

@@ -1,0 +1,211 @@
+"""Score rows in one rank: with the weights of each version, plainly, with the rollout's formats, with known faults.
+
+Reads RUN/job.json (launch.attribution.rows.ScoringJob), writes RUN/scores.npz: float64 arrays, each over the response
+tokens of the rows of its version.
+
+    VERSION.then        the learner                  VERSION.layer.N   … with the formats of layers 0 to N
+    VERSION.quantized   … with all formats           VERSION.entropy   of the learner's distribution, nats
+    VERSION.routed      … and the engine's experts   (of mixtures, where the engine said which)
+    now                 … with the weights that are trained, over all rows
+    effect.FAULT        what a known fault of engines, made in the learner, would do to each token of the rows that are
+                        searched: log pi_right - log pi_faulty, nats. It is what the kernels term is when the engine has
+                        that fault (precision.mismatch.localization)
+
+    full:GROUP      the engine holds these stacked modules without quantizing them, though the map says it does
+    quantized:GROUP the other way round
+    full:all        nothing is quantized
+    format:FORMAT   … all are in the other FP8 format that engines serve
+    weights_only    the weights are quantized, what they are multiplied with is not
+    scale:MODULE    the module's weights are all too large, or too small, by one factor
+    bf16:MODULE     the module's weights are rounded to bfloat16
+    former          the engine holds the weights of an earlier version
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from launch.attribution.rows import MOST_MODULES, SCORES_FILE, ScoringJob, read_experts, tokens_of
+from launch.build.components import build_quant_map
+from launch.run.learn import build_learner
+from launch.run.processes import run_child
+from megatron_bridge.hf.tensor_folder import TensorFolder
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.model.te_precision import is_fp8
+from megatron_bridge.step.changed_weights import NamedTensors, changed, rounded, scaled
+from megatron_bridge.step.fp8_emulation import emulated, weights_changed
+from megatron_bridge.step.micro_batches import TokenRows
+from megatron_bridge.weights.convert import load_hf
+from megatron_bridge.weights.name_map import NameMap
+from pipeline.child_process import die_with_parent
+from pipeline.data.batch import KeptSets
+from pipeline.data.routed_experts import RoutedExperts
+from pipeline.data.run_directory import RunDirectory
+from precision.formats.quant_map import QuantMap
+from precision.formats.rollout_format import RolloutFormat
+from precision.formats.streams import fake_quantize_state
+from precision.mismatch.localization import TRIED_SCALE
+from precision.mismatch.sensitivity import whole_layers
+
+Arrays = dict[str, NDArray[np.float64]]
+Scores = NDArray[np.float64]
+Score = Callable[[], Scores]
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+def score(run: RunDirectory) -> None:
+    """Write the scores of the job. Collective."""
+    recipe, job = run.recipe(), ScoringJob.read(run.path)
+    # Formats are emulated in Megatron's own layers, also where there are others. Only those of TE train in FP8.
+    learner = build_learner(recipe, layers=None if is_fp8(recipe.learner.precision) else "megatron")
+    quant = build_quant_map(recipe) if learner.layers == "megatron" else None
+    experts = read_experts(run.path)
+    found: Arrays = {}
+    for version in job.versions:
+        _load(learner, version.weights)
+        part = job.part(version.rows)
+        chosen = None if experts is None else experts[tokens_of(job.tokens, version.rows)]
+        for name, values in _version_scores(learner, part, quant, chosen).items():
+            found[f"{version.number}.{name}"] = values
+    if job.now is not None:
+        _load(learner, job.now)
+        found["now"] = _plain(learner, job, experts if job.replayed else None)
+    _keep(run, learner, found)  # the search needs more memory than all before it
+    if job.searched:
+        if job.now is not None:
+            _load(learner, job.versions[-1].weights)
+        searched = job.part(job.searched)
+        told = None if experts is None else experts[tokens_of(job.tokens, job.searched)]
+        suspected = effects(learner, lambda: _plain(learner, searched, told), quant, job.former)
+        _keep(run, learner, found | {f"effect.{name}": values for name, values in suspected.items()})
+
+
+def _keep(run: RunDirectory, learner: MegatronLearner, found: Arrays) -> None:
+    """Write the scores whole or not at all. Collective."""
+    if learner.is_rank_zero:
+        path = run.path / SCORES_FILE
+        with path.with_suffix(".part").open("wb") as file:
+            np.savez(file, **found)  # type: ignore[arg-type]
+        path.with_suffix(".part").replace(path)
+    learner.barrier()
+
+
+def _version_scores(
+    learner: MegatronLearner, job: ScoringJob, quant: QuantMap | None, experts: RoutedExperts | None
+) -> Arrays:
+    """`experts` are those of the tokens of the job's rows."""
+    told = experts if job.replayed else None
+    scored = learner.score_rows(_rows(job, told))
+    found = {"then": _float64(scored.logprobs), "entropy": _float64(scored.entropy)}
+    formats = quant if quant is not None and quant.formats else None
+    if formats is not None and learner.emulation is not None:  # the learner trains with them: they are no difference
+        found["quantized"] = found["then"]
+    elif formats is not None:
+        below: list[str] = []
+        for layer in whole_layers(formats):
+            below += layer.modules
+            with emulated(learner, formats.only(below)):
+                found[f"layer.{layer.name.rpartition('.')[2]}"] = found["quantized"] = _plain(learner, job, told)
+    if experts is None:
+        return found
+    if job.replayed:  # the learner trains with them, too
+        return found | {"routed": found.get("quantized", found["then"])}
+    with nullcontext() if formats is None or learner.emulation is not None else emulated(learner, formats):
+        return found | {"routed": _plain(learner, job, experts)}
+
+
+def _plain(learner: MegatronLearner, job: ScoringJob, experts: RoutedExperts | None = None) -> NDArray[np.float64]:
+    return _float64(learner.score_rows(_rows(job, experts)).logprobs)
+
+
+def _rows(job: ScoringJob, experts: RoutedExperts | None) -> TokenRows:
+    """With the responses to be predicted, over kept sets where there are any."""
+    return TokenRows(
+        tokens=[np.asarray(row, np.int32) for row in job.tokens],
+        starts=np.asarray(job.prompt_lengths, np.int64),
+        kept=None if job.kept is None else KeptSets.of(job.kept),
+        experts=experts,
+    )
+
+
+def _float64(flat: Tensor) -> NDArray[np.float64]:
+    values: NDArray[np.float64] = flat.double().cpu().numpy()
+    return values
+
+
+def _load(learner: MegatronLearner, folder: Path) -> None:
+    load_hf([chunk.module for chunk in learner.model], learner.model_config, folder)
+    weights_changed(learner.emulation)
+
+
+def effects(learner: MegatronLearner, score: Score, quant: QuantMap | None, former: Path | None) -> dict[str, Scores]:
+    """Fault → [tokens] its effect; `score()` gives log-probabilities [tokens] of the learner as it is at that moment.
+    `former` is an HF folder of an earlier version. Collective."""
+    with _as_engine(learner, quant):
+        right = score()
+
+    def with_weights(change: Callable[[NamedTensors], NamedTensors]) -> Scores:
+        with changed(learner, change), _as_engine(learner, quant):
+            return right - score()
+
+    found = {f"scale:{module}": with_weights(scaled(module, TRIED_SCALE)) for module in _modules(learner)}
+    if not learner.model_config.tied_embeddings:
+        found[f"bf16:{HEAD}"] = with_weights(rounded(HEAD, torch.bfloat16))
+    if former is not None:
+        folder = TensorFolder(former)
+        found["former"] = with_weights(lambda _: folder.tensors())
+    return found | {name: right - other for name, other in _formats(learner, score, quant)}
+
+
+def _as_engine(learner: MegatronLearner, quant: QuantMap | None) -> AbstractContextManager[None]:
+    return emulated(learner, quant if quant is not None and quant.formats else None)
+
+
+def _formats(learner: MegatronLearner, score: Score, quant: QuantMap | None) -> Iterator[tuple[str, Scores]]:
+    """Scores with another map than the run's."""
+    if quant is None or quant.rollout_format is None:
+        return
+    for fault, other in _other_maps(quant, quant.rollout_format):
+        with _as_engine(learner, other):
+            yield fault, score()
+    with changed(learner, lambda tensors: fake_quantize_state(tensors, quant)), emulated(learner, None):
+        yield "weights_only", score()
+
+
+def _other_maps(quant: QuantMap, usual: RolloutFormat) -> Iterator[tuple[str, QuantMap]]:
+    yield "full:all", quant.only(())
+    by_layer = len(quant.fused_groups) > MOST_MODULES
+    groups = {layer.name: layer.modules for layer in whole_layers(quant)} if by_layer else quant.groups
+    for name, modules in groups.items():
+        if any(module in quant.formats for module in modules):
+            yield f"full:{name}", quant.promoted(modules)
+        else:
+            yield f"quantized:{name}", quant.promoted(modules, to=usual)
+    for other in RolloutFormat:  # in one order on all ranks: a set has another in each process
+        if other.is_served and not other.is_emulated and other is not usual:
+            yield f"format:{other}", quant.promoted(quant.formats, to=other)
+
+
+def _modules(learner: MegatronLearner) -> list[str]:
+    """Each linear module of the whole model; each layer where there are many."""
+    sizes = NameMap(learner.model_config).tensors
+    modules = [name.removesuffix(".weight") for name, size in sizes.items() if len(size) > 1]
+    modules = [module for module in modules if module != EMBEDDING]
+    if len(modules) > MOST_MODULES:
+        modules = list(dict.fromkeys(re.sub(r"(\.layers\.\d+)\..*", r"\1", module) for module in modules))
+    return modules
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    run_child(directory, "mismatch", lambda: score(directory))
