@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from launch.attribution.command import mismatch
 from launch.convert.commands import convert_app
-from launch.endings import end_of
+from launch.exit_codes import end_of
 from launch.export.command import export
 from launch.fork.command import fork
 from launch.plugins.command import plugins
-from launch.program import complete_word, program
-from launch.progress import begin_command
 from launch.quant_map.commands import quant_map_app
-from launch.recipe_options import Overrides, RecipeArgument, RecipePath
 from launch.repair.command import repair
 from launch.roles.commands import role_app
 from launch.schedulers.commands import launch_app
-from launch.sft_command import sft
-from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.runs_commands import runs_app
 from launch.show.scaling import scaling_app
 from launch.show.trace import trace
 from launch.show.trajectories_commands import trajectories_app
+from launch.terminal import (
+    AsJson,
+    Overrides,
+    RecipeArgument,
+    RecipePath,
+    begin_command,
+    check_recipe_or_run,
+    emit,
+    emit_or_print,
+    going_on,
+)
 from pipeline.child_process import see_own_classes
 from pipeline.errors import RecipeError
 
@@ -52,15 +59,33 @@ app.add_typer(scaling_app, name="scaling")
 app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(verify_app, name="verify")
 
-app.callback()(program)
 app.command("export")(export)
 app.command("fork")(fork)
-app.command("mismatch")(mismatch)
 app.command("plugins")(plugins)
 app.command("repair")(repair)
-app.command("sft")(sft)
 app.command("trace")(trace)
+COMPLETION_VARIABLE = "_EVENKEEL_COMPLETE"
+"""Set by a shell that asks how a word may go on; typer answers."""
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
+
+
+def _print_version(asked: bool) -> None:
+    if not asked:
+        return
+    try:
+        print(f"evenkeel {metadata.version('evenkeel')}")
+    except metadata.PackageNotFoundError:
+        print("evenkeel (from its sources, not installed)")
+    raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options of `evenkeel` itself; the help of the whole is that of `app`."""
 
 
 @app.command()
@@ -89,8 +114,10 @@ def train(
     and says whether the weights came out bit-identical: it exits 1 where they did not. Once that is finished, the next
     one trains into RUN-replay-2.
     """
+
     from launch.run.replay import replay_run
     from launch.run.train import train_run
+    from launch.show.runs import print_summary
     from pipeline.config.loader import load_recipe, taken_from
 
     if replay is not None:
@@ -104,6 +131,59 @@ def train(
         emit(result)
     elif "stopped" not in result:
         print_summary(result)
+
+
+@app.command()
+def sft(
+    recipe: RecipePath,
+    out: Annotated[Path, typer.Option(help="Folder for the trained HF model.", show_default=False)],
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 220,
+    batch_size: Annotated[int, typer.Option(min=1, max=2**20, help="Demonstrations a step.")] = 128,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Peak learning rate. Default: 1e-5 with --data, 3e-3 on demonstrations (tiny, random models)."
+        ),
+    ] = None,
+    warmup_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Steps in which the learning rate rises linearly. Default: a quarter of --steps, at most 50."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help='Your own rows instead of the task\'s: {"prompt", "response"} or {"messages"}; JSON Lines, Parquet, a '
+            "saved dataset (docs/sft.md)."
+        ),
+    ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(metavar="SHARE|FILE", help="With --data: rows whose loss is measured, not trained on."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Supervised fine-tuning, with the same Megatron-Core learner and checkpoint format: on the task's demonstrations,
+    or on --data.
+
+    Reads model, task and learner of the recipe. The learning rate rises for --warmup-steps, then falls linearly to
+    zero.
+    """
+    from launch.run.sft import read_recipe, run_sft
+
+    result = run_sft(
+        read_recipe(recipe, overrides or [], steps, data),
+        out,
+        steps=steps,
+        batch_size=batch_size,
+        lr=lr,
+        warmup_steps=warmup_steps,
+        data=data,
+        held_out=held_out,
+    )
+    emit_or_print(result, as_json)
 
 
 @app.command("recipe")
@@ -180,7 +260,56 @@ def plan(
     if as_json:
         emit(result)
     else:
-        print_plan(result)
+        from rich.console import Console
+
+        from launch.plan.view import render
+
+        Console().print(render(result))
+
+
+@app.command()
+def mismatch(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|RUN",
+            help="A recipe (fresh rollouts of its model), or a run directory (a batch that it recorded).",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for mismatch.json, .html, .png; default: runs/NAME-mismatch.")
+    ] = None,
+    prompts: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**20, help="RECIPE: prompts to sample; default: rollout.prompts_per_batch."),
+    ] = None,
+    now: Annotated[
+        Path | None, typer.Option(help="RECIPE: HF folder of the weights that are trained; default: model.path.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=0, help="RUN: batch index; default: the last one trained.")] = None,
+    locate: Annotated[
+        bool, typer.Option("--locate/--no-locate", help="Search for faults of single modules; a pass for each.")
+    ] = True,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where does the mismatch of learner and engine come from?
+
+    Splits the log-ratio of every sampled token into staleness, quantization, (for mixtures) routing, kernels and
+    decoding; the terms add up exactly. Starts one engine and one learner of the recipe's layout. Writes a page of plots
+    and says in a paragraph what to do. See docs/precision.md.
+    """
+    check_recipe_or_run(source)  # before Megatron and SGLang are imported
+    from launch.attribution.measure import measure
+
+    with going_on("an engine and a learner score the same tokens"):
+        result = measure(source, overrides or [], out=out, num_prompts=prompts, now=now, batch=batch, locate=locate)
+    if as_json:
+        emit(result)
+        return
+    print(result["verdict"])
+    print(f"page: {result['page']}")
 
 
 @app.command()
@@ -342,7 +471,7 @@ def verify_history(run: RunPath, as_json: AsJson = False) -> None:
 
 
 def main() -> NoReturn:
-    """Entry point: what is wrong becomes one line and an exit status (launch.endings)."""
+    """Entry point: what is wrong becomes one line and an exit status (launch.exit_codes)."""
     for stream in (sys.stdout, sys.stderr):  # a name in another encoding, or a terminal in one, is no reason to fail
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -353,7 +482,8 @@ def main() -> NoReturn:
 def _command() -> None:
     see_own_classes()
     command = typer.main.get_command(app)
-    complete_word(command)
+    if COMPLETION_VARIABLE in os.environ:
+        command(prog_name="evenkeel")  # which answers, and exits
     with command.make_context("evenkeel", sys.argv[1:]) as context:
         command.invoke(context)
 

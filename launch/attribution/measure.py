@@ -41,8 +41,8 @@ from launch.attribution.rows import (
 )
 from launch.build.components import build_quant_map
 from launch.build.engines import check_engines, engine_dtype
-from launch.build.weight_checks import checksums_of
-from launch.run.begin import preflight, seed_policy
+from launch.build.learner import checksums_of
+from launch.run.preflight import preflight, seed_policy
 from launch.run.processes import child_environment, run_ranks, torchrun
 from launch.run.replay import learned_otherwise
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config

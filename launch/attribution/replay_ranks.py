@@ -12,8 +12,7 @@ from pathlib import Path
 from launch.attribution.measure import checkpoint_before
 from launch.build.components import build_contract, build_limits, build_tokenizer
 from launch.build.control import build_controller
-from launch.build.trainer import build_rates, build_trainer
-from launch.run.learn import build_learner
+from launch.build.learner import build_learner, build_rates, build_trainer
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from pipeline.background import tell_when_done

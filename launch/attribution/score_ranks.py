@@ -36,7 +36,7 @@ from torch import Tensor
 
 from launch.attribution.rows import MOST_MODULES, SCORES_FILE, ScoringJob, read_experts, tokens_of
 from launch.build.components import build_quant_map
-from launch.run.learn import build_learner
+from launch.build.learner import build_learner
 from launch.run.processes import run_child
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.learner import MegatronLearner

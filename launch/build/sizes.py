@@ -1,8 +1,10 @@
-"""Check a recipe against the sizes in its model's config.json, and count the bytes of a checkpoint. Loads no torch."""
+"""Check a recipe against the sizes in its model's config.json, and count parameters and bytes. Loads no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from megatron_bridge.hf.model_config import ModelConfig
@@ -53,3 +55,28 @@ def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
     versions that the learner keeps."""
     size = recipe.learner.parameter_bytes
     return config.num_parameters * (size + (0 if size == 4 else 4) + 8 + recipe.num_kept_versions * size)
+
+
+@lru_cache(maxsize=32)
+def layer_sizes(config: ModelConfig) -> dict[str, int]:
+    """Name within a decoder layer → numbers in it, with all experts of a kind under one name. All layers are alike."""
+    sizes: dict[str, int] = {}
+    for name, size in config.tensors().items():
+        if not name.startswith("model.layers.0."):
+            continue
+        short = name.removeprefix("model.layers.0.")
+        if ".experts." in short:
+            short = "mlp.experts." + short.split(".", 3)[3]
+        sizes[short] = sizes.get(short, 0) + math.prod(size)
+    return sizes
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Parameters that each position is multiplied by: all but the embedding; of the experts only those it visits."""
+    total = config.vocab_size * config.hidden_size
+    for name, number in layer_sizes(config).items():
+        if ".experts" in name and config.experts is not None:
+            total += config.num_layers * number * config.experts.per_token // config.experts.count
+        else:
+            total += config.num_layers * number
+    return total

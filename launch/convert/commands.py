@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from launch.show.output import AsJson, emit, emit_or_print
+from launch.terminal import AsJson, emit, emit_or_print
 
 convert_app = typer.Typer(
     help="Convert model folders between Hugging Face, Megatron and FP8, and look into them.\n\n"

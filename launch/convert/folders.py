@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from launch.progress import counted
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
+from launch.terminal import counted
 from megatron_bridge.hf.folders import check_free, complete_folder, describe_folder, new_folder
 from megatron_bridge.hf.headers import DTYPES, check_weights, tensor_headers
 from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config

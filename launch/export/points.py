@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from launch.run.live_view import LogTail
 from launch.show.columns import numbers
-from launch.show.log_tail import LogTail
 from pipeline.data.event_log import log_files
 
 STEP: Literal["step"] = "step"

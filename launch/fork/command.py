@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from launch.recipe_options import Overrides
-from launch.show.output import AsJson, emit
+from launch.terminal import AsJson, Overrides, emit
 
 
 def fork(

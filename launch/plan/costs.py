@@ -16,8 +16,9 @@ from typing import Any
 
 import simpy
 
-from launch.build.algorithm import scoring_passes
-from launch.plan.footprint import HeldParameters, held_parameters, layer_sizes
+from launch.build.components import scoring_passes
+from launch.build.sizes import active_parameters
+from launch.plan.footprint import HeldParameters, held_parameters
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.recipe import LearnerSection, Recipe
@@ -109,17 +110,6 @@ class LearnerTime:
     def update_s(self) -> float:
         own = (self.compute_s, self.bubble_s, self.tensor_s, self.pipeline_s, self.context_s, self.expert_s)
         return sum(own) + self.data_s
-
-
-def active_parameters(config: ModelConfig) -> int:
-    """Parameters that each position is multiplied by: all but the embedding; of the experts only those it visits."""
-    total = config.vocab_size * config.hidden_size
-    for name, number in layer_sizes(config).items():
-        if ".experts" in name and config.experts is not None:
-            total += config.num_layers * number * config.experts.per_token // config.experts.count
-        else:
-            total += config.num_layers * number
-    return total
 
 
 def mlp_share(config: ModelConfig) -> float:

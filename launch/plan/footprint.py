@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from launch.build.sizes import layer_sizes
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.te_precision import is_fp8
 from megatron_bridge.parallel.layout import Layout
@@ -235,20 +236,6 @@ def held_parameters(config: ModelConfig, layout: Layout, stage: int) -> HeldPara
                 largest = max(largest, 2 * held if "gate_proj" in name else held)
     widest = embedding // layout.tensor if first or last else 0
     return HeldParameters(dense=dense, expert=expert, matrices=matrices, largest=largest, outer=widest)
-
-
-@lru_cache(maxsize=32)
-def layer_sizes(config: ModelConfig) -> dict[str, int]:
-    """Name within a decoder layer → numbers in it, with all experts of a kind under one name. All layers are alike."""
-    sizes: dict[str, int] = {}
-    for name, size in config.tensors().items():
-        if not name.startswith("model.layers.0."):
-            continue
-        short = name.removeprefix("model.layers.0.")
-        if ".experts." in short:
-            short = "mlp.experts." + short.split(".", 3)[3]
-        sizes[short] = sizes.get(short, 0) + math.prod(size)
-    return sizes
 
 
 def _split(name: str, layout: Layout) -> int:

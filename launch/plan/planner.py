@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from launch.build.sizes import refusals
+from launch.build.sizes import active_parameters, layer_sizes, refusals
 from launch.plan.costs import (
     DECODE_EFFICIENCY,
     GPUS_PER_NODE,
@@ -23,22 +23,12 @@ from launch.plan.costs import (
     Assumptions,
     Durations,
     Traffic,
-    active_parameters,
     durations,
     rollout_tokens_per_gpu_s,
     simulate,
     steady_seconds_per_step,
 )
-from launch.plan.footprint import (
-    GIB,
-    Allowance,
-    Footprint,
-    MicroBatches,
-    Workload,
-    footprints,
-    layer_sizes,
-    worst_footprint,
-)
+from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints, worst_footprint
 from megatron_bridge.hf.model_config import ModelConfig, read_config
 from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
 from pipeline.config.formats import check_gpu_serves

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from launch.show.output import AsJson, emit
+from launch.terminal import AsJson, emit
 
 
 def plugins(

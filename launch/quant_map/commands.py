@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from launch.progress import going_on
-from launch.recipe_options import Overrides
-from launch.show.output import AsJson, emit
+from launch.terminal import AsJson, Overrides, emit, going_on
 
 quant_map_app = typer.Typer(help="Which layers the engines hold in FP8, and which not.", no_args_is_help=True)
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from launch.build.components import quant_map_of
+from launch.build.learner import build_learner
 from launch.quant_map.suggest import RecordedRows, ScoredRow, judged, token_rows
-from launch.run.learn import build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.sensitivity import row_scorer

@@ -20,8 +20,8 @@ import numpy as np
 
 from launch.build.components import build_prompts, build_tokenizer
 from launch.convert.folders import run_job
-from launch.recipe_options import check_recipe_or_run
 from launch.run.processes import child_environment, run_ranks, torchrun
+from launch.terminal import check_recipe_or_run
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe

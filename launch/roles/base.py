@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch.run.addresses import own_address
-from launch.run.fatal_notes import leave_fatal_note
 from launch.run.metrics import METRICS_HOST_VARIABLE, METRICS_PORT_VARIABLE
+from launch.run.processes import leave_fatal_note
 from launch.run.restarts import count_start, forget_start
 from launch.run.waiting import FINISHED_POLL_S, RECIPE_DEADLINE_S, Stop, Throttle, grace_s, wait_for
 from pipeline.config.loader import changed_keys, load_recipe

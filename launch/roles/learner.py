@@ -20,16 +20,14 @@ from typing import Literal
 
 from launch.build.api_key import API_KEY_VARIABLE, read_api_key
 from launch.build.engines import shares_gpus
-from launch.doctor.needs import check_model_here
 from launch.roles.base import wait_for_recipe
 from launch.roles.heartbeat import Peer, Peers, Verdict
 from launch.roles.ranks import Ranks
 from launch.roles.rendezvous import Rendezvous, await_node_0
 from launch.run.addresses import LOOPBACK, bind_address, interface_environment
-from launch.run.begin import preflight, seed_policy, warnings
-from launch.run.fatal_notes import FatalNotes
 from launch.run.metrics import METRICS_PORT_VARIABLE
-from launch.run.processes import child_environment, rendezvous_options, torchrun
+from launch.run.preflight import check_model_here, preflight, seed_policy, warnings
+from launch.run.processes import FatalNotes, child_environment, rendezvous_options, torchrun
 from launch.run.waiting import (
     EPOCH_POLL_S,
     EPOCH_VARIABLE,

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launch.plan.costs import active_parameters
+from launch.build.sizes import active_parameters
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog

@@ -1,13 +1,113 @@
-"""Where a learner's process begins: it asks to die with its parent before it imports what takes seconds."""
+"""Train as one rank of the learner: `torchrun … -m launch.run.learn_rank RUN`, by the agent of its host.
+
+With `--replay SOURCE` it trains on the recorded batches of another run, without engines. A rank asks to die with its
+parent before it imports what takes seconds, so these imports stand in `learn`.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from pipeline.child_process import die_with_parent
+from pipeline.child_process import die_with_parent, see_own_classes
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+    from pipeline.data.epochs import Epoch
+    from pipeline.data.run_directory import RunDirectory
+    from pipeline.ports.weight_update import WeightChannel
+
+
+def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
+    """Train on every batch that the newest checkpoint has not seen, or on those of the run that is replayed."""
+    import torch.distributed as dist
+
+    from launch.build.components import build_contract, build_limits, build_tokenizer
+    from launch.build.control import build_controller
+    from launch.build.learner import build_channel, build_learner, build_rates, build_trainer, build_transition
+    from launch.build.sizes import checkpoint_bytes
+    from launch.run.environment import environment, learner_facts
+    from launch.run.metrics import metrics_of, observers_of
+    from launch.run.waiting import BEGUN, Stop, wait_for_engines
+    from pipeline.data.event_log import EventLog
+    from pipeline.data.store import BatchStore
+    from pipeline.spans import recorded
+    from pipeline.trainer.batch_source import STOP_FILE_VARIABLE
+    from pipeline.trainer.checkpoints import Checkpoints
+
+    recipe = run.recipe()
+    learner = build_learner(recipe)
+    learner.rates = build_rates(run)
+    epoch = epoch_of(run, learner)
+    run = run.under(epoch)
+    channel: WeightChannel | None = None
+    transition = None
+    if replayed is None:
+        if recipe.weights.channel == "ipc":  # which looks at once whether all are on this machine
+            wait_for_engines(run, recipe, Stop(), recipe.rollout.engines)
+        if recipe.controller is not None:
+            transition = build_transition(run, recipe, learner, epoch)
+        channel = transition or build_channel(run, recipe, learner, epoch)
+    metrics = metrics_of("learner", run.path) if learner.is_rank_zero else None
+    event_log = EventLog(run.path, epoch.name, observers_of(metrics))
+    trainer = build_trainer(
+        run,
+        recipe,
+        learner,
+        store=BatchStore((replayed or run).batches, limits=build_limits(recipe)),
+        contract=build_contract(recipe, build_tokenizer(recipe)),
+        checkpoints=Checkpoints(
+            run.checkpoints, recipe.checkpoint.keep, run.fence, checkpoint_bytes(learner.model_config, recipe)
+        ),
+        event_log=event_log,
+        channel=channel,
+        controller=build_controller(run, recipe, learner, transition, event_log, replayed),
+    )
+    source = f"{epoch.name}.rank-{dist.get_rank():04}"  # files of events have one writer: a rank's is named by the rank
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        found = environment()
+        facts = learner_facts(learner.model_config, dist.get_world_size(), found["gpus"])
+        EventLog(run.path, source).event("environment", role="learner", **found, **facts)
+    if learner.is_rank_zero and (stop_file := os.environ.get(STOP_FILE_VARIABLE)):
+        Path(stop_file).with_name(BEGUN).touch()  # for the agent: from now on there may be something to save
+    with recorded(run.path, source):
+        trainer.train()
+        if channel is not None:
+            channel.close()
+
+
+def epoch_of(run: RunDirectory, learner: MegatronLearner) -> Epoch:
+    """Return the start of the learner that this rank belongs to: its agent has claimed it; without one, rank 0 does."""
+    from launch.run.waiting import EPOCH_VARIABLE, rank_epoch
+    from pipeline.data.epochs import Epoch, claim, epoch_folder
+
+    if EPOCH_VARIABLE in os.environ:
+        return rank_epoch(run.path)
+    return Epoch(epoch_folder(run.path, "learner"), learner.tell(lambda: claim(run.path, "learner").number))
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run `RUN` or `RUN --replay SOURCE` to its end."""
+    from launch.run.processes import run_child
+    from launch.run.waiting import EPOCH_VARIABLE, rank_epoch
+    from pipeline.data.run_directory import RunDirectory
+
+    see_own_classes()
+    directory = RunDirectory(Path(arguments[0]))
+    replayed = RunDirectory(Path(arguments[2])) if arguments[1:2] == ["--replay"] else None
+    epoch = rank_epoch(directory.path) if EPOCH_VARIABLE in os.environ else None
+
+    def body() -> None:
+        with nullcontext() if epoch is None else epoch.superseded_said():
+            learn(directory, replayed)
+
+    run_child(directory, "learner" if epoch is None else epoch.name, body)
+
 
 if __name__ == "__main__":
     die_with_parent()
-    from launch.run.learn import main
-
     main(sys.argv[1:])

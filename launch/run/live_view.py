@@ -6,15 +6,17 @@ written to stderr; stdout stays free for results.
 
 from __future__ import annotations
 
+import heapq
+import math
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,9 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.progress import begin_block, is_due, is_quiet, note_said
-from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
-from launch.show.log_tail import LogTail
+from launch.terminal import begin_block, is_due, is_quiet, note_line
 from pipeline.analysis.alarm_history import formats_differ
 from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares, time_shares, whole_stages
 from pipeline.analysis.flight.timeline import learner_spans
@@ -33,10 +33,14 @@ from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
 from pipeline.analysis.summary import unsolved_line
 from pipeline.config.recipe import Recipe
+from pipeline.data.checksums import MAX_BYTES
+from pipeline.data.event_log import log_files, parse_line
 from pipeline.patience import notice_line
 from precision.mismatch.alarms import Alarm, alarms
 from precision.text import one_line
 
+ENGINE_EVENTS = ("joined", "admitted", "quarantined", "left")
+_STYLES = {"admitted": "green", "joined": "yellow", "quarantined": "bold red", "starting again": "yellow"}
 PHASE_STYLES = {
     "wait": "bright_black",
     "logprobs": "cyan",
@@ -59,6 +63,63 @@ SAID = (
     *ENGINE_EVENTS,
 )
 """Kinds of events that are printed where there is no terminal."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One engine."""
+
+    state: str
+    reason: str
+    since: float
+    """Seconds since 1970."""
+
+
+@dataclass
+class EngineStates:
+    """Kept up to date by `take`."""
+
+    engines: dict[int, Shown] = field(default_factory=dict)
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Something happened, to an engine or not."""
+        kind, process = event.get("kind"), str(event.get("process", ""))
+        if kind in ENGINE_EVENTS:
+            self._take_change(int(event["engine"]), str(kind), str(event.get("reason") or ""), float(event["time"]))
+        elif kind == "restarted" and process.removeprefix("engine-").isdecimal():
+            reason = str(event.get("reason", ""))
+            self.engines[int(process.removeprefix("engine-"))] = Shown("starting again", reason, float(event["time"]))
+        elif kind == "started" and process == "collector":
+            self.engines.clear()  # who says what engines do begins anew
+
+    def _take_change(self, index: int, kind: str, reason: str, at: float) -> None:
+        known = self.engines.get(index)
+        if kind == "left":
+            if known is None or known.state != "starting again":
+                self.engines.pop(index, None)
+        elif kind == "quarantined" and known is not None and known.state == "starting again":
+            return  # which says more
+        else:
+            since = known.since if known is not None and known.state == kind else at
+            self.engines[index] = Shown(kind, reason, since)
+
+    def table(self) -> Table | None:
+        """A row for each engine that is not admitted; None where all are."""
+        if all(engine.state == "admitted" for engine in self.engines.values()):
+            return None
+        table = Table.grid(padding=(0, 2))
+        for index, engine in sorted(self.engines.items()):
+            if engine.state != "admitted":
+                since = time.strftime("%H:%M:%S", time.localtime(engine.since))
+                state = Text(engine.state, style=_STYLES[engine.state])
+                table.add_row(Text(f"engine {index}"), state, Text(f"since {since}", style="dim"), Text(engine.reason))
+        return table
+
+
+def engine_line(event: dict[str, Any]) -> str:
+    """One change as plain text."""
+    reason = event.get("reason")
+    return f"engine {event['engine']} {event['kind']}{f': {reason}' if reason else ''}"
 
 
 @dataclass
@@ -286,7 +347,7 @@ class LiveView:
                 self._say(f"no longer at step {step}: {alarm.text}")
 
     def _say(self, text: str) -> None:
-        note_said()
+        note_line()
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -431,3 +492,71 @@ def _remaining(progress: Progress) -> str:
     if progress.step_s is None:
         return ""
     return f"{duration(progress.step_s * max(0, progress.steps - progress.num_steps))} left"
+
+
+_PART_BYTES = 1 << 18
+"""Read of a file before its lines are given on: a run has a file for every start of a role."""
+
+
+@dataclass
+class Tail:
+    """Reads the complete lines that were appended to a JSON Lines file since the last call. Torn lines are skipped."""
+
+    path: Path
+    offset: int = 0
+    _read: deque[dict[str, Any]] = field(default_factory=deque)
+    """Lines that were read and not taken: the caller may be cut short, by a read of another file that fails."""
+
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """New lines, oldest first; none while the file does not exist."""
+        while True:
+            while self._read:
+                yield self._read[0]
+                self._read.popleft()
+            if not (part := self._next_part()):
+                return
+            self._read += (parsed for line in part if (parsed := parse_line(line)) is not None)
+
+    def _next_part(self) -> list[bytes]:
+        """Some complete lines; none at the end. What has no end within MAX_BYTES is taken for a damaged line."""
+        part: list[bytes] = []
+        if not self.path.is_file():
+            return part
+        ends = self.offset
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while ends - self.offset < _PART_BYTES:
+                line = file.readline(MAX_BYTES)
+                if not line.endswith(b"\n") and len(line) < MAX_BYTES:
+                    break
+                ends += len(line)
+                part.append(line)
+        self.offset = ends  # not before all was read: what a failed read took is read again
+        return part
+
+
+@dataclass
+class LogTail:
+    """Tails of all files of one log: every start of a role has its own."""
+
+    run: Path
+    log: Literal["metrics", "events"]
+    _tails: dict[Path, Tail] = field(default_factory=dict)
+
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """New lines of all files, by time."""
+        return (line for _, line in self.new_lines_of_starts())
+
+    def new_lines_of_starts(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """As `new_lines`, each behind the name of its file: which start of the role wrote it."""
+        tails = [self._tails.setdefault(path, Tail(path)) for path in log_files(self.run, self.log)]
+        merged = heapq.merge(*map(_timed, tails), key=lambda entry: entry[0])
+        return ((name, line) for _, name, line in merged)
+
+
+def _timed(tail: Tail) -> Iterator[tuple[float, str, dict[str, Any]]]:
+    """New lines of a file in its own order, each with its time, or a later one that stands before it there."""
+    latest = -math.inf
+    for line in tail.new_lines():
+        latest = max(latest, float(line["time"]))
+        yield latest, tail.path.name, line

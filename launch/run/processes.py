@@ -6,17 +6,20 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
-from launch.run.fatal_notes import FatalNotes, leave_fatal_note
+from pipeline import errors
 from pipeline.child_process import ChildProcess, program_environment
-from pipeline.data.files import full_disk_said
+from pipeline.data.checksums import read_sealed_json, write_sealed_json
+from pipeline.data.files import full_disk_said, unique_suffix
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
 from pipeline.errors import (
     FATAL_EXIT_CODE,
     STOPPED_EXIT_CODE,
@@ -24,6 +27,7 @@ from pipeline.errors import (
     EvenKeelError,
     FatalError,
     StoppedError,
+    StoreError,
     SupersededError,
 )
 from pipeline.process_log import log_tail
@@ -132,3 +136,62 @@ class ProcessTree(ChildProcess):
         if self.poll() is None:
             end_tree(self.pid)
         super().kill()
+
+
+def leave_fatal_note(run: RunDirectory, process: str, error: Exception) -> None:
+    """Say why `process` gives up."""
+    folder = run.logs / "fatal"
+    note = dict(process=process, error=type(error).__name__, message=str(error), time=time.time())
+    with suppress(OSError):  # on a full disk: the supervisor finds that out for itself
+        folder.mkdir(parents=True, exist_ok=True)
+        write_sealed_json(folder / f"{process}-{unique_suffix()}.json", note)
+
+
+@dataclass
+class FatalNotes:
+    """The notes that are left from now on: what is there already was left by earlier processes. No clock is asked."""
+
+    run: RunDirectory
+    _before: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._before = frozenset(self._names())
+
+    def message(self, process: str = "") -> str | None:
+        """The message of a new note, of the process whose name begins so; None when there is none."""
+        error = self.error(process)
+        return None if error is None else str(error)
+
+    def error(self, process: str = "") -> FatalError | None:
+        """The same as the error that it was."""
+        for name in sorted(self._names() - self._before):
+            if name.startswith(process):
+                try:
+                    note = read_sealed_json(self.run.logs / "fatal" / name, "it is only shown")
+                    kind, message = getattr(errors, str(note["error"]), None), str(note["message"])
+                except (OSError, StoreError, KeyError):
+                    continue
+                return (kind if isinstance(kind, type) and issubclass(kind, FatalError) else FatalError)(message)
+        return None
+
+    def _names(self) -> set[str]:
+        folder = self.run.logs / "fatal"
+        return {path.name for path in folder.glob("*.json")} if folder.is_dir() else set()
+
+
+def what_is_saved(run: RunDirectory, steps: int) -> str:
+    """`RUN holds 12 batches and the checkpoint of step 10 of 100; the same command goes on from there`."""
+    saved, batches = max(run.saved_steps(), default=0), BatchStore(run.batches).next_index
+    checkpoint = f"the checkpoint of step {saved} of {steps}" if saved else "no checkpoint yet"
+    sampled = f"{batches} batch{'' if batches == 1 else 'es'} and " if batches else ""
+    onward = "goes on from there" if saved or batches else "begins again"
+    return f"{run.path} holds {sampled}{checkpoint}; the same command {onward}"
+
+
+@contextmanager
+def saved_said(run: RunDirectory, steps: int) -> Iterator[None]:
+    """Ctrl-C that ends the block at once says what is saved: the KeyboardInterrupt carries it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(what_is_saved(run, steps)) from None

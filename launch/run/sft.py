@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,16 @@ import numpy as np
 
 from launch.build.components import build_contract, build_quant_map, build_tokenizer
 from launch.build.sizes import checkpoint_bytes
-from launch.doctor.needs import check_folder, check_learner_here, check_model_here, check_room
-from launch.progress import counted, going_on
-from launch.run.begin import start_left_out
 from launch.run.claim import claimed
-from launch.run.processes import child_environment, run_child, run_ranks, torchrun
-from launch.show.saved import saved_said
+from launch.run.preflight import check_folder, check_learner_here, check_model_here, check_room, start_left_out
+from launch.run.processes import child_environment, run_child, run_ranks, saved_said, torchrun
+from launch.terminal import counted, going_on
 from megatron_bridge.hf.folders import check_free
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.analysis.run_log import SFT_FILE
 from pipeline.child_process import die_with_parent, see_own_classes
-from pipeline.config.loader import recipe_from
+from pipeline.config.loader import load_recipe, overridden_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
 from pipeline.data.event_log import EventLog, read_metrics
@@ -59,6 +57,18 @@ MOST_WARMUP = 50
 DATA_LR, TINY_MODEL_LR = 1e-5, 3e-3
 SFT_SOURCE = "sft"
 SFT_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
+
+
+_FALLS = "sft's rate falls linearly to zero; leave it out"
+INSTEAD = {
+    "run.steps": "give --steps",
+    "learner.optimizer.lr": "give --lr",
+    "learner.optimizer.warmup_steps": "give --warmup-steps",
+    "learner.optimizer.decay": _FALLS,
+    "learner.optimizer.decay_steps": _FALLS,
+    "learner.optimizer.min_lr": _FALLS,
+}
+"""Recipe key that sft does not go by → what to do."""
 
 
 class Source(Settings):
@@ -132,6 +142,26 @@ def _held_out(given: str) -> Path | float:
     if not 0.0 < share < 1.0:
         raise RecipeError(f"--held-out is {given}, expected a share between 0 and 1, such as 0.05, or a file")
     return share
+
+
+def read_recipe(path: Path | Mapping[str, Any], overrides: Sequence[str], steps: int, data: Path | None) -> Recipe:
+    """The recipe to fine-tune by. It need not say for how many `steps`, nor, with `data`, what its task reads. Raises
+    RecipeError, also for an override that sft would not go by."""
+    for key in overridden_keys(overrides):
+        if key in INSTEAD:
+            raise RecipeError(f"--set {key}: evenkeel sft does not go by it; {INSTEAD[key]}")
+    return load_recipe(path, overrides, fill_in=partial(fill_in, steps=steps, rows=data))
+
+
+def fill_in(recipe: dict[str, Any], *, steps: int, rows: Path | None) -> None:
+    """Add `run.steps` to a recipe that lacks it, and the task that reads `rows` to one without a task, or without what
+    its task reads."""
+    if isinstance(run := recipe.get("run"), dict):
+        run.setdefault("steps", steps)
+    if rows is not None:
+        task = recipe.setdefault("task", dict(name="data"))
+        if isinstance(task, dict) and task.get("name") == "data" and not task.get("sources"):
+            task.setdefault("path", str(rows.absolute()))
 
 
 def run_sft(

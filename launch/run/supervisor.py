@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from launch.run.fatal_notes import FatalNotes
 from launch.run.live_view import LiveView
+from launch.run.processes import FatalNotes
 from launch.run.starter import Started, Starter, Unit
 from launch.run.waiting import EPOCH_POLL_S, FINISHED_POLL_S, Outage, Throttle, announced, grace_s
-from launch.show.run_progress import RunProgress
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
 from pipeline.data.event_log import EventKind, EventLog
@@ -31,6 +31,7 @@ from pipeline.data.files import remove_leftovers
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, DiskFullError, FatalError, SupersededError
+from pipeline.patience import Patience
 from pipeline.process_log import ending, log_tail
 from pipeline.scratch import remove_left_scratch
 from rollout_sglang.server.process import ERROR_NAMED
@@ -259,3 +260,33 @@ class Supervisor:
 
 def _said(started: Started) -> str:
     return "(no log)" if started.log is None else log_tail(started.log)
+
+
+LOOK_S = 5.0
+FIRST_S = 120.0
+"""Engines and learner start meanwhile."""
+
+
+class RunProgress:
+    """Says so, as an event, when a run leaves nothing new for longer than it used to."""
+
+    def __init__(self, run: RunDirectory, event: Callable[..., None]) -> None:
+        self._run, self._store = run, BatchStore(run.batches)
+        logs = "the process that hangs; see the newest lines of RUN/logs"
+        self._patience = Patience(partial(event, "no_progress"), "the run", logs, FIRST_S)
+        self._due, self._seen = Throttle(LOOK_S), self._traces()
+
+    def look(self) -> None:
+        """Call it as often as you like."""
+        if not self._due():
+            return
+        before, self._seen = self._seen, self._traces()
+        if self._seen != before:
+            self._patience.progress()
+        self._patience.still("a batch, a step, a publish, an evaluation or a checkpoint")
+
+    def _traces(self) -> tuple[int, ...]:
+        run = self._run
+        published = run.published_version() if run.is_published() else -1
+        evaluated, saved = len(run.evaluated_versions()), max(run.saved_steps(), default=0)
+        return self._store.next_index, run.trained_at_ns(), published, evaluated, saved

@@ -13,16 +13,23 @@ from launch.build.api_key import read_api_key
 from launch.build.components import TaskPrompts
 from launch.build.engines import check_engines
 from launch.build.rewards import check_reward
-from launch.doctor.needs import check_learner_here, check_model_here, check_ports, check_room
-from launch.progress import going_on
-from launch.run.begin import preflight, seed_policy, warnings
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.metrics import observers_of, shown_metrics
+from launch.run.preflight import (
+    check_learner_here,
+    check_model_here,
+    check_ports,
+    check_room,
+    preflight,
+    seed_policy,
+    warnings,
+)
+from launch.run.processes import saved_said, what_is_saved
 from launch.run.starter import LocalStarter, gpu_places, units_of, visible_gpus
 from launch.run.supervisor import Outcome, Supervisor
 from launch.run.waiting import grace_s
-from launch.show.saved import saved_said, what_is_saved
+from launch.terminal import going_on
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
 from pipeline.config.recipe import Recipe

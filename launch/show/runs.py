@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -157,3 +158,10 @@ def _by_name(numbers: Mapping[str, Any]) -> dict[str, str]:
     for name, value in _rows(numbers):
         rows[name] = f"{rows[name]}\n{value}" if name in rows else value
     return rows
+
+
+def print_summary(result: Mapping[str, Any]) -> None:
+    """Print a run's headline numbers as a table, and where its report lies."""
+    Console().print(render(result))
+    if "report" in result:
+        print(f"report: {result['report']}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from launch.show.output import AsJson, emit, print_summary
+from launch.terminal import AsJson, emit
 
 runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True)
 
@@ -18,6 +18,7 @@ def runs_show(
     as_json: AsJson = False,
 ) -> None:
     """Print what a run has reached: pass@1 first and last, steps, wall time, layout, precision."""
+    from launch.show.runs import print_summary
     from pipeline.analysis.summary import summary
 
     result = summary(run)

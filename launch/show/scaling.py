@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.show.output import AsJson, emit
+from launch.terminal import AsJson, emit
 
 if TYPE_CHECKING:
     from pipeline.analysis.scaling.report import Bounds

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launch.progress import counted
+from launch.terminal import counted
 from pipeline.analysis.trajectories import SAMPLE_COLUMNS, Background, render_batch, sample_rows, tokenizer_of
 from pipeline.data.batch import Batch
 from pipeline.data.files import replacing

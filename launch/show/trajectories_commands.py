@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.show.output import AsJson, emit
+from launch.terminal import AsJson, emit
 from pipeline.errors import RecipeError
 
 trajectories_app = typer.Typer(help="Read what was sampled.", no_args_is_help=True)

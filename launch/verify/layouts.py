@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.convert.new_model import new_model
-from launch.progress import counted
 from launch.run.processes import child_environment, run_ranks, torchrun
+from launch.terminal import counted
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.data.files import write_atomically

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.convert.new_model import new_model
-from launch.progress import counted
-from launch.run.begin import seed_policy
 from launch.run.one_engine import OneEngine
+from launch.run.preflight import seed_policy
 from launch.run.processes import child_environment, run_ranks, torchrun
+from launch.terminal import counted
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.build.components import build_contract, build_quant_map, build_tokenizer
-from launch.run.learn import build_channel, build_learner
+from launch.build.learner import build_channel, build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.fp8_emulation import emulated

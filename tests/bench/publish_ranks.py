@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from launch.run.learn import build_channel, build_learner
+from launch.build.learner import build_channel, build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.weight_sync.buckets import Bucket, pack

@@ -38,7 +38,7 @@ class Image:
 LEARNER = Image(
     "learner",
     programs=(("-m", "launch.cli", "role", "learner", "--help"), ("-m", "launch.run.torchrun", "--help")),
-    modules=("launch.roles.learner", "launch.run.learn", "launch.run.metrics"),
+    modules=("launch.roles.learner", "launch.run.learn_rank", "launch.run.metrics"),
     foreign=("sglang", "sglang_router"),
 )
 ROLLOUT = Image(
@@ -51,7 +51,7 @@ ROLLOUT = Image(
     ),
     modules=(
         *(f"launch.roles.{role}" for role in ("engine", "router", "collector")),
-        *("launch.run.collect", "launch.run.metrics", "math_verify", "rollout_sglang.server.launch_server"),
+        *("launch.run.metrics", "math_verify", "rollout_sglang.server.launch_server"),
     ),
     foreign=("megatron", "mbridge", "transformer_engine"),
 )

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.build.algorithm import build_objective
-from launch.build.components import build_interruption, build_prompts, build_solved_prompt_rule, build_tokenizer
+from launch.build.components import (
+    build_interruption,
+    build_objective,
+    build_prompts,
+    build_solved_prompt_rule,
+    build_tokenizer,
+)
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.loader import load_recipe
 from pipeline.data.event_log import read_events, read_metrics

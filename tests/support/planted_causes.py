@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import launch.attribution.measure as attribution
 from launch.attribution.engine import MeasuredEngine
 from launch.attribution.measure import measure
-from launch.run.begin import seed_policy
+from launch.run.preflight import seed_policy
 from pipeline.analysis.mismatch.findings import ROUNDING_NATS, tied_suspects
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe

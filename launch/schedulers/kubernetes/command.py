@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.recipe_options import Overrides, RecipePath, SizesFolder
+from launch.terminal import Overrides, RecipePath, SizesFolder
 from pipeline.errors import RecipeError
 
 _JOBSET = "needed: JobSet 0.12 or newer, with featureGates: {RestartJob: true} in its manager's Configuration"
@@ -84,7 +84,7 @@ def kubernetes(
 
     For example:  evenkeel launch kubernetes qwen3_32b --out k8s --queue train --learner-image … --rollout-image …
     """
-    from launch.build.engine_arguments import check_extra_args
+    from launch.build.engines import check_extra_args
     from launch.plan.hosts import sizes_folder
     from launch.schedulers.kubernetes.render import KUSTOMIZATION, MODEL, check_changes, read, render, write
     from launch.schedulers.kubernetes.run import cluster_options, run_on_kubernetes

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from launch.build.engine_arguments import gives_secret
+from launch.build.engines import gives_secret
 from launch.plan.hosts import ClusterNeeds, cluster_needs, planner_that_fits
 from launch.plan.planner import Planner
 from pipeline.config.recipe import Recipe

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from launch.build.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
-from launch.endings import os_error_line
+from launch.exit_codes import os_error_line
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.metrics import observers_of, shown_metrics

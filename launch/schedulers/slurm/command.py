@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.recipe_options import Overrides, RecipePath, SizesFolder
+from launch.terminal import Overrides, RecipePath, SizesFolder
 from pipeline.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def slurm(
 
     For example:  evenkeel launch slurm qwen3_32b --out jobs/qwen --partition h100 --time 24:00:00
     """
-    from launch.build.engine_arguments import check_extra_args
+    from launch.build.engines import check_extra_args
     from launch.plan.hosts import sizes_folder, stop_time
     from launch.schedulers.slurm.options import SlurmOptions
     from launch.schedulers.slurm.render import SCRIPT, render

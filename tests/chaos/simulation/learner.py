@@ -192,7 +192,7 @@ class SimulatedChannel:
 
 
 def seed_policy(run: RunDirectory) -> None:
-    """As launch.run.begin.seed_policy."""
+    """As launch.run.preflight.seed_policy."""
     if not run.is_published():
         write_policy("initial", run.policy_directory(0), run.fence)
         run.set_published(0)

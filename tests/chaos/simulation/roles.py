@@ -1,4 +1,4 @@
-"""The two programs of a run, put together as launch.run.collect and launch.run.learn do, over the doubles."""
+"""The two programs of a run, put together as launch.roles.collector and launch.run.learn_rank do, over the doubles."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def guarded(body: Any) -> Any:
 
 
 def collector_role(setting: Setting, process: Process) -> int:
-    """As launch.roles.collector and launch.run.collect."""
+    """As launch.roles.collector."""
     epoch = claim(setting.path, "collector")
     with epoch.superseded_said():
         return _collect(setting, process, epoch)
@@ -246,7 +246,7 @@ def _collector(
 
 
 def learner_role(setting: Setting, process: Process) -> int:
-    """As launch.roles.learner and launch.run.learn."""
+    """As launch.roles.learner and launch.run.learn_rank."""
     setting.run.make_folders()
     epoch = claim(setting.path, "learner")
     with epoch.superseded_said():

@@ -41,7 +41,7 @@ GOALS = _goals()
 
 
 def run(scale: Scale) -> Figures:
-    from launch.run.learn import build_channel, build_learner
+    from launch.build.learner import build_channel, build_learner
     from launch.verify.parity import Engine, prepare
     from rollout_sglang.server.launch_server import API_KEY_VARIABLE
     from tests.gpu.engines import engine_recipe

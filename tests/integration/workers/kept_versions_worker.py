@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from launch.build.algorithm import build_objective
-from launch.build.trainer import build_trainer
+from launch.build.components import build_objective
+from launch.build.learner import build_trainer
 from launch.verify.layout_ranks import CONTRACT, make_batch, weights
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from launch.build.algorithm import build_objective
-from launch.build.trainer import build_trainer
+from launch.build.components import build_objective
+from launch.build.learner import build_trainer
 from launch.verify.layout_ranks import CONTRACT, random_experts, weights
 from launch.verify.layouts import section
 from megatron_bridge.hf.model_config import ModelConfig

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.sft_command import fill_in
+from launch.run.sft import fill_in
 from launch.verify.layouts import LAYOUTS, Case, build_cases
 from ops.docs.hooks import DOCS, FROM_REPOSITORY, MADE, extra_pages, in_site, resolved, with_links_of_the_site
 from pipeline.config.loader import SHIPPED, load_recipe

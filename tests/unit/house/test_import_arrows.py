@@ -96,15 +96,46 @@ def may_import(module: str, name: str) -> bool:
     return target == room or (room, target) == ("pipeline", "precision")
 
 
+TOOLS = tuple(
+    f"launch.{name}"
+    for name in (
+        *(
+            "attribution",
+            "convert",
+            "doctor",
+            "export",
+            "fork",
+            "plan",
+            "plugins",
+            "quant_map",
+            "repair",
+            "show",
+            "verify",
+        ),
+    )
+)
+
+
 def may_import_in_launch(module: str, name: str) -> bool:
-    """commands → schedulers, roles → run → build; none leads back, and schedulers and roles do not know each other."""
-    upper = ("launch.schedulers", "launch.roles", "launch.cli")
+    """commands → tools, schedulers, roles → run → build: nothing leads back. Tools may use tools, and schedulers the
+    plan; roles know neither. What every command has is in launch.terminal and launch.exit_codes, which know nobody."""
+    common = ("launch.terminal", "launch.exit_codes")
+    if is_in(name, common):
+        return not is_in(module, ("launch.build",))
+    if is_in(module, common):
+        return False
     if is_in(module, ("launch.build",)):
         return is_in(name, ("launch.build",))
     if is_in(module, ("launch.run",)):
-        return not is_in(name, upper)
-    own = next((folder for folder in upper if is_in(module, (folder,))), None)
-    return own in (None, "launch.cli") or not is_in(name, tuple(folder for folder in upper if folder != own))
+        return is_in(name, ("launch.run", "launch.build"))
+    below: tuple[str, ...] = ("launch.run", "launch.build")
+    if is_in(module, ("launch.schedulers",)):
+        return is_in(name, (*below, "launch.schedulers", "launch.plan"))
+    if is_in(module, ("launch.roles",)):
+        return is_in(name, (*below, "launch.roles"))
+    if is_in(module, TOOLS):
+        return is_in(name, (*below, *TOOLS))
+    return is_in(module, ("launch.cli", "launch.library"))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -136,6 +167,12 @@ def test_arrows(room: str) -> None:
         ("launch.roles.learner", "from launch.schedulers.slurm.batch import Job", False),
         ("launch.run.supervisor", "def f():\n    from launch.roles.engine import serve", False),
         ("launch.build.rewards", "from launch.run.waiting import Stop", False),
+        ("launch.run.train", "from launch.plan.planner import Planner", False),
+        ("launch.roles.learner", "from launch.doctor.machine import Check", False),
+        ("launch.terminal", "from launch.run.claim import claimed", False),
+        ("launch.convert.folders", "from launch.cli import app", False),
+        ("launch.verify.parity", "from launch.convert.new_model import new_model", True),
+        ("launch.schedulers.slurm.command", "from launch.plan.hosts import stop_time", True),
     ],
 )
 def test_a_broken_arrow_is_seen(module: str, source: str, fine: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from launch.endings import FAULT_EXIT_CODE, TRACEBACK_VARIABLE, end_of
+from launch.exit_codes import FAULT_EXIT_CODE, TRACEBACK_VARIABLE, end_of
 from pipeline.errors import RecipeError
 from tests.support.runs import ROOT, evenkeel
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from launch import progress
-from launch.progress import counted, going_on, is_due, note_said
+from launch import terminal as progress
+from launch.terminal import counted, going_on, is_due, note_line
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_block_that_says_nothing_is_told_of(
     """In a command what was before it counts: short blocks one after the other make a long silence."""
     monkeypatch.setattr(progress, "EVERY_S", 0.4)
     monkeypatch.setattr(progress, "_is_command", True)
-    note_said()
+    note_line()
     for what in ("checking", "copying", "hashing"):
         with going_on(what):
             time.sleep(0.3)
@@ -47,7 +47,7 @@ def test_a_block_of_a_long_process_begins_a_silence_of_its_own(
 ) -> None:
     """A notebook has been idle, not silent."""
     monkeypatch.setattr(progress, "_is_command", False)  # whatever command another test gave in this process
-    monkeypatch.setattr(progress, "_said_at", time.monotonic() - 3600)
+    monkeypatch.setattr(progress, "_line_at", time.monotonic() - 3600)
     with going_on("checking"):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""

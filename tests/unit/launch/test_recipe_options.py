@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.recipe_options import check_recipe_or_run
+from launch.terminal import check_recipe_or_run
 from pipeline.errors import RecipeError
 
 

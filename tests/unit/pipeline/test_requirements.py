@@ -11,9 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from launch.extras import DISTRIBUTIONS, EXTRA_OF
 from pipeline import requirements
-from pipeline.requirements import pip_install
+from pipeline.requirements import DISTRIBUTIONS, EXTRA_OF, pip_install
 
 ROOT = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.build.algorithm import build_objective
+from launch.build.components import build_objective
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import recipe_from

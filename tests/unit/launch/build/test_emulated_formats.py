@@ -12,7 +12,7 @@ from launch.build.engines import check_engines, served_formats
 from launch.convert.new_model import new_model
 from launch.plan.hosts import planner_that_fits
 from launch.plan.planner import Machine, make_plan
-from launch.run.begin import preflight
+from launch.run.preflight import preflight
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.quant_maps import write_quant_map

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.build.engine_arguments import check_extra_args, gives_secret
-from launch.build.engines import check_engines
+from launch.build.engines import check_engines, check_extra_args, gives_secret
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.build import trainer as module
-from launch.build.algorithm import scoring_passes
-from launch.build.trainer import build_trainer
+from launch.build import learner as module
+from launch.build.components import scoring_passes
+from launch.build.learner import build_trainer
 from pipeline.config.algorithm import CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe

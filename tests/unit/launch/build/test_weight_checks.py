@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.build.weight_checks import MAX_GAP_NATS, coarser_precision
+from launch.build.learner import MAX_GAP_NATS, coarser_precision
 from pipeline.config.loader import recipe_from
 
 

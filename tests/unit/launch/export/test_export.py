@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.endings import end_of
+from launch.exit_codes import end_of
 from launch.export import export as module
 from launch.export.export import export, run_id
 from launch.export.mlflow_names import mlflow_name

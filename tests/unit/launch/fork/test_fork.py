@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.build.trainer import build_rates
+from launch.build.learner import build_rates
 from launch.export.points import RunPoints
 from launch.fork import fork
 from launch.fork.fork import fork_run

@@ -12,7 +12,7 @@ import torch
 
 from launch.build.control import build_ladder
 from launch.fork.fork import _controls_afresh, fork_run
-from launch.run.collect import lags_of
+from launch.roles.collector import lags_of
 from launch.verify.history import check_history
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe

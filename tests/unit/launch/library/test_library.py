@@ -19,8 +19,8 @@ import pyarrow
 import pytest
 
 import evenkeel
+from launch import cli
 from launch import cli as command_line
-from launch import sft_command
 from launch.convert.new_model import new_model as make
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -161,7 +161,7 @@ def test_python_takes_what_the_command_line_takes() -> None:
         parameters = inspect.signature(function).parameters.values()
         return {p.name: p.default for p in parameters if p.name not in ("changes", "overrides", "as_json")}
 
-    assert defaults(evenkeel.sft) == defaults(sft_command.sft)
+    assert defaults(evenkeel.sft) == defaults(cli.sft)
     taken = inspect.signature(make).parameters.keys() | {"config"}
     assert inspect.signature(command_line.model_new).parameters.keys() - {"context", "directory"} <= taken
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.build.sizes import check_sizes, checkpoint_bytes
-from launch.plan.costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
+from launch.build.sizes import active_parameters, check_sizes, checkpoint_bytes
+from launch.plan.costs import Assumptions, bubble_share, forward_flops, learner_time
 from launch.plan.hosts import cluster_needs, planner_that_fits
 from launch.plan.planner import Machine, Planner, config_for, engine_model, make_plan
 from launch.plan.view import render

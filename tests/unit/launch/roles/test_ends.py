@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.roles import base
+from launch.roles.collector import collect
 from launch.roles.commands import role_app
-from launch.run.collect import collect
 from launch.run.waiting import Stop, wait_for
 from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory

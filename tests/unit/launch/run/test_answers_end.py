@@ -10,7 +10,7 @@ import pytest
 
 from launch.build.components import build_prompts, build_tokenizer
 from launch.convert.new_model import new_model
-from launch.run.begin import warnings
+from launch.run.preflight import warnings
 from launch.run.sft import Source, learn_demonstrations, sft_recipe
 from megatron_bridge.parallel.layout import leave_layout
 from pipeline.config.recipe import Recipe

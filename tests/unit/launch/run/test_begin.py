@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 
 from launch.build.components import TaskPrompts
-from launch.run.begin import asked_again, preflight, seed_policy, warnings
+from launch.run.preflight import asked_again, preflight, seed_policy, warnings
 from megatron_bridge.hf import writer
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe

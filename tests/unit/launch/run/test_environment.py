@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan.costs import active_parameters
+from launch.build.sizes import active_parameters
 from launch.run.environment import commit_of, environment, learner_facts, note_engine, peak_tflops
 from megatron_bridge.hf.model_config import ModelConfig, read_config
 from pipeline.data.epochs import claim

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.sft import sft_recipe, warmup_of
-from launch.sft_command import read_recipe
+from launch.run.sft import read_recipe, sft_recipe, warmup_of
 from megatron_bridge.step.learning_rate import learning_rate
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from launch.build.components import build_prompts, build_tokenizer
 from launch.convert.new_model import new_model
-from launch.run.begin import warnings
+from launch.run.preflight import warnings
 from launch.run.sft import Source, _look_at, read_source
 from pipeline.config.recipe import Recipe
 from pipeline.tasks.tokenizer import PAD_TOKEN

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor.needs import check_ports
 from launch.run import starter, train
+from launch.run.preflight import check_ports
 from launch.run.processes import child_environment
 from launch.run.starter import LocalStarter, Unit, gpu_places, metrics_ports, ports_of, role_command, units_of
 from launch.schedulers.slurm.placement import Shape

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.run import supervisor as supervising
-from launch.run.fatal_notes import leave_fatal_note
+from launch.run.processes import leave_fatal_note
 from launch.run.starter import Unit, units_of
 from launch.run.supervisor import RestartBudget, Supervisor
 from pipeline.config.loader import recipe_from

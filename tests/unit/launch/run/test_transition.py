@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from launch.build import learner as building
 from launch.convert.new_model import new_model
-from launch.run import learn
 from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.config.loader import recipe_from
@@ -36,12 +36,12 @@ def test_both_channels_compare_with_what_either_published_last(tmp_path: Path, m
 
     for kind in (DiskChannel, StreamedChannel):
         monkeypatch.setattr(kind, "__init__", noted)
-    monkeypatch.setattr(learn, "build_fleet", lambda *_: None)
-    monkeypatch.setattr(learn, "fleet_settings", lambda *_: {})
-    monkeypatch.setattr(learn, "FleetUpdateSession", lambda *_, **__: None)
-    monkeypatch.setattr(learn, "build_weight_check_plan", lambda _recipe: None)
+    monkeypatch.setattr(building, "build_fleet", lambda *_: None)
+    monkeypatch.setattr(building, "fleet_settings", lambda *_: {})
+    monkeypatch.setattr(building, "FleetUpdateSession", lambda *_, **__: None)
+    monkeypatch.setattr(building, "build_weight_check_plan", lambda _recipe: None)
     learner: Any = None
     epoch: Any = None
-    learn.build_transition(RunDirectory(tmp_path / "run"), recipe, learner, epoch)
+    building.build_transition(RunDirectory(tmp_path / "run"), recipe, learner, epoch)
     assert set(probes) == {DiskChannel, StreamedChannel}
     assert probes[DiskChannel] is probes[StreamedChannel]

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from launch.show.output import emit
+from launch.terminal import emit
 
 
 def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from launch.build.algorithm import build_objective
+from launch.build.components import build_objective
 from pipeline.advantages.base import Advantage, Groups, Rewards
 from pipeline.advantages.methods.power import Power
 from pipeline.analysis.figures import objective

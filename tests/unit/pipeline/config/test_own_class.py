@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.build.algorithm import build_objective
+from launch.build.components import build_objective
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import differing_keys, load_recipe, recipe_from
@@ -171,7 +171,7 @@ NEW_FILE = textwrap.dedent("""
     import sys
     import precision.objectives
     precision.objectives.__path__.append(sys.argv[1])
-    from launch.build.algorithm import build_objective
+    from launch.build.components import build_objective
     from pipeline.analysis.summary import describe_choice
     from pipeline.config.loader import recipe_from
     from pipeline.config.recipe import Recipe

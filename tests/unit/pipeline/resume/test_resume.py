@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch.build.trainer import build_rates
+from launch.build.learner import build_rates
 from launch.fork.fork import fork_run
 from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.run.collect import settings
+from launch.roles.collector import settings
 from pipeline.analysis.audit import verify_history
 from pipeline.config.loader import load_recipe
 from pipeline.data.batch import VERIFIER_FAILED, Completion, Group, Prompt, Sample
@@ -179,7 +179,7 @@ def test_a_filter_that_keeps_nothing_ends_the_run(run: RunDirectory, verifiers: 
 def test_what_the_recipe_says_of_groups(
     tmp_path: Path, overrides: list[str], expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.run.collect.build_interruption", lambda recipe, tokenizer: None)
+    monkeypatch.setattr("launch.roles.collector.build_interruption", lambda recipe, tokenizer: None)
     run, recipe = RunDirectory(tmp_path), load_recipe(Path("demo"), overrides)
     run.freeze(recipe)
     found = settings(run, recipe, None)  # type: ignore[arg-type]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor import needs
-from launch.doctor.needs import check_folder, check_learner_here, check_model_here, check_room
+from launch.run import preflight
+from launch.run.preflight import check_folder, check_learner_here, check_model_here, check_room
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.recipe import Recipe
 from pipeline.errors import DiskFullError, MachineError, RecipeError
@@ -28,7 +28,7 @@ def recipe_of(folder: Path, model: Path, **sections: dict[str, object]) -> Recip
 
 def test_packages_of_the_learner(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_learner_here(recipe_of(tmp_path, model))
-    monkeypatch.setattr("launch.extras.find_spec", lambda package: None if package == "mbridge" else package)
+    monkeypatch.setattr("pipeline.requirements.find_spec", lambda package: None if package == "mbridge" else package)
     with pytest.raises(MachineError, match=r"has no mbridge, which the learner needs: pip install mbridge==0.15.1 "):
         check_learner_here(recipe_of(tmp_path, model))
 
@@ -36,11 +36,11 @@ def test_packages_of_the_learner(tmp_path: Path, model: Path, monkeypatch: pytes
 @pytest.mark.parametrize("precision", ["fp8_tensor", "fp8_block", "fp8_delayed"])
 def test_fp8_in_hardware(tmp_path: Path, model: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, model, learner=dict(precision=precision))
-    monkeypatch.setattr(needs, "has_cuda", lambda: False)
+    monkeypatch.setattr(preflight, "has_cuda", lambda: False)
     with pytest.raises(MachineError, match=f"learner.precision is {precision}.*and this machine has none; use fp32"):
         check_learner_here(recipe)
-    monkeypatch.setattr(needs, "has_cuda", lambda: True)
-    monkeypatch.setattr("launch.extras.find_spec", lambda package: package != "transformer_engine" or None)
+    monkeypatch.setattr(preflight, "has_cuda", lambda: True)
+    monkeypatch.setattr("pipeline.requirements.find_spec", lambda package: package != "transformer_engine" or None)
     with pytest.raises(MachineError, match=r"no Transformer Engine: pip install 'transformer-engine\[pytorch\]<"):
         check_learner_here(recipe)
 
@@ -100,7 +100,7 @@ def test_the_disk_must_have_room_for_all_that_is_kept(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, str]] = []
-    monkeypatch.setattr(needs, "require_space", lambda _, num_bytes, what: asked.append((num_bytes, what)))
+    monkeypatch.setattr(preflight, "require_space", lambda _, num_bytes, what: asked.append((num_bytes, what)))
     few = recipe_of(tmp_path, model, run=dict(name="needs", root=str(tmp_path), steps=100))
     many = few.model_copy(
         update=dict(

@@ -1,21 +1,35 @@
-"""Show progress on stderr, since stdout is for results: a bar on a terminal, elsewhere a line every EVERY_S."""
+"""Share what every command has: arguments, results on stdout, progress on stderr.
+
+A result is one JSON object for programs, or a table for people. Progress is a bar on a terminal, elsewhere a line every
+EVERY_S.
+"""
 
 from __future__ import annotations
 
+import glob
+import json
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from precision.text import one_line
+
+_CELL = 100_000
+"""Characters of a value that are shown: more than any that is meant for people."""
 EVERY_S = 10.0
 """No silence is longer, where there is no terminal."""
 SLOW_S = 2.0
 """Steps that take longer have a line each."""
-_said_at = time.monotonic()
+_line_at = time.monotonic()
 """When this process said its last line of progress."""
 _is_command = False
 """Whether this process is one command. Then blocks of some seconds each, and what is between, make one long silence."""
@@ -25,24 +39,24 @@ def begin_command() -> None:
     """Count the silence from the start of this process's only command."""
     global _is_command
     _is_command = True
-    note_said()
+    note_line()
 
 
 def begin_block() -> None:
     """Count the silence from here on, but for a command's."""
     if not _is_command:
-        note_said()
+        note_line()
 
 
-def note_said() -> None:
+def note_line() -> None:
     """Count the silence from now on."""
-    global _said_at
-    _said_at = time.monotonic()
+    global _line_at
+    _line_at = time.monotonic()
 
 
 def is_quiet() -> bool:
     """Whether nothing was said for EVERY_S."""
-    return time.monotonic() - _said_at >= EVERY_S
+    return time.monotonic() - _line_at >= EVERY_S
 
 
 def is_due(steps: int, passed_s: float) -> bool:
@@ -96,10 +110,10 @@ def _lines(what: str, total: int) -> Iterator[Callable[..., None]]:
             now = time.monotonic()
             if is_quiet() or is_due(done - said_done, now - said_at):
                 said_done, said_at = done, now
-                note_said()
+                note_line()
                 parts = [what, f"{done}/{total}" if total else "", remark, f"({now - began:.0f} s)"]
                 print(" ".join(filter(None, parts)), file=sys.stderr, flush=True)
-            return max(0.0, _said_at + EVERY_S - time.monotonic())
+            return max(0.0, _line_at + EVERY_S - time.monotonic())
 
     def show(now_done: int, now_remark: str = "") -> None:
         nonlocal done, remark
@@ -117,3 +131,68 @@ def _lines(what: str, total: int) -> Iterator[Callable[..., None]]:
     finally:
         ended.set()
         thread.join()
+
+
+def emit(result: dict[str, Any]) -> None:
+    """The machine-readable last line. JSON has no NaN and no infinity: they are null."""
+    print(json.dumps(_finite(result), allow_nan=False), flush=True)
+
+
+def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
+    """One JSON line, or a readable list."""
+    if as_json:
+        emit(result)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None)
+    for key, value in result.items():
+        said = json.dumps(value) if isinstance(value, dict | list) else str(value)
+        table.add_row(Text(key, style="bold"), Text(one_line(said, _CELL)))  # as text: it may come from a file
+    Console().print(table)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shipped_names(incomplete: str) -> list[str]:
+    """For shells that complete a word: the recipes that come with Even Keel. Where none fits, they take files."""
+    from pipeline.config.loader import SHIPPED
+
+    return sorted(path.stem for path in SHIPPED.glob(f"{glob.escape(incomplete)}*.yaml"))
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+RecipeArgument = typer.Argument(
+    help="YAML file, or the name of a recipe that comes with Even Keel, such as demo.",
+    show_default=False,
+    autocompletion=shipped_names,
+)
+RecipePath = Annotated[Path, RecipeArgument]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
+]
+SizesFolder = Annotated[
+    Path | None, typer.Option(help="Folder with the model's config.json, where model.path is not on this machine.")
+]
+
+
+def check_recipe_or_run(source: Path) -> None:
+    """For commands that take either. Raises RecipeError for what is neither: the loader would say it of a recipe."""
+    from pipeline.config.loader import SHIPPED, find_recipe
+    from pipeline.errors import RecipeError
+    from precision.text import did_you_mean, one_line
+
+    if not (source / "recipe.yaml").is_file() and not find_recipe(source).is_file():
+        shipped = did_you_mean(source.name, (path.stem for path in SHIPPED.glob("*.yaml")))
+        raise RecipeError(
+            f"{one_line(source, 200)}: no recipe and no run directory of that name; `evenkeel runs list` shows runs"
+            f"{shipped}"
+        )

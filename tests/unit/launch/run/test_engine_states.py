@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launch.run.live_view import Progress, render
-from launch.show.engine_states import EngineStates, Shown, engine_line
+from launch.run.live_view import EngineStates, Progress, Shown, engine_line, render
 
 
 def after(*events: dict[str, Any]) -> EngineStates:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.show.run_progress import FIRST_S, LOOK_S, RunProgress
+from launch.run.supervisor import FIRST_S, LOOK_S, RunProgress
 from pipeline.data.run_directory import RunDirectory
 from tests.support.whole_runs import whole_run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.show.saved import saved_said, what_is_saved
+from launch.run.processes import saved_said, what_is_saved
 from pipeline.data.run_directory import RunDirectory
 
 

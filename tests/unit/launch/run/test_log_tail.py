@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.show import log_tail
-from launch.show.log_tail import LogTail, Tail
+from launch.run import live_view
+from launch.run.live_view import LogTail, Tail
 from pipeline.data.checksums import seal
 from pipeline.data.event_log import EventLog
 
@@ -28,7 +28,7 @@ def test_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_tail, "_PART_BYTES", 100)
+    monkeypatch.setattr(live_view, "_PART_BYTES", 100)
     path = tmp_path / "log.jsonl"
     path.write_text("".join(seal(f'{{"step": {step}}}\n') for step in range(50)))
     tail = Tail(path)
@@ -42,13 +42,13 @@ def test_a_long_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_is_no_log_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert [*Tail(tmp_path / "pipe.jsonl").new_lines()] == []
-    monkeypatch.setattr(log_tail, "MAX_BYTES", 64)
+    monkeypatch.setattr(live_view, "MAX_BYTES", 64)
     (tmp_path / "log.jsonl").write_text("x" * 200 + "\n" + seal('{"step": 1}\n'))
     assert [*Tail(tmp_path / "log.jsonl").new_lines()] == [{"step": 1}]
 
 
 def test_lines_of_all_starts_come_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_tail, "_PART_BYTES", 1)
+    monkeypatch.setattr(live_view, "_PART_BYTES", 1)
     logs = [EventLog(tmp_path, f"{role}-000001") for role in ("collector", "learner")]
     tail = LogTail(tmp_path, "events")
     for when in range(6):
@@ -61,7 +61,7 @@ def test_lines_of_all_starts_come_by_time(tmp_path: Path, monkeypatch: pytest.Mo
 def test_lines_that_were_read_before_another_file_failed_come_at_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_tail, "_PART_BYTES", 1)
+    monkeypatch.setattr(live_view, "_PART_BYTES", 1)
     logs = [EventLog(tmp_path, f"{role}-000001") for role in ("collector", "learner")]
     for when in range(6):
         monkeypatch.setattr("pipeline.data.event_log.time.time", lambda when=when: float(when))
