@@ -39,7 +39,7 @@ def test_the_command_writes_its_files(command: str, tmp_path: Path) -> None:
 def test_the_pod_of_the_page_is_one_that_kubernetes_takes_and_no_policy_closes() -> None:
     text = CLUSTER.read_text().replace("sha256:…", "sha256:" + "1" * 64)
     written = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
-    (pod,) = (one for one in written if "kind" in one)
+    (pod,) = (one for one in written if one.get("kind") == "Pod")
     assert problems(pod) == []
     assert pod["metadata"] == {"name": "shell"}
     claim = rendered()["10-storage.yaml"][0]["metadata"]["name"]

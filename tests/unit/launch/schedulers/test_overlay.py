@@ -1,4 +1,4 @@
-"""The overlay of docs/overlay.md: what it adds is there after every rendering, and an API server takes the result."""
+"""The overlay of docs/cluster.md: what it adds is there after every rendering, and an API server takes the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.manifests.schemas import problems
 from tests.support.pages import blocks
 from tests.support.runs import ROOT
 
-[TEXT] = blocks(ROOT / "docs/overlay.md", "yaml")
+[TEXT] = [text for text in blocks(ROOT / "docs/cluster.md", "yaml") if "kind: Kustomization" in text]
 OVERLAY = yaml.safe_load(TEXT)
 
 
