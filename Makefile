@@ -50,13 +50,13 @@ chaos: install  ## The worst day, on purpose: kills, faults, bit flips, malforme
 check: install  ## Format, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 
-bench: install  ## The loop beside TRL, its pace, the learner beside Megatron-Core, publishes and their wire beside a copy, packing, shares, deltas (TRL: .venv-bench).
+bench: install  ## The loop beside TRL, its pace, the learner beside Megatron-Core, publishes beside a copy, deltas (TRL: .venv-bench).
 	@./ops/install_bench.sh $(BIN) .venv-bench
-	@for what in "loop --json" "pace --json" "learner step" "learner plain" "learner mismatch" "learner memory" "learner long" "publish --json" wire packing shares delta "collector --json"; do \
+	@for what in "loop --json" "pace --json" "learner step" "learner plain" "learner mismatch" "learner memory" "learner long" "publish --json" delta "collector --json"; do \
 	    echo "tests.bench.$$what"; PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.$$what || exit 1; \
 	done
 
-evidence: install  ## Measure tests/evidence/matrix.yaml and robust.yaml into docs/; resumable. QUICK=1: 20 minutes, the first alone, into runs/.
+evidence: install  ## Measure tests/evidence/matrix.yaml and robust.yaml into docs/evidence/; resumable. QUICK=1: 20 minutes, the first alone, into runs/.
 	@$(if $(QUICK),,$(BIN)/python -m tests.evidence.robust &&) $(BIN)/python -m tests.evidence $(if $(QUICK),--quick)
 
 docs: install $(VENV)/.docs  ## The documentation as a site that opens from the disk: build/docs/index.html (no network).

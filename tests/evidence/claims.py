@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from tests.evidence.forecast import forecast_end, forecast_errors
-from tests.evidence.hypotheses import CellKey, Curve, Curves, Tested, evaluate, rise
+from tests.evidence.hypotheses import CellKey, Curve, Curves, Tested, evaluate
 from tests.evidence.matrix import COMPARING, Better, Claim, Decays, Experiment, Faster, Forecast, Holds, Order
 from tests.evidence.results import Arm, Result
 from tests.evidence.statistics import ALPHA, Array, Estimate, holm
@@ -160,12 +160,12 @@ def _figures(question: Question, experiment: Experiment, results: Sequence[Resul
 
 
 def _fall_figures(curves: Curves, key: CellKey, fall: Estimate) -> str:
-    curve, start = curves[key], rise(curves, key)
+    curve = curves[key]
     means = curve.values.mean(axis=0)
     top = int(means[:-1].argmax())
     return (
-        f"best before the end {show(means[top])} at version {curve.versions[top]}, {show(means[-1])} at "
-        f"{curve.versions[-1]}: falls by {with_interval(fall)}, ends {with_interval(start, sign=True)} from its start"
+        f"{show(means[top])} at version {curve.versions[top]}, {show(means[-1])} at {curve.versions[-1]}: falls by "
+        f"{with_interval(fall)}"
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tests.chaos.ledger import OK, Case, Check
 
-NAMES = ("recipes", "tasks", "models", "checkpoints", "answers", "batches")
+NAMES = ("recipes", "checkpoints", "answers", "batches")
 BLOCK = 50
 """Tries of a case."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.bench.pace import covered
 from tests.evidence import schedules
 from tests.evidence.matrix import cells_of, read_matrix
 from tests.evidence.results import Evaluation, Result
@@ -58,23 +57,3 @@ def test_a_level_is_reached_at_an_evaluated_version_and_nowhere_between() -> Non
         "16.0 (16.0 to 16.0)",
     ]
     assert rows[1].split("|")[-2].strip() == "–; not in 1 of 1"
-
-
-def test_an_arm_by_age_has_the_clock_of_its_twin() -> None:
-    experiment = read_matrix(Path(schedules.__file__).with_suffix(".yaml")).experiments[schedules.NAME]
-    (row,) = schedules.table(experiment, [result("staged_4_age", 1, [3, 7])], {"staged_4": [2.0]}).splitlines()[2:]
-    assert row.split("|")[2].strip() == "2.00"
-
-
-def test_time_that_two_spans_share_counts_once() -> None:
-    spans = [(0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (5.0, 9.0)]
-    assert covered(spans, 0.5, 6.0) == 3.5
-
-
-def test_clocks_are_taken_by_turns_and_go_on_where_they_were() -> None:
-    arms, known, order = ["sync", "async_1", "staged_4"], {"sync": [1.0], "staged_4": [2.0]}, []
-    while (arm := schedules.next_arm(arms, known, 2)) is not None:
-        order.append(arm)
-        known.setdefault(arm, []).append(3.0)
-    assert order == ["async_1", "sync", "async_1", "staged_4"]
-    assert schedules.next_arm(arms, known, 1) is None

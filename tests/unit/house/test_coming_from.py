@@ -1,14 +1,11 @@
-"""The page for those who come from another trainer names keys that exist, and its recipe loads."""
+"""The page for those who come from another trainer names keys that exist."""
 
 from __future__ import annotations
 
 import re
 
-import yaml
-
 from pipeline.config.meant_keys import known_keys, meant_by
-from pipeline.config.recipe import Recipe
-from tests.support.pages import ROOT, blocks
+from tests.support.pages import ROOT
 
 PAGE = ROOT / "docs/coming-from.md"
 
@@ -18,11 +15,6 @@ def test_rows_lead_to_keys() -> None:
     keys = {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
     assert len(keys) > 50
     assert sorted(keys - known_keys().keys()) == []
-
-
-def test_the_recipe_is_one() -> None:
-    (text,) = blocks(PAGE, "yaml")
-    Recipe.model_validate(yaml.safe_load(text))
 
 
 def test_an_answer() -> None:
