@@ -1,4 +1,4 @@
-"""What the programs of all roles have in common: how they wait, are asked to end, and say how they ended.
+"""Run a role: wait for the recipe and for node 0, be asked to end, and say how it ended by an exit status.
 
 0    the run is finished                       65   a later start of the role has taken over: not started again
 64   fatal: the run has failed                 143  asked to end (SIGTERM) before that: started again, it goes on
@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 from launch.run.addresses import own_address
 from launch.run.metrics import METRICS_HOST_VARIABLE, METRICS_PORT_VARIABLE
@@ -21,6 +22,7 @@ from launch.run.processes import leave_fatal_note
 from launch.run.restarts import count_start, forget_start
 from launch.run.waiting import FINISHED_POLL_S, RECIPE_DEADLINE_S, Stop, Throttle, grace_s, wait_for
 from pipeline.config.loader import changed_keys, load_recipe
+from pipeline.data.checksums import read_sealed_json, write_sealed_json
 from pipeline.data.files import full_disk_said
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import RecipeInForce, newest_recipe_file, recipe_file, recipe_in_force
@@ -32,20 +34,16 @@ from pipeline.errors import (
     EngineStartError,
     EvenKeelError,
     FatalError,
+    LayoutError,
     PortInUseError,
     StoppedError,
+    StoreError,
     SupersededError,
 )
 from pipeline.tasks.data import DIGEST_KEYS, with_digest
 
 DATA_POLL_S = 10.0
 """All of the data is read at each look."""
-
-
-def finished_looks() -> Throttle:
-    """When a host that waits for node 0 looks whether the run is finished: not at once, since node 0 may be about to go
-    on with a recipe of more steps."""
-    return Throttle(FINISHED_POLL_S, last=time.monotonic())
 
 
 def run_role(run: RunDirectory, name: str, body: Callable[[Stop], int | None]) -> NoReturn:
@@ -66,14 +64,14 @@ def run_role(run: RunDirectory, name: str, body: Callable[[Stop], int | None]) -
 
 
 def end_process(status: int) -> NoReturn:
-    """Helper threads and process groups must not keep a role alive that has ended."""
+    """End this process at once: helper threads and process groups must not keep a role alive that has ended."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def status_of(error: EvenKeelError) -> int:
-    """The exit status of a role that met the error. A server that does not come up may do so on another host."""
+    """Return the exit status of a role that met the error. A server that does not come up may do so on another host."""
     match error:
         case SupersededError():
             return SUPERSEDED_EXIT_CODE
@@ -88,9 +86,11 @@ def status_of(error: EvenKeelError) -> int:
 
 
 def wait_for_recipe(run: RunDirectory, stop: Stop, given: Path | None = None) -> RecipeInForce:
-    """The run's frozen recipe, which the learner's first host writes. With the recipe that the learner is `given`: once
-    the run goes by that one, whatever its data. Who began with an older one would be superseded as soon as the learner
-    changes it, or find a run finished that gets more steps."""
+    """Wait for the run's frozen recipe, which the learner's first host writes.
+
+    With the recipe that the learner is `given`: until the run goes by that one, whatever its data. A role that began
+    with an older one would be superseded as soon as the learner changes it, or find a run finished that gets more
+    steps."""
     if given is None:
         wait_for(stop, lambda: recipe_file(run.path).is_file() or None, str(recipe_file(run.path)), RECIPE_DEADLINE_S)
         return recipe_in_force(run.path)
@@ -109,8 +109,9 @@ def wait_for_recipe(run: RunDirectory, stop: Stop, given: Path | None = None) ->
 
 
 def wait_for_data(run: RunDirectory, stop: Stop, given: Path) -> RecipeInForce:
-    """`wait_for_recipe`, for who reads the data: until the run goes by what is there, since the learner may be about to
-    begin with other data. At the deadline whoever builds the task says what differs."""
+    """Wait as `wait_for_recipe`, for a role that reads the data: until the run goes by the data that is there.
+
+    The learner may be about to begin with other data. At the deadline the task's builder says what differs."""
     frozen, wanted, look = wait_for_recipe(run, stop, given), load_recipe(given), Throttle(DATA_POLL_S)
 
     def found() -> RecipeInForce | None:
@@ -125,7 +126,7 @@ def wait_for_data(run: RunDirectory, stop: Stop, given: Path) -> RecipeInForce:
 
 
 def is_in_force(run: RunDirectory, frozen: RecipeInForce) -> bool:
-    """Whether the run still goes by the recipe, whatever its data. To be asked after the start is claimed, since one
+    """Tell whether the run still goes by the recipe, whatever its data. Ask after the start is claimed, since a start
     that changes the recipe ends those that it finds."""
     newest = newest_recipe_file(run.path)
     return newest == frozen.path or changed_keys(run.recipe(), frozen.recipe).keys() <= DIGEST_KEYS
@@ -138,3 +139,78 @@ def show_metrics(port: int | None, host: str, stop: Stop) -> None:
     """
     if port is not None:
         os.environ |= {METRICS_PORT_VARIABLE: str(port), METRICS_HOST_VARIABLE: own_address(host, stop.check)}
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the first host of a role that spans several listens: RUN/learner.json, or RUN/engines/hosts-000003.json."""
+
+    epoch: int
+    """Of node 0, which made it; a later start has another one."""
+    host: str
+    port: int
+    nodes: int
+    version: int | None = None
+    """Of the weights that an engine starts with, which node 0 holds for all hosts; None for a learner."""
+
+    def write(self, path: Path) -> None:
+        """Replaces what an earlier start has written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_sealed_json(path, vars(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Rendezvous | None:
+        """None when there is none that can be read now. Raises StoreError when it is damaged."""
+        remedy = "remove it, and start node 0 again"
+        try:
+            return cls(**read_sealed_json(path, remedy, is_replaced=True))
+        except OSError:
+            return None
+        except TypeError as error:
+            raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
+
+
+def await_node_0(
+    run: RunDirectory,
+    path: Path,
+    nodes: int,
+    *,
+    is_alive: Callable[[Rendezvous], bool],
+    join: Callable[[Rendezvous], T | None],
+    role: str,
+    stop: Stop,
+    deadline_s: float,
+) -> T | Literal["finished"]:
+    """Wait for node 0 and return what `join` makes of the file at `path`, once that is of a start that `is_alive`.
+
+    Where `join` returns None, the file is read again. "finished": node 0 has ended without asking for anybody.
+
+    Raises LayoutError when node 0 has named another number of `nodes` until the deadline, StoreError for a damaged
+    file, and as `wait_for` does.
+    """
+    # Not at once, since node 0 may be about to go on with a recipe of more steps.
+    look_for_end = Throttle(FINISHED_POLL_S, last=time.monotonic())
+    other: list[int] = []
+    """--nodes of the last file that does not fit. It may be of a start that is gone: the next one may fit."""
+
+    def joined() -> T | Literal["finished"] | None:
+        other.clear()
+        if look_for_end() and run.is_finished():
+            return "finished"
+        found = Rendezvous.read(path)
+        if found is None or not is_alive(found):
+            return None
+        if found.nodes != nodes:
+            other.append(found.nodes)
+            return None
+        return join(found)
+
+    try:
+        return wait_for(stop, joined, f"node 0 of {role} (named in {path})", deadline_s)
+    except DeadlineExceededError:
+        if other:
+            raise LayoutError(f"node 0 has --nodes {other[-1]}, this one {nodes}; give all the same number") from None
+        raise

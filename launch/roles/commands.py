@@ -146,7 +146,7 @@ def router(
     Starts without engines: the fleet, in learner and collector, gives it those that it has verified.
     """
     from launch.roles.base import run_role
-    from launch.roles.router import RouterRole, run_router
+    from launch.roles.engine import RouterRole, run_router
     from pipeline.data.run_directory import RunDirectory
 
     own = RouterRole(RunDirectory(run.absolute()), host, port, metrics_port, recipe)

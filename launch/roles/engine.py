@@ -1,28 +1,26 @@
-"""One SGLang engine: `evenkeel role engine RUN INDEX`, on each host that it spans.
+"""Run one SGLang engine, `evenkeel role engine RUN INDEX` on each host that it spans, or the router before the engines.
 
-It waits for a published policy, starts SGLang with the newest complete one, and announces itself once SGLang answers.
-Announced is not admitted: the fleet verifies its weights first. A server that hangs is announced as such, so that no
-publish waits for it, and ended when it does not come to itself: whoever started this role starts it again. Asked to
-end, it withdraws, lets SGLang answer what is in flight, and stops it.
+An engine waits for a published policy, starts SGLang with the newest complete one, and announces itself once SGLang
+answers. Announced is not admitted: the fleet verifies its weights first. A server that hangs is announced as such, so
+that no publish waits for it, and ended when it does not come to itself: whatever started this role starts it again.
+Asked to end, it withdraws, lets SGLang answer what is in flight, and stops it.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from launch.build.api_key import read_api_key
 from launch.build.engines import check_engines, engine_spec
-from launch.roles.base import is_in_force, wait_for_recipe
-from launch.roles.rendezvous import Rendezvous, await_node_0
-from launch.roles.server_turn import reason_to_start_again
-from launch.roles.starting_weights import hold_weights, release_weights, starting_folder
+from launch.roles.base import Rendezvous, await_node_0, is_in_force, wait_for_recipe
 from launch.run.addresses import LOOPBACK, bind_address, interface_environment
 from launch.run.environment import note_engine
 from launch.run.waiting import (
@@ -38,15 +36,18 @@ from launch.run.waiting import (
     wait_for_policy,
 )
 from pipeline.config.recipe import Recipe
+from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.files import VISIBLE_S
 from pipeline.data.membership import Announcement, Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
-from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, SupersededError
+from pipeline.data.run_directory import RunDirectory, numbered
+from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, StoreError, SupersededError
+from pipeline.ports.weight_check import verify_policy
+from rollout_sglang.presence import Look, Presence, look_with
 from rollout_sglang.server.liveness import Liveness
 from rollout_sglang.server.process import ServerProcess
-from rollout_sglang.server.start import EngineSpec, before_port, server_url, start
+from rollout_sglang.server.start import EngineSpec, before_port, server_url, start, start_router
 from rollout_sglang.weights.replica_keeper import ReplicaKeeper
 
 DEFAULT_PORT = 30000
@@ -56,6 +57,8 @@ USAGE_STATUS = 2
 """Exit status of argparse: the same command line fails again."""
 RENDEZVOUS_PORTS = 10_000
 """The hosts of an engine meet at the port that lies so far above its own."""
+_LINK_ATTEMPTS = 20
+"""How often a policy may be deleted while it is linked."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class EngineRole:
 
 
 def run_engine(own: EngineRole, stop: Stop) -> int:
-    """The exit status: 0 once the run is finished."""
+    """Run this host's part of the engine; returns the exit status, 0 once the run is finished."""
     if not 0 <= own.node < own.nodes:
         raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
     key = read_api_key()
@@ -117,7 +120,7 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
 def _run_start(
     own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop, epoch: Epoch
 ) -> str | None:
-    """One server from its start to its end. Why it should be started again; None when it should not."""
+    """Run one server from its start to its end. Returns why it should be started again; None when it should not."""
     membership = own.run.membership()
     for earlier in membership.engines():
         if earlier.index == own.index and earlier.started < epoch.number:
@@ -138,39 +141,31 @@ def _run_start(
     spec = keeper.first(newest) if keeper else hold_weights(own.run, own.index, own.node, epoch.number, newest, meet)
     release = partial(release_weights, spec)
     loaded, ended = (keeper.begin, keeper.close) if keeper else (release, release)
-    try:
-        note_engine(own.run, epoch)
-        told.change(quant_map=digest_of(read_quant_map(spec.model)))
-        return _serve_start(own, recipe, epoch, stop, start(spec), told, loaded)
-    finally:
-        ended()
-
-
-def _serve_start(
-    own: EngineRole,
-    recipe: Recipe,
-    epoch: Epoch,
-    stop: Stop,
-    server: ServerProcess,
-    told: Announcement,
-    loaded: Callable[[], None],
-) -> str | None:
-    membership = own.run.membership()
 
     def announce(hung: str) -> None:
         loaded()
         told.say(silent=hung)
 
-    def wants_another() -> str | None:
-        return reason_to_start_again(own.run, recipe, told.member)
-
     try:
-        deadline_s = recipe.rollout.start_deadline_s
-        listed = partial(membership.lists, told.member)
-        return serve(server, own.run, epoch, stop, deadline_s, announce, listed, wants_another)
+        note_engine(own.run, epoch)
+        told.change(quant_map=digest_of(read_quant_map(spec.model)))
+        server = start(spec)
+        try:
+            return serve(
+                server,
+                own.run,
+                epoch,
+                stop,
+                recipe.rollout.start_deadline_s,
+                announce,
+                partial(membership.lists, told.member),
+                lambda: reason_to_start_again(own.run, recipe, told.member),
+            )
+        finally:
+            told.withdraw()
+            stop_server(server, grace_s() if stop.asked else 0.0)
     finally:
-        told.withdraw()
-        stop_server(server, grace_s() if stop.asked else 0.0)
+        ended()
 
 
 def serve(
@@ -184,6 +179,7 @@ def serve(
     wants_another: Callable[[], str | None] = lambda: None,
 ) -> str | None:
     """Announce the server once it answers, then watch it until the run is finished or this role is asked to end.
+
     Returns what `wants_another` says, once it says why another server should take its place.
 
     `announce` is told why the server hangs, or nothing. It is called again when that changes, and when the server is
@@ -220,7 +216,7 @@ def serve(
 
 
 def check_alive(liveness: Liveness) -> str:
-    """Why the server hangs; empty while it does not. Raises EngineHungError when it has for too long: it is ended."""
+    """Return why the server hangs, empty while it does not. Raises EngineHungError when it has for too long."""
     reason = liveness.look() or ""
     if reason and liveness.is_lost:
         raise EngineHungError(f"server hangs ({reason}) and did not go on within {liveness.hung_s:.0f} s: ended")
@@ -228,7 +224,7 @@ def check_alive(liveness: Liveness) -> str:
 
 
 def stop_server(server: ServerProcess, grace_s: float) -> None:
-    """SGLang answers what is in flight after SIGTERM, then ends; after `grace_s` it is killed."""
+    """Stop a server: SGLang answers what is in flight after SIGTERM, then ends; after `grace_s` it is killed."""
     if grace_s > 0:
         server.terminate()
         ends = time.monotonic() + grace_s
@@ -238,7 +234,7 @@ def stop_server(server: ServerProcess, grace_s: float) -> None:
 
 
 def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop) -> int:
-    """A host that only adds GPUs: it joins node 0, and follows it when it is started again."""
+    """Run a host that only adds GPUs: it joins node 0, and follows it when that is started again."""
     starts = epoch_folder(own.run.path, "engine", own.index)
     while True:
         rendezvous = await_node_0(
@@ -275,8 +271,8 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
 def _as_node_0(
     own: EngineRole, rendezvous: Rendezvous, stop: Stop, spec_of: Callable[..., EngineSpec], epoch: Epoch
 ) -> Callable[[], EngineSpec]:
-    """With the weights that node 0 holds for its start. The call raises SupersededError once node 0 is started again,
-    DeadlineExceededError where it has ended, and StoppedError."""
+    """Make a call that gives the spec with the weights that node 0 holds. It raises SupersededError once node 0 is
+    started again, DeadlineExceededError where it has ended, and StoppedError."""
     folder = starting_folder(own.run, own.index, 0, rendezvous.epoch)
 
     def are_there() -> bool | None:
@@ -295,8 +291,8 @@ def _as_node_0(
 
 
 def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec, epoch: Epoch, stop: Stop) -> bool:
-    """Watch this host's server. True once the run is finished; False when node 0 has begun another start, which this
-    server does not belong to, or when this role is asked to end. Raises EngineStartError when the server ends."""
+    """Watch this host's server. Returns True once the run is finished; False when node 0 has begun another start, which
+    this server does not belong to, or when this role is asked to end. Raises EngineStartError when the server ends."""
     look, look_for_end, announced = Throttle(EPOCH_POLL_S), Throttle(FINISHED_POLL_S), own.run.membership().engines
     look_alive, liveness, outage = Throttle(ALIVE_POLL_S), Liveness(server.pid, None), Outage("a host of an engine")
     nobody: Sequence[Member] = ()
@@ -317,3 +313,151 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
                 release_weights(spec)  # node 0 is up, and so are all
         time.sleep(POLL_S)
     return False
+
+
+def reason_to_start_again(run: RunDirectory, recipe: Recipe, own: Member, look: Look | None = None) -> str | None:
+    """Return why the server of `own` should be started again now; None: it should not, or not yet.
+
+        its quant map is not that of the newest policy      every engine before it serves with the new one, or is lost
+        the ESS controller names this start of it           at once
+
+    Either way another engine must be serving, so that never all engines are away; where there is one engine only, the
+    run waits for it. An engine that has the new map but is not verified holds back those after it: weights that do not
+    pass in the new formats cost one engine, not all. All of it is read from the run directory and asked of the engines:
+    a role that dies in the middle starts with the newest policy, and thereby with the newest map.
+    """
+    if recipe.controller is None:
+        return None
+    presence = Presence(run, recipe.rollout.start_deadline_s, look or look_with(read_api_key()))
+    record = ControlFiles(run.control, run.fence).newest()
+    others = {member.index: member for member in run.membership().engines() if member.index != own.index}
+    # Where the folder shows no map it is being deleted or replaced at this moment.
+    wanted = digest_of(read_quant_map(run.policy_directory(run.newest_policy(run.published_version()))))
+
+    def has_changed(index: int) -> bool:
+        member = others.get(index)
+        if member is not None and member.quant_map == wanted and presence.serves(member):
+            return True
+        return presence.is_lost(index, member)
+
+    if record is not None and record.restarts.get(own.index) == own.started:
+        reason = "the ESS of its tokens is below the floor, and that of the others is not"
+    elif wanted not in ("", own.quant_map) and all(map(has_changed, range(own.index))):
+        reason = f"the run has another quant map, {wanted} instead of {own.quant_map or 'none'}"
+    else:
+        return None
+    if recipe.rollout.engines > 1 and not any(presence.serves(member) for member in others.values()):
+        return None
+    return reason
+
+
+def starting_folder(run: RunDirectory, index: int, node: int, start: int) -> Path:
+    """Name the folder in which a host of an engine holds what one start of it begins with."""
+    return run.path / "engines" / "starting" / f"{numbered(index)}-{node}-{numbered(start)}"
+
+
+def hold_weights(
+    run: RunDirectory,
+    index: int,
+    node: int,
+    start: int,
+    newest: Callable[[], EngineSpec],
+    held: Callable[[EngineSpec], None] = lambda _: None,
+) -> EngineSpec:
+    """Return `newest()` with a folder that no learner deletes; `release_weights` does once the engine is up.
+
+    A learner deletes old policies (weights.keep), and SGLang opens its files many seconds after it was started: in a
+    run of fast steps they would be gone. So an engine starts from a folder of hard links of its own:
+
+        RUN/engines/starting/000003-0-000002/   engine 3, its first host, its second start; removed once it is up
+
+    Each start has a folder of its own, since one that is superseded may end late, and must not take its successor's
+    weights. Of an engine on several hosts, the others link what the first one holds: ranks with parts of two versions
+    would serve neither. `start` counts the starts of the engine; what earlier ones have left on this host is removed.
+    `held` is called with the result before all of it is read.
+
+    Raises StoreError when every policy is deleted while it is linked, or when a file
+    is not as it was written, or that of another version.
+    """
+    folder = starting_folder(run, index, node, start)
+    for left in folder.parent.glob(f"{numbered(index)}-{node}-*"):
+        if int(left.name.rpartition("-")[2]) < start:
+            shutil.rmtree(left, ignore_errors=True)
+    for _ in range(_LINK_ATTEMPTS):
+        spec = newest()
+        if _link(spec.model, folder):
+            held(spec)
+            verify_policy(folder, spec.version, f"stop the run; `evenkeel repair {run.path}` has it made anew")
+            return replace(spec, model=folder)
+    raise StoreError(
+        f"{spec.model}, and those before it, were deleted while they were linked to {folder}; raise weights.keep"
+    )
+
+
+def release_weights(spec: EngineSpec) -> None:
+    """Remove the folder that `hold_weights` made. May be called twice."""
+    shutil.rmtree(spec.model, ignore_errors=True)
+
+
+def _link(source: Path, folder: Path) -> bool:
+    """Link every file of `source`, which may be deleted meanwhile. Returns whether `folder` has them all."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        names = _files(source)
+        for name in names:
+            os.link(source / name, folder / name)
+        return _files(source) == names != []
+    except FileNotFoundError:
+        return False
+
+
+def _files(folder: Path) -> list[str]:
+    """List the files of a policy. Weights for engines with an older quant map are in a folder within it."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+
+
+@dataclass(frozen=True)
+class RouterRole:
+    """The router of a run: `evenkeel role router RUN`. It starts empty; the fleet gives it engines that it has
+    verified."""
+
+    run: RunDirectory
+    host: str = LOOPBACK
+    port: int | None = None
+    metrics_port: int | None = None
+    recipe: Path | None = None
+    """The one that the learner is given, if it is known."""
+
+
+def run_router(own: RouterRole, stop: Stop) -> int:
+    """Run the router; returns the exit status, 0 once the run is finished."""
+    key = read_api_key()
+    address = bind_address(own.host, key, stop.check)
+    frozen = wait_for_recipe(own.run, stop, own.recipe)
+    rollout = frozen.recipe.rollout
+    port = own.port or (rollout.port or DEFAULT_PORT) + rollout.engines
+    epoch = claim(own.run.path, "router", recipe=frozen.path.name)
+    if not is_in_force(own.run, frozen):
+        return run_router(own, stop)
+    url, membership = server_url(own.host, port), own.run.membership()
+    server = start_router(
+        port, key, log_file(), address, own.metrics_port, request_deadline_s=rollout.request_deadline_s
+    )
+    try:
+        with epoch.superseded_said():
+            serve(
+                server,
+                own.run,
+                epoch,
+                stop,
+                rollout.start_deadline_s,
+                lambda _: membership.announce_router(url),
+                lambda: membership.router() == url,
+            )
+    finally:
+        if not epoch.is_superseded():  # the router of a later start may have the same URL
+            membership.withdraw_router(url)
+        stop_server(server, min(grace_s(), 5.0) if stop.asked else 0.0)
+    stop.check()
+    return 0

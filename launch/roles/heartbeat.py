@@ -1,4 +1,4 @@
-"""The learner's agents, one a host, tell one another that they live, and how it ends.
+"""Tell the learner's agents, one a host, that the others live, and how the learner ends.
 
     node 0          Peers   listens; a peer whose line did not come for DEAD_S seconds is gone, whatever TCP says
     node 1, 2, …    Peer    connects, and is gone for node 0, or has lost it, in the same way
@@ -9,30 +9,30 @@ over a number that the other side has drawn), that they mean the same epoch, and
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import json
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from precision.text import parse_object
+from precision.text.json_data import parse_object
 
 BEAT_S = 1.0
 DEAD_S = 10.0
 HANDSHAKE_S = 5.0
-FAREWELL_S = 2.0
-"""Longest wait until the last message has left."""
+MOST_BYTES = 65_536
+"""Of a message."""
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Ending:
     """How the learner ended, as an exit status, and why."""
 
     status: int
@@ -44,110 +44,113 @@ class Peers:
 
     def __init__(self, address: str, port: int, *, nodes: int, epoch: int, key: str | None) -> None:
         """Listens at once. Raises OSError when the port is taken."""
-        self.joined: set[int] = set()
         self.lost: str | None = None
         """Which node is gone, and why that is known."""
         self.stop_asked = False
         """Whether a node was asked to end, which ends the learner."""
-        self.verdict: Verdict | None = None
-        """What the first node to fail said."""
-        self._address, self._port, self._nodes, self._epoch, self._key = address, port, nodes, epoch, key
-        self._started = False
+        self.ending: Ending | None = None
+        """How the first node to fail has ended."""
+        self._nodes, self._epoch, self._key = nodes, epoch, key
         self._lines: dict[int, _Line] = {}
-        self._server: asyncio.Server | None = None
-        self._loop = _LoopThread("peers")
-        try:
-            self._loop.run(self._listen())
-        except BaseException:
-            self._loop.close()
-            raise
+        self._started = self._closed = False
+        self._lock = threading.Lock()
+        """Held while nodes join and leave, and while the ranks are started."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, port), family=family)
+        threading.Thread(target=self._accept, name="peers", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.run(self._close(), FAREWELL_S)
-        self._loop.close()
+        self._closed = True
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # ends the wait in accept, as closing alone does not
+        self._server.close()
+        for line in list(self._lines.values()):
+            line.close()
+
+    @property
+    def joined(self) -> set[int]:
+        """The other nodes that are there."""
+        return set(self._lines)
 
     @property
     def complete(self) -> bool:
         """Whether every other node has joined."""
-        return len(self.joined) == self._nodes - 1
+        return len(self._lines) == self._nodes - 1
 
     def start_ranks(self) -> None:
-        """Tell all nodes to start their ranks; from now on none may leave or join. One that has left just before is
+        """Tell all nodes to start their ranks; from now on none may leave or join. A node that has left just before is
         lost: the others are not told."""
-        self._loop.run(self._start_ranks())
+        with self._lock:
+            self._started = True
+            if not self.complete:
+                self.lost = self.lost or "a node left before the ranks were started"
+                return
+        self._tell(go=True)
 
-    def end(self, verdict: Verdict) -> None:
-        """Tell all nodes how it ended."""
-        with suppress(Exception):  # who does not hear it notices that node 0 is gone
-            self._loop.run(self._tell(dict(status=verdict.status, reason=verdict.reason)), FAREWELL_S)
+    def end(self, ending: Ending) -> None:
+        """Tell all nodes how the learner ended. A node that does not hear it notices that node 0 is gone."""
+        self._tell(status=ending.status, reason=ending.reason)
 
-    def trouble(self) -> Verdict | None:
-        """Why this node's ranks cannot go on: another node has failed, or is gone."""
-        return self.verdict or (None if self.lost is None else Verdict(1, self.lost))
+    def trouble(self) -> Ending | None:
+        """Return why this node's ranks cannot go on: another node has failed, or is gone."""
+        return self.ending or (None if self.lost is None else Ending(1, self.lost))
 
-    def wait_for_trouble(self, deadline_s: float) -> Verdict | None:
-        """What another node says once this one's ranks have failed, which may be the cause."""
+    def wait_for_trouble(self, deadline_s: float) -> Ending | None:
+        """Wait for what another node says once this one's ranks have failed, which may be the cause."""
         ends = time.monotonic() + deadline_s
         while (found := self.trouble()) is None and time.monotonic() < ends:
             time.sleep(_POLL_S)
         return found
 
-    async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, self._address, self._port)
+    def _tell(self, **message: Any) -> None:
+        for line in list(self._lines.values()):
+            with suppress(OSError):
+                line.send(**message)
 
-    async def _start_ranks(self) -> None:
-        # On the loop's thread, where nodes join and leave: none does between this look and the message.
-        self._started = True
-        if self.complete:
-            await self._tell(dict(go=True))
-        else:
-            self.lost = self.lost or "a node left before the ranks were started"
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                time.sleep(_POLL_S)
+                continue
+            threading.Thread(target=self._serve, args=(_Line(connection),), name="peer", daemon=True).start()
 
-    async def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for line in self._lines.values():
+    def _serve(self, line: _Line) -> None:
+        give_up = threading.Timer(HANDSHAKE_S, line.close)
+        give_up.start()
+        try:
+            node = self._greet(line)
+        except (OSError, ValueError, KeyError, TypeError, EOFError):
             line.close()
-
-    async def _tell(self, message: dict[str, Any]) -> None:
-        await asyncio.gather(*(line.send(message) for line in self._lines.values()), return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = _Line(reader, writer)
-        try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                node = await self._greet(line)
-        except (OSError, ValueError, KeyError, TypeError, EOFError, TimeoutError):
-            writer.close()
             return
-        if self._started:
-            self.lost = self.lost or f"node {node} was started again"
-            with suppress(OSError):  # it waits for the next start then
-                await line.send(dict(status=1, reason=self.lost))
-            writer.close()
+        finally:
+            give_up.cancel()
+        with self._lock:
+            if late := self._started:
+                self.lost = self.lost or f"node {node} was started again"
+            else:
+                self._lines[node] = line
+        if late:  # it waits for the next start then, and ends the connection
+            line.exchange(lambda _: None, status=1, reason=self.lost)
             return
-        self._lines[node] = line
-        self.joined.add(node)
-        try:
-            async with line.beating():
-                while True:
-                    self._take(node, await line.receive())
-        except (OSError, ValueError, EOFError, TimeoutError) as error:
-            self._gone(node, line, error)
-        except asyncio.CancelledError:
-            return  # it is closed; the server of asyncio would report it as an error
+        why = line.exchange(lambda message: self._take(node, message))
+        with self._lock:
+            if self._lines.get(node) is line:  # it has not come again meanwhile
+                del self._lines[node]
+                if self._started:
+                    self.lost = self.lost or f"node {node} is gone ({why})"
 
-    async def _greet(self, line: _Line) -> int:
-        """The node that has shown that it knows the key. Raises ValueError."""
-        hello = await line.read()
+    def _greet(self, line: _Line) -> int:
+        """Return the node that has shown that it knows the key. Raises ValueError."""
+        hello = line.read()
         node, theirs, ours = int(hello["node"]), str(hello["nonce"]), secrets.token_hex(16)
         about = f"{self._epoch} {node} {theirs} {ours}"
-        await line.send(dict(nonce=ours, proof=_proof(self._key, "node 0", about)))
-        answer = await line.read()
-        if not _is_shown(answer, _proof(self._key, "peer", about)):
+        line.send(nonce=ours, proof=_proof(self._key, "node 0", about))
+        if not _is_shown(line.read(), _proof(self._key, "peer", about)):
             raise ValueError("wrong key")
         if not 0 < node < self._nodes:
             raise ValueError("no such node")
@@ -156,103 +159,82 @@ class Peers:
     def _take(self, node: int, message: dict[str, Any]) -> None:
         self.stop_asked = self.stop_asked or bool(message.get("stop"))
         if "status" in message:
-            reason = f"node {node}: {message.get('reason', '')}"
-            self.verdict = self.verdict or Verdict(message["status"], reason)
-
-    def _gone(self, node: int, line: _Line, error: Exception) -> None:
-        if self._lines.get(node) is not line:
-            return  # it has come again meanwhile
-        del self._lines[node]
-        self.joined.discard(node)
-        if self._started:
-            self.lost = self.lost or f"node {node} is gone ({_why(error)})"
+            self.ending = self.ending or Ending(message["status"], f"node {node}: {message.get('reason', '')}")
 
 
 class Peer:
     """The side of node 1, 2, …; use as a context manager."""
 
+    stop_asked = False
+    """Node 0 lets the ranks of all nodes end; this one does not ask its own."""
+
     def __init__(self, host: str, port: int, *, node: int, epoch: int, key: str | None) -> None:
-        """Connects. Raises OSError, TimeoutError or ValueError when node 0 is not there, or not this epoch's."""
+        """Connects. Raises OSError, EOFError or ValueError when node 0 is not there, or not this epoch's."""
         self.go = False
         """Whether node 0 has all nodes, so that ranks start."""
-        self.verdict: Verdict | None = None
+        self.ending: Ending | None = None
         self.lost: str | None = None
-        self.stop_asked = False
-        """Node 0 lets the ranks of all nodes end; this one does not ask its own."""
-        self._host, self._port, self._node, self._epoch, self._key = host, port, node, epoch, key
-        self._loop = _LoopThread("peer")
-        self._line: _Line | None = None
+        self._line = _Line(socket.create_connection((host, port), HANDSHAKE_S))
         try:
-            self._loop.run(self._connect(), HANDSHAKE_S)
+            ours = secrets.token_hex(16)
+            self._line.send(node=node, nonce=ours)
+            answer = self._line.read()
+            about = f"{epoch} {node} {ours} {answer.get('nonce')}"
+            if not _is_shown(answer, _proof(key, "node 0", about)):
+                raise ValueError("it has another API key, or is of another start")
+            self._line.send(proof=_proof(key, "peer", about))
         except BaseException:
-            self._loop.close()
+            self._line.close()
             raise
-        self._loop.start(self._listen())
+        threading.Thread(target=self._listen, name="peer", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.close()
+        self._line.close()
 
-    def trouble(self) -> Verdict | None:
-        """Why this node's ranks cannot go on, or that they need not."""
-        return self.verdict or (None if self.lost is None else Verdict(1, self.lost))
+    def trouble(self) -> Ending | None:
+        """Return why this node's ranks cannot go on, or that they need not."""
+        return self.ending or (None if self.lost is None else Ending(1, self.lost))
 
     def ask_to_stop(self) -> None:
-        """This node was asked to end: node 0 lets all ranks save and end."""
-        self._tell(dict(stop=True))
+        """Say that this node was asked to end: node 0 lets all ranks save and end."""
+        with suppress(OSError):  # node 0 notices that this node is gone
+            self._line.send(stop=True)
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, ending: Ending) -> None:
         """Tell node 0 how this node's ranks ended."""
-        self._tell(dict(status=verdict.status, reason=verdict.reason))
+        with suppress(OSError):
+            self._line.send(status=ending.status, reason=ending.reason)
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        if self._line is not None:
-            with suppress(Exception):  # node 0 notices that this node is gone
-                self._loop.run(self._line.send(message), FAREWELL_S)
+    def _listen(self) -> None:
+        self.lost = f"node 0 is gone ({self._line.exchange(self._take)})"
 
-    async def _connect(self) -> None:
-        line = _Line(*await asyncio.open_connection(self._host, self._port))
-        try:
-            ours = secrets.token_hex(16)
-            await line.send(dict(node=self._node, nonce=ours))
-            answer = await line.read()
-            about = f"{self._epoch} {self._node} {ours} {answer.get('nonce')}"
-            if not _is_shown(answer, _proof(self._key, "node 0", about)):
-                raise ValueError("it has another API key, or is of another start")
-            await line.send(dict(proof=_proof(self._key, "peer", about)))
-        except BaseException:
-            line.close()
-            raise
-        self._line = line
-
-    async def _listen(self) -> None:
-        assert self._line is not None
-        try:
-            async with self._line.beating():
-                while True:
-                    message = await self._line.receive()
-                    self.go = self.go or bool(message.get("go"))
-                    if "status" in message:
-                        self.verdict = Verdict(message["status"], str(message.get("reason", "")))
-        except (OSError, ValueError, EOFError, TimeoutError) as error:
-            self.lost = f"node 0 is gone ({_why(error)})"
+    def _take(self, message: dict[str, Any]) -> None:
+        self.go = self.go or bool(message.get("go"))
+        if "status" in message:
+            self.ending = Ending(message["status"], str(message.get("reason", "")))
 
 
 class _Line:
-    """Messages over one connection."""
+    """Messages over one connection, for several threads."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(HANDSHAKE_S)
+        self._socket, self._file = connection, connection.makefile("rb")
+        self._sending = threading.Lock()
 
-    async def send(self, message: dict[str, Any]) -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
-        await self._writer.drain()
+    def send(self, **message: Any) -> None:
+        """Raises OSError."""
+        with self._sending:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    async def read(self) -> dict[str, Any]:
-        """The next message. Raises EOFError at the end, ValueError for what is none."""
-        text = await self._reader.readline()
+    def read(self) -> dict[str, Any]:
+        """Return the next message. Raises OSError, EOFError at the end, and ValueError for what is none."""
+        text = self._file.readline(MOST_BYTES)
+        if len(text) == MOST_BYTES:
+            raise ValueError(f"a message has {MOST_BYTES} bytes or more")
         if not text.endswith(b"\n"):
             raise EOFError("the connection was closed")
         message = parse_object(text)
@@ -260,78 +242,33 @@ class _Line:
             raise ValueError("its status is no number")
         return message
 
-    async def receive(self) -> dict[str, Any]:
-        """The next message. Raises TimeoutError when none comes for DEAD_S seconds."""
-        # In Python 3.11 asyncio.wait_for loses a cancellation that comes together with the message.
-        async with asyncio.timeout(DEAD_S):
-            return await self.read()
+    def exchange(self, take: Callable[[dict[str, Any]], None], **first: Any) -> str:
+        """Send `first`, then a message a second, and hand those of the other side to `take`, until the connection ends
+        or the other side is silent for DEAD_S seconds. Returns why it ended."""
+        self._socket.settimeout(DEAD_S)
+        threading.Thread(target=self._beat, args=(first,), name="beat", daemon=True).start()
+        try:
+            while True:
+                take(self.read())
+        except TimeoutError:
+            return f"silent for {DEAD_S:g} s"
+        except (OSError, ValueError, EOFError) as error:
+            return str(error) or type(error).__name__
+        finally:
+            self.close()
 
-    def beating(self) -> _Beat:
-        return _Beat(self)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Beat:
-    """While it is open, a message goes out every second. The connection is closed with it."""
-
-    def __init__(self, line: _Line) -> None:
-        self._line = line
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._beat())
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError, OSError):
-            await self._task
-        self._line.close()
-
-    async def _beat(self) -> None:
+    def _beat(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # the reader notices
             while True:
-                await self._line.send({})
-                await asyncio.sleep(BEAT_S)
-
-
-class _LoopThread:
-    """An event loop in a thread of its own, which no process waits for."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[Any] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, None], deadline_s: float | None = None) -> None:
-        """Wait for `work`. Raises what it raises, or TimeoutError."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            future.result(deadline_s)
-        except TimeoutError:
-            future.cancel()
-            raise
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let `work` go on."""
-        self._tasks.add(asyncio.run_coroutine_threadsafe(work, self._loop))
+                self.send(**message)
+                message = {}
+                time.sleep(BEAT_S)
 
     def close(self) -> None:
-        """End everything."""
-
-        async def cancel() -> None:
-            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-
-        with suppress(TimeoutError):
-            self.run(cancel(), FAREWELL_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(FAREWELL_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+        """May be called again, and while another thread reads."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
 
 def _proof(key: str | None, who: str, about: str) -> str:
@@ -339,9 +276,6 @@ def _proof(key: str | None, who: str, about: str) -> str:
 
 
 def _is_shown(answer: dict[str, Any], proof: str) -> bool:
-    """Whether the answer holds the proof. As bytes, since compare_digest raises TypeError for text beyond ASCII."""
+    """Tell whether the answer holds the proof. As bytes, since compare_digest raises TypeError for text beyond
+    ASCII."""
     return hmac.compare_digest(str(answer.get("proof")).encode(errors="replace"), proof.encode())
-
-
-def _why(error: Exception) -> str:
-    return f"silent for {DEAD_S:g} s" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

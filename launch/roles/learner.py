@@ -1,4 +1,4 @@
-"""The learner's agent on one host: `evenkeel role learner RUN [NODE]`.
+"""Run the learner's agent on one host: `evenkeel role learner RUN [NODE]`.
 
     node 0        freezes the recipe and publishes version 0 at the first start · claims the learner's epoch · says in
                   RUN/learner.json where it listens · waits for the other nodes · starts its ranks · says how it ended
@@ -11,24 +11,26 @@ is started again as a whole, from its newest checkpoint.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 from launch.build.api_key import API_KEY_VARIABLE, read_api_key
 from launch.build.engines import shares_gpus
-from launch.roles.base import wait_for_recipe
-from launch.roles.heartbeat import Peer, Peers, Verdict
-from launch.roles.ranks import Ranks
-from launch.roles.rendezvous import Rendezvous, await_node_0
+from launch.roles.base import Rendezvous, await_node_0, wait_for_recipe
+from launch.roles.heartbeat import Ending, Peer, Peers
 from launch.run.addresses import LOOPBACK, bind_address, interface_environment
 from launch.run.metrics import METRICS_PORT_VARIABLE
 from launch.run.preflight import check_model_here, preflight, seed_policy, warnings
-from launch.run.processes import FatalNotes, child_environment, rendezvous_options, torchrun
+from launch.run.processes import FatalNotes, ProcessTree, child_environment, rendezvous_options, torchrun
 from launch.run.waiting import (
+    BEGUN,
     EPOCH_POLL_S,
     EPOCH_VARIABLE,
     POLL_S,
@@ -57,10 +59,12 @@ from pipeline.errors import (
 from pipeline.process_log import log_tail
 from pipeline.resume.outside import note_outside
 from pipeline.resume.resume import go_on_with, note_changes, said
+from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from pipeline.tasks.data import with_digest
+from pipeline.trainer.batch_source import STOP_FILE_VARIABLE
 
 DEFAULT_PORT = 29500
-VERDICT_S = 5.0
+REASON_S = 5.0
 """Longest wait for another node to say why it failed, once this node's ranks have."""
 LAST_WORD_S = 60.0
 """Longest wait of a node whose ranks have ended well for node 0 to say that all have."""
@@ -85,18 +89,18 @@ class LearnerNode:
 
 
 def run_learner_node(own: LearnerNode, stop: Stop) -> int:
-    """The exit status of the agent."""
+    """Run the agent; returns its exit status."""
     if not 0 <= own.node < own.nodes:
         raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
-    verdict = lead(own, stop) if own.node == 0 else follow(own, stop)
-    if verdict.status:
-        kind = "learner" if verdict.status == STOPPED_EXIT_CODE else "error"
-        print(f"{kind}: {verdict.reason}", file=sys.stderr, flush=True)
-    return verdict.status
+    ending = lead(own, stop) if own.node == 0 else follow(own, stop)
+    if ending.status:
+        kind = "learner" if ending.status == STOPPED_EXIT_CODE else "error"
+        print(f"{kind}: {ending.reason}", file=sys.stderr, flush=True)
+    return ending.status
 
 
-def lead(own: LearnerNode, stop: Stop) -> Verdict:
-    """Node 0."""
+def lead(own: LearnerNode, stop: Stop) -> Ending:
+    """Run node 0."""
     if own.recipe is None:
         recipe = own.run.recipe()
     else:
@@ -120,20 +124,20 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
         return _lead_start(own, recipe, address, epoch, stop, key)
 
 
-def _lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, key: str | None) -> Verdict:
+def _lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, key: str | None) -> Ending:
     run = own.run.under(epoch)
     remove_old_leftovers(run.shared_folders)
     if run.is_finished():
-        return Verdict(0)
+        return Ending(0)
     seed_policy(run, recipe)
     if shares_gpus(recipe):
         wait_for_engines(run, recipe, stop, recipe.rollout.engines)
 
-    def attended(peers: Peers | None) -> Verdict:
-        verdict = attend(own, recipe, address, epoch, stop, peers)
-        if verdict.status == 0:
+    def attended(peers: Peers | None) -> Ending:
+        ending = attend(own, recipe, address, epoch, stop, peers)
+        if ending.status == 0:
             run.set_finished("learner")
-        return verdict
+        return ending
 
     return attended(None) if own.nodes == 1 else _lead_others(own, recipe, address, epoch, stop, key, attended)
 
@@ -145,8 +149,8 @@ def _lead_others(
     epoch: Epoch,
     stop: Stop,
     key: str | None,
-    attended: Callable[[Peers], Verdict],
-) -> Verdict:
+    attended: Callable[[Peers], Ending],
+) -> Ending:
     """`attended` runs the ranks, and marks a learner that has finished before the other nodes hear of it: they are not
     started again then."""
 
@@ -158,7 +162,8 @@ def _lead_others(
         peers = Peers(address, own.port + 1, nodes=own.nodes, epoch=epoch.number, key=key)
     except OSError as error:
         raise PortInUseError(
-            f"port {own.port + 1} of {own.host} is taken ({error.strerror}); stop what listens there or give --port"
+            f"port {own.port + 1} of {own.host} is taken ({os.strerror(error.errno or 0)}); stop what listens there or "
+            "give --port"
         ) from None
     with peers:
         epoch.check()  # a later start may have written its own
@@ -167,39 +172,38 @@ def _lead_others(
         wait_for(stop, complete, others, recipe.rollout.start_deadline_s)
         peers.start_ranks()
         try:
-            verdict = attended(peers)
+            ending = attended(peers)
         except BaseException as error:
-            peers.end(Verdict(1, str(error)))
+            peers.end(Ending(1, str(error)))
             raise
-        peers.end(verdict)
-    return verdict
+        peers.end(ending)
+    return ending
 
 
-def follow(own: LearnerNode, stop: Stop) -> Verdict:
-    """Node 1, 2, …: one start of the learner after the other, until it has ended for good."""
+def follow(own: LearnerNode, stop: Stop) -> Ending:
+    """Run node 1, 2, …: one start of the learner after the other, until it has ended for good."""
     recipe = wait_for_recipe(own.run, stop, own.recipe).recipe
     processes_a_node(recipe, own.nodes)
     address, seen = bind_address(own.host, read_api_key(), stop.check), 0
     while True:
         joined = _join(own, recipe, seen, stop)
         if joined == "finished":
-            return Verdict(0)
+            return Ending(0)
         rendezvous, peer = joined
         recipe = own.run.recipe()  # a start may have changed it
         with peer:
-            verdict = _follow_one(own, recipe, address, rendezvous, stop, peer)
-        if verdict.status in (0, FATAL_EXIT_CODE) or (stop.asked and verdict.status == STOPPED_EXIT_CODE):
-            return verdict
-        print(f"start {rendezvous.epoch} of the learner has ended ({verdict.reason}); following the next", flush=True)
-        if peer.go or peer.verdict is not None:
+            ending = _follow_one(own, recipe, address, rendezvous, stop, peer)
+        if ending.status in (0, FATAL_EXIT_CODE) or (stop.asked and ending.status == STOPPED_EXIT_CODE):
+            return ending
+        print(f"start {rendezvous.epoch} of the learner has ended ({ending.reason}); following the next", flush=True)
+        if peer.go or peer.ending is not None:
             seen = rendezvous.epoch
         else:
             time.sleep(POLL_S)  # the connection was lost before the ranks were started: it may join the same start
 
 
 def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Rendezvous, Peer] | Literal["finished"]:
-    """Node 0 of a start after `seen` that is alive: one that answers, and knows the key. Or that the run is finished.
-    Raises as `await_node_0` does."""
+    """Join node 0 of a start after `seen` that answers, and knows the key. Raises as `await_node_0` does."""
 
     def join(found: Rendezvous) -> tuple[Rendezvous, Peer] | None:
         try:
@@ -222,27 +226,35 @@ def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Rend
 
 def _follow_one(
     own: LearnerNode, recipe: Recipe, address: str, rendezvous: Rendezvous, stop: Stop, peer: Peer
-) -> Verdict:
+) -> Ending:
     while not peer.go:
         if (found := peer.trouble()) is not None:
             return found
         if stop.asked:
-            return Verdict(STOPPED_EXIT_CODE, "asked to end before all nodes were there")
+            return Ending(STOPPED_EXIT_CODE, "asked to end before all nodes were there")
         time.sleep(POLL_S)
     try:
-        verdict = attend(own, recipe, address, Epoch(_epochs(own), rendezvous.epoch), stop, peer, master=rendezvous)
+        ending = attend(
+            own,
+            recipe,
+            address,
+            Epoch(epoch_folder(own.run.path, "learner"), rendezvous.epoch),
+            stop,
+            peer,
+            master=rendezvous,
+        )
     except SupersededError as error:  # node 0's start, that is: this node is wanted by the next one
-        verdict = Verdict(SUPERSEDED_EXIT_CODE, str(error))
-    peer.end(verdict)
-    if verdict.status == SUPERSEDED_EXIT_CODE:
-        return verdict
-    ends = time.monotonic() + (LAST_WORD_S if verdict.status == 0 else VERDICT_S)
+        ending = Ending(SUPERSEDED_EXIT_CODE, str(error))
+    peer.end(ending)
+    if ending.status == SUPERSEDED_EXIT_CODE:
+        return ending
+    ends = time.monotonic() + (LAST_WORD_S if ending.status == 0 else REASON_S)
     while peer.trouble() is None and time.monotonic() < ends:
         time.sleep(POLL_S)
-    if peer.verdict is None and verdict.status == 0 and not own.run.is_finished():
+    if peer.ending is None and ending.status == 0 and not own.run.is_finished():
         # Node 0 may have died before it said that the learner has finished: it would wait for this node then.
-        return Verdict(1, peer.lost or f"node 0 has not said within {LAST_WORD_S:g} s how it ended")
-    return peer.verdict or verdict
+        return Ending(1, peer.lost or f"node 0 has not said within {LAST_WORD_S:g} s how it ended")
+    return peer.ending or ending
 
 
 def attend(
@@ -253,7 +265,7 @@ def attend(
     stop: Stop,
     others: Peers | Peer | None,
     master: Rendezvous | None = None,
-) -> Verdict:
+) -> Ending:
     """Run this node's ranks to their end. Raises SupersededError when a later start has begun."""
     notes, look, outage, ends = FatalNotes(own.run), Throttle(EPOCH_POLL_S), Outage("the learner's agent"), None
     with Ranks(rank_command(own, recipe, address, master), rank_environment(own, address, epoch)) as ranks:
@@ -268,27 +280,27 @@ def attend(
                 if isinstance(others, Peer):
                     others.ask_to_stop()
                 elif not ranks.have_begun:
-                    return Verdict(STOPPED_EXIT_CODE, "asked to end before it had begun; started again, it goes on")
+                    return Ending(STOPPED_EXIT_CODE, "asked to end before it had begun; started again, it goes on")
                 else:
                     ranks.ask_to_stop()
             if ends is not None and time.monotonic() > ends:
-                return Verdict(STOPPED_EXIT_CODE, f"asked to end; the ranks did not within {grace_s():g} s: killed")
+                return Ending(STOPPED_EXIT_CODE, f"asked to end; the ranks did not within {grace_s():g} s: killed")
             time.sleep(POLL_S)
     epoch.check()
     if status == 0:
-        return Verdict(0)
+        return Ending(0)
     if (reason := notes.message(epoch.name)) is not None:
-        return Verdict(FATAL_EXIT_CODE, reason)
+        return Ending(FATAL_EXIT_CODE, reason)
     if ends is not None:
-        return Verdict(STOPPED_EXIT_CODE, "asked to end before the run was finished; started again, it goes on")
-    if isinstance(others, Peers) and (found := others.wait_for_trouble(VERDICT_S)) is not None:
+        return Ending(STOPPED_EXIT_CODE, "asked to end before the run was finished; started again, it goes on")
+    if isinstance(others, Peers) and (found := others.wait_for_trouble(REASON_S)) is not None:
         return found
     log = log_file()
-    return Verdict(1, f"the ranks died: {log_tail(log) if log else f'torchrun ended with status {status}'}")
+    return Ending(1, f"the ranks died: {log_tail(log) if log else f'torchrun ended with status {status}'}")
 
 
 def processes_a_node(recipe: Recipe, nodes: int) -> int:
-    """Ranks of each host. Raises LayoutError when they cannot be shared out evenly."""
+    """Return the number of ranks of each host. Raises LayoutError when they cannot be shared out evenly."""
     processes = recipe.learner.num_processes
     if processes % nodes:
         raise LayoutError(
@@ -299,7 +311,7 @@ def processes_a_node(recipe: Recipe, nodes: int) -> int:
 
 
 def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Rendezvous | None) -> list[str]:
-    """torchrun for this node's ranks; `master` is None on node 0."""
+    """Make the command of torchrun for this node's ranks; `master` is None on node 0."""
     if own.nodes == 1:
         rendezvous = rendezvous_options(0, address, 0, address)
     else:
@@ -315,7 +327,7 @@ def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Rendezv
 
 
 def rank_environment(own: LearnerNode, address: str, epoch: Epoch) -> dict[str, str]:
-    """What this node's ranks are told beside their command."""
+    """Make the environment of this node's ranks."""
     environment = {**child_environment(), **interface_environment(address), EPOCH_VARIABLE: str(epoch.number)}
     if key := read_api_key():
         environment[API_KEY_VARIABLE] = key
@@ -324,5 +336,44 @@ def rank_environment(own: LearnerNode, address: str, epoch: Epoch) -> dict[str, 
     return environment
 
 
-def _epochs(own: LearnerNode) -> Path:
-    return epoch_folder(own.run.path, "learner")
+class _Torchrun(ProcessTree):
+    """Ranks die with torchrun (launch.run.learn_rank), and torchrun with the agent.
+
+    Slurm signals every process of a step. The agent alone answers SIGTERM, by the stop file: a rank that died of it
+    would not save.
+    """
+
+    when_parent_dies = signal.SIGKILL
+    ignored = (signal.SIGTERM, signal.SIGINT)
+
+
+class Ranks:
+    """This host's ranks under torchrun. A context manager that leaves no process behind."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._folder = make_scratch("learner")
+        self._stop_file = self._folder / "stop"
+        given = {**environment, **scratch_environment(self._folder), STOP_FILE_VARIABLE: str(self._stop_file)}
+        self._torchrun = _Torchrun(command, log_file(), given, own_session=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._torchrun.kill()
+        remove_scratch(self._folder)
+
+    def poll(self) -> int | None:
+        """Exit status of torchrun; None while it runs."""
+        return self._torchrun.poll()
+
+    def ask_to_stop(self) -> None:
+        """Rank 0 finds the file at its next step, and tells the others."""
+        self._stop_file.touch()
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether there may be anything to save. Until then ranks import, join and load, and look for no file."""
+        return self._stop_file.with_name(BEGUN).exists()

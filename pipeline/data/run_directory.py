@@ -15,7 +15,7 @@
       policy/updates/000031    made by whoever gives weights to engines, before it does
       engines/000003.json      engine 3 listens there (pipeline.data.membership; never its key)
       epochs/learner/000002    the second start of the learner (pipeline.data.epochs)
-      learner.json             where the nodes of the learner find node 0 (launch.roles.rendezvous)
+      learner.json             where the nodes of the learner find node 0 (launch.roles.base)
       control/000012.json      what the ESS controller saw and decided after step 12 (pipeline.control.files)
       quant_maps/000001.yaml   a quant map that it decided on (pipeline.data.quant_maps)
       batches/000012.lost.json batch 12 was lost by damage (pipeline.data.store)

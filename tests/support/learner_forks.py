@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from launch.roles import ranks as product
+from launch.roles import learner as product
 from launch.run.processes import end_tree
 from pipeline.child_process import die_with_parent
 from rollout_sglang.server.process import free_ports
@@ -26,7 +26,7 @@ from tests.support.rank_programs import parse, run_program
 from tests.support.ranks import forkserver_context
 
 IGNORED = (signal.SIGTERM, signal.SIGINT)
-"""By ranks: see launch.roles.ranks."""
+"""By ranks: see launch.roles.learner."""
 
 
 class ForkedLearner:

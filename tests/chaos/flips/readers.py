@@ -9,8 +9,8 @@ from pathlib import Path
 from launch.build.components import build_tokenizer
 from launch.build.engines import engine_spec
 from launch.convert.folders import check_committed, checked_source
-from launch.roles.rendezvous import Rendezvous
-from launch.roles.starting_weights import hold_weights, release_weights
+from launch.roles.base import Rendezvous
+from launch.roles.engine import hold_weights, release_weights
 from launch.run.replay import manifest
 from launch.verify.history import check_history
 from pipeline.analysis.summary import summary

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.roles.rendezvous import Rendezvous
+from launch.roles.base import Rendezvous
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps

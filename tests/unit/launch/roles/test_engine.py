@@ -15,10 +15,8 @@ import pytest
 
 from launch.roles import base
 from launch.roles import engine as role
-from launch.roles.base import status_of
-from launch.roles.engine import EngineRole, run_engine, serve
-from launch.roles.rendezvous import Rendezvous
-from launch.roles.starting_weights import starting_folder
+from launch.roles.base import Rendezvous, status_of
+from launch.roles.engine import EngineRole, run_engine, serve, starting_folder
 from launch.run import addresses, waiting
 from launch.run.waiting import Stop
 from pipeline.config.loader import recipe_from

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from launch.roles import base, learner
-from launch.roles.heartbeat import Peer, Peers, Verdict
+from launch.roles.base import Rendezvous
+from launch.roles.heartbeat import Ending, Peer, Peers
 from launch.roles.learner import (
     LearnerNode,
     follow,
@@ -20,7 +21,6 @@ from launch.roles.learner import (
     rank_environment,
     run_learner_node,
 )
-from launch.roles.rendezvous import Rendezvous
 from launch.run.waiting import Stop
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -96,17 +96,17 @@ def test_a_node_that_lost_node_0_before_the_ranks_started_joins_the_same_start_a
                         assert time.monotonic() < ends, "it has not joined"
                         time.sleep(0.01)
                     if last:
-                        peers.end(Verdict(0))
-                        assert following.result(20) == Verdict(0)
+                        peers.end(Ending(0))
+                        assert following.result(20) == Ending(0)
         finally:
             stop.asked = True
 
 
 @pytest.mark.parametrize(
-    ("said", "finished", "status"), [(Verdict(0), False, 0), (Verdict(1, "node 2 died"), False, 1), (None, True, 0)]
+    ("said", "finished", "status"), [(Ending(0), False, 0), (Ending(1, "node 2 died"), False, 1), (None, True, 0)]
 )
 def test_a_node_whose_ranks_ended_well_goes_by_what_node_0_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Verdict | None, finished: bool, status: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Ending | None, finished: bool, status: int
 ) -> None:
     assert last_word(tmp_path, monkeypatch, said, finished).status == status
 
@@ -115,18 +115,18 @@ def test_a_node_whose_ranks_ended_well_follows_the_next_start_of_a_node_0_that_d
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that ended with 0 is not started again, and node 0's next start waits for it."""
-    assert last_word(tmp_path, monkeypatch, None, finished=False) == Verdict(1, "node 0 is gone (reset)")
+    assert last_word(tmp_path, monkeypatch, None, finished=False) == Ending(1, "node 0 is gone (reset)")
 
 
-def last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Verdict | None, finished: bool) -> Verdict:
+def last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Ending | None, finished: bool) -> Ending:
     run = RunDirectory((recipe := a_recipe(tmp_path, tensor_parallel=2)).directory)
     run.freeze(recipe)
     if finished:
         for role in ("learner", "collector"):
             run.set_finished(role)
     lost = None if said else "node 0 is gone (reset)"
-    peer = SimpleNamespace(go=True, verdict=said, lost=lost, trouble=lambda: said or Verdict(1, ""), end=lambda _: None)
-    monkeypatch.setattr(learner, "attend", lambda *_, **__: Verdict(0))
+    peer = SimpleNamespace(go=True, verdict=said, lost=lost, trouble=lambda: said or Ending(1, ""), end=lambda _: None)
+    monkeypatch.setattr(learner, "attend", lambda *_, **__: Ending(0))
     own = LearnerNode(run, node=1, nodes=2)
     return learner._follow_one(own, recipe, "127.0.0.1", Rendezvous(3, "n1", 29511, 2), Stop(), peer)  # type: ignore[arg-type]
 
@@ -143,7 +143,7 @@ def test_a_node_of_a_finished_run_waits_for_nobody(tmp_path: Path, monkeypatch: 
     with ThreadPoolExecutor() as pool:
         following = pool.submit(follow, own, stop)
         try:
-            assert following.result(20) == Verdict(0)
+            assert following.result(20) == Ending(0)
         finally:
             stop.asked = True
 
@@ -167,14 +167,14 @@ def test_a_learner_is_marked_finished_before_its_other_nodes_hear_of_it(
 ) -> None:
     """Their next start finds it finished then, and waits for nobody."""
     own, recipe = leading(tmp_path)
-    epoch, told, end = claim(own.run.path, "learner"), list[tuple[Verdict, bool]](), Peers.end
+    epoch, told, end = claim(own.run.path, "learner"), list[tuple[Ending, bool]](), Peers.end
 
-    def tell(peers: Peers, verdict: Verdict) -> None:
+    def tell(peers: Peers, verdict: Ending) -> None:
         told.append((verdict, (own.run.path / "finished" / "learner").exists()))
         end(peers, verdict)
 
     monkeypatch.setattr(learner, "seed_policy", lambda *_: None)
-    monkeypatch.setattr(learner, "attend", lambda *_: Verdict(0))
+    monkeypatch.setattr(learner, "attend", lambda *_: Ending(0))
     monkeypatch.setattr(Peers, "end", tell)
     with ThreadPoolExecutor() as pool:
         stop = Stop()
@@ -185,10 +185,10 @@ def test_a_learner_is_marked_finished_before_its_other_nodes_hear_of_it(
                 assert time.monotonic() < ends, "it has not said where it listens"
                 time.sleep(0.01)
             with Peer("127.0.0.1", own.port + 1, node=1, epoch=epoch.number, key=None):
-                assert leads.result(20) == Verdict(0)
+                assert leads.result(20) == Ending(0)
         finally:
             stop.asked = True
-    assert told == [(Verdict(0), True)]
+    assert told == [(Ending(0), True)]
 
 
 def test_a_superseded_node_0_leaves_the_rendezvous_of_its_successor(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sglang_router.router_args import RouterArgs
 
-from launch.roles.router import RouterRole, run_router
+from launch.roles.engine import RouterRole, run_router
 from launch.run.waiting import Stop
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory

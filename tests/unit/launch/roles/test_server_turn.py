@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.roles.server_turn import reason_to_start_again
+from launch.roles.engine import reason_to_start_again
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.epochs import claim

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.roles.starting_weights import hold_weights, release_weights
+from launch.roles.engine import hold_weights, release_weights
 from pipeline.data.checksums import list_checksums
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
