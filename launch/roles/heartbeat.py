@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from precision.text.json_data import parse_object
+from precision.text import parse_object
 
 BEAT_S = 1.0
 DEAD_S = 10.0

@@ -234,15 +234,8 @@ def _follow_one(
             return Ending(STOPPED_EXIT_CODE, "asked to end before all nodes were there")
         time.sleep(POLL_S)
     try:
-        ending = attend(
-            own,
-            recipe,
-            address,
-            Epoch(epoch_folder(own.run.path, "learner"), rendezvous.epoch),
-            stop,
-            peer,
-            master=rendezvous,
-        )
+        epoch = Epoch(epoch_folder(own.run.path, "learner"), rendezvous.epoch)
+        ending = attend(own, recipe, address, epoch, stop, peer, master=rendezvous)
     except SupersededError as error:  # node 0's start, that is: this node is wanted by the next one
         ending = Ending(SUPERSEDED_EXIT_CODE, str(error))
     peer.end(ending)

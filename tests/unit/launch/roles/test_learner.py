@@ -125,7 +125,7 @@ def last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Ending | No
         for role in ("learner", "collector"):
             run.set_finished(role)
     lost = None if said else "node 0 is gone (reset)"
-    peer = SimpleNamespace(go=True, verdict=said, lost=lost, trouble=lambda: said or Ending(1, ""), end=lambda _: None)
+    peer = SimpleNamespace(go=True, ending=said, lost=lost, trouble=lambda: said or Ending(1, ""), end=lambda _: None)
     monkeypatch.setattr(learner, "attend", lambda *_, **__: Ending(0))
     own = LearnerNode(run, node=1, nodes=2)
     return learner._follow_one(own, recipe, "127.0.0.1", Rendezvous(3, "n1", 29511, 2), Stop(), peer)  # type: ignore[arg-type]
@@ -169,9 +169,9 @@ def test_a_learner_is_marked_finished_before_its_other_nodes_hear_of_it(
     own, recipe = leading(tmp_path)
     epoch, told, end = claim(own.run.path, "learner"), list[tuple[Ending, bool]](), Peers.end
 
-    def tell(peers: Peers, verdict: Ending) -> None:
-        told.append((verdict, (own.run.path / "finished" / "learner").exists()))
-        end(peers, verdict)
+    def tell(peers: Peers, ending: Ending) -> None:
+        told.append((ending, (own.run.path / "finished" / "learner").exists()))
+        end(peers, ending)
 
     monkeypatch.setattr(learner, "seed_policy", lambda *_: None)
     monkeypatch.setattr(learner, "attend", lambda *_: Ending(0))
