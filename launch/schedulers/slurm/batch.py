@@ -35,10 +35,9 @@ from launch.run.restarts import in_a_row, note_in_a_row, progress
 from launch.run.starter import NoRoomError, Unit, metrics_options, role_command
 from launch.run.supervisor import Outcome, Supervisor
 from launch.run.waiting import GRACE_VARIABLE
-from launch.schedulers.slurm.allocation import ASK_PAUSE_S, Allocation, SlurmError
 from launch.schedulers.slurm.placement import Shape
 from launch.schedulers.slurm.render import RECIPE, SCRIPT
-from launch.schedulers.slurm.srun import Guard, Images, SrunStarter
+from launch.schedulers.slurm.srun import ASK_PAUSE_S, Allocation, Guard, Images, SlurmError, SrunStarter
 from pipeline.analysis.html_report import write_report
 from pipeline.child_process import see_own_classes
 from pipeline.config.loader import load_recipe
@@ -106,22 +105,24 @@ class Signals:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the rendering says to the batch script."""
+class BatchJob:
+    """What the rendering says to the batch script, under the names of its options."""
 
     folder: Path
     gpus_per_node: int
     learner_nodes: int | None
-    grace_s: int
+    grace: int
     python: str
     key_dir: Path
     api_key_file: Path | None
-    images: Images
+    container_image: str | None
+    rollout_image: str | None
+    container_mounts: str | None
     metrics_port: int | None
     resubmit: bool
 
     @staticmethod
-    def parse(arguments: Sequence[str]) -> Job:
+    def parse(arguments: Sequence[str]) -> BatchJob:
         parser = argparse.ArgumentParser(prog="python -m launch.schedulers.slurm.batch")
         parser.add_argument("folder", type=Path)
         parser.add_argument("--gpus-per-node", type=int, required=True)
@@ -133,24 +134,8 @@ class Job:
         for name in ("container-image", "rollout-image", "container-mounts"):
             parser.add_argument(f"--{name}")
         parser.add_argument("--metrics-port", type=int)
-        parser.add_argument("--no-resubmit", action="store_true")
-        given = parser.parse_args(arguments)
-        return Job(
-            folder=given.folder,
-            gpus_per_node=given.gpus_per_node,
-            learner_nodes=given.learner_nodes,
-            grace_s=given.grace,
-            python=given.python,
-            key_dir=given.key_dir.expanduser(),
-            api_key_file=given.api_key_file,
-            images=Images(
-                learner=given.container_image,
-                rollout=given.rollout_image or given.container_image,
-                mounts=given.container_mounts,
-            ),
-            metrics_port=given.metrics_port,
-            resubmit=not given.no_resubmit,
-        )
+        parser.add_argument("--no-resubmit", dest="resubmit", action="store_false")
+        return BatchJob(**vars(parser.parse_args(arguments)))
 
     @property
     def script(self) -> Path:
@@ -159,8 +144,9 @@ class Job:
 
 
 @contextmanager
-def api_key(job: Job, name: str) -> Iterator[Path]:
-    """The file with the API key of this attempt, for this user alone: the user's own, or a new one, removed at the end.
+def api_key(job: BatchJob, name: str) -> Iterator[Path]:
+    """Give the file with the API key of this attempt: the user's own, or a new one for this user alone, removed at the
+    end.
 
     A role that was cut off in an earlier attempt has another key, so that no engine of this one listens to it. Raises
     FatalError where no file can be written.
@@ -168,22 +154,18 @@ def api_key(job: Job, name: str) -> Iterator[Path]:
     if job.api_key_file is not None:
         yield job.api_key_file.expanduser()
         return
-    path = job.key_dir / f"{name}.key"
+    path = job.key_dir.expanduser() / f"{name}.key"
     try:
-        _write_key(path)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(secrets.token_hex(24) + "\n")
     except OSError as error:
         raise FatalError(f"no API key could be written: {os_error_line(error)}; see --key-dir") from error
     try:
         yield path
     finally:
         path.unlink(missing_ok=True)
-
-
-def _write_key(path: Path) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(secrets.token_hex(24) + "\n")
 
 
 def role_environment(key: Path) -> dict[str, str]:
@@ -193,7 +175,7 @@ def role_environment(key: Path) -> dict[str, str]:
 
 
 def role_program(
-    job: Job, run: RunDirectory, shape: Shape, address_of: Callable[[str], str]
+    job: BatchJob, run: RunDirectory, shape: Shape, address_of: Callable[[str], str]
 ) -> Callable[[Unit, str], list[str]]:
     """The command of a unit on a node. The learner begins the run with the rendered recipe, for which others wait."""
 
@@ -209,7 +191,7 @@ def role_program(
     return command
 
 
-def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Outcome:
+def attempt(job: BatchJob, allocation: Allocation, signals: Signals, key: Path) -> Outcome:
     """Supervise the roles until the run is `finished`, or until they were `stopped`. Raises NoRoomError, FatalError."""
     recipe = load_recipe(job.folder / RECIPE)
     run = RunDirectory(recipe.directory.absolute())
@@ -220,9 +202,9 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
         changes_to(run, with_digest(recipe, run))  # what is refused leaves the run finished
         reopen(run)  # this supervisor would end
     shape = Shape.of(recipe, job.gpus_per_node, job.learner_nodes)
-    starter = SrunStarter(
-        allocation, shape, role_program(job, run, shape, allocation.address), role_environment(key), job.images
-    )
+    images = Images(job.container_image, job.rollout_image or job.container_image, job.container_mounts)
+    program = role_program(job, run, shape, allocation.address)
+    starter = SrunStarter(allocation, shape, program, role_environment(key), images)
     guard = Guard(allocation, logs / "guard.log")
 
     def asked() -> bool:
@@ -249,7 +231,7 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
     return outcome
 
 
-def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
+def run_job(job: BatchJob, allocation: Allocation, signals: Signals) -> int:
     """One attempt, and what follows from how it ended; returns the exit status of the batch script."""
     recipe = load_recipe(job.folder / RECIPE)  # once: at the end the file system may not answer
     before = progress(RunDirectory(recipe.directory))
@@ -264,8 +246,8 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
         (job.folder / REQUEUES).unlink(missing_ok=True)
     if outcome == "finished":
         return 0
-    if is_preempted(allocation, signals.left_s(job.grace_s) / 2):
-        return requeue(allocation, "Slurm preempts the job", signals.left_s(job.grace_s))
+    if is_preempted(allocation, signals.left_s(job.grace) / 2):
+        return requeue(allocation, "Slurm preempts the job", signals.left_s(job.grace))
     if not signals.time_limit or not job.resubmit:
         return 0
     if not has_moved(recipe, before):
@@ -274,7 +256,7 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
             "job is not submitted again; raise --time"
         )
     # One that Slurm took without saying so is submitted twice: whichever is started second is refused.
-    following = answered(lambda: allocation.submit_next(job.script), signals.left_s(job.grace_s))
+    following = answered(lambda: allocation.submit_next(job.script), signals.left_s(job.grace))
     print(f"submitted job {following}, which goes on", flush=True)
     return 0
 
@@ -313,7 +295,7 @@ def is_preempted(allocation: Allocation, within_s: float) -> bool:
         return False
 
 
-def count_requeue(job: Job, recipe: Recipe, before: tuple[int, ...], reason: str) -> None:
+def count_requeue(job: BatchJob, recipe: Recipe, before: tuple[int, ...], reason: str) -> None:
     """Raises FatalError once the job has requeued itself `run.max_restarts` times in a row without progress: nodes that
     fail whatever is started there would come back with every attempt."""
     path, now, most = job.folder / REQUEUES, progress(RunDirectory(recipe.directory)), recipe.run.max_restarts
@@ -341,8 +323,8 @@ def main() -> None:
     """Entry point of the batch script."""
     see_own_classes()
     signals = Signals().install()
-    job = Job.parse(sys.argv[1:])
-    os.environ[GRACE_VARIABLE] = str(max(job.grace_s - OWN_S, job.grace_s // 2))
+    job = BatchJob.parse(sys.argv[1:])
+    os.environ[GRACE_VARIABLE] = str(max(job.grace - OWN_S, job.grace // 2))
     try:
         status = run_job(job, Allocation.of(os.environ), signals)
     except SupersededError as error:

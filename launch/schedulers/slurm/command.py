@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from launch.terminal import Overrides, RecipePath, SizesFolder
 from pipeline.errors import RecipeError
-
-if TYPE_CHECKING:
-    from pipeline.config.recipe import Recipe
 
 
 def slurm(
@@ -80,9 +76,10 @@ def slurm(
     """
     from launch.build.engines import check_extra_args
     from launch.plan.hosts import sizes_folder, stop_time
-    from launch.schedulers.slurm.options import SlurmOptions
-    from launch.schedulers.slurm.render import SCRIPT, render
+    from launch.schedulers.slurm.render import SCRIPT, SlurmOptions, render
     from pipeline.config.loader import load_recipe
+    from pipeline.config.task_sections import DataTask
+    from pipeline.tasks.data import data_paths
 
     if rollout_image and not (container_image or python):
         raise RecipeError(
@@ -91,6 +88,7 @@ def slurm(
         )
     loaded = load_recipe(recipe, overrides or [])
     check_extra_args(loaded)
+    sizes = sizes_folder(recipe, loaded.model.path, model_config)
     options = SlurmOptions(
         workdir=(workdir or Path.cwd()).absolute(),
         python=python or ("python3" if container_image else sys.executable),
@@ -98,7 +96,7 @@ def slurm(
         learner_nodes=learner_nodes,
         spare=spare,
         time=time,
-        grace=grace or stop_time(recipe, loaded, disk_gb_s, sizes_folder(recipe, loaded.model.path, model_config)),
+        grace=grace or stop_time(recipe, loaded, disk_gb_s, sizes).grace_s,
         partition=partition,
         account=account,
         resubmit=resubmit,
@@ -110,26 +108,15 @@ def slurm(
         container_mounts=container_mounts,
         sbatch=tuple(sbatch or ()),
     )
-    for path in missing_data(loaded, options.workdir):
-        print(f"note: data {path} is not on this machine; every node must see it there", file=sys.stderr)
-    write_files(out, render(loaded, options, out.absolute(), _setup_lines(setup)))
-    print(submitted(out / SCRIPT) if submit else f"sbatch {out.absolute() / SCRIPT}")
-
-
-def missing_data(recipe: Recipe, workdir: Path) -> list[Path]:
-    """Of the task's data, what is not here; relative paths begin at `workdir`, as on the nodes."""
-    from pipeline.config.task_sections import DataTask
-    from pipeline.tasks.data import data_paths
-
-    paths = data_paths(recipe.task) if isinstance(recipe.task, DataTask) else []
-    return [workdir / path for path in paths if not (workdir / path).exists()]
-
-
-def write_files(folder: Path, files: dict[str, str]) -> None:
-    """Replace what an earlier rendering left."""
-    folder.mkdir(parents=True, exist_ok=True)
+    for path in data_paths(loaded.task) if isinstance(loaded.task, DataTask) else []:
+        if not (options.workdir / path).exists():
+            there = options.workdir / path
+            print(f"note: data {there} is not on this machine; every node must see it there", file=sys.stderr)
+    files = render(loaded, options, out.absolute(), _setup_lines(setup))
+    out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        (out / name).write_text(text, encoding="utf-8")
+    print(submitted(out / SCRIPT) if submit else f"sbatch {out.absolute() / SCRIPT}")
 
 
 def _setup_lines(setup: Path | None) -> str:
@@ -142,27 +129,15 @@ def _setup_lines(setup: Path | None) -> str:
 
 
 def submitted(script: Path) -> str:
-    """Give the script to sbatch; returns what it said. The API key stays out of the environment that Slurm stores.
-    Raises RecipeError when it is refused, and SlurmError when Slurm does not answer."""
-    from launch.schedulers.slurm.allocation import DEADLINE_S, SlurmError
+    """Give the script to sbatch and return what that prints; Slurm does not get to store the API key. Raises
+    RecipeError."""
+    from launch.schedulers.slurm.srun import SlurmError, run_slurm
 
-    environment = {name: value for name, value in os.environ.items() if name != "EVENKEEL_API_KEY"}
+    if shutil.which("sbatch") is None:
+        raise RecipeError(f"--submit needs Slurm's sbatch; on a node that has it: sbatch {script}")
     try:
-        done = subprocess.run(
-            ["sbatch", str(script)],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=DEADLINE_S,
-            env=environment,
-        )
-    except FileNotFoundError as error:
-        raise RecipeError(f"--submit needs Slurm's sbatch; on a node that has it: sbatch {script}") from error
-    except subprocess.TimeoutExpired as error:
-        raise SlurmError(
-            f"sbatch {script} did not answer within {DEADLINE_S} s, and may have submitted the job all the same; see "
-            "whether it is there (squeue --me) and Slurm's controller is up (scontrol ping), then submit it again"
+        return run_slurm("sbatch", str(script)).strip()
+    except SlurmError as error:
+        raise RecipeError(
+            f"{error}; correct that, see whether the job is there all the same (squeue --me), and submit it again"
         ) from error
-    if done.returncode:
-        raise RecipeError(f"sbatch refused {script}: {' '.join(done.stderr.split())}; change the options and try again")
-    return done.stdout.strip()

@@ -1,7 +1,7 @@
-"""The files of `evenkeel launch slurm`: text that depends on the recipe and the options alone.
+"""Render the files of `evenkeel launch slurm`: text that depends on the recipe and the options alone.
 
 DIR/job.sbatch     what is submitted      DIR/recipe.yaml   the recipe, every default spelled out
-DIR/setup.sh       lines of the user's, sourced first       DIR/README.md    how to submit, watch and stop it
+DIR/setup.sh       lines of the user's, sourced first
 """
 
 from __future__ import annotations
@@ -9,18 +9,136 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
 
-from launch.plan.hosts import FIXED_S, SAFETY, StopTime
-from launch.schedulers.slurm.options import SlurmOptions, check_mounts, check_path
 from launch.schedulers.slurm.placement import Shape
 from pipeline.config.recipe import Recipe
+from pipeline.errors import RecipeError
 
-SCRIPT, RECIPE, SETUP, README = "job.sbatch", "recipe.yaml", "setup.sh", "README.md"
+SCRIPT, RECIPE, SETUP = "job.sbatch", "recipe.yaml", "setup.sh"
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+_PATH = re.compile(r"[^\s'\"\\$`%]+")
+_ONE_LINE = re.compile(r"[^\s'\"\\$`]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What a user of Slurm says beside the recipe. Every path is absolute: the job may be submitted from anywhere."""
+
+    workdir: Path
+    """Where the roles run: relative paths of the recipe begin here, on every node."""
+    python: str
+    """Interpreter of the batch script and of the roles."""
+    gpus_per_node: int = 8
+    learner_nodes: int | None = None
+    spare: int = 1
+    time: str | None = None
+    grace: int = 60
+    """Seconds between the signal that announces the time limit and the limit."""
+    partition: str | None = None
+    account: str | None = None
+    metrics_port: int | None = None
+    """Of the supervisor; the roles have the ports after it."""
+    resubmit: bool = True
+    key_dir: str = "~/.evenkeel"
+    api_key_file: str | None = None
+    container_image: str | None = None
+    rollout_image: str | None = None
+    container_mounts: str | None = None
+    sbatch: tuple[str, ...] = ()
+    """Further options of sbatch, such as `--qos=high`."""
+
+    def __post_init__(self) -> None:
+        check_path("--workdir", self.workdir)
+        if self.gpus_per_node < 0 or self.spare < 0 or self.grace < 1:
+            raise RecipeError(
+                f"--gpus-per-node {self.gpus_per_node} --spare {self.spare} --grace {self.grace}: the first two must "
+                "be 0 or more, the last one 1 or more"
+            )
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise RecipeError(f"--time is {self.time!r}, expected Slurm's form, such as 90, 24:00:00 or 2-00:00:00")
+        if self.python != Path(self.python).name and not Path(self.python).is_absolute():
+            raise RecipeError(
+                f"--python is {self.python!r}, which every folder understands otherwise; give an absolute path, or a "
+                "name on the PATH such as python3"
+            )
+        for one in self.sbatch:
+            if one.startswith("-a") or re.match(r"--ar(r(a(y)?)?)?(=|$)", one):
+                raise RecipeError(
+                    f"--sbatch is {one!r}: all tasks of an array would train the same run; leave it out, and render a "
+                    "job for each run"
+                )
+        words = dict(
+            partition=self.partition,
+            account=self.account,
+            python=self.python,
+            key_dir=self.key_dir,
+            api_key_file=self.api_key_file,
+            container_image=self.container_image,
+            rollout_image=self.rollout_image,
+            container_mounts=self.container_mounts,
+        )
+        for name, word in {**words, **{f"sbatch {one}": one for one in self.sbatch}}.items():
+            if word is not None and not _ONE_LINE.fullmatch(word):
+                raise RecipeError(f"--{name.replace('_', '-')} is {word!r}; use no space, quote, $ or backslash in it")
+
+
+def check_path(option: str, path: Path) -> None:
+    """Check a path that stands in #SBATCH lines, where Slurm splits at spaces and fills in what follows a %.
+
+    Raises RecipeError."""
+    if not _PATH.fullmatch(str(path)):
+        raise RecipeError(
+            f"{option} is {str(path)!r}; Slurm would misread it: use a folder without space, line break, quote, $, % "
+            "or backslash in its path"
+        )
+
+
+def check_mounts(recipe: Recipe, options: SlurmOptions, folder: Path) -> None:
+    """Check that roles in containers see what they need. Raises RecipeError: otherwise they fail after the queue.
+
+    Where the batch script uses a folder too, it must be mounted where the node has it.
+    """
+    if options.container_image is None and options.rollout_image is None:
+        return
+    key = ("--api-key-file", options.api_key_file) if options.api_key_file else ("--key-dir", options.key_dir)
+    both = {"--out": folder, "--workdir": options.workdir, key[0]: Path(key[1]).expanduser()}
+    both["run.root"] = options.workdir / recipe.run.root
+    needed = both | {name: options.workdir / path for name, path in _paths(recipe.model_dump())}
+    mounts = [_mount(text) for text in (options.container_mounts or "").split(",") if text]
+    for name, path in needed.items():
+        inside = [(there, here) for here, there in mounts if path.is_relative_to(there)]
+        there, here = max(inside, key=lambda mount: len(mount[0].parts), default=(None, None))
+        if there is None or (here != there and name in both):
+            found = "in no mount" if there is None else f"another folder there ({here}:{there})"
+            raise RecipeError(
+                f"{name} is {path}, which containers do not see: it is {found} of --container-mounts "
+                f"{options.container_mounts or '(none)'}; add {path}:{path}, or a folder above it"
+            )
+
+
+def _mount(text: str) -> tuple[Path, Path]:
+    """Read where a mount comes from, and where it is: SOURCE, SOURCE:TARGET or SOURCE:TARGET:FLAGS."""
+    source, _, rest = text.partition(":")
+    return Path(source), Path(rest.partition(":")[0] or source)
+
+
+def _paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
+    """Yield all paths that a recipe names, with their keys."""
+    if isinstance(value, PurePath):
+        yield key, Path(value)
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _paths(one, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _paths(one, key)
 
 
 def render(recipe: Recipe, options: SlurmOptions, folder: Path, setup: str = "") -> dict[str, str]:
-    """Name → text of each file. `folder` is the absolute path under which every node will find them."""
+    """Render name → text of each file. `folder` is the absolute path under which every node will find them."""
     check_path("--out", folder)
     check_mounts(recipe, options, folder)
     shape = Shape.of(recipe, options.gpus_per_node, options.learner_nodes)
@@ -28,16 +146,16 @@ def render(recipe: Recipe, options: SlurmOptions, folder: Path, setup: str = "")
         SCRIPT: batch_script(recipe, options, shape, folder),
         RECIPE: recipe.to_yaml(),
         SETUP: setup or "# Shell lines that the batch script sources first: modules, a virtual environment, NCCL_*.\n",
-        README: readme(recipe, options, shape, folder),
     }
 
 
 def batch_script(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Path) -> str:
-    """One ordinary job. The supervisor replaces the shell, so that Slurm's signals reach it."""
+    """Render one ordinary job. The supervisor replaces the shell, so that Slurm's signals reach it."""
+    nodes = f"{shape.num_nodes} nodes and {options.spare} to spare, {shape.learner_nodes} of them for the learner"
     directives = "".join(f"#SBATCH {line}\n" for line in _directives(recipe, options, shape, folder))
     command = " \\\n  ".join(" ".join(map(shlex.quote, part)) for part in _supervisor(options, folder))
     return f"""#!/bin/bash
-# {recipe.run.name}: {_in_words(shape, options)}
+# {recipe.run.name}: {nodes}, and {shape.engines} engines
 # Rendered by `evenkeel launch slurm`; change the recipe or the options and render again.
 {directives}set -euo pipefail
 if [ -n "${{EVENKEEL_API_KEY:-}}" ]; then
@@ -54,7 +172,7 @@ exec {command}
 
 
 def _directives(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Path) -> Iterator[str]:
-    yield f"--job-name={job_name(recipe)}"
+    yield "--job-name=" + re.sub(r"[^\w.-]", "-", recipe.run.name)
     yield f"--nodes={shape.num_nodes + options.spare}"
     yield "--ntasks-per-node=1"
     if options.gpus_per_node:
@@ -63,7 +181,7 @@ def _directives(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Pat
     yield "--mem=0"
     yield "--no-kill"
     yield "--requeue"
-    yield f"--signal=B:USR1@{options.grace_s}"
+    yield f"--signal=B:USR1@{options.grace}"
     yield "--open-mode=append"
     yield f"--output={folder}/slurm-%j.out"
     yield f"--chdir={options.workdir}"
@@ -74,12 +192,12 @@ def _directives(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Pat
 
 
 def _supervisor(options: SlurmOptions, folder: Path) -> Iterator[list[str]]:
-    """The command in the batch script, in groups of words that belong together."""
+    """Yield the command in the batch script, in groups of words that belong together."""
     yield [options.python, "-P", "-m", "launch.schedulers.slurm.batch", str(folder)]
     yield ["--gpus-per-node", str(options.gpus_per_node)]
     if options.learner_nodes is not None:
         yield ["--learner-nodes", str(options.learner_nodes)]
-    yield ["--grace", str(options.grace_s)]
+    yield ["--grace", str(options.grace)]
     yield ["--python", options.python]
     if options.api_key_file:
         yield ["--api-key-file", options.api_key_file]
@@ -92,73 +210,3 @@ def _supervisor(options: SlurmOptions, folder: Path) -> Iterator[list[str]]:
         yield ["--metrics-port", str(options.metrics_port)]
     if not options.resubmit:
         yield ["--no-resubmit"]
-
-
-def job_name(recipe: Recipe) -> str:
-    """The run's name, as Slurm prints it."""
-    return re.sub(r"[^\w.-]", "-", recipe.run.name)
-
-
-def _in_words(shape: Shape, options: SlurmOptions) -> str:
-    gpus = f" of {shape.gpus_per_node} GPUs" if shape.gpus_per_node else ""
-    spare = f" and {options.spare} to spare" if options.spare else ""
-    engines = f"{shape.engines} engine{'s' if shape.engines != 1 else ''}"
-    return f"{_nodes(shape.num_nodes)}{gpus}{spare}; a learner over {_nodes(shape.learner_nodes)}, {engines}"
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count != 1 else ''}"
-
-
-def _as_planned(grace: int | StopTime) -> str:
-    """What the notice before the time limit was planned from, as a user has to judge it."""
-    if isinstance(grace, int):
-        return ""
-    step, publish, save = (f"{seconds:.0f} s" for seconds in (grace.step_s, grace.publish_s, grace.save_s))
-    return f"""
-  That is {SAFETY:g} times what is planned, and {FIXED_S} s: a step of {step}, a publish of {publish}, and two saves of
-  {save} at {grace.disk_gb_s:g} GB/s, a guess at the run directory's file system. Where it is slower, render again with
-  its `--disk-gb-s`, or a `--grace` of your own: a save that is cut off costs all steps since the one before."""
-
-
-def readme(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Path) -> str:
-    """How to submit, watch and stop the job."""
-    name, run = job_name(recipe), options.workdir / recipe.directory
-    again = (
-        "a further job is submitted, which goes on"
-        if options.resubmit
-        else "submit it again and the run goes on (--no-resubmit was given)"
-    )
-    spare = (
-        f"A node that dies is replaced by the {options.spare} to spare, without a new job."
-        if options.spare
-        else "No node is spare: when one dies, the job is requeued and goes on from the last checkpoint."
-    )
-    commands = {
-        f"sbatch {folder / SCRIPT}": "submit it",
-        f"squeue --name {name}": "is it running, and where?",
-        f"tail -f {folder}/slurm-*.out": "what the supervisor says",
-        f"ls {run}/logs/slurm-*/": "a folder for each attempt, a file for each role",
-        f"evenkeel runs show {run}": "what the run has reached",
-        f"scancel --signal=TERM --batch --name {name}": "end in order: checkpoint, then exit 0",
-    }
-    width = max(map(len, commands)) + 4
-    listed = "\n".join(f"    {command:<{width}}{what}" for command, what in commands.items())
-    return f"""# {recipe.run.name} under Slurm
-
-{_in_words(shape, options)}. The run directory is `{run}`; it must be the same folder on every node.
-
-{listed}
-
-After an orderly end the same `sbatch` goes on. A plain `scancel` ends the job at once; what came after the last
-checkpoint is then trained again.
-
-- {options.grace_s} s before the time limit the learner ends its step and saves; {again}.{_as_planned(options.grace)}
-- {spare}
-- The API key of the engines is made when the job starts, in a file that only you can read
-  ({options.api_key_file or options.key_dir}), and removed when it ends. Do not export EVENKEEL_API_KEY when you submit,
-  nor another secret: Slurm stores the environment. A teacher's key lies in a file, which setup.sh names:
-  `export EVENKEEL_TEACHER_API_KEY_FILE=FILE`.
-- The node of the batch script needs Slurm's commands and Even Keel's core. With a container image the roles run in it;
-  mount this folder, the run directory and the folder of the key there, at the same paths.
-"""

@@ -19,9 +19,9 @@ from launch.build.api_key import JOB_KEYS
 from launch.run.starter import NoRoomError, Unit
 from launch.run.supervisor import Supervisor
 from launch.schedulers.slurm import batch
-from launch.schedulers.slurm.allocation import Allocation, SlurmError
-from launch.schedulers.slurm.batch import Job, Signals, api_key, role_environment, role_program, run_job
+from launch.schedulers.slurm.batch import BatchJob, Signals, api_key, role_environment, role_program, run_job
 from launch.schedulers.slurm.placement import Shape
+from launch.schedulers.slurm.srun import Allocation, SlurmError
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, RunConflictError
@@ -56,10 +56,10 @@ class Said(Allocation):
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> BatchJob:
     recipe = load_recipe(Path("demo"), [f"run.root={tmp_path}/runs"])
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-    return Job.parse([str(tmp_path), "--gpus-per-node", "0", "--grace", "60", "--key-dir", str(tmp_path / "keys")])
+    return BatchJob.parse([str(tmp_path), "--gpus-per-node", "0", "--grace", "60", "--key-dir", str(tmp_path / "keys")])
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch, body: Callable[[], str]) -> None:
     monkeypatch.setattr(batch, "attempt", lambda *_: body())
 
 
-def published(job: Job, version: int) -> None:
+def published(job: BatchJob, version: int) -> None:
     run = RunDirectory(load_recipe(job.folder / "recipe.yaml").directory)
     run.policies.mkdir(parents=True, exist_ok=True)
     run.set_published(version)
@@ -92,14 +92,18 @@ def test_a_signal_counts_where_its_line_cannot_be_written(monkeypatch: pytest.Mo
             full.close()
 
 
-def test_a_finished_run_is_not_submitted_again(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_not_submitted_again(
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt(monkeypatch, lambda: "finished")
     signals = Signals()
     signals.time_limit = True
     assert (run_job(job, allocation, signals), allocation.orders) == (0, [])
 
 
-def test_a_job_of_a_finished_run_starts_nothing(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_a_finished_run_starts_nothing(
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless its recipe has more steps: then nobody finds the run finished."""
     recipe = load_recipe(job.folder / "recipe.yaml")
     run = RunDirectory(recipe.directory)
@@ -114,7 +118,7 @@ def test_a_job_of_a_finished_run_starts_nothing(job: Job, allocation: Said, monk
     assert run_job(job, allocation, Signals()) == 0
 
 
-def test_a_recipe_that_is_refused_leaves_a_finished_run_finished(job: Job, allocation: Said) -> None:
+def test_a_recipe_that_is_refused_leaves_a_finished_run_finished(job: BatchJob, allocation: Said) -> None:
     recipe = load_recipe(job.folder / "recipe.yaml")
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
@@ -130,7 +134,7 @@ def test_a_recipe_that_is_refused_leaves_a_finished_run_finished(job: Job, alloc
 
 @pytest.mark.parametrize(("sent", "orders"), [("time_limit", ["submit job.sbatch"]), ("end", [])])
 def test_the_time_limit_goes_on_in_a_further_job_and_a_request_to_end_does_not(
-    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch, sent: str, orders: list[str]
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch, sent: str, orders: list[str]
 ) -> None:
     signals = Signals()
 
@@ -146,7 +150,7 @@ def test_the_time_limit_goes_on_in_a_further_job_and_a_request_to_end_does_not(
 @pytest.mark.parametrize("sent", [None, "time_limit"], ids=["SIGTERM to the roles", "the signal for the time limit"])
 @pytest.mark.parametrize("resubmit", [True, False])
 def test_a_preempted_job_saves_and_requeues_itself(
-    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch, sent: str | None, resubmit: bool
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch, sent: str | None, resubmit: bool
 ) -> None:
     """However often, and whether or not it has reached anything: that is the scheduler's wish, and no fault."""
     monkeypatch.setattr(batch, "REQUEUED_S", 0)
@@ -163,7 +167,7 @@ def test_a_preempted_job_saves_and_requeues_itself(
 @pytest.mark.parametrize("preempted", [False, True])
 @pytest.mark.parametrize("away", [1, 3])
 def test_a_controller_that_is_away_for_a_moment_is_asked_again(
-    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch, preempted: bool, away: int
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch, preempted: bool, away: int
 ) -> None:
     """Else the chain of jobs would end there, and nobody would say so."""
     monkeypatch.setattr(batch, "REQUEUED_S", 0)
@@ -182,7 +186,7 @@ def test_a_controller_that_is_away_for_a_moment_is_asked_again(
 
 
 def test_a_controller_that_does_not_say_whether_it_preempts_gets_the_next_job(
-    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(batch.time, "monotonic", lambda: now[0])
@@ -208,7 +212,7 @@ def test_a_controller_that_does_not_say_whether_it_preempts_gets_the_next_job(
 
 
 def test_too_few_nodes_wait_for_a_controller_that_is_away(
-    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room() -> str:
         allocation.away = 50
@@ -220,14 +224,16 @@ def test_too_few_nodes_wait_for_a_controller_that_is_away(
     assert allocation.orders == ["requeue"]
 
 
-def test_a_preempted_job_of_a_finished_run_ends(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_job_of_a_finished_run_ends(
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt(monkeypatch, lambda: "finished")
     allocation.preempted = True
     assert (run_job(job, allocation, Signals()), allocation.orders) == (0, [])
 
 
 def test_a_job_that_reached_nothing_is_not_submitted_again(
-    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published(job, 3)
     signals = Signals()
@@ -238,7 +244,7 @@ def test_a_job_that_reached_nothing_is_not_submitted_again(
     assert allocation.orders == []
 
 
-def test_a_job_that_only_saved_goes_on(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_only_saved_goes_on(job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that is longer than a job publishes nothing in it."""
     published(job, 3)
     signals = Signals()
@@ -255,7 +261,7 @@ def test_a_job_that_only_saved_goes_on(job: Job, allocation: Said, monkeypatch: 
 
 
 def test_a_job_goes_on_where_the_file_system_does_not_say_what_it_has_reached(
-    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stale(_: RunDirectory) -> list[int]:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -273,7 +279,7 @@ def test_a_job_goes_on_where_the_file_system_does_not_say_what_it_has_reached(
 
 
 def test_a_file_system_that_fails_is_told_in_one_line_and_the_job_may_be_submitted_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: BatchJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "/runs/demo")
@@ -291,7 +297,7 @@ def test_a_file_system_that_fails_is_told_in_one_line_and_the_job_may_be_submitt
     assert line.endswith("; submit the job again")
 
 
-def test_too_few_nodes_are_a_requeue(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_nodes_are_a_requeue(job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room() -> str:
         raise NoRoomError("engine-0 has room on none of the nodes that are up")
 
@@ -302,7 +308,7 @@ def test_too_few_nodes_are_a_requeue(job: Job, allocation: Said, monkeypatch: py
 
 
 def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(
-    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
+    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Progress begins the count anew, and so does a job that is submitted again."""
     reached = [*[0] * 5, 1, *[1] * 6, 1]
@@ -325,7 +331,7 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(
     assert run_job(job, allocation, Signals()) == 1
 
 
-def test_requeues_count_in_a_row(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requeues_count_in_a_row(job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those before an attempt that ended otherwise; and none that has reached something."""
     recipe = load_recipe(job.folder / "recipe.yaml", ["run.max_restarts=1"])
     (job.folder / "recipe.yaml").write_text(recipe.to_yaml())
@@ -345,7 +351,9 @@ def test_requeues_count_in_a_row(job: Job, allocation: Said, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("restart", [0, 1], ids=["a first attempt", "a requeued one"])
-def test_a_second_job_is_refused_while_one_is_at_work(job: Job, monkeypatch: pytest.MonkeyPatch, restart: int) -> None:
+def test_a_second_job_is_refused_while_one_is_at_work(
+    job: BatchJob, monkeypatch: pytest.MonkeyPatch, restart: int
+) -> None:
     """Also while what is at work is the attempt of a job that Slurm has started again."""
 
     def others_are_refused(supervisor: Supervisor) -> str:
@@ -358,7 +366,7 @@ def test_a_second_job_is_refused_while_one_is_at_work(job: Job, monkeypatch: pyt
 
 
 def test_a_job_does_not_end_for_its_metrics(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: BatchJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """9400, for example, is taken on nodes that show what their GPUs do; and a node may have no address."""
     monkeypatch.setattr(Supervisor, "supervise", lambda _: "stopped")
@@ -370,7 +378,7 @@ def test_a_job_does_not_end_for_its_metrics(
     assert warnings.count("warning: metrics of the supervisor cannot be shown on") == 2
 
 
-def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:
+def test_the_key_is_the_users_alone_and_goes_at_the_end(job: BatchJob) -> None:
     with api_key(job, Allocation("7", 0, "n1", 8).name) as path:
         assert path.match(JOB_KEYS), "by which the sandbox of reward code hides it"
         assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
@@ -380,16 +388,16 @@ def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:
         assert path.read_text() != first
 
 
-def test_a_folder_for_keys_that_cannot_be_made_is_named_in_one_line(job: Job, tmp_path: Path) -> None:
+def test_a_folder_for_keys_that_cannot_be_made_is_named_in_one_line(job: BatchJob, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("")
     with pytest.raises(FatalError, match=r"^no API key could be written: \S+/keys: .*; see --key-dir"):
         run_job(job, Allocation("7", 0, "n1", 8), Signals())
 
 
-def test_a_key_of_the_users_is_left_alone(job: Job, tmp_path: Path) -> None:
+def test_a_key_of_the_users_is_left_alone(job: BatchJob, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("key\n")
-    given = Job.parse([str(job.folder), "--gpus-per-node", "0", "--grace", "60", "--api-key-file", str(mine)])
+    given = BatchJob.parse([str(job.folder), "--gpus-per-node", "0", "--grace", "60", "--api-key-file", str(mine)])
     with api_key(given, "slurm-7-0") as path:
         assert path == mine
     assert mine.exists()
@@ -417,14 +425,14 @@ def test_roles_get_the_name_of_the_keys_file_and_not_the_key(monkeypatch: pytest
 )
 def test_commands_of_the_roles(unit: Unit, words: str) -> None:
     options = ["--gpus-per-node", "8", "--grace", "9", "--python", "/venv/bin/python", "--metrics-port", "9400"]
-    job = Job.parse(["JOB", *options])
+    job = BatchJob.parse(["JOB", *options])
     shape = Shape.of(load_recipe(Path("qwen3_32b")), 8)
     command = role_program(job, RunDirectory(Path("/RUN")), shape, {"n2": "10.0.0.2"}.__getitem__)(unit, "n2")
     assert command == ["/venv/bin/python", "-P", "-m", "launch.cli", *words.replace("RUN", "/RUN").split()]
 
 
 def test_an_engine_over_two_nodes_knows_which_it_is() -> None:
-    job = Job.parse(["JOB", "--gpus-per-node", "8", "--grace", "9"])
+    job = BatchJob.parse(["JOB", "--gpus-per-node", "8", "--grace", "9"])
     shape = Shape.of(load_recipe(Path("qwen3_32b"), ["rollout.tensor_parallel=16"]), 8)
     command = role_program(job, RunDirectory(Path("/RUN")), shape, {"n2": "10.0.0.2"}.__getitem__)(
         Unit("engine", 5, 1), "n2"
@@ -432,7 +440,7 @@ def test_an_engine_over_two_nodes_knows_which_it_is() -> None:
     assert command[-4:] == ["--nodes", "2", "--node", "1"]
 
 
-def test_the_batch_script_needs_no_torch_and_outside_of_slurm_says_so(tmp_path: Path, job: Job) -> None:
+def test_the_batch_script_needs_no_torch_and_outside_of_slurm_says_so(tmp_path: Path, job: BatchJob) -> None:
     code = "import sys\nfor name in ('torch', 'sglang', 'megatron', 'transformers'): sys.modules[name] = None\n"
     code += f"sys.argv = ['batch', {str(job.folder)!r}, '--gpus-per-node', '0', '--grace', '60']\n"
     code += "from launch.schedulers.slurm.batch import main; main()"

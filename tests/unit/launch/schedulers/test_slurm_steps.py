@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from launch.run.starter import NoRoomError, Unit
-from launch.schedulers.slurm import allocation as allocation_module
-from launch.schedulers.slurm.allocation import Allocation, SlurmError
+from launch.schedulers.slurm import srun as srun_module
 from launch.schedulers.slurm.placement import Shape
-from launch.schedulers.slurm.srun import NODE_DIED, Guard, Images, Srun, SrunStarter, Step
+from launch.schedulers.slurm.srun import NODE_DIED, Allocation, Guard, Images, SlurmError, Srun, SrunStarter, Step
 from pipeline.child_process import ChildProcess
 from pipeline.errors import STOPPED_EXIT_CODE, FatalError, SupersededError
 
@@ -150,12 +149,12 @@ def test_a_node_that_calls_itself_127_0_1_1_is_reached_at_an_address(
     fake.script("sinfo", 'sed "s/10.0.0./n/" "$F/states"')  # NodeAddr is the name, as it is by default
     allocation.up()
     monkeypatch.setattr(
-        allocation_module, "own_address_towards", {"192.0.2.2": "192.0.2.1", "127.0.1.1": "127.0.0.1"}.__getitem__
+        srun_module, "own_address_towards", {"192.0.2.2": "192.0.2.1", "127.0.1.1": "127.0.0.1"}.__getitem__
     )
     assert [allocation.address(node) for node in ("n1", "n3")] == ["192.0.2.1", "n3"]
     fake.nodes("n1")
     allocation.up()
-    monkeypatch.setattr(allocation_module, "own_address_towards", lambda other: other)
+    monkeypatch.setattr(srun_module, "own_address_towards", lambda other: other)
     assert allocation.address("n1") == "127.0.0.1"
 
 
@@ -242,23 +241,6 @@ def test_all_engines_of_a_node_have_cores(fake: FakeSlurm, tmp_path: Path, cpus:
     fewest = min(int(count) for count in re.findall(r"\b\d+(?=,|\(|$)", cpus))
     assert len(asked) == 8 // gpus
     assert fewest - len(asked) * threads < charged <= fewest
-
-
-def test_a_step_that_slurm_does_not_make_is_told_once(
-    fake: FakeSlurm,
-    allocation: Allocation,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("launch.schedulers.slurm.srun.UNMADE_S", 0.0)
-    first, second = (starter(allocation).start(unit, tmp_path / f"{unit.name}.log") for unit in (LEARNER, SECOND))
-    (fake.folder / "steps").write_text("42.0 learner.0.1\n")
-    for step in (first, second, second):
-        assert step.poll() is None
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: Slurm has not started learner-1.0.1 on n2 in")
-    assert line.endswith(f"what srun says is in {tmp_path}/learner-1.log")
 
 
 def test_images_are_those_of_the_role(allocation: Allocation) -> None:
