@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import yaml
 
 from launch.run.sft import fill_in
 from launch.verify.layouts import LAYOUTS, Case, build_cases
-from ops.docs.hooks import DOCS, FROM_REPOSITORY, MADE, extra_pages, in_site, resolved, with_links_of_the_site
+from ops.docs.hooks import DOCS, FROM_REPOSITORY, MADE, extra_pages
 from pipeline.config.loader import SHIPPED, load_recipe
 from pipeline.config.meant_keys import known_keys
 from pipeline.config.recipe import Recipe
@@ -89,20 +89,6 @@ def test_cheap_commands_do_what_they_say(command: str) -> None:
     done = evenkeel(*words_of(command))
     assert (done.returncode, done.stderr.count("error:")) == (0, 0), done.stderr
     assert done.stdout
-
-
-@pytest.mark.parametrize("command", ["evenkeel trian demo", "evenkeel runs shwo RUN"])
-def test_a_command_that_is_not_there_is_seen(command: str) -> None:
-    with pytest.raises(LookupError):
-        unknown_options(command)
-
-
-def test_what_a_command_does_not_take_is_seen() -> None:
-    assert unknown_options("evenkeel train demo --steps 4") == ["--steps"]
-    with pytest.raises(Exception, match="Missing"):
-        parse("evenkeel sft demo")
-    with pytest.raises(Exception, match="integer"):
-        parse("evenkeel sft demo --out x --steps many")
 
 
 @EVERY_PAGE
@@ -213,13 +199,6 @@ def load_part(data: dict[str, Any]) -> Recipe:
     return Recipe.model_validate(base)
 
 
-def test_a_recipe_that_is_wrong_is_seen() -> None:
-    with pytest.raises(ValueError, match="sample"):
-        load_part({"run": {"sample": 4}})
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        load_part({"rollout": {"max_new_tokens": 64}})
-
-
 @EVERY_PAGE
 def test_python_on_a_page_is_python(page: Path) -> None:
     for text in blocks(page, "python"):
@@ -238,10 +217,3 @@ def test_the_page_of_commands_has_every_command() -> None:
     golden = [line.partition(":") for line in (ROOT / "tests/golden/cli_options.txt").read_text().splitlines()]
     assert sorted(re.findall(r"^## (evenkeel .*) \{", page, re.MULTILINE)) == sorted(name for name, *_ in golden)
     assert [option for *_, names in golden for option in names.split() if option not in page] == []
-
-
-def test_links_out_of_docs_are_those_of_the_site() -> None:
-    turned = with_links_of_the_site("[a](../ops/runbook.md#2) [b](../tests/x.py) [c](metrics.md)", "cluster.md")
-    assert turned == "[a](ops/runbook.md#2) b [c](metrics.md)"
-    assert with_links_of_the_site("[a](../docs/cluster.md)", "ops/runbook.md") == "[a](../cluster.md)"
-    assert in_site(resolved(PurePosixPath("docs/index.md"), "reference/cli.md")) == "reference/cli.md"

@@ -101,7 +101,3 @@ def test_what_the_learner_and_the_loop_add_is_explained() -> None:
 
 def test_what_an_alarm_watches_is_explained() -> None:
     assert unexplained(rule.path[0] for rule in RULES) == []
-
-
-def test_a_name_that_nobody_explains_is_seen() -> None:
-    assert unexplained(["ess", "correction_masked_positive", "wobble"]) == ["wobble"]
