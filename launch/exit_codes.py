@@ -26,7 +26,7 @@ from typing import Any
 import typer
 
 from pipeline.errors import EvenKeelError
-from pipeline.requirements import EXTRA_OF, REBUILD, how_to_install
+from pipeline.importing import EXTRA_OF, REBUILD, how_to_install
 from precision.text import one_line
 
 TRACEBACK_VARIABLE = "EVENKEEL_TRACEBACK"

@@ -8,22 +8,33 @@ needs the standard library only.
 from __future__ import annotations
 
 import ctypes
+import getpass
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 PARENT_VARIABLE = "EVENKEEL_PARENT"
 """Environment of a rank: the process that has started it. Taken out as it is read: children have another parent."""
+
+
 LOG_BYTES = 8 << 20
 """As many of the first and of the last bytes of a log are read. A log grows for as long as its process runs."""
+
+
 KILLED_S = 30.0
 """So long a killed process may take to end. One that is in the midst of a call to a disk or a driver (state D) ends
 when that answers, which may be never."""
+
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -164,6 +175,133 @@ class ChildProcess:
     def kill(self) -> None:
         """End it at once."""
         kill_and_wait(self._process)
+
+
+_AT = r"^(?:\[[^\]]*\]:?\s*)*"
+"""What logs put before a line: a rank, a time."""
+
+
+_ERROR = re.compile(
+    _AT + r"(?:error: |ERROR: |[\w ./-]+: error: |Fatal Python error: |[\w.]*(?:Error|Exception|Interrupt)(?:: |$))"
+)
+"""A line on which Python, argparse, uvicorn or this program says what went wrong."""
+
+
+_ROOT_CAUSE = "Root Cause (first observed failure)"
+
+
+_RANK_KILLED = re.compile(r"rank\s*:\s*(\d+).*?Signal (\d+) \(\w+\) received by PID \d+", re.DOTALL)
+
+
+_LACKS_PART = re.compile(r"AttributeError: module 'sglang[\w.]*' has no attribute")
+"""What SGLang logs of a part that could not be imported. Why it could not is said later."""
+
+
+_PLACE = re.compile(_AT)
+
+
+def ending(status: int) -> str:
+    """How a process ended whose exit status is `status`; minus the signal, or 128 and the signal as shells say it."""
+    number = -status if status < 0 else status - 128
+    with suppress(ValueError):
+        if number > 0:
+            return f"killed by signal {number} ({signal.Signals(number).name})"
+    return f"ended with status {status}"
+
+
+def first_error(text: str) -> str | None:
+    """The first line of a log that says what went wrong: those after it are often its consequences."""
+    for line in text.splitlines():
+        if _is_error(line) and not _LACKS_PART.search(line):
+            return _PLACE.sub("", line).strip()
+    return None
+
+
+def _is_error(line: str) -> bool:
+    """Whether a line says what went wrong. torchrun ends a log with a long account of its own, in which its exception
+    comes last and says nothing."""
+    return _ERROR.match(line) is not None and "ChildFailedError" not in line
+
+
+def last_lines(text: str, lines: int) -> str:
+    """The last lines that are not empty, on one line."""
+    said = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(said[-lines:])
+
+
+def last_error(text: str, lines: int = 8) -> str:
+    """The last line of a log that says what went wrong, or else its last lines. Where torchrun names a rank that was
+    killed, that."""
+    if (killed := _RANK_KILLED.search(text.partition(_ROOT_CAUSE)[2])) is not None:
+        return f"rank {killed[1]} was {ending(-int(killed[2]))}"
+    said = [line.strip() for line in text.splitlines() if _is_error(line.strip())]
+    return said[-1] if said else last_lines(text, lines)
+
+
+def log_tail(log: Path, lines: int = 8) -> str:
+    """`last_error` of a file."""
+    try:
+        return last_error(log_text(log), lines)
+    except OSError:
+        return "(no log)"
+
+
+_NAME = re.compile(r"evenkeel-(?:[a-z]+)-(\d+)-\w+")
+
+
+_SHARED = Path("/dev/shm")
+
+
+_LENT = re.compile(r"torch_\d+_\d+_\d+")
+"""As torch names its files of shared memory."""
+
+
+def make_scratch(kind: str) -> Path:
+    """Make a folder for temporary files of this process; `kind` is for people, in small letters.
+
+    A process that is killed removes nothing. So each folder's name says who made it, and whoever makes the next one
+    removes those whose makers are gone.
+    """
+    remove_left_scratch()
+    return Path(tempfile.mkdtemp(prefix=f"evenkeel-{kind}-{os.getpid()}-"))
+
+
+def remove_left_scratch() -> None:
+    """Remove the folders on this machine whose makers are gone."""
+    for left in Path(tempfile.gettempdir()).glob("evenkeel-*"):
+        match = _NAME.fullmatch(left.name)
+        if match and not _is_alive(int(match[1])):
+            remove_scratch(left)
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove it. Files of shared memory that are named after files in it go, too: SGLang names its own so, and a
+    learner leaves the name of what it lends to engines (megatron_bridge.weight_sync.shared_buffer)."""
+    with suppress(OSError):
+        if folder.stat().st_uid != os.getuid():
+            return
+        for name in os.listdir(folder):
+            lent = [_SHARED / name] if _LENT.fullmatch(name) else []
+            for shared in (*_SHARED.glob(f"sglang_loads_{name}_*.shm"), *lent):
+                shared.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def scratch_environment(folder: Path) -> dict[str, str]:
+    """With which a program puts its temporary files there. What torch has compiled stays where it was: it is used
+    again."""
+    caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": caches}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ must be published before batch b may start; who waits, what is stale and when we
     async, decided      max over batches ≤ b    always
 
 A lag that the ESS controller raises lets no batch do with an older version than the batch before it: what is required
-never falls, so that what was counted once stays counted (pipeline.rollout.solved_prompts).
+never falls, so that what was counted once stays counted (pipeline.rollout.batch_builder).
 
 The last step of a run always publishes, so that the final policy can be evaluated.
 """

@@ -1,4 +1,4 @@
-"""What each process of a run did when: the raw material of `evenkeel trace`, for people.
+"""When each process of a run did what, for `evenkeel trace`; and where the seconds of a step went, by phase.
 
     RUN/spans/learner-000002.rank-0003.jsonl          what this process noted last, a line a span
     RUN/spans/learner-000002.rank-0003.older.jsonl    what it noted before that
@@ -19,10 +19,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.data.checksums import seal
 from pipeline.data.event_log import read_lines
@@ -95,7 +95,7 @@ class _Recorder:
         self._thread.start()
 
     def note(self, lane: str, name: str, began: float, ended: float, facts: dict[str, Any]) -> None:
-        start, end = (round(self._since_1970 + at, 6) for at in (began, ended))
+        start, end = round(self._since_1970 + began, 6), round(self._since_1970 + ended, 6)
         self._waiting.append({"lane": lane, "name": name, "start": start, "seconds": round(end - start, 6), **facts})
 
     def close(self) -> None:
@@ -135,3 +135,55 @@ def _make_room(folder: Path, source: str) -> None:
     for ending in ("", _OLDER):
         for path in sorted(folder.glob(f"{role}-[0-9]*[0-9]{dot}{rank}{ending}.jsonl"))[: 1 - STARTS]:
             path.unlink(missing_ok=True)
+
+
+T = TypeVar("T")
+
+
+class Stopwatch:
+    """Measures `seconds` by name of a phase. Phases are measured as blocks of code, or as laps that follow one
+    another."""
+
+    def __init__(self, phases: Iterable[str] = (), *, lane: str | None = None, **facts: Any) -> None:
+        """Starts now. `phases` are in `seconds` from the beginning, with 0. With a `lane`, blocks and laps are also
+        noted there (pipeline.spans), with these `facts`."""
+        self._lane, self._facts = lane, facts
+        self.seconds = dict.fromkeys(phases, 0.0)
+        self._started = self._mark = time.monotonic()
+        self._inner = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the stopwatch was made."""
+        return time.monotonic() - self._started
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The time of the `with` block belongs to `name`, but for the phases inside it, which keep their own."""
+        before, started = self._inner, time.monotonic()
+        yield
+        ended = time.monotonic()
+        spent = ended - started
+        self._add(name, started, ended, spent - (self._inner - before))
+        self._inner = before + spent
+
+    def timed(self, name: str, stream: Iterable[T]) -> Iterator[T]:
+        """The same stream. The time that it takes to make its items belongs to `name`."""
+        items, end = iter(stream), object()
+        while True:
+            with self.phase(name):
+                item = next(items, end)
+            if item is end:
+                return
+            yield item  # type: ignore[misc]
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap (or since the stopwatch was made) belongs to `name`."""
+        now = time.monotonic()
+        self._add(name, self._mark, now, now - self._mark)
+        self._mark = now
+
+    def _add(self, name: str, began: float, ended: float, spent: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        if self._lane is not None:
+            note(self._lane, name.removesuffix("_s"), began, ended, **self._facts)

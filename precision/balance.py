@@ -40,7 +40,9 @@ def sections(weights: Sequence[int], parts: int) -> list[list[int]]:
     There are as many stretches as can be cut evenly between items. Their number divides `parts`: each is balanced over
     as many parts as the others. With weights of a few dozen items for each part every part has a stretch of its own.
     """
-    number = _num_sections(weights, parts)
+    heaviest = max(weights, default=0)
+    wanted = parts if heaviest == 0 else sum(weights) // (_MIN_SECTION * heaviest)
+    number = max(n for n in range(1, parts + 1) if parts % n == 0 and n <= max(1, wanted))
     shared = parts // number
     found = []
     for start, end in _cuts(weights, number):
@@ -85,13 +87,7 @@ def _differenced(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _heaviest_first(weights: Sequence[int]) -> list[int]:
-    return sorted(range(len(weights)), key=lambda item: (-weights[item], item))
-
-
-def _num_sections(weights: Sequence[int], parts: int) -> int:
-    heaviest = max(weights, default=0)
-    wanted = parts if heaviest == 0 else sum(weights) // (_MIN_SECTION * heaviest)
-    return max(number for number in range(1, parts + 1) if parts % number == 0 and number <= max(1, wanted))
+    return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # of equal ones the first first
 
 
 def _cuts(weights: Sequence[int], number: int) -> list[tuple[int, int]]:

@@ -3,17 +3,113 @@
     l_t = log pi_learner(y_t) - log pi_engine(y_t),   rho_t = exp(l_t),   y_t sampled by the engine.
 
 `RatioSums` holds sums, maxima and a histogram, so that ranks merge by one all-reduce of each tensor (SUM, MAX, SUM).
-`ratio_terms` yields what is summed for each token, for sums over parts of the tokens (precision.mismatch.statistics).
+
+Effective sample size (ESS): the share of a batch that still counts once it is reweighted by importance ratios. With the
+ratios of N tokens, P3O (arXiv 2605.12380, Eq. 11) uses
+
+    e = S1^2 / (N (S2 + 1e-8)),   S1 = sum rho_t,   S2 = sum rho_t^2,   1/N <= e <= 1.
+
+Equal ratios give 1; one ratio that dwarfs the rest gives 1/N. For lognormal ratios with log-standard-deviation s the
+expectation is exp(-s^2): .05 -> .9975, .1 -> .990, .2 -> .961, .5 -> .779, 1 -> .368.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from precision.ess import ess_from_sums
-from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 from precision.torch_on_use import Tensor, torch
+
+_MAGNITUDES = tuple(10.0 ** (quarter / 4) for quarter in range(-20, 5))
+"""1e-5 to 10, four a decade: from float32 noise to a token the learner would hardly ever sample."""
+
+
+LOG_RATIO_EDGES: tuple[float, ...] = (*(-magnitude for magnitude in reversed(_MAGNITUDES)), *_MAGNITUDES)
+"""Symmetric bin edges of log pi_learner - log pi_engine (nats), ascending. Bin i holds edges[i-1] <= l < edges[i]:
+bin 0 is everything below the first edge, the last bin everything from the last edge up."""
+
+
+NUM_LOG_RATIO_BINS = len(LOG_RATIO_EDGES) + 1
+"""Bins with the under- and overflow bins; the one in the middle holds log-ratios around zero."""
+
+
+ESS_EPSILON = 1e-8
+"""Added to S2, as P3O's authors do, so that ratios that all underflow do not divide by zero."""
+
+
+def ess_from_sums(sum_ratio: float, sum_squared_ratio: float, num_tokens: float) -> float:
+    """Token ESS, in [1/num_tokens, 1], from sums over all micro-batches and ranks.
+
+    The lower bound is enforced: `ESS_EPSILON` would break it when every ratio is below about 1e-4.
+    Raises FloatingPointError on a non-finite sum (an ESS of 1 there would switch all protection off exactly when the
+    numbers are broken) and ValueError without tokens.
+    """
+    if num_tokens < 1:
+        raise ValueError(f"the ESS of {num_tokens} tokens is undefined, expected at least 1; do not train empty steps")
+    if not (math.isfinite(sum_ratio) and math.isfinite(sum_squared_ratio)):
+        raise FloatingPointError(
+            f"importance ratio sums are {sum_ratio} and {sum_squared_ratio}, expected finite numbers; compare the "
+            "learner's and the engine's logprobs of this batch"
+        )
+    value = sum_ratio**2 / (num_tokens * (sum_squared_ratio + ESS_EPSILON))
+    return min(1.0, max(1.0 / num_tokens, value))
+
+
+def token_ess(log_ratios: Tensor) -> float:
+    """ESS of one set of tokens; `log_ratios` is [tokens], natural log, no padding. Raises as `ess_from_sums`."""
+    ratios = log_ratios.detach().double().exp()
+    return ess_from_sums(float(ratios.sum()), float(ratios.square().sum()), ratios.numel())
+
+
+def staleness_ess(mismatch: Tensor, staleness: Tensor) -> float:
+    """ESS of pi / pi_old under pi_old, from samples of the engine pi_b, in (0, 1].
+
+    `mismatch` = log pi_old - log pi_b and `staleness` = log pi - log pi_old are [tokens], natural log, no padding, with
+    pi_old the learner at the version that sampled. With w_q and w_s their exponentials and rho = w_q w_s it is
+
+        (sum rho)^2 / (sum w_q · sum rho w_s):
+
+    each sum over samples of pi_b, weighed by w_q, stands for one over samples of pi_old. Without mismatch it is the
+    plain ESS of w_s. Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens.
+    """
+    if mismatch.numel() < 1:
+        raise ValueError("the ESS of 0 tokens is undefined, expected at least 1; do not train empty steps")
+    q, s = mismatch.detach().double(), staleness.detach().double()
+    log_value = 2.0 * (q + s).logsumexp(dim=0) - q.logsumexp(dim=0) - (q + 2.0 * s).logsumexp(dim=0)
+    value = float(log_value.exp())
+    if not (math.isfinite(value) and value > 0.0):
+        raise FloatingPointError(
+            f"the ESS of the staleness is {value}, expected a number above 0; compare the learner's and the engine's "
+            "logprobs of this batch"
+        )
+    return min(1.0, value)
+
+
+def sequence_ess_of_totals(totals: Tensor) -> float:
+    """ESS of whole sequences, in [1/sequences, 1]; `totals` is float64 [sequences], the log-ratio of each sequence.
+
+    A sequence's ratio is the product over its tokens. It is computed in logs, since products over long sequences
+    overflow, hence without `ESS_EPSILON`. Raises FloatingPointError when a log-ratio is not finite, ValueError without
+    sequences.
+    """
+    if totals.numel() < 1:
+        raise ValueError("the ESS of 0 sequences is undefined, expected at least 1; do not train empty steps")
+    if not bool(totals.isfinite().all()):
+        raise FloatingPointError(
+            "a sequence log-ratio is not finite, expected finite numbers; compare the learner's and the engine's "
+            "logprobs of this batch"
+        )
+    log_value = 2.0 * totals.logsumexp(dim=0) - (2.0 * totals).logsumexp(dim=0) - math.log(totals.numel())
+    return min(1.0, float(log_value.exp()))
+
+
+def loss_of(ess: float) -> float:
+    """-ln ESS, nats: for independent lognormal ratios the variance of the log-ratio, so that the losses of independent
+    causes add up."""
+    return -math.log(ess) if ess < 1.0 else 0.0
+
 
 MAX_LOG_RATIO = 40.0
 """Nats. float32 holds numbers up to e^88. A ratio of e^40 leaves room for its square, for any advantage and for the sum
@@ -85,7 +181,8 @@ SUMS = (
     "probability_gap_abs",
 )
 """What is summed over tokens, in this order. `k3` is rho - 1 - l and `ratio_above_one` is max(rho, 1/rho)."""
-_PLACE = {name: place for place, name in enumerate(SUMS)}
+
+
 _LEAST_SPREAD = 1e-12
 """Of a mean square: where a variance is less, float64 sums have not kept it, and a correlation would be noise."""
 
@@ -177,122 +274,122 @@ class RatioSums:
     def num_tokens(self) -> int:
         return int(self.sums[0])
 
-    @property
-    def ess(self) -> float:
-        """Token ESS of P3O, in [1/num_tokens, 1]; see `precision.ess`."""
-        return ess_from_sums(self._sum("ratio"), self._sum("ratio_squared"), self.num_tokens)
-
-    @property
-    def chi2(self) -> float:
-        """chi^2(learner || engine) = E[rho^2] - 1; from finite samples it may come out below 0."""
-        return self.mean("ratio_squared") - 1.0
-
-    @property
-    def k3_kl(self) -> float:
-        """KL(engine || learner) in nats: mean of rho - 1 - log rho (k3 of joschu.net/blog/kl-approx.html), which is
-        unbiased and never negative for samples from the engine, as ours are."""
-        return self.mean("k3")
-
-    @property
-    def ratio_mean(self) -> float:
-        """E[rho], 1 in expectation when the engine's support covers the learner's."""
-        return self.mean("ratio")
-
-    @property
-    def mean_log_ratio(self) -> float:
-        """Nats. The signed gap: above 0 the learner finds the tokens more likely than the engine did."""
-        return self.mean("log_ratio")
-
-    @property
-    def k1_kl(self) -> float:
-        """KL(engine || learner) in nats: mean of -log rho, unbiased, of either sign."""
-        return -self.mean("log_ratio")
-
-    @property
-    def k2_kl(self) -> float:
-        """KL(engine || learner) in nats: mean of (log rho)^2 / 2, biased, of low variance."""
-        return self.mean("log_ratio_squared") / 2.0
-
-    @property
-    def mean_abs_log_ratio(self) -> float:
-        """Nats."""
-        return self.mean("log_ratio_abs")
-
-    @property
-    def max_abs_log_ratio(self) -> float:
-        """Nats."""
-        return float(self._extremes().max())
-
-    @property
-    def max_ratio(self) -> float:
-        return math.exp(float(self._extremes()[0]))
-
-    @property
-    def min_ratio(self) -> float:
-        return math.exp(-float(self._extremes()[1]))
-
-    @property
-    def probability_error(self) -> float:
-        """Mean of max(rho, 1/rho), at least 1: NeMo-RL's `token_mult_prob_error`."""
-        return self.mean("ratio_above_one")
-
-    @property
-    def logprob_pearson(self) -> float | None:
-        """Correlation of the two sides' log-probabilities; None where either hardly varies."""
-        return self._pearson("logprob")
-
-    @property
-    def probability_pearson(self) -> float | None:
-        """Correlation of the two sides' probabilities, as verl logs it; None where either hardly varies."""
-        return self._pearson("probability")
-
     def statistics(self) -> dict[str, float]:
-        """All of them under the names that metrics use; correlations that are undefined are left out. Raises ValueError
-        without tokens."""
+        """Return all of them under the names that metrics use. Raises ValueError without tokens.
+
+        ess                     token ESS of P3O, in [1/num_tokens, 1]
+        chi2                    chi^2(learner || engine) = E[rho^2] - 1; from finite samples it may come out below 0
+        k1_kl, k2_kl, k3_kl     KL(engine || learner), nats: the means of -l, unbiased, of either sign; of l^2 / 2,
+                                biased, of low variance; of rho - 1 - l, unbiased and never negative
+                                (joschu.net/blog/kl-approx.html)
+        log_ratio_mean          the signed gap, nats: above 0 the learner finds the tokens more likely than the engine
+        ratio_mean              E[rho], 1 in expectation when the engine's support covers the learner's
+        probability_error       mean of max(rho, 1/rho), at least 1: NeMo-RL's `token_mult_prob_error`
+        logprob_pearson,        correlations of the two sides' log-probabilities and probabilities (verl logs the
+        probability_pearson     latter); left out where either side hardly varies
+        """
+        count = self.num_tokens
+        if count < 1:
+            raise ValueError("ratio statistics of 0 tokens are undefined, expected at least 1; check the mask")
+        total = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        mean = {name: value / count for name, value in total.items()}
+        highest, negated_lowest = self.maxima.tolist()
         found: dict[str, float | None] = {
-            "ess": self.ess,
-            "chi2": self.chi2,
-            "k1_kl": self.k1_kl,
-            "k2_kl": self.k2_kl,
-            "k3_kl": self.k3_kl,
-            "log_ratio_mean": self.mean_log_ratio,
-            "log_ratio_abs_mean": self.mean_abs_log_ratio,
-            "ratio_mean": self.ratio_mean,
-            "ratio_max": self.max_ratio,
-            "ratio_min": self.min_ratio,
-            "ratio_above_2_share": self.mean("ratio_above_2"),
-            "ratio_below_half_share": self.mean("ratio_below_half"),
-            "ratio_above_10_share": self.mean("ratio_above_10"),
-            "ratio_below_tenth_share": self.mean("ratio_below_tenth"),
-            "probability_error": self.probability_error,
-            "probability_gap_abs_mean": self.mean("probability_gap_abs"),
-            "logprob_pearson": self.logprob_pearson,
-            "probability_pearson": self.probability_pearson,
-            "num_tokens": float(self.num_tokens),
+            "ess": ess_from_sums(total["ratio"], total["ratio_squared"], count),
+            "chi2": mean["ratio_squared"] - 1.0,
+            "k1_kl": -mean["log_ratio"],
+            "k2_kl": mean["log_ratio_squared"] / 2.0,
+            "k3_kl": mean["k3"],
+            "log_ratio_mean": mean["log_ratio"],
+            "log_ratio_abs_mean": mean["log_ratio_abs"],
+            "ratio_mean": mean["ratio"],
+            "ratio_max": math.exp(highest),
+            "ratio_min": math.exp(-negated_lowest),
+            "ratio_above_2_share": mean["ratio_above_2"],
+            "ratio_below_half_share": mean["ratio_below_half"],
+            "ratio_above_10_share": mean["ratio_above_10"],
+            "ratio_below_tenth_share": mean["ratio_below_tenth"],
+            "probability_error": mean["ratio_above_one"],
+            "probability_gap_abs_mean": mean["probability_gap_abs"],
+            "logprob_pearson": _pearson(mean, "logprob"),
+            "probability_pearson": _pearson(mean, "probability"),
+            "num_tokens": float(count),
         }
         return {name: value for name, value in found.items() if value is not None}
 
-    def mean(self, name: str) -> float:
-        """Mean over the tokens of one of SUMS."""
-        self._require_tokens()
-        return self._sum(name) / self.num_tokens
 
-    def _sum(self, name: str) -> float:
-        return float(self.sums[_PLACE[name]])
+def _pearson(mean: Mapping[str, float], what: str) -> float | None:
+    """Correlate the two sides, from the means of SUMS; None where either hardly varies."""
+    learner, rollout = mean[f"learner_{what}"], mean[f"rollout_{what}"]
+    learner_square, rollout_square = mean[f"learner_{what}_squared"], mean[f"rollout_{what}_squared"]
+    learner_variance, rollout_variance = learner_square - learner**2, rollout_square - rollout**2
+    if learner_variance <= _LEAST_SPREAD * learner_square or rollout_variance <= _LEAST_SPREAD * rollout_square:
+        return None
+    covariance = mean[f"{what}_product"] - learner * rollout
+    return max(-1.0, min(1.0, covariance / math.sqrt(learner_variance * rollout_variance)))
 
-    def _pearson(self, what: str) -> float | None:
-        learner, rollout = self.mean(f"learner_{what}"), self.mean(f"rollout_{what}")
-        squares = self.mean(f"learner_{what}_squared"), self.mean(f"rollout_{what}_squared")
-        variances = squares[0] - learner**2, squares[1] - rollout**2
-        if any(variance <= _LEAST_SPREAD * square for variance, square in zip(variances, squares, strict=True)):
-            return None
-        covariance = self.mean(f"{what}_product") - learner * rollout
-        return max(-1.0, min(1.0, covariance / math.sqrt(variances[0] * variances[1])))
 
-    def _extremes(self) -> Tensor:
-        self._require_tokens()
-        return self.maxima
+KL_EXPONENT_LIMIT = 10.0
+"""Nats. Bound on |l| inside the exponential of the official estimator, the authors' own."""
 
-    def _require_tokens(self) -> None:
-        if self.num_tokens < 1:
-            raise ValueError("ratio statistics of 0 tokens are undefined, expected at least 1; check the mask")
+
+def official_kl(log_ratios: Tensor) -> Tensor:
+    """Estimate KL(pi || pi_b) as P3O's published code does: K = l + exp(clip(-l, -10, 10)) - 1, in nats, of every
+    token, shaped as `log_ratios`.
+
+    It is the k3 estimator (joschu.net/blog/kl-approx.html) for samples from pi. Rollouts are samples from pi_b, and
+    there its mean is chi^2(pi_b || pi) - KL(pi_b || pi): another divergence, mass-covering and heavy-tailed. Its
+    gradient here is 1 - exp(clip(-l, -10, 10)). Differentiating the clipped form instead gives +1 below l = -10, where
+    the true slope is hugely negative, and pushes a vanishing token further down.
+    """
+    detached = log_ratios.detach()
+    # expm1 instead of exp - 1: at l = 1e-3 the value is 5e-7, below float32's resolution around 1.
+    rise = torch.expm1((-detached).clamp(-KL_EXPONENT_LIMIT, KL_EXPONENT_LIMIT))
+    return with_gradient(detached + rise, -rise, log_ratios)
+
+
+def importance_kl(log_ratios: Tensor, cap: float) -> Tensor:
+    """Estimate KL(pi || pi_b) without bias from samples of the engine: K = rho l - rho + 1, in nats, of every token,
+    shaped as `log_ratios`.
+
+    The gradient is sg(min(rho, cap)) l grad log pi: the true slope is rho l, and `cap` keeps one token from dominating.
+    (The cap is ours, not the paper's.)
+    """
+    detached = log_ratios.detach()
+    ratios = detached.exp()
+    return with_gradient(ratios * detached - torch.expm1(detached), ratios.clamp(max=cap) * detached, log_ratios)
+
+
+def with_gradient(value: Tensor, gradient: Tensor, variable: Tensor) -> Tensor:
+    """A tensor that reads `value` and whose derivative in `variable` is `gradient`, element by element."""
+    return value.detach() + gradient.detach() * (variable - variable.detach())
+
+
+def rows(offsets: Tensor) -> Tensor:
+    """int64 [offsets[-1]] the response that each value belongs to; `offsets` is int64 [responses + 1], from 0."""
+    lengths = offsets.diff()
+    return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
+
+
+def positions(offsets: Tensor) -> Tensor:
+    """int64 [offsets[-1]] the place of each value in its response, from 0."""
+    return torch.arange(int(offsets[-1]), device=offsets.device) - torch.repeat_interleave(offsets[:-1], offsets.diff())
+
+
+LrByLag = Literal["none", "sqrt", "ess"]
+
+
+def lr_factor(age: float) -> float:
+    """(1 + age)^(-1/2) for a batch whose tokens were sampled `age` optimizer steps ago in the mean.
+
+    An older policy's samples say less about where the present one should go. Staleness-aware SGD (arXiv 1511.05950)
+    divides the learning rate by the age; the root of 1 + age is gentler, and is 1 for fresh samples. On the learning
+    rate and not on the loss, since Adam cancels a factor on the loss.
+    """
+    return float((1.0 + age) ** -0.5)
+
+
+def lr_factor_of_ess(ess: float) -> float:
+    """1 - √(1 - e) for an ESS e of the staleness in [0, 1]: 1 while nothing is stale, .8 at .96, .29 at .5. √(1 - e) is
+    about the spread of the ratios. VCPO (arXiv 2602.17616) scales by an ESS in another form."""
+    return 1.0 - math.sqrt(1.0 - ess)

@@ -24,10 +24,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from precision.kl_estimators import official_kl, with_gradient
-from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.tokens import step_mean, token_sum
-from precision.ratios import masked_differences, masked_log_ratios
+from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch, step_mean, token_sum
+from precision.ratios import masked_differences, masked_log_ratios, official_kl, with_gradient
 from precision.settings import Settings
 from precision.torch_on_use import Tensor
 

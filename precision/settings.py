@@ -1,8 +1,9 @@
-"""The base of everything that a recipe can set, and the registry of what it can choose from by name."""
+"""The base of everything that a recipe can set, the registry of its choices by name, and how a report draws them."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, get_args
@@ -30,13 +31,15 @@ class Settings(BaseModel):
 
 
 def choices_in(package: str, base: type[Any]) -> dict[str, Any]:
-    """Name → class, for every concrete subclass of `base` that a module of `package` defines, in order of the modules.
+    """Map name to class, for every concrete subclass of `base` in `package` (one module, or a folder of them).
 
-    A new file in the package is thereby a new choice of every recipe. Raises TypeError for a class without a name, and
+    A new class there is thereby a new choice of every recipe. Raises TypeError for a class without a name, and
     for two of the same name.
     """
     found: dict[str, type[Settings]] = {}
-    for module in sorted(f"{package}.{info.name}" for info in iter_modules(import_module(package).__path__)):
+    folder = getattr(import_module(package), "__path__", None)
+    modules = [package] if folder is None else sorted(f"{package}.{info.name}" for info in iter_modules(folder))
+    for module in modules:
         for thing in vars(import_module(module)).values():
             if not (isinstance(thing, type) and issubclass(thing, base)) or inspect.isabstract(thing):
                 continue
@@ -62,3 +65,34 @@ def problem_of(error: ValidationError) -> str:
     """Return the first thing that pydantic found wrong, and where, in one line."""
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     return one_line(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}", 300)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure over the steps of a run. It is drawn where the run has one of its metrics."""
+
+    title: str
+    lines: tuple[tuple[str, str, str], ...]
+    """(metric, label, color); colors are the names of `pipeline.analysis.figures.drawing.COLORS`."""
+    percent: bool = False
+    """Whether the metrics are shares, of 1."""
+    log: bool = False
+    """Whether the axis is logarithmic."""
+    floor: float | None = None
+    """Where the axis begins; None: where the data do."""
+
+
+CLIPPED_TOKENS = Measure(
+    "Clipped tokens",
+    (
+        ("clip_hits_high", "A > 0", "blue"),
+        ("clip_hits_low", "A < 0", "orange"),
+        ("dual_clip_hits", "A < 0, dual clip", "pink"),
+    ),
+    percent=True,
+    floor=0.0,
+)
+
+CAPPED_TOKENS = Measure("Tokens over the cap", (("cap_hits", "tokens", "orange"),), percent=True, floor=0.0)
+
+MEAN_WEIGHT = Measure("Mean weight", (("weight", "weight", "teal"),))

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from precision.objectives.base import Objective, StepContext, TokenBatch
-from precision.objectives.tokens import response_values, score_function_loss, token_sum
+from precision.objectives.base import (
+    Objective,
+    StepContext,
+    TokenBatch,
+    response_values,
+    score_function_loss,
+    token_sum,
+)
 from precision.torch_on_use import Tensor
 
 

@@ -36,10 +36,9 @@ from pipeline.errors import (
     RequestFailedError,
     RetryableError,
 )
-from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import WeightCheck
-from pipeline.stopwatch import Stopwatch
+from pipeline.ports.weights import ComingCheck, WeightCheck
+from pipeline.spans import Stopwatch
 from rollout_sglang.engine_pool import EnginePool, EngineState, PooledEngine, look, serves
 from rollout_sglang.gathering import all_of, summarize
 from rollout_sglang.monitor import Monitor

@@ -11,8 +11,7 @@ from pipeline.data.checksums import verify_folder
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
 from pipeline.errors import EngineVersionError
-from pipeline.ports.coming_check import ComingCheck
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import ComingCheck, WeightCheck
 from rollout_sglang.engine_pool import OnChange
 from rollout_sglang.weights.update_lease import Updates
 

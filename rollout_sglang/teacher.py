@@ -24,7 +24,7 @@ class TeacherServers:
         self._turns = cycle(self._clients)
 
     async def logprobs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """See pipeline.ports.teacher.Teacher. Raises FatalError when a server finds the call itself wrong, too."""
+        """See pipeline.ports.engines.Teacher. Raises FatalError when a server finds the call itself wrong, too."""
         try:
             return await next(self._turns).response_logprobs(prompt, responses)
         except RetryableError as error:

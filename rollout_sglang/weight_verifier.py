@@ -1,4 +1,4 @@
-"""Verifies that an engine holds the version that it claims. What is compared is in pipeline.ports.weight_check.
+"""Verifies that an engine holds the version that it claims. What is compared is in pipeline.ports.weights.
 
     weights   the engine names the version ─▶ its checksums are the check's digests, where those are known
     formats   it holds each module in the format of the check, where its server can tell; once for each admission
@@ -20,7 +20,7 @@ protocol.policy_version).
 Checksums are compared while the engine is paused, so that no token comes from weights with a flipped bit. The probe
 needs an engine that runs: meanwhile requests under way go on, and those that end in that moment are kept. They come
 from weights whose checksums were right, where checksums are known. An engine works its answers out at once; what they
-are compared with may come later (pipeline.ports.coming_check).
+are compared with may come later (pipeline.ports.weights).
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeline.errors import EngineVersionError, EvenKeelError
-from pipeline.ports.coming_check import ComingCheck, come
-from pipeline.ports.weight_check import WeightCheck
-from pipeline.stopwatch import Stopwatch
+from pipeline.ports.weights import ComingCheck, WeightCheck, come
+from pipeline.spans import Stopwatch
 from precision.formats.audit import audit
 from rollout_sglang.client import EngineClient
 

@@ -19,7 +19,7 @@ from pipeline.analysis.mismatch.measured import Audit, Misheld
 from pipeline.data.batch import Completion, KeptSets, Prompt
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import EngineVersionError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from precision.formats.audit import Finding, Held, audit, formats_of
 from precision.formats.quant_map import QuantMap
 from rollout_sglang.client import EngineClient

@@ -60,7 +60,7 @@ from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.run_recipes import RecipeInForce, all_recipes
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, RunConflictError, StoreError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from precision.mismatch.attribution import TokenScores
 
 WEIGHTS = "weights"

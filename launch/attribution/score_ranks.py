@@ -53,7 +53,7 @@ from pipeline.data.run_directory import RunDirectory
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
-from precision.mismatch.localization import TRIED_SCALE
+from precision.mismatch.attribution import TRIED_SCALE
 from precision.mismatch.sensitivity import whole_layers
 
 Arrays = dict[str, NDArray[np.float64]]

@@ -18,13 +18,13 @@ from pipeline.data.routed_experts import ExpertShape
 from pipeline.demonstrations import named_ends
 from pipeline.errors import ModelError, RecipeError
 from pipeline.ports.engines import Sampling
-from pipeline.rollout.interruption import Interruption
-from pipeline.rollout.solved_prompts import SolvedPromptRule
+from pipeline.rollout.batch_builder import SolvedPromptRule
+from pipeline.rollout.group_sampler import Interruption
 from pipeline.tasks import Problem, Task, build_task
 from pipeline.tasks.data import check_template
 from pipeline.tasks.mixture import MixedOrder, Mixture, PromptOrder, fitting, order_of
 from pipeline.tasks.tokenizer import Tokenizer, check_written
-from pipeline.trainer.scoring import Scoring
+from pipeline.trainer.loop import Scoring
 from precision.formats.quant_map_file import QuantMapFile
 from precision.objectives.base import Objective
 from precision.reference import near

@@ -21,10 +21,9 @@ from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps, digest_of
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import NonFiniteError
-from precision.controller.ladder import Ladder
-from precision.ess import loss_of, token_ess
+from precision.controller.policy import Ladder
 from precision.formats.quant_map_file import QuantMapFile
-from precision.ratios import MAX_LOG_RATIO
+from precision.ratios import MAX_LOG_RATIO, loss_of, token_ess
 from precision.torch_on_use import Tensor
 from rollout_sglang.presence import Presence, look_with
 
@@ -140,7 +139,7 @@ def presence_of(run: RunDirectory, recipe: Recipe) -> Presence:
 
 @dataclass(frozen=True)
 class EmulationMeter:
-    """Implements pipeline.ports.quantization.QuantizationMeter by the learner's emulation of the engines' formats."""
+    """Implements pipeline.ports.learner.QuantizationMeter by the learner's emulation of the engines' formats."""
 
     learner: MegatronLearner
     quant_map: QuantMap | None

@@ -14,7 +14,7 @@ from pipeline.data.epochs import Epoch
 from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
-from pipeline.server_arguments import DATA_PARALLEL, OWN_PLACES, PIPELINE_PARALLEL, option
+from pipeline.gpu_needs import DATA_PARALLEL, OWN_PLACES, PIPELINE_PARALLEL, option
 from precision.formats.quant_map_file import QuantMapFile
 from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.engine_pool import OnChange

@@ -27,6 +27,7 @@ from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.advantages.compute import AdvantageComputer
+from pipeline.background import noted_in
 from pipeline.config.recipe import Recipe
 from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.control.loop import StepController
@@ -36,16 +37,11 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import all_recipes
 from pipeline.data.store import BatchStore
-from pipeline.patience import noted_in
-from pipeline.ports.weight_check import NUM_ROWS, NUM_ROWS_ON_CPU, ROW_TOKENS, probe_rows
-from pipeline.ports.weight_update import WeightChannel
-from pipeline.trainer.batch_source import BatchSource, waiting_for_batches
+from pipeline.ports.weights import NUM_ROWS, NUM_ROWS_ON_CPU, ROW_TOKENS, WeightChannel, probe_rows
+from pipeline.trainer.batches import BatchSource, dealt_together, waiting_for_batches
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
-from pipeline.trainer.mini_batches import dealt_together
-from pipeline.trainer.old_logprobs import OldLogprobs
-from pipeline.trainer.reference import require_same_reference
-from pipeline.trainer.step_size import StepSize
+from pipeline.trainer.old_logprobs import OldLogprobs, require_same_reference
 from rollout_sglang.server.start import has_cuda
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from rollout_sglang.weights.weight_update import FleetUpdateSession
@@ -71,7 +67,7 @@ def build_trainer(
 ) -> Trainer:
     """A Trainer over the batches of `store`. Collective. `checkpoint_every` is the recipe's by default."""
     advantages, scoring = AdvantageComputer.of(recipe), build_scoring(recipe)
-    optimizer, updates = recipe.learner.optimizer, recipe.learner.updates_per_batch
+    updates = recipe.learner.updates_per_batch
     stops: dict[str, Any] = {} if stop_requested is None else dict(stop_requested=stop_requested)
     shared: dict[str, Any] = dict(
         run=run,
@@ -89,13 +85,12 @@ def build_trainer(
         schedule=recipe.build_schedule(),
         updates_per_batch=updates,
     )
-    step_size = StepSize(lr_by_lag=optimizer.lr_by_lag, updates_per_batch=updates, controller=controller)
     return Trainer(
         **shared,
         old_logprobs=OldLogprobs(**shared, versions=build_versions(recipe, learner)) if scoring.reads_old else None,
         advantage_computer=advantages,
         scoring=scoring,
-        step_size=step_size,
+        lr_by_lag=recipe.learner.optimizer.lr_by_lag,
         channel=channel,
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every or recipe.checkpoint.every,

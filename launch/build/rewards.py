@@ -18,7 +18,7 @@ from pipeline.rewards.pool import FailureWatch, Verifiers
 from pipeline.rewards.sandbox.choice import RUNGS, Needs, choose
 from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED, boxed
 from pipeline.rewards.worker_process import Sandbox
-from pipeline.rollout.group_filter import GroupFilter
+from pipeline.rollout.batch_builder import GroupFilter
 from pipeline.tasks.mixture import parts_of
 from pipeline.tasks.task import Problem, Task
 from precision.text import quoted

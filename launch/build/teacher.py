@@ -17,7 +17,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, ModelError, RecipeError
 from pipeline.rewards.pool import FailureWatch
-from pipeline.rollout.teacher_scores import TeacherScores
+from pipeline.rollout.group_sampler import TeacherScores
 from pipeline.tasks.tokenizer import Tokenizer
 from rollout_sglang.server.process import ServerProcess, free_port
 from rollout_sglang.server.start import EngineSpec, start

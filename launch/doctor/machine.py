@@ -36,7 +36,7 @@ from launch.terminal import going_on
 from pipeline.child_process import program_environment
 from pipeline.data.files import create_exclusively
 from pipeline.errors import EngineStartError, StoreError
-from pipeline.requirements import REBUILD, how_to_install
+from pipeline.importing import REBUILD, how_to_install
 from pipeline.rewards.sandbox.choice import choose
 from precision.text import one_line
 from rollout_sglang.server.rollout_python import require_sglang, rollout_python

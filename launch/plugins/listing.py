@@ -10,15 +10,15 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from pipeline.advantages.base import Advantage
+from pipeline.advantages.methods import Advantage
 from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.task_sections import SortDigitsTask, SpellDigitsTask
 from pipeline.errors import RecipeError
 from pipeline.rewards import verifiers
-from pipeline.rollout.group_filter import GIVEN as GROUP_GIVEN
+from pipeline.rollout.batch_builder import GIVEN as GROUP_GIVEN
 from pipeline.tasks.data import GIVEN, Data
 from pipeline.tasks.task import Task
-from precision.corrections.base import Correction
+from precision.corrections import Correction
 from precision.objectives.base import Objective
 from precision.settings import Settings, name_of
 from precision.text import one_line
@@ -27,8 +27,8 @@ Kind = Literal["objective", "correction", "advantage", "task", "reward", "filter
 
 ASKED: dict[Kind, str] = {
     "objective": "a class derived from precision.objectives.base.Objective",
-    "correction": "a class derived from precision.corrections.base.Correction",
-    "advantage": "a class derived from pipeline.advantages.base.Advantage",
+    "correction": "a class derived from precision.corrections.Correction",
+    "advantage": "a class derived from pipeline.advantages.methods.Advantage",
     "task": "a class with what pipeline.tasks.task.Task asks for",
     "reward": "a function that names response, or responses of a group",
     "filter": f"a function of some of {', '.join(GIVEN)}",

@@ -23,7 +23,7 @@ from launch.roles.base import wait_for_data, wait_for_recipe
 from launch.run.environment import environment
 from launch.run.metrics import metrics_of, observers_of
 from launch.run.waiting import Stop, announced, wait_for_engines, wait_for_policy
-from pipeline.beside_loop import spare_collections
+from pipeline.background import spare_collections
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import Epoch, claim

@@ -43,7 +43,7 @@ from pipeline.data.membership import Announcement, Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, StoreError, SupersededError
-from pipeline.ports.weight_check import verify_policy
+from pipeline.ports.weights import verify_policy
 from rollout_sglang.presence import Look, Presence, look_with
 from rollout_sglang.server.liveness import Liveness
 from rollout_sglang.server.process import ServerProcess

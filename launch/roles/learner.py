@@ -42,6 +42,7 @@ from launch.run.waiting import (
     wait_for,
     wait_for_engines,
 )
+from pipeline.child_process import log_tail, make_scratch, remove_scratch, scratch_environment
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
@@ -56,12 +57,10 @@ from pipeline.errors import (
     PortInUseError,
     SupersededError,
 )
-from pipeline.process_log import log_tail
 from pipeline.resume.outside import note_outside
 from pipeline.resume.resume import go_on_with, note_changes, said
-from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from pipeline.tasks.data import with_digest
-from pipeline.trainer.batch_source import STOP_FILE_VARIABLE
+from pipeline.trainer.batches import STOP_FILE_VARIABLE
 
 DEFAULT_PORT = 29500
 REASON_S = 5.0

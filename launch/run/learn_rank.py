@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
     from pipeline.data.epochs import Epoch
     from pipeline.data.run_directory import RunDirectory
-    from pipeline.ports.weight_update import WeightChannel
+    from pipeline.ports.weights import WeightChannel
 
 
 def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
@@ -36,7 +36,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     from pipeline.data.event_log import EventLog
     from pipeline.data.store import BatchStore
     from pipeline.spans import recorded
-    from pipeline.trainer.batch_source import STOP_FILE_VARIABLE
+    from pipeline.trainer.batches import STOP_FILE_VARIABLE
     from pipeline.trainer.checkpoints import Checkpoints
 
     recipe = run.recipe()

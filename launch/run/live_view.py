@@ -32,10 +32,10 @@ from pipeline.analysis.flight.timeline import learner_spans
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
 from pipeline.analysis.summary import unsolved_line
+from pipeline.background import notice_line
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import MAX_BYTES
 from pipeline.data.event_log import log_files, parse_line
-from pipeline.patience import notice_line
 from precision.mismatch.alarms import Alarm, alarms
 from precision.text import one_line
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from launch.build.engines import engine_spec
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.ports.coming_check import ComingCheck
-from pipeline.ports.weight_check import WeightCheck, verify_policy
+from pipeline.ports.weights import ComingCheck, WeightCheck, verify_policy
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server import start as server
 from rollout_sglang.server.process import ServerProcess, free_port

@@ -15,7 +15,14 @@ from typing import NoReturn
 import psutil
 
 from pipeline import errors
-from pipeline.child_process import ChildProcess, program_environment
+from pipeline.child_process import (
+    ChildProcess,
+    log_tail,
+    make_scratch,
+    program_environment,
+    remove_scratch,
+    scratch_environment,
+)
 from pipeline.data.checksums import read_sealed_json, write_sealed_json
 from pipeline.data.files import full_disk_said, unique_suffix
 from pipeline.data.run_directory import RunDirectory
@@ -30,8 +37,6 @@ from pipeline.errors import (
     StoreError,
     SupersededError,
 )
-from pipeline.process_log import log_tail
-from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.25

@@ -18,8 +18,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.config.rollout_section import RolloutSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import MachineError, RecipeError, RetryableError
-from pipeline.gpu_needs import GpuNeeds
-from pipeline.server_arguments import OWN_PLACES, option
+from pipeline.gpu_needs import OWN_PLACES, GpuNeeds, option
 from rollout_sglang.server.process import free_ports
 from rollout_sglang.server.start import num_gpus
 

@@ -24,6 +24,8 @@ from launch.run.live_view import LiveView
 from launch.run.processes import FatalNotes
 from launch.run.starter import Started, Starter, Unit
 from launch.run.waiting import EPOCH_POLL_S, FINISHED_POLL_S, Outage, Throttle, announced, grace_s
+from pipeline.background import Patience
+from pipeline.child_process import ending, log_tail, remove_left_scratch
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
 from pipeline.data.event_log import EventKind, EventLog
@@ -31,9 +33,6 @@ from pipeline.data.files import remove_leftovers
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, DiskFullError, FatalError, SupersededError
-from pipeline.patience import Patience
-from pipeline.process_log import ending, log_tail
-from pipeline.scratch import remove_left_scratch
 from rollout_sglang.server.process import ERROR_NAMED
 
 POLL_S = 0.25

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from pipeline.background import Patience, print_notice
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, RecipeError, StoppedError, StoreError
-from pipeline.patience import Patience, print_notice
 
 EPOCH_VARIABLE = "EVENKEEL_EPOCH"
 """Environment of a learner's ranks: the number of the learner's start that they belong to."""

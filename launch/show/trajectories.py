@@ -17,7 +17,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import newest_recipe
 from pipeline.data.store import BatchStore
 from pipeline.errors import MachineError, RecipeError, StoreError
-from pipeline.requirements import pip_install
+from pipeline.importing import pip_install
 from pipeline.tasks.tokenizer import Tokenizer
 
 Rows = list[dict[str, Any]]

@@ -22,7 +22,7 @@ from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.hf.shard_writer import SHARD_BYTES, Manifest, Pieces, write_shards
 from megatron_bridge.hf.tensor_folder import PIECE_BYTES, TensorFolder
 from megatron_bridge.hf.tensor_specs import num_bytes, torch_dtype
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 from precision.formats.formats import E4M3, dequantize_block, quantize_block, scale_of, to_e4m3
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import BLOCK, RolloutFormat

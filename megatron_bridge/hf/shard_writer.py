@@ -21,7 +21,7 @@ from megatron_bridge.hf.headers import DTYPES
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.tensor_specs import num_bytes, spec_of, torch_dtype
 from pipeline.errors import ModelError
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 
 SHARD_BYTES = 4 << 30
 """Bytes of tensors in one file, at most (one tensor may be larger)."""

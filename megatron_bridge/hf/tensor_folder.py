@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_bridge.hf.headers import DTYPES, FLOATS, tensor_headers
 from megatron_bridge.hf.tensor_specs import num_bytes
 from pipeline.errors import ModelError
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 
 PIECE_BYTES = 4 << 20
 """What is read at once, at most (a single row may be larger): a few times this fits into a CPU's cache."""

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:

@@ -19,7 +19,7 @@ from megatron_bridge.hf.shard_writer import SHARD_BYTES, Manifest, whole_tensors
 from pipeline.data.files import require_space, size_of, temporary_name
 from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.run_directory import unfenced
-from pipeline.ports.weight_check import ChecksumRecorder
+from pipeline.ports.weights import ChecksumRecorder
 from precision.formats.quant_map import QuantMap
 from precision.formats.quantize import quantize_block
 from precision.formats.streams import quantize_state

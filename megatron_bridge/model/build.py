@@ -31,7 +31,7 @@ from megatron_bridge.model.te_precision import Layers, fp8_arguments, is_fp8, re
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.recipe import LearnerPrecision
 from pipeline.errors import ModelError
-from pipeline.requirements import pip_install
+from pipeline.importing import pip_install
 
 
 class RMSNorm(torch.nn.RMSNorm):

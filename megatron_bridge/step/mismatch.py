@@ -15,9 +15,7 @@ from torch import Tensor
 from megatron_bridge.step.passes import Gathered
 from megatron_bridge.step.response_tokens import by_token
 from pipeline.data.batch import Batch
-from precision.mismatch.statistics import Mismatch
-from precision.mismatch.step_tokens import StepTokens
-from precision.ranks import ALONE, Ranks
+from precision.mismatch.statistics import ALONE, Mismatch, Ranks, StepTokens
 
 
 class MismatchMeter:

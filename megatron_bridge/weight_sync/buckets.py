@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.hf.tensor_specs import spec_of
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 
 PIECES = 8
 """What is packed first and what is loaded last has nothing beside it: at most an eighth each."""

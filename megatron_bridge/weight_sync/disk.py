@@ -23,8 +23,8 @@ from pipeline.background import in_background, is_over
 from pipeline.data.quant_maps import digest_of, older_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines
-from pipeline.ports.weight_check import ChecksumRecorder, Probe, WeightCheck
-from pipeline.stopwatch import Stopwatch
+from pipeline.ports.weights import ChecksumRecorder, Probe, WeightCheck
+from pipeline.spans import Stopwatch
 from precision.formats.audit import formats_of
 from precision.formats.quant_map import QuantMap
 
@@ -37,7 +37,7 @@ CONTROL_S = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCheckPlan:
-    """What the engines are verified by after each publish of a run (pipeline.ports.weight_check)."""
+    """What the engines are verified by after each publish of a run (pipeline.ports.weights)."""
 
     rows: tuple[tuple[int, ...], ...]
     """Token ids of the probe."""
@@ -53,7 +53,7 @@ class WeightCheckPlan:
 
 
 class DiskChannel:
-    """Implements pipeline.ports.weight_update.WeightChannel. Construction is collective."""
+    """Implements pipeline.ports.weights.WeightChannel. Construction is collective."""
 
     def __init__(
         self,

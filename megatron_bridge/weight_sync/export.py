@@ -16,7 +16,7 @@ from pipeline.data.deltas import needed
 from pipeline.data.files import remove_folder
 from pipeline.data.run_directory import numbered, numbered_folders
 from pipeline.errors import NonFiniteError
-from pipeline.ports.weight_check import ChecksumRecorder
+from pipeline.ports.weights import ChecksumRecorder
 from precision.formats.quant_map import QuantMap
 
 

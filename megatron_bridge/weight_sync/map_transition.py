@@ -22,7 +22,7 @@ from precision.formats.quant_map import QuantMap
 
 
 class MapTransition:
-    """Implements pipeline.ports.weight_update.WeightChannel over a run's channel and a disk channel, which may be the
+    """Implements pipeline.ports.weights.WeightChannel over a run's channel and a disk channel, which may be the
     same. Every method but `close` is collective."""
 
     def __init__(

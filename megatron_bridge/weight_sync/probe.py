@@ -1,6 +1,6 @@
 """The probe of a publish: how the learner scores a few fixed tokens, and what that says about the mismatch.
 
-Engines are verified by it (pipeline.ports.weight_check). The same scores give a small attribution at every publish:
+Engines are verified by it (pipeline.ports.weights). The same scores give a small attribution at every publish:
 
     staleness      the present weights against those of the publish before: what one publish moves
     quantization   the learner plainly against the learner with the rollout's formats emulated
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.step.fp8_emulation import emulated
-from pipeline.ports.weight_check import Probe
+from pipeline.ports.weights import Probe
 from precision.formats.quant_map import QuantMap
 from precision.mismatch.statistics import gap
 

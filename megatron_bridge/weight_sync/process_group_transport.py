@@ -23,7 +23,7 @@ from megatron_bridge.weight_sync.process_groups import EngineGroup, connect
 from megatron_bridge.weight_sync.transport import Transfer, WeightTransport
 from pipeline.data.membership import Member
 from pipeline.errors import RetryableError
-from pipeline.ports.weight_update import ProcessGroupSpec
+from pipeline.ports.weights import ProcessGroupSpec
 
 _POLL_S = 0.001
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
-from pipeline.ports.weight_update import ProcessGroupSpec
+from pipeline.ports.weights import ProcessGroupSpec
 
 ARRIVAL_DEADLINE_S = 60.0
 """Longest wait for an engine to join a group. An engine joins between two of its steps."""

@@ -10,7 +10,7 @@ The driver frees a GPU's memory when the process that made it ends. The kernel d
 then. A guard process deletes it, when the buffer is closed and also when this process dies, whatever the cause.
 torch's own guard (torch_shm_manager) would keep the file until every process that opened it has ended, and the engines
 go on. Where the guard is killed, too, the next start on the machine deletes the file: its name is noted in the folder
-for temporary files of the process that was killed (pipeline.scratch).
+for temporary files of the process that was killed (pipeline.child_process).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ deliveries of all ranks talk through a process group that no other thread uses w
 beside training begins only when the snapshots are complete and hashed, and pauses engines that can load beside serving
 only at its end. One that the learner waits for pauses them at once, and sends each bucket as soon as it is there.
 Engines hash what they hold as soon as they have it, and score the probe, while the learner still does: what both found
-is compared when both are there (pipeline.ports.coming_check).
+is compared when both are there (pipeline.ports.weights).
 
 A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
 tensors, so the engines are divided among its first ranks, as many as the recipe has engines; the others never keep a
@@ -54,10 +54,8 @@ from pipeline.data.files import require_space, temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
-from pipeline.ports.coming_check import ComingCheck
-from pipeline.ports.weight_check import Probe, WeightCheck
-from pipeline.ports.weight_update import WeightUpdateReport, WeightUpdateSession
-from pipeline.stopwatch import Stopwatch
+from pipeline.ports.weights import ComingCheck, Probe, WeightCheck, WeightUpdateReport, WeightUpdateSession
+from pipeline.spans import Stopwatch
 from precision.formats.quant_map import QuantMap
 from precision.formats.quantize import quantize_block
 from precision.formats.streams import quantize_state
@@ -89,7 +87,7 @@ class _Publish:
 
 
 class StreamedChannel:
-    """Implements pipeline.ports.weight_update.WeightChannel. Construction and every method are collective."""
+    """Implements pipeline.ports.weights.WeightChannel. Construction and every method are collective."""
 
     def __init__(
         self,

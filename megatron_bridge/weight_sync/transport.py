@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_bridge.weight_sync.buckets import Bucket
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from pipeline.data.membership import Member
-from pipeline.ports.weight_update import WeightUpdateSession
+from pipeline.ports.weights import WeightUpdateSession
 
 BUCKET_DEADLINE_S = 60.0
 """An engine that takes longer for one bucket is taken to hang. The other engines of its sender wait for it."""

@@ -15,7 +15,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.batch_values import UNKNOWN, Limits, batch_faults
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore, LostBatch
-from pipeline.rollout.solved_prompts import Attempts, SolvedPromptFilter, SolvedPromptRule
+from pipeline.rollout.batch_builder import Attempts, SolvedPromptFilter, SolvedPromptRule
 from pipeline.schedule import Schedule
 
 MOST_LOST = 1_000_000

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeline.advantages.base import Advantage
+from pipeline.advantages.methods import Advantage
 from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.flight.bottleneck import bottleneck, newest_shares
 from pipeline.analysis.run_log import RunLog, number
@@ -15,7 +15,7 @@ from pipeline.analysis.steps import samples_of_batches, step_seconds
 from pipeline.config.advice import advice
 from pipeline.config.layout_names import layout_name
 from pipeline.config.recipe import Recipe
-from precision.corrections.base import Correction
+from precision.corrections import Correction
 from precision.objectives.base import Objective
 
 PROMPT_COUNTS = ("refills", "zero_variance", "filtered", "solved_groups", "interrupted")

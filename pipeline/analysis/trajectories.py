@@ -17,7 +17,7 @@ from pipeline.data.batch import FINISH_REASONS, VERIFIER_FAILED, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.errors import ModelError
-from pipeline.ports.looked_at import looked_at
+from pipeline.ports.learner import looked_at
 from pipeline.tasks import Task, build_task
 from pipeline.tasks.task import Problem
 from pipeline.tasks.tokenizer import Tokenizer

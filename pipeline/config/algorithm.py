@@ -10,11 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pipeline.advantages.base import Advantage
-from pipeline.advantages.distillation import Distillation
-from pipeline.advantages.overlong import OverlongPenalty
+from pipeline.advantages.methods import Advantage, Distillation, OverlongPenalty
 from pipeline.config.choice import Choice
-from precision.corrections.base import Correction
+from precision.corrections import Correction
 from precision.objectives.base import Objective
 from precision.reference import ReferenceSection
 from precision.settings import choices_in

@@ -20,9 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.advantages.base import Advantage
-from pipeline.advantages.distillation import Distillation
-from pipeline.advantages.methods.grpo import GRPO
+from pipeline.advantages.methods import GRPO, Advantage, Distillation
 from pipeline.config.algorithm import (
     AdvantageSection,
     CorrectionSection,
@@ -45,8 +43,8 @@ from pipeline.config.section import Processes, Section, Temperature
 from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
 from pipeline.config.weights_section import WeightsSection
 from pipeline.schedule import Schedule
-from precision.controller.settings import ControllerSettings
-from precision.corrections.none import NoCorrection
+from precision.controller.records import ControllerSettings
+from precision.corrections import NoCorrection
 from precision.objectives.p3o import P3O
 from precision.reference import ReferenceSection
 from precision.text import dump_yaml

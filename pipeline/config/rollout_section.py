@@ -1,5 +1,5 @@
 """The recipe's `rollout`: engines, and how they sample. What is done with `rollout.interruption` is in
-pipeline.rollout.interruption."""
+pipeline.rollout.group_sampler."""
 
 from __future__ import annotations
 

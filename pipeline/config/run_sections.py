@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from pipeline.config.section import Samples, Section, Temperature
-from precision.step_size import LrByLag
+from precision.ratios import LrByLag
 
 
 class RunSection(Section):

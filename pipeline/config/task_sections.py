@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from pipeline.advantages.overlong import OverlongPenalty
+from pipeline.advantages.methods import OverlongPenalty
 from pipeline.config.section import Probability, Section
 from precision.text import quoted
 

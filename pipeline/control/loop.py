@@ -23,15 +23,10 @@ from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog
 from pipeline.data.membership import Member
 from pipeline.errors import StoreError
-from pipeline.ports.learner import Learner, Update
-from pipeline.ports.looked_at import looked_at
-from pipeline.ports.quantization import QuantizationMeter
-from precision.controller.ladder import Ladder
-from precision.controller.policy import decide
-from precision.controller.records import Decision, EngineEvidence, Evidence, Outcome, State
-from precision.controller.settings import ControllerSettings
-from precision.ess import ess_from_sums, loss_of
-from precision.step_size import lr_factor
+from pipeline.ports.learner import Learner, QuantizationMeter, Update, looked_at
+from precision.controller.policy import Ladder, decide
+from precision.controller.records import ControllerSettings, Decision, EngineEvidence, Evidence, Outcome, State
+from precision.ratios import ess_from_sums, loss_of, lr_factor
 
 MIN_ENGINE_TOKENS = 64
 """Tokens of an engine, and of all others, below which a batch says nothing about it alone."""

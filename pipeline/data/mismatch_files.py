@@ -28,10 +28,8 @@ from pipeline.data.files import replacing
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.zarr_zip import damage_said, open_zarr_zip, write_zarr_zip
 from pipeline.errors import StoreError
-from precision.histogram import LOG_RATIO_EDGES
-from precision.mismatch.splits import GROUPS
-from precision.mismatch.statistics import QUANTILES, SEQUENCE_COLUMNS, Mismatch
-from precision.ratios import SUMS
+from precision.mismatch.statistics import GROUPS, QUANTILES, SEQUENCE_COLUMNS, Mismatch
+from precision.ratios import LOG_RATIO_EDGES, SUMS
 
 SCHEMA_VERSION = 1
 

@@ -21,7 +21,7 @@
       batches/000012.lost.json batch 12 was lost by damage (pipeline.data.store)
       skipped/000012           its step was skipped: made by the learner
       SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
-      reference.json           digests of the reference policy that the run began with (pipeline.trainer.reference)
+      reference.json           digests of the reference policy that the run began with (pipeline.trainer.old_logprobs)
       outside.json             what it reads that lies elsewhere: weights, code of rewards (pipeline.resume.outside)
       parent.json              of which run, and which of its steps, this one is a fork (launch.fork)
       replay.json              of which run this one is the replay (launch.run.replay)

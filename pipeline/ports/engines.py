@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.data.batch import Completion
 from pipeline.data.routed_experts import ExpertShape
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,4 +58,13 @@ class Engines(Protocol):
 
     async def close(self) -> None:
         """Release connections."""
+        ...
+
+
+class Teacher(Protocol):
+    """A model that scores tokens which it did not sample."""
+
+    async def logprobs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """For each response to `prompt`, [tokens] natural log-probabilities at temperature 1. Raises RetryableError
+        when no server could answer."""
         ...

@@ -26,7 +26,7 @@ class Update:
     metrics: dict[str, float]
     """loss, grad_norm, lr, entropy, num_tokens, padding_share, the objective's sums as means, mismatch statistics."""
     histogram: list[float]
-    """Tokens counted by log-ratio, in the bins of precision.histogram."""
+    """Tokens counted by log-ratio, in the bins of precision.ratios."""
     device_logprobs: Tensor = field(repr=False)
     """float32 [responses] the learner's log-probabilities at the weights before the step that trained on them, in the
     batch's order, on the learner's device; NaN where no step looked."""
@@ -136,3 +136,23 @@ class Learner(Protocol):
     def barrier(self) -> None:
         """Wait for every rank."""
         ...
+
+
+class QuantizationMeter(Protocol):
+    """Measures on tokens of a batch, at the learner's present weights. Every method is collective and returns the same
+    on all ranks."""
+
+    def term(self, batch: Batch, promoted: Sequence[str]) -> float | None:
+        """-ln of the token ESS of the learner against itself with the engines' formats emulated, where the groups
+        `promoted` are not quantized. None where the learner cannot emulate."""
+        ...
+
+    def groups(self, batch: Batch, names: Sequence[str]) -> dict[str, float] | None:
+        """The same for each of some groups as the only one that is quantized. None where the learner cannot emulate."""
+        ...
+
+
+def looked_at(batch: Batch, learner_logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """bool [responses]: the tokens that an engine sampled and the learner has a log-probability of, be it infinite.
+    `learner_logprobs` is [responses], natural log."""
+    return np.asarray(batch.loss_mask & ~np.isnan(learner_logprobs))

@@ -29,7 +29,7 @@ from pipeline.data.run_directory import RunDirectory, announced, numbered, numbe
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.data.store import LOST_SUFFIX, BatchStore, LostBatch
 from pipeline.errors import EvenKeelError, StoreError
-from pipeline.ports.weight_check import verify_policy
+from pipeline.ports.weights import verify_policy
 from pipeline.trainer.checkpoints import verify
 
 Kind = Literal[

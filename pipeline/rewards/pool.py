@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from pipeline import spans
-from pipeline.beside_loop import beside_loop
+from pipeline.background import beside_loop
 from pipeline.data.batch_values import verdict_fault
 from pipeline.errors import RecipeError, RewardError
 from pipeline.rewards.calling import STARTED_A_PROCESS, Wants

@@ -7,14 +7,20 @@ the batch is filled up with groups that were to be dropped.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.advantages.distillation import taught
+from pipeline.advantages.compute import taught
+from pipeline.background import beside_loop
 from pipeline.data.batch import (
     SOLVED_REWARD,
     Batch,
@@ -26,9 +32,10 @@ from pipeline.data.batch import (
     Prompt,
     is_solved,
 )
+from pipeline.data.store import BatchStore, Entry, entry, groups_between, open_before
 from pipeline.errors import RecipeError, RewardError
-from pipeline.rollout.group_allocator import Allocator
-from pipeline.rollout.solved_prompts import Attempts
+from pipeline.importing import own_function, truth_of
+from precision.text import one_line, quoted
 
 
 class PromptSource(Protocol):
@@ -226,3 +233,269 @@ def num_repeated(completions: Sequence[Completion], contract: LogprobContract) -
 
 def _number(entry: Group | DroppedGroup) -> int:
     return entry.group if isinstance(entry, DroppedGroup) else entry.prompt.group
+
+
+class GroupAllocator:
+    """Hands out group numbers, each once and in order, to whichever batch asks.
+
+    How many groups a batch uses is not known before it is done (some are dropped, others asked instead), and several
+    batches are under way at once. So a batch, when it is committed, also says which groups below the highest number
+    given out belong to no committed batch (`open_groups`, and `next_group`): after a crash those are handed out first,
+    then the numbers above. Nothing is lost, and nothing is asked for two batches.
+    """
+
+    def __init__(self, next_group: int, open_groups: Iterable[int]) -> None:
+        self._next_group = next_group
+        self._reclaimed = deque(sorted(open_groups))
+        self._held: dict[int, list[int]] = {}
+        """By batch under way, its groups."""
+
+    def take(self, batch: int) -> int:
+        """One more group for `batch`."""
+        if self._reclaimed:
+            group = self._reclaimed.popleft()
+        else:
+            group = self._next_group
+            self._next_group += 1
+        self._held.setdefault(batch, []).append(group)
+        return group
+
+    def leftover(self) -> Sequence[int]:
+        """None: what a batch does not take, a later one does."""
+        return ()
+
+    def close_batch(self, batch: int) -> tuple[int, tuple[int, ...]]:
+        """`next_group` and `open_groups` as `batch`, which is about to be committed, must store them."""
+        del self._held[batch]
+        under_way = (group for groups in self._held.values() for group in groups)
+        return self._next_group, tuple(sorted([*self._reclaimed, *under_way]))
+
+
+class HoleAllocator:
+    """Hands out the groups of one damaged batch that is made again though later ones are there (a hole).
+
+    It asks the groups that the batches around it leave, and no others: later batches have said long ago which are
+    theirs.
+    """
+
+    def __init__(self, before: Entry, after: Entry, wanted: int) -> None:
+        """`before` is the batch just before this one, `after` the next one that there is. `wanted` groups are kept
+        back for each further batch between the two."""
+        self._index = before.index + 1
+        self._after = after
+        self._left = deque(groups_between(before, after))
+        self._further = after.index - before.index - 2
+        self._kept_back = self._further * wanted
+
+    @staticmethod
+    def of(store: BatchStore, index: int, wanted: int) -> HoleAllocator:
+        """For batch `index`: all batches before it are there or lost, and at least one after it."""
+        after = min(there for there in store.settled() if there > index)
+        return HoleAllocator(entry(store, index - 1), entry(store, after), wanted)
+
+    def take(self, batch: int) -> int | None:
+        """The lowest group that is left, as long as enough are left for the further batches."""
+        assert batch == self._index
+        return self._left.popleft() if len(self._left) > self._kept_back else None
+
+    def leftover(self) -> Sequence[int]:
+        """Of the last batch of the hole: what it does not take."""
+        if self._further:
+            return ()
+        left = [*self._left]
+        self._left.clear()
+        return left
+
+    def close_batch(self, batch: int) -> tuple[int, tuple[int, ...]]:
+        """As the batch must store them, so that those after it stay true."""
+        assert batch == self._index
+        return self._after.next_group, open_before(self._after, set(self._left))
+
+
+Allocator = GroupAllocator | HoleAllocator
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolvedPromptRule:
+    """When a problem counts as solved: it has `min_samples` samples, and at least the share `pass_rate` solved it."""
+
+    pass_rate: float
+    min_samples: int
+    solved_at: float = SOLVED_REWARD
+    """The reward of a sample that solved it."""
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Samples of one problem, and how many of them solved it."""
+
+    samples: int = 0
+    solved: int = 0
+
+    def __add__(self, other: Attempts) -> Attempts:
+        return Attempts(self.samples + other.samples, self.solved + other.solved)
+
+
+class SolvedPromptFilter:
+    """Keeps problems that are solved often enough from being asked again: no positive resampling (ScaleRL, arXiv
+    2510.13786). Without a `solved_rule` none ever is.
+
+    The pass rate of a problem is over all its samples so far, those of groups dropped for zero variance included. For
+    batch b it counts the batches below required_version(b) and no others. Those are always committed when b starts. So
+    a run that is resumed, and an audit, leave out the same problems.
+    """
+
+    def __init__(self, solved_rule: SolvedPromptRule | None) -> None:
+        self._solved_rule = solved_rule
+        self._attempts: dict[int, Attempts] = {}
+        self._solved: Mapping[int, Attempts] = {}
+        self._later: deque[tuple[int, dict[int, Attempts]]] = deque()
+        """(batch, attempts by problem), recorded and not yet counted."""
+
+    def record(self, batch: Batch) -> None:
+        """A batch that was committed."""
+        if self._solved_rule is not None:
+            self._later.append((batch.index, attempts(batch, self._solved_rule.solved_at)))
+
+    def solved(self, version: int) -> Mapping[int, Attempts]:
+        """Problem → the attempts that made it count as solved, by the batches below `version`.
+
+        `version` must not be lower than in the call before. A returned mapping never changes.
+        """
+        if (rule := self._solved_rule) is None:
+            return self._solved
+        while self._later and self._later[0][0] < version:
+            _, tried = self._later.popleft()
+            newly_solved = {}
+            for problem, more in tried.items():
+                total = self._attempts.pop(problem, Attempts()) + more
+                if problem in self._solved:
+                    continue  # it stays solved, however later samples went
+                self._attempts[problem] = total
+                enough = total.samples >= rule.min_samples
+                if enough and total.solved / total.samples >= rule.pass_rate:
+                    newly_solved[problem] = total
+            if newly_solved:
+                self._solved = {**self._solved, **newly_solved}
+        return self._solved
+
+
+def attempts(batch: Batch, solved_at: float) -> dict[int, Attempts]:
+    """Problem → its samples in one batch, those of dropped groups included. Groups of no known problem are left out."""
+    problems, members = np.unique(batch.problem, return_inverse=True)
+    samples = np.bincount(members, batch.judged, minlength=len(problems)).astype(int).tolist()
+    solved = (
+        np.bincount(members, batch.judged & is_solved(batch.reward, solved_at), minlength=len(problems))
+        .astype(int)
+        .tolist()
+    )
+    found = {p: Attempts(*counts) for p, *counts in zip(problems.tolist(), samples, solved, strict=True)}
+    for drop in batch.dropped:
+        if drop.samples:
+            found[drop.problem] = found.get(drop.problem, Attempts()) + Attempts(drop.samples, drop.solved)
+    found.pop(-1, None)
+    return found
+
+
+GIVEN = ("prompt", "answer", "metadata", "responses", "rewards", "reward_parts", "info")
+"""What a filter may name: text and columns of the prompt, then lists with an entry a sample. A reward is None where the
+verifier failed; `info` has prompt_tokens, response_tokens and finish."""
+
+
+@dataclass
+class GroupFilter:
+    """A user's function that chooses which sampled groups are trained on (`prompts.group_filter`).
+
+        def mixed(rewards, info):           # it gets what it names of GIVEN
+            known = [reward for reward in rewards if reward is not None]
+            return all(one["finish"] == "stop" for one in info) and len(set(known)) > 1
+
+    It is asked about one finished group at a time, in a thread of the collector. Held-out prompts are not filtered.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    names: frozenset[str]
+    deadline_s: float
+    """For one group; past it the run ends."""
+    _one_at_a_time: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+
+    @staticmethod
+    def load(name: str, deadline_s: float) -> GroupFilter:
+        """Raises RecipeError for what cannot be imported, and for a function that asks for something else."""
+        function, names = own_function("prompts.group_filter", name, GIVEN)
+        if inspect.iscoroutinefunction(function):
+            raise RecipeError(f"prompts.group_filter {name} is async; write it as a plain function")
+        return GroupFilter(name, function, names, deadline_s)
+
+    async def keeps(self, group: Group, text: Callable[[Completion], str]) -> bool:
+        """Whether the group may be trained on; `text` decodes a response. Raises RewardError when the function fails,
+        is too late, or says neither true nor false."""
+        samples, prompt = group.samples, group.prompt
+        given: dict[str, Any] = dict(
+            prompt=prompt.text,
+            answer=prompt.answer,
+            metadata=prompt.metadata,
+            rewards=[sample.reward if sample.judged else None for sample in samples],
+            reward_parts=[dict(sample.reward_parts) for sample in samples],
+            info=[
+                dict(
+                    prompt_tokens=len(prompt.tokens),
+                    response_tokens=len(sample.completion.tokens),
+                    finish=sample.completion.finish,
+                )
+                for sample in samples
+            ],
+        )
+        if "responses" in self.names:
+            given["responses"] = [await beside_loop(text, sample.completion) for sample in samples]
+        chosen = {key: value for key, value in given.items() if key in self.names}
+        try:
+            async with self._one_at_a_time:
+                async with asyncio.timeout(self.deadline_s) as limit:
+                    said = await _in_a_thread(lambda: self.function(**chosen))
+        except Exception as error:
+            if not limit.expired():  # a TimeoutError may be the function's own
+                raise RewardError(
+                    f"prompts.group_filter {self.name} failed on group {prompt.group} ({type(error).__name__}: "
+                    f"{one_line(error, 200)}); correct it"
+                ) from error
+            raise RewardError(
+                f"prompts.group_filter {self.name} took more than {self.deadline_s:g} s for group {prompt.group}; "
+                "make it faster, or raise reward.deadline_s"
+            ) from error
+        if (truth := truth_of(said)) is None:
+            raise RewardError(
+                f"prompts.group_filter {self.name} returned {quoted(said)} for group {prompt.group}, expected True or "
+                "False; correct it"
+            )
+        return truth
+
+
+async def _in_a_thread(call: Callable[[], Any]) -> Any:
+    """Its result. The thread is a daemon: one that hangs does not hold up the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result: Any = None
+        failed: Exception | None = None
+        try:
+            result = call()
+        except StopIteration as error:  # a future does not take it
+            failed = RuntimeError(f"StopIteration: {error}")
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            failed = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=work, name="group-filter", daemon=True).start()
+    return await future

@@ -23,27 +23,38 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.advantages.distillation import taught
-from pipeline.beside_loop import beside_loop
+from pipeline.advantages.compute import taught
+from pipeline.background import Patience, beside_loop, noted_in
 from pipeline.data.batch import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, StoreError
-from pipeline.patience import Patience, noted_in
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
-from pipeline.rollout.batch_builder import BatchBuilder, PromptSource, num_repeated, require_scores
-from pipeline.rollout.evaluation import by_source, evaluate
-from pipeline.rollout.group_allocator import Allocator, GroupAllocator, HoleAllocator
-from pipeline.rollout.group_filter import GroupFilter
-from pipeline.rollout.group_sampler import GroupSampler
-from pipeline.rollout.interruption import Interruption
-from pipeline.rollout.priority_semaphore import PrioritySemaphore, gather_or_cancel
-from pipeline.rollout.sample_event import kept_responses, told_of
-from pipeline.rollout.solved_prompts import SolvedPromptFilter, SolvedPromptRule
-from pipeline.rollout.teacher_scores import TeacherScores, distance_from_teacher, scored_sample
+from pipeline.rollout.batch_builder import (
+    Allocator,
+    BatchBuilder,
+    GroupAllocator,
+    GroupFilter,
+    HoleAllocator,
+    PromptSource,
+    SolvedPromptFilter,
+    SolvedPromptRule,
+    num_repeated,
+    require_scores,
+)
+from pipeline.rollout.evaluation import by_source, evaluate, kept_responses, told_of
+from pipeline.rollout.group_sampler import (
+    GroupSampler,
+    Interruption,
+    PrioritySemaphore,
+    TeacherScores,
+    distance_from_teacher,
+    gather_or_cancel,
+    scored_sample,
+)
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
 
@@ -147,13 +158,13 @@ class Collector:
             await asyncio.gather(work, stopped, return_exceptions=True)
 
     async def _collect(self) -> None:
-        await self._collect_batches()
-        await self._evaluate(self.schedule.steps)
-
-    async def _collect_batches(self) -> None:
+        """Make the batches that are gone, though later ones are there; then those that are to come, several at once."""
         await self._resync()
         for hole in self.store.holes(self.schedule.steps):
-            await self._make_again(hole)
+            self._refuse_learned(hole)
+            allocator = await asyncio.to_thread(HoleAllocator.of, self.store, hole, self.settings.prompts_per_batch)
+            await self._take_up(hole, allocator)
+            await self._produce(hole, asyncio.Event(), None)
         index = self.store.next_index
         self._refuse_learned(index)
         await self._take_up(index, GroupAllocator(*await asyncio.to_thread(self.store.groups_to_ask)))
@@ -171,13 +182,7 @@ class Collector:
             for batch in under_way:
                 batch.task.cancel()
             await asyncio.gather(*(batch.task for batch in under_way), return_exceptions=True)
-
-    async def _make_again(self, index: int) -> None:
-        """A batch that is gone, though later ones are there. Raises StoreError when no engine can answer for it."""
-        self._refuse_learned(index)
-        allocator = await asyncio.to_thread(HoleAllocator.of, self.store, index, self.settings.prompts_per_batch)
-        await self._take_up(index, allocator)
-        await self._produce(index, asyncio.Event(), None)
+        await self._evaluate(self.schedule.steps)
 
     def _refuse_learned(self, index: int) -> None:
         """Raises StoreError when batch `index`, which is to be made, has been there before: answers are refused."""
@@ -196,7 +201,10 @@ class Collector:
                 self._solved.record(await asyncio.to_thread(self.store.read_samples, there))
 
     async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:
-        """Generate, score and commit one batch."""
+        """Make one batch: wait for its version, ask and score prompts, wait for its turn, evaluate, commit, tell.
+
+        Work over all tokens is done in threads: an event loop that stands still looks dead to those who wait for it.
+        """
         version = await self._wait_for_turn(index)
         required = self.schedule.required_version(index)
         if previous is not None:
@@ -211,6 +219,7 @@ class Collector:
         started = time.time()
         self.run.fence()
         self.event_log.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
+
         await gather_or_cancel([self._fill_place(builder, prompt) for prompt in prompts])
         builder.fill_up()
         builder.require_kept()
@@ -221,9 +230,28 @@ class Collector:
         if index % self.settings.evaluate_every == 0:
             await self._evaluate(index)
         ready = time.time()
-        batch, interrupted = await self._commit(builder)
-        await self._tell_a_sample(builder)
+
+        next_group, open_groups = self._allocator.close_batch(index)
+        batch = await asyncio.to_thread(
+            Batch.from_groups,
+            index,
+            builder.kept,
+            contract=self.contract,
+            dropped=builder.dropped,
+            next_group=next_group,
+            open_groups=open_groups,
+            recipe_sha256=self.settings.recipe_sha256,
+            sources=self.prompts.sources,
+            repeated=builder.num_repeated,
+        )
+        require_scores(batch)
+        self._solved.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
+        await asyncio.to_thread(self.store.commit, batch)
+
+        interrupted = await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged & taught(batch)).sum()))
+        await self._note_a_sample(builder)
         self._look_for_solved(builder)
+        spent = dict(generate=generated - started, hold=held - generated, evaluate=ready - held)
         self.event_log.event(
             "committed",
             batch=index,
@@ -231,9 +259,7 @@ class Collector:
             **builder.figures(),
             interrupted=interrupted,
             started=started,
-            seconds=dict(
-                generate=generated - started, hold=held - generated, evaluate=ready - held, commit=time.time() - ready
-            ),
+            seconds=spent | dict(commit=time.time() - ready),
         )
 
     def _builder(self, index: int, required: int) -> BatchBuilder:
@@ -292,27 +318,6 @@ class Collector:
             self._refuse_learned(index)
         return False
 
-    async def _commit(self, builder: BatchBuilder) -> tuple[Batch, int]:
-        """The batch, and how many of its samples were interrupted. What goes over all its tokens is done in threads: an
-        event loop that stands still looks dead to those who wait for it."""
-        next_group, open_groups = self._allocator.close_batch(builder.index)
-        batch = await asyncio.to_thread(
-            Batch.from_groups,
-            builder.index,
-            builder.kept,
-            contract=self.contract,
-            dropped=builder.dropped,
-            next_group=next_group,
-            open_groups=open_groups,
-            recipe_sha256=self.settings.recipe_sha256,
-            sources=self.prompts.sources,
-            repeated=builder.num_repeated,
-        )
-        require_scores(batch)
-        self._solved.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
-        await asyncio.to_thread(self.store.commit, batch)
-        return batch, await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged & taught(batch)).sum()))
-
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
         """Verify every completion, and have the teacher score it. Nothing is learned of a sample where either fails."""
         if self.teacher is not None:
@@ -338,7 +343,7 @@ class Collector:
             self.event_log.event("unsolved", batches=_UNSOLVED_BATCHES, highest=highest, solved_at=solved_at)
             self._unsolved = None
 
-    async def _tell_a_sample(self, builder: BatchBuilder) -> None:
+    async def _note_a_sample(self, builder: BatchBuilder) -> None:
         """An event with one sample of the batch, of another place in each, for people who watch the run."""
         if not builder.kept:
             return

@@ -8,18 +8,25 @@ slots ──priority──▶ engines ──answers──▶ is every token of a
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import heapq
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, TypeVar
 
-from pipeline.beside_loop import beside_loop
-from pipeline.data.batch import Completion, Prompt
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.background import Patience, beside_loop, retry_pause_s
+from pipeline.data.batch import TEACHER_FAILED, Completion, KeptSets, Prompt, Sample
+from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.data.event_log import EventLog
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
-from pipeline.patience import Patience, retry_pause_s
-from pipeline.ports.engines import Engines, Sampling
-from pipeline.rollout.interruption import Interruption
-from pipeline.rollout.priority_semaphore import Priority, PrioritySemaphore, gather_or_cancel
+from pipeline.ports.engines import Engines, Sampling, Teacher
+from pipeline.rewards.pool import FailureWatch, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +60,14 @@ class GroupSampler:
         while missing := [member for member in range(wanted) if member not in accepted]:
             async with self.slots.acquire(priority):
                 answers = await self._ask(prompt, missing, sampling)
-            fresh = {m: a for m, a in zip(missing, answers, strict=True) if _is_fresh(a, allowed)}
-            accepted |= {member: answer for member, answer in fresh.items() if isinstance(answer, Completion)}
+            fresh = {
+                member: answer
+                for member, answer in zip(missing, answers, strict=True)
+                if isinstance(answer, Completion)
+                and answer.finish != "abort"
+                and all(map(allowed, answer.distinct_versions))
+            }
+            accepted |= fresh
             if fresh:
                 self.patience.progress()
             if len(fresh) == len(missing):
@@ -110,5 +123,196 @@ class GroupSampler:
         await asyncio.sleep(pause_s)
 
 
-def _is_fresh(answer: Completion | RetryableError, allowed: Callable[[int], bool]) -> bool:
-    return isinstance(answer, Completion) and answer.finish != "abort" and all(map(allowed, answer.distinct_versions))
+Result = TypeVar("Result")
+
+Priority = tuple[int, int]
+"""(batch, group): what is smaller goes first."""
+
+
+class PrioritySemaphore:
+    """A semaphore whose waiters are served by priority, not by time of arrival. A group of an old batch that is asked
+    late, or again, goes before the groups of later batches that already wait."""
+
+    def __init__(self, number: int) -> None:
+        self._free = number
+        self._arrivals = count()
+        self._waiting: list[tuple[Priority, int, asyncio.Future[None]]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for a slot."""
+        return sum(not granted.done() for _, _, granted in list(self._waiting))
+
+    @asynccontextmanager
+    async def acquire(self, priority: Priority) -> AsyncIterator[None]:
+        """Hold one of the slots for the time of the `async with`."""
+        await self._take(priority)
+        try:
+            yield
+        finally:
+            self._give()
+
+    async def _take(self, priority: Priority) -> None:
+        if self._free > 0:
+            self._free -= 1
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._arrivals), granted))
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():
+                self._give()  # cancelled in the moment in which it was granted
+            raise
+
+    def _give(self) -> None:
+        """Give the slot to the first in order that still waits."""
+        while self._waiting:
+            _, _, granted = heapq.heappop(self._waiting)
+            if not granted.done():
+                granted.set_result(None)
+                return
+        self._free += 1
+
+
+async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Results in order. When one of them fails, or the caller is cancelled, the others are cancelled and waited for.
+
+    A failure is raised as it is, not in a group: callers and the supervisor tell errors apart by their type.
+    When the caller is cancelled, it gets CancelledError, whatever failed meanwhile.
+
+    The loop has its turn after the beginning of each: a request begins with a millisecond of work, and a hundred that
+    began at once would stop the loop for a tenth of a second.
+    """
+    if not work:
+        return []
+    # Not a TaskGroup: it lets a failure hide the cancellation of its caller.
+    tasks: list[asyncio.Task[Result]] = []
+    try:
+        for item in work:
+            tasks.append(asyncio.create_task(item))
+            await asyncio.sleep(0)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        return [task.result() for task in tasks if task.done()]  # where not all are done, one of them raises
+    finally:
+        for item in work[len(tasks) :]:
+            item.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """Cuts a response that is still going on at a random length, and tells it to come to its answer.
+
+    ScaleRL (arXiv 2510.13786, section 2) cuts thoughts between 10,000 and 12,000 tokens with "Okay, time is up. Let me
+    stop thinking and formulate an answer now. </think>". The model reads the tokens of the phrase, but no engine
+    sampled them, so nothing is learned from them.
+    """
+
+    from_tokens: int
+    to_tokens: int
+    """The cut is drawn from from_tokens … to_tokens, both included."""
+    phrase: tuple[int, ...]
+    """Token ids."""
+    answer_tokens: int
+    seed: int
+
+    def cut_after(self, group: int, sample: int) -> int:
+        """After how many tokens sample `sample` of a group is cut; the same each time it is sampled."""
+        digest = hashlib.sha256(f"interruption/{self.seed}/{group}/{sample}".encode()).digest()
+        return self.from_tokens + int.from_bytes(digest[:8], "little") % (self.to_tokens - self.from_tokens + 1)
+
+    def join(self, thought: Completion, answer: Completion) -> Completion:
+        """One completion of thought, phrase and answer. `finish` is that of the answer."""
+        said = len(self.phrase)
+        experts, kept = None, None
+        if thought.experts is not None and answer.experts is not None:
+            # Those with which each part was sampled. The second request prefilled the thought again, or found it in the
+            # cache: its account of the thought does not count.
+            experts = thought.experts.continued_by(answer.experts)
+        if thought.kept is not None and answer.kept is not None:  # the phrase was not chosen from anything
+            kept = KeptSets.joined([thought.kept, KeptSets.empty(said), answer.kept])
+        phrase = np.array(self.phrase, np.int32)
+        return Completion(
+            tokens=np.concatenate([thought.tokens, phrase, answer.tokens]),
+            logprobs=np.concatenate([thought.logprobs, np.zeros(said, np.float32), answer.logprobs]),
+            versions=np.concatenate([thought.versions, thought.versions[-1:].repeat(said), answer.versions]),
+            loss_mask=np.concatenate([thought.loss_mask, np.zeros(said, np.bool_), answer.loss_mask]),
+            finish=answer.finish,
+            engine=answer.engine,
+            queued_s=thought.queued_s + answer.queued_s,
+            generated_s=thought.generated_s + answer.generated_s,
+            experts=experts,
+            kept=kept,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherScores:
+    """Asks a teacher for the log-probabilities of sampled tokens, again where it fails.
+
+    A group that no server scores, after some attempts, is left out of the loss; its rewards are kept. Too many of them
+    end the run (reward.max_failed_share).
+    """
+
+    teacher: Teacher
+    retries: int
+    watch: FailureWatch
+    require_alive: Callable[[], None] = lambda: None
+    """Called after a failure; raises where no server will ever answer again."""
+    first_pause_s: float = 0.5
+
+    async def of(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Completion]:
+        """The completions with the teacher's log-probabilities; without anything to learn from, where it gave none.
+
+        What the teacher finds all but impossible is stored as exp(-128), the least that any engine samples. Raises
+        RewardError when too many of the last samples were not scored, and what `require_alive` raises.
+        """
+        responses = [completion.tokens.tolist() for completion in completions]
+        for failures in range(1, self.retries + 2):
+            try:
+                found = await self.teacher.logprobs(prompt.tokens, responses)
+            except RetryableError as error:
+                reason = str(error)
+                self.require_alive()
+                if failures <= self.retries:
+                    await asyncio.sleep(retry_pause_s(self.first_pause_s, failures))
+            else:
+                for _ in completions:
+                    self.watch.judged()
+                return [_taught(*each) for each in zip(completions, found, strict=True)]
+        for _ in completions:
+            self.watch.failed("no answer", reason)
+        return [_taught(one.unlearned(), np.zeros(len(one.tokens), np.float32)) for one in completions]
+
+
+def _taught(completion: Completion, logprobs: NDArray[np.float32]) -> Completion:
+    """With what the teacher says of every token; of those that no engine sampled, 0.0 is kept."""
+    possible = np.maximum(logprobs, np.float32(LOWEST_LOGPROB))
+    return replace(completion, teacher_logprobs=np.where(completion.loss_mask, possible, np.float32(0.0)))
+
+
+def scored_sample(completion: Completion, verdict: Verdict) -> Sample:
+    """The sample that a batch holds. An engine sampled some token of it; where none may be learned from, the teacher
+    did not score it."""
+    untaught = {} if completion.loss_mask.any() else {TEACHER_FAILED: 1.0}
+    learned = completion if verdict.failed is None else completion.unlearned()
+    return Sample(completion=learned, reward=verdict.reward, reward_parts={**verdict.parts, **untaught})
+
+
+def distance_from_teacher(answers: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """`reverse_kl` of held-out answers, nats a token: of the student as evaluations sample it, from its own tokens; it
+    is missing where the teacher scored none. `teacher_failures`: samples that it did not score."""
+    scored = [
+        (sample.completion.logprobs, sample.completion.teacher_logprobs, sample.completion.loss_mask)
+        for each in answers
+        for sample in each
+    ]
+    gaps = [(own.astype(np.float64) - said)[mask] for own, said, mask in scored if said is not None]
+    tokens = sum(map(len, gaps))
+    distance = {"reverse_kl": float(sum(gap.sum() for gap in gaps)) / tokens} if tokens else {}
+    return distance | dict(
+        teacher_failures=sum(TEACHER_FAILED in sample.reward_parts for each in answers for sample in each)
+    )

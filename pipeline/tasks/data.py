@@ -29,7 +29,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
-from pipeline.own_function import own_function, truth_of
+from pipeline.importing import own_function, truth_of
 from pipeline.tasks.rows import Row, data_files, read_rows, refusing_unreadable
 from pipeline.tasks.task import HELD_OUT_ONE_IN, Problem, check_index, is_held_out, normalized
 from pipeline.tasks.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import ModelError
-from pipeline.requirements import pip_install
+from pipeline.importing import pip_install
 from precision.text import one_line, parse_object, quoted
 
 TOKENIZER_BYTES = 256 << 20

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RecipeError
-from pipeline.requirements import pip_install
+from pipeline.importing import pip_install
 from precision.text import JsonError, listed, one_line, parse_json, parse_object, quoted
 
 MOST_BYTES = 16 << 20

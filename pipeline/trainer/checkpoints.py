@@ -55,7 +55,7 @@ from pipeline.data.files import (
 from pipeline.data.run_directory import committed_steps, numbered, unfenced
 from pipeline.errors import CorruptCheckpointError, StoreError
 from pipeline.ports.learner import Learner, SaveUnderWay
-from pipeline.trainer.kept_versions import FOLDER, KeptVersions
+from pipeline.trainer.old_logprobs import FOLDER, KeptVersions
 from precision.text import quoted
 
 COMMIT = "COMMIT"
@@ -219,7 +219,7 @@ class Checkpoints:
 def commit(folder: Path, step: int) -> None:
     """Mark a complete checkpoint folder, once all that is in it is durable. Raises CorruptCheckpointError when a file
     vanishes meanwhile."""
-    files = _files(folder)
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != COMMIT)
     sync_files([*files, *sorted({folder, *(file.parent for file in files)})])
     content = {}
     for file, one in zip(files, fingerprints(files), strict=True):
@@ -238,17 +238,13 @@ def verify(folder: Path, step: int | None = None) -> None:
         raise CorruptCheckpointError(f"{folder} holds the checkpoint of step {committed.step}; {remedy}")
     names = list(committed.files)
     for name in names:  # first, and at once: to read all of them may take an hour
-        if _size_differs(folder / name, committed.files[name].num_bytes):
+        path = folder / name
+        if path.is_file() and path.stat().st_size != committed.files[name].num_bytes:
             raise CorruptCheckpointError(f"{folder / name} does not match its checkpoint's COMMIT (changed); {remedy}")
     for name, found in zip(names, fingerprints([folder / name for name in names]), strict=True):
         if found != committed.files[name]:
             what = "missing" if found is None else "changed"
             raise CorruptCheckpointError(f"{folder / name} does not match its checkpoint's COMMIT ({what}); {remedy}")
-
-
-def _size_differs(path: Path, num_bytes: int) -> bool:
-    """Of a file that is there."""
-    return path.is_file() and path.stat().st_size != num_bytes
 
 
 def _remedy(folder: Path) -> str:
@@ -295,7 +291,3 @@ def _read_state(folder: Path) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise CorruptCheckpointError(f"{path}: {quoted(name)} is {quoted(value)}, expected a number; {remedy}")
     return state
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name != COMMIT)

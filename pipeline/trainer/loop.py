@@ -1,19 +1,20 @@
 """The learner loop, run by every rank.
 
-store ──batch──▶ advantages ──▶ mini-batches ──▶ learner.score ──▶ learner.update ──▶ channel.publish ──▶ engines
-                                      ▲       updates_per_batch times          │      ▲
-                                      └────────────────────────────────────────┘      └── controller, where there is one
+store ──batch──▶ advantages ──▶ log-probabilities ──▶ learner.update ──▶ channel.publish ──▶ engines
+                                       ▲     updates_per_batch times │        ▲
+                                       └─────────────────────────────┘        └── controller, where there is one
 
 train     consumes: batch `step` of the store, in order
-          waits for: that batch's file (pipeline.trainer.batch_source)
+          waits for: that batch's file (pipeline.trainer.batches)
           unblocked by: the collector's commit, or a request to stop
 publish   consumes: the weights as they are after a step; then the next step may change them
           waits for: the version before, and in sync for this one (Schedule.overlaps)
-          unblocked by: the engines; what failed is raised at the next `finish`, before anything else is published; or a
+          unblocked by: the engines; a failure is raised at the next `finish`, before anything else is published; or a
           request to stop: engines may have been asked to end, too, and the next start publishes its checkpoint
+record    consumes: the measurements of a step, which explain a run and decide nothing. A thread writes them beside the
+          next steps; before a checkpoint, and at the end, it has written all
 after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
-trained again; versions that the engines already serve are not published a second time. What reports and diagnoses
-need of a step is written before its checkpoint: a step that is not trained again has left it.
+trained again; versions that the engines already serve are not published a second time.
 rank 0 alone looks at the run directory and writes to it; the others do as it tells, and end as it ends (Learner.tell).
 """
 
@@ -21,42 +22,38 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import spans
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.background import ANSWER_S
-from pipeline.control.loop import StepController
+from pipeline.background import ANSWER_S, DiagnosticsWriter, tell_when_done
+from pipeline.control.loop import StepController, mean_age
 from pipeline.data.batch import Batch
-from pipeline.data.event_log import EventLog
+from pipeline.data.event_log import EventKind, EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineUnavailableError, StoppedError
+from pipeline.errors import EngineUnavailableError, NonFiniteError, StoppedError
 from pipeline.ports.learner import Learner, Update
-from pipeline.ports.weight_update import WeightChannel
+from pipeline.ports.weights import WeightChannel
 from pipeline.schedule import Schedule
-from pipeline.stopwatch import Stopwatch
-from pipeline.trainer.batch_figures import asked_solve_rate, describe
-from pipeline.trainer.batch_source import BatchSource
-from pipeline.trainer.checkpoints import Checkpoints, Saved
-from pipeline.trainer.kept_versions import KeptVersions
-from pipeline.trainer.mini_batches import merge_updates, mini_batches
-from pipeline.trainer.old_logprobs import OldLogprobs
-from pipeline.trainer.reference import Reference, with_reference
-from pipeline.trainer.replay_effect import ReplayEffect
-from pipeline.trainer.scoring import Scoring
-from pipeline.trainer.step_size import StepSize
+from pipeline.spans import Stopwatch
+from pipeline.trainer.batches import BatchSource, MiniBatch, asked_solve_rate, describe, merge_updates, mini_batches
+from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.old_logprobs import KeptVersions, OldLogprobs, Reference
+from precision.ratios import LrByLag, RatioSums, lr_factor, lr_factor_of_ess, staleness_ess
+from precision.torch_on_use import Tensor, torch
 
 LAST_PUBLISH_S = 15.0
 """For what is on its way to the engines, once the process was asked to end and everything is saved."""
 STOP_SPREAD_S = 10.0
 """A request to stop may reach the engines so long before the learner, where it goes to all."""
 _POLL_S = 0.25
-T = TypeVar("T")
 
 
 @dataclass
@@ -78,23 +75,25 @@ class Trainer:
     checkpoint_every: int
     event_log: EventLog
     controller: StepController | None = None
-    step_size: StepSize = field(default_factory=StepSize)
+    lr_by_lag: LrByLag = "none"
     reference: Reference | None = None
-    """What the loss holds the policy near; None: nothing."""
+    """Holds the policy near a frozen one, in the loss."""
+    _diagnostics: DiagnosticsWriter = field(init=False, default_factory=DiagnosticsWriter)
+    """Of rank 0."""
     _saved: int = field(init=False, default=0)
     """Steps that the newest checkpoint holds."""
     _save_s: float = field(init=False, default=0.0)
-    """What the steps waited for checkpoints since the last line of metrics; the rest of a save is beside them."""
+    """How long steps waited for checkpoints since the last line of metrics; the rest of a save is beside them."""
     _moving: int | None = field(init=False, default=None)
     """The version that is on its way to the engines."""
     _refused: bool = field(init=False, default=False)
     """Whether no engine took that version, and the process was asked to end: so were they."""
     _published: dict[str, float] = field(init=False, default_factory=dict)
-    """What was measured of the version whose publish ended since the last line of metrics."""
+    """Measurements of the version whose publish ended since the last line of metrics."""
 
     def train(self) -> None:
         """Train on every batch that the newest checkpoint has not seen, then export the final policy. Asked to stop, it
-        saves what is trained and raises StoppedError, on every rank."""
+        saves the steps that are trained and raises StoppedError, on every rank."""
         for folder in (self.run.policies, self.run.mismatch, self.run.logprobs):
             self.learner.tell(partial(remove_leftovers, folder, self.run.fence))
         self.checkpoints.remove_partial(self.learner)
@@ -103,119 +102,149 @@ class Trainer:
         self.advantage_computer.estimator.restore(state)
         if self.controller is not None:
             self.controller.restore(first)
-        if first:
-            self._publish(first - 1)  # its folder, or PUBLISHED, may have been lost by damage
-            self._finish()
-        for step in range(first, self.schedule.steps):
-            try:
-                with spans.span("step", "step", step=step):
-                    self._train_on(step)
-            except StoppedError:  # before the first update of this step
-                self._finish_save()
-                if step > self._saved:
-                    self._save(step)
-                    self._finish_save()
-                self._finish(LAST_PUBLISH_S)
-                raise
-        self._finish()
-        self._finish_save()
+        try:
+            if first:
+                self._publish(first - 1)  # its folder, or PUBLISHED, may have been lost by damage
+                self._finish_publish()
+            for step in range(first, self.schedule.steps):
+                try:
+                    with spans.span("step", "step", step=step):
+                        self._train_on(step)
+                except StoppedError:  # before the first update of this step
+                    self._advance_save(to_the_end=True)
+                    if step > self._saved:
+                        self._save(step)
+                        self._advance_save(to_the_end=True)
+                    self._finish_publish(LAST_PUBLISH_S)
+                    raise
+            self._finish_publish()
+            self._advance_save(to_the_end=True)
+        finally:
+            self._diagnostics.close()
         if self.learner.tell(self.batches.stop_requested):  # and then the last version may not be published
             raise StoppedError("asked to end before the final policy was exported; start the run again to go on")
         self.learner.export(self.run.model, self.run.fence)
 
     def _train_on(self, step: int) -> None:
-        """One step of the loop: wait, update, publish, record, save."""
-        watch = Stopwatch(lane="step", step=step)
+        """Train on batch `step`: batch, advantages, log-probabilities, updates, publish, record, save."""
+        watch, computer = Stopwatch(lane="step", step=step), self.advantage_computer
         with watch.phase("publish"):
             if self._moving is not None and not self.batches.is_there(step):
-                self._finish()  # there is nothing to do meanwhile, and what failed may be what the batch waits for
+                self._finish_publish()  # there is nothing to do meanwhile, and a failure may be why no batch comes
         with watch.phase("wait"):
-            batch = self.batches.wait(step, meanwhile=self._look_at_save)
+            batch = self.batches.wait(step, meanwhile=self._advance_save)
         if batch is None:
             self._skip(step)
             return
-        update = self._update(batch, watch)
-        solved_at = self.advantage_computer.solved_at
-        measured = describe(batch, step, solved_at) | self.advantage_computer.measured(batch)
-        self.advantage_computer.estimator.observe(
-            solve_rate=asked_solve_rate(batch, solved_at), entropy=update.metrics["entropy"]
-        )
+
+        advantages = computer.compute_advantages(batch)
+
+        old_logprobs = None if self.old_logprobs is None else self.old_logprobs.of(batch, watch, self._advance_save)
+        with watch.phase("logprobs"):
+            if self.reference is not None:
+                batch = replace(batch, reference_logprobs=self.reference.logprobs(batch))
+            if self._versions is not None:
+                self._versions.keep(step)
+            parts = mini_batches(computer, batch, advantages, self.updates_per_batch)
+            own_experts = OwnExperts.score(self.learner, parts[0].batch)
+
+        lr_by_age = lr_factor(mean_age(batch, self.updates_per_batch)) if self.lr_by_lag == "sqrt" else 1.0
+        most = lr_by_age if self.controller is None else min(lr_by_age, self.controller.lr_factor(batch))
+        updates = [self._update(part, old_logprobs, most, watch) for part in parts]
+        update = merge_updates(parts, updates)
+        if own_experts is not None:
+            effect = own_experts.compared(parts[0].batch, updates[0].device_logprobs)
+            update = replace(update, metrics=update.metrics | effect)
+        solve_rate = asked_solve_rate(batch, computer.solved_at)
+        computer.estimator.observe(solve_rate=solve_rate, entropy=update.metrics["entropy"])
+
         with watch.phase("publish"):
-            self._finish()
-            # What is decided holds from the next version on, so it is decided before that is published.
+            self._finish_publish()
+            # A decision holds from the next version on, so it is made before that is published.
             controlled = {} if self.controller is None else self.controller.after(batch, update)
             self._publish(step)
+
         with watch.phase("record"):
-            self.learner.tell(lambda: self._record(step, update, measured | controlled, watch))
-        self._look_at_save()
-        self._save_if_due(step + 1)
+            self._record(batch, update, controlled, watch)
+        self._advance_save()
+        if self._is_save_due(step + 1):
+            self._save(step + 1)
+
+    def _update(self, part: MiniBatch, old_logprobs: Tensor | None, most_lr: float, watch: Stopwatch) -> Update:
+        """Take one optimizer step on a part of a batch, with its log-probabilities before it where they are read.
+
+        `old_logprobs` [responses of the whole batch] are pi_old; None where they are those of the step itself. The
+        factor on the learning rate is at most `most_lr`. Raises NonFiniteError on a log-probability that is not finite.
+        """
+        old = None if old_logprobs is None else old_logprobs[part.on_device(old_logprobs)]
+        measured = dict(lr_factor=most_lr)
+        with watch.phase("logprobs"):
+            is_scored = self.scoring.of_step(old_known=old is not None)
+            scored = self.learner.score(part.batch) if is_scored else None
+            if self.lr_by_lag == "ess":
+                ess = 1.0 if old is None else _staleness_ess(part.batch, scored, old)
+                measured = dict(lr_factor=min(most_lr, lr_factor_of_ess(ess)), staleness_ess=ess)
+        with watch.phase("update"):
+            update = self.learner.update(
+                part.batch,
+                part.advantages,
+                scored,
+                old_logprobs=old,
+                trained=part.trained,
+                lr_factor=measured["lr_factor"],
+            )
+        return replace(update, metrics=update.metrics | measured | part.counts)
+
+    def _record(self, batch: Batch, update: Update, controlled: dict[str, float], watch: Stopwatch) -> None:
+        """Have the measurements of a step written beside the next ones. Those of a version that moves beside training
+        are in the next step's line. Raises NonFiniteError, on every rank, for a metric that is not finite."""
+        for name, value in update.metrics.items():
+            if not math.isfinite(value):
+                raise NonFiniteError(f"{name} is {value}, expected a finite number; find where it diverged before it")
+        if not self.learner.is_rank_zero:
+            return
+        step, computer = batch.index, self.advantage_computer
+        published, self._published = self._published, {}
+        fields = dict(
+            **update.metrics,
+            **describe(batch, step, computer.solved_at),
+            **computer.measured(batch),
+            **controlled,
+            **computer.estimator.measured(),
+            log_ratio_histogram=update.histogram,
+            seconds=watch.seconds | {"save": self._save_s},
+            publish_seconds={name: value for name, value in published.items() if name.endswith("_s")},
+            **{name: value for name, value in published.items() if not name.endswith("_s")},
+        )
+        self._save_s, logprobs, now = 0.0, update.logprobs, time.time()
+
+        def write() -> None:
+            self.run.write_learner_logprobs(step, logprobs)
+            if update.mismatch is not None:
+                write_mismatch(self.run, step, update.mismatch)
+            self.event_log.event("consumed", step=step, time=now)
+            by_split = {} if update.mismatch is None else update.mismatch.by_split()
+            self.event_log.metrics(step, time=now, mismatch=by_split, **fields)
+
+        self._diagnostics.put(write)
+
+    def _note(self, event: EventKind, **fields: Any) -> None:
+        """Have an event written beside training."""
+        if self.learner.is_rank_zero:
+            self._diagnostics.put(partial(self.event_log.event, event, time=time.time(), **fields))
 
     def _skip(self, step: int) -> None:
-        """A step whose batch was lost by damage: the next version has the weights of this one."""
-        self._finish()
+        """Go past a step whose batch was lost by damage: the next version has the weights of this one."""
+        self._finish_publish()
         if self._versions is not None:
             self._versions.keep(step)
         if self.controller is not None:
             self.controller.skip(step)
         self._publish(step)
         self.learner.tell(partial(self.run.note_skipped, step))
-        self.learner.tell(partial(self.event_log.event, "skipped", step=step))
-        self._save_if_due(step + 1)
-
-    def _save_if_due(self, step: int) -> None:
-        if step % self.checkpoint_every == 0 or step == self.schedule.steps:
-            self._save(step)
-
-    def _record(self, step: int, update: Update, measured: dict[str, Any], watch: Stopwatch) -> None:
-        """What the step leaves behind (rank 0). Of a version that moves beside training, the next step's line tells."""
-        published, self._published = self._published, {}
-        self.run.write_learner_logprobs(step, update.logprobs)
-        if update.mismatch is not None:
-            write_mismatch(self.run, step, update.mismatch)
-        self.event_log.event("consumed", step=step)
-        self.event_log.metrics(
-            step,
-            **update.metrics,
-            **measured,
-            **self.advantage_computer.estimator.measured(),
-            log_ratio_histogram=update.histogram,
-            mismatch={} if update.mismatch is None else update.mismatch.by_split(),
-            seconds=watch.seconds | {"save": self._save_s},
-            publish_seconds={name: value for name, value in published.items() if name.endswith("_s")},
-            **{name: value for name, value in published.items() if not name.endswith("_s")},
-        )
-        self._save_s = 0.0
-
-    def _update(self, batch: Batch, watch: Stopwatch) -> Update:
-        """The optimizer steps of one batch."""
-        old_logprobs = self.old_logprobs.of(batch, watch, self._look_at_save) if self.old_logprobs else None
-        with watch.phase("logprobs"):
-            batch = with_reference(self.reference, batch)
-            if self._versions is not None:
-                self._versions.keep(batch.index)
-        scores = self.scoring.of_step(old_known=old_logprobs is not None)
-        of_batch = self.step_size.of_batch(batch)
-        parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []
-        with watch.phase("logprobs"):
-            effect = ReplayEffect.before_step(self.learner, parts[0].batch)
-        for part in parts:
-            old = part.part_of(old_logprobs)
-            with watch.phase("logprobs"):
-                scored = self.learner.score(part.batch) if scores else None
-                sized = self.step_size.measured(of_batch, part.batch, scored, old)
-            with watch.phase("update"):
-                update = self.learner.update(
-                    part.batch,
-                    part.advantages,
-                    scored,
-                    old_logprobs=old,
-                    trained=part.trained,
-                    lr_factor=sized["lr_factor"],
-                )
-                updates.append(replace(update, metrics=update.metrics | sized | part.counted()))
-        measured = {} if effect is None else effect.measured(parts[0].batch, updates[0].device_logprobs)
-        merged = merge_updates(parts, updates)
-        return replace(merged, metrics=merged.metrics | measured)
+        self._note("skipped", step=step)
+        if self._is_save_due(step + 1):
+            self._save(step + 1)
 
     @property
     def _versions(self) -> KeptVersions | None:
@@ -228,106 +257,205 @@ class Trainer:
         version = step + 1
         if self.channel is None or not self.schedule.publishes_after(step):
             return
-        if self.learner.tell(lambda: self.batches.stop_requested() or self._is_published(version)):
+
+        def is_needless() -> bool:
+            """Whether engines serve the version and its folder is kept for those that restart: a channel may have died
+            between the two. Or the process ends. On rank 0."""
+            if self.batches.stop_requested():
+                return True
+            self.run.fence()
+            published = self.run.published_version()
+            return version < published or (version == published and self.run.policy_directory(version).is_dir())
+
+        if self.learner.tell(is_needless):
             return
         learner_waits = not self.schedule.overlaps or version == self.schedule.steps
         self.channel.begin(version, learner_waits=learner_waits)
         self._moving = version
         if learner_waits:
-            self._finish()
+            self._finish_publish()
 
-    def _finish(self, after_stop_s: float = 0.0) -> None:
+    def _finish_publish(self, after_stop_s: float = 0.0) -> None:
         """Wait for the version that is on its way, but for no longer than `after_stop_s` once the process is asked to
         end: it stays `_moving` then. Raises on every rank what failed, unless engines were asked to end as well."""
         if self._moving is None:
             return
-        assert self.channel is not None
-        began = time.monotonic()
-        if not self._asked_on(lambda: self._is_over(began + after_stop_s)):
+        channel, after_stop = self.channel, time.monotonic() + after_stop_s
+        assert channel is not None
+
+        def is_over() -> bool | None:
+            """Whether the publish has ended; False when it is not waited for any more, None after a while."""
+            ends = time.monotonic() + ANSWER_S
+            while not channel.is_over(_POLL_S):
+                if time.monotonic() >= after_stop and self.batches.stop_requested():
+                    return False
+                if time.monotonic() >= ends:
+                    return None
+            return True
+
+        while (over := self.learner.tell(is_over)) is None:
+            pass
+        if not over:
             return
         version, self._moving = self._moving, None
         try:
-            measured = self.channel.finish()
+            measured = channel.finish()
         except EngineUnavailableError:
-            ends = time.monotonic() + STOP_SPREAD_S
-            if not self._asked_on(lambda: self._stop_comes(ends)):
+            if not self._stop_comes():
                 raise
             self._refused = True
         else:
-            self._note(version, measured)
+            # The run's last line has room for one of its two versions; the event keeps every one.
+            self._note("published", version=version, seconds=measured.get("publish_s"), measured=measured)
+            self._published |= measured
 
-    def _asked_on(self, look: Callable[[], T | None]) -> T:
-        """What `look` says on rank 0, which is asked again and again until it says something. Collective."""
+    def _stop_comes(self) -> bool:
+        """Whether the process is asked to end within STOP_SPREAD_S, as its engines may have been before it."""
+        ends = time.monotonic() + STOP_SPREAD_S
 
-        def answer() -> T | None:
-            ends = time.monotonic() + ANSWER_S
-            while (found := look()) is None and time.monotonic() < ends:
-                pass
-            return found
+        def is_asked() -> bool | None:
+            answer_at = time.monotonic() + ANSWER_S
+            while not self.batches.stop_requested():
+                if time.monotonic() >= ends:
+                    return False
+                if time.monotonic() >= answer_at:
+                    return None
+                time.sleep(_POLL_S)
+            return True
 
-        while (told := self.learner.tell(answer)) is None:
+        while (asked := self.learner.tell(is_asked)) is None:
             pass
-        return told
+        return asked
 
-    def _is_over(self, after_stop: float) -> bool | None:
-        """Whether what moves has ended; False when it is not waited for any more. Waits a moment. On rank 0."""
-        assert self.channel is not None
-        if self.channel.is_over(_POLL_S):
-            return True
-        return False if time.monotonic() >= after_stop and self.batches.stop_requested() else None
-
-    def _stop_comes(self, ends: float) -> bool | None:
-        """Whether the process is asked to end before the time `ends`. Waits a moment. On rank 0."""
-        if self.batches.stop_requested():
-            return True
-        if time.monotonic() >= ends:
-            return False
-        time.sleep(_POLL_S)
-        return None
-
-    def _note(self, version: int, measured: dict[str, float]) -> None:
-        # The run's last line has room for one of its two versions; the event keeps every one.
-        said = dict(version=version, seconds=measured.get("publish_s"), measured=measured)  # known to rank 0
-        self.learner.tell(partial(self.event_log.event, "published", **said))
-        self._published |= measured
-
-    def _is_published(self, version: int) -> bool:
-        """Served, and kept for engines that restart: a channel may have died between the two, then the version that the
-        engines serve is published again. On rank 0."""
-        self.run.fence()
-        published = self.run.published_version()
-        return version < published or (version == published and self.run.policy_directory(version).is_dir())
+    def _is_save_due(self, step: int) -> bool:
+        return step % self.checkpoint_every == 0 or step == self.schedule.steps
 
     def _save(self, step: int) -> None:
-        """A checkpoint of the first `step` steps: it is copied now, and written while the next steps are trained. An
-        older version than its own must be served and kept by then: a learner that goes on from it could not publish
+        """Begin a checkpoint of the first `step` steps: it is copied now, and written while the next steps are trained.
+        The measurements of these steps are on disk first.
+
+        An older version than its own must be served and kept by then: a learner that goes on from it could not publish
         that again. For one that is asked to end this holds within a stage alone, and without it nothing is saved:
         elsewhere the next start publishes the checkpoint's own version."""
         within_stage = not self.schedule.publishes_after(step - 1)
         if self.channel is not None and self._moving != step:
-            self._finish(math.inf if within_stage else 0.0)
+            self._finish_publish(math.inf if within_stage else 0.0)
             if within_stage and self._refused:
                 return
             if self._moving is None and (within_stage or not self.learner.tell(self.batches.stop_requested)):
                 self.channel.wait_for_folder()
         started = time.monotonic()
         with spans.span("step", "save", step=step - 1):
-            self._finish_save()
+            self._advance_save(to_the_end=True)
+            tell_when_done(self.learner, self._diagnostics.flush)
             state = self.advantage_computer.estimator.state()
             self.checkpoints.begin_save(self.learner, step, state, self._versions)
-            self._look_at_save()
+            self._advance_save()
         self._save_s = time.monotonic() - started
 
-    def _look_at_save(self) -> None:
+    def _advance_save(self, *, to_the_end: bool = False) -> None:
         """Commit the checkpoint that is being written, once all of it is. Also while a batch is waited for: that may
         take hours, and a kill in them must not cost a checkpoint that is whole."""
-        self._note_saved(self.checkpoints.advance(self.learner))
-
-    def _finish_save(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        self._note_saved(self.checkpoints.advance(self.learner, to_the_end=True))
-
-    def _note_saved(self, saved: Saved | None) -> None:
+        saved = self.checkpoints.advance(self.learner, to_the_end=to_the_end)
         if saved is not None:
             self._saved = saved.step
-            self.learner.tell(partial(self.event_log.event, "saved", step=saved.step, seconds=saved.seconds))
+            self._note("saved", step=saved.step, seconds=saved.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What is read of a batch's scores."""
+
+    prepares: bool
+    """Whether the objective is prepared from what it is trained on, scored (Objective.needs_scoring)."""
+    reads_step: bool
+    """Whether that needs the log-probabilities just before the step where older ones are known."""
+    reads_old: bool
+    """Whether anything divides by pi_old."""
+    sizes_steps: bool = False
+    """Whether the size of a step follows from how far the policy has moved since pi_old."""
+
+    def of_step(self, *, old_known: bool) -> bool:
+        """Whether an optimizer step is scored. `old_known`: pi_old is another policy, and scored beforehand."""
+        if not old_known:
+            return self.prepares
+        return self.sizes_steps or (self.prepares and self.reads_step)
+
+    def passes(self, *, older: bool) -> int:
+        """Over a batch of which pi_old is `older` than its first step, or than one of its later ones."""
+        beforehand = self.reads_old and older
+        return beforehand + self.of_step(old_known=beforehand)
+
+
+def _staleness_ess(batch: Batch, scored: Tensor | None, old_logprobs: Tensor) -> float:
+    assert scored is not None  # Scoring.sizes_steps
+    sampled = torch.from_numpy(batch.loss_mask).to(scored.device)
+    rollout = torch.from_numpy(batch.rollout_logprobs).to(scored.device)[sampled].double()
+    old = old_logprobs.to(scored.device)[sampled].double()
+    try:
+        return staleness_ess(old - rollout, scored[sampled].double() - old)
+    except FloatingPointError as error:
+        raise NonFiniteError(f"batch {batch.index}: {error}") from error
+
+
+SHARE, LEAST = 16, 16
+"""One sample in SHARE is scored twice, and at least LEAST of them: a forward pass over 1/16 of the tokens is about 2 %
+of a training pass over all."""
+
+MEASURED = ("ess", "k3_kl", "log_ratio_abs_mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnExperts:
+    """Some samples of a batch, scored with the learner's own experts: what replaying the engine's experts changes.
+
+        before the step   a share of the samples ──learner's own experts──▶ log-probabilities ─┐
+        the step itself   all samples ─────────────the engine's experts───▶ log-probabilities ─┴▶ ESS, k3 of the same
+        tokens
+
+    Both are at the weights before the step, so the difference is that of routing alone.
+    """
+
+    samples: NDArray[np.bool_]
+    """[samples of the batch]"""
+    part: Batch
+    """These alone."""
+    own: Tensor
+    """float32 [responses of the part] log-probabilities with the learner's own experts, at the weights before the step,
+    on the learner's device."""
+
+    @staticmethod
+    def score(learner: Learner, batch: Batch) -> OwnExperts | None:
+        """Score some samples; None for a batch without recorded experts. Collective."""
+        if batch.experts is None:
+            return None
+        samples = spread_samples(batch.num_samples)
+        part = batch.select(samples)
+        return OwnExperts(samples=samples, part=part, own=learner.score(replace(part, experts=None)))
+
+    def compared(self, batch: Batch, logprobs: Tensor) -> dict[str, float]:
+        """Metrics of the tokens that the step looked at: those of MEASURED, each `_with_replay` and `_without_replay`.
+
+        `logprobs` [responses of the batch] are the step's own, NaN where it did not look; on the learner's device.
+        """
+
+        def tensor(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values).to(logprobs.device)
+
+        with_replay = logprobs[tensor(np.repeat(self.samples, batch.response_lengths))]
+        seen = tensor(self.part.loss_mask) & with_replay.isfinite()
+        if not seen.any():
+            return {}
+        found: dict[str, float] = {}
+        for name, scored in (("with", with_replay), ("without", self.own)):
+            sums = RatioSums.from_logprobs(scored, tensor(self.part.rollout_logprobs), seen).statistics()
+            found |= {f"{measure}_{name}_replay": sums[measure] for measure in MEASURED}
+        return found
+
+
+def spread_samples(count: int) -> NDArray[np.bool_]:
+    """[count] True on one in SHARE, at least LEAST, evenly spread: neighbors answer one prompt."""
+    wanted = min(count, max(LEAST, -(-count // SHARE)))
+    chosen = np.zeros(count, np.bool_)
+    chosen[np.linspace(0, count - 1, wanted).astype(np.int64)] = True
+    return chosen

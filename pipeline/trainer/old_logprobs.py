@@ -14,16 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.background import tell_when_done
 from pipeline.data.batch import Batch
+from pipeline.data.checksums import fingerprints, read_sealed_json, write_sealed_json
 from pipeline.data.files import await_visible
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import StoreError
+from pipeline.errors import RunConflictError, StoreError
 from pipeline.ports.learner import Learner
 from pipeline.schedule import Schedule
-from pipeline.stopwatch import Stopwatch
-from pipeline.trainer.batch_source import BatchSource
-from pipeline.trainer.kept_versions import KeptVersions
+from pipeline.spans import Stopwatch
+from pipeline.trainer.batches import BatchSource
 from precision.torch_on_use import Tensor, torch
 
 
@@ -39,8 +46,8 @@ class OldLogprobs:
     versions: KeptVersions | None = None
     """Where pi_old is the policy that sampled, and that may be an older one."""
     _stage: dict[int, Tensor] = field(default_factory=dict)
-    """What this process has scored of the stage that is under way, and not used yet, on the learner's device; the same
-    on every rank."""
+    """What this process has scored of the stage that is under way, and not used yet, in host memory; the same on every
+    rank."""
 
     def of(self, batch: Batch, watch: Stopwatch, meanwhile: Callable[[], None]) -> Tensor | None:
         """[responses], None where they are those of the scored step. Collective; called before the first update.
@@ -72,11 +79,8 @@ class OldLogprobs:
             if batch is None:
                 continue
             with watch.phase("logprobs"):
-                self._stage[index] = self.learner.score(batch)
-                self.learner.tell(lambda index=index: self._keep(index))  # type: ignore[misc]
-
-    def _keep(self, index: int) -> None:
-        self.run.write_old_logprobs(index, self._stage[index].cpu().numpy())
+                self._stage[index] = self.learner.score(batch).cpu()
+                self.learner.tell(partial(self.run.write_old_logprobs, index, self._stage[index].numpy()))
 
     def _kept(self, batch: Batch) -> Tensor:
         """What an earlier start of the learner has scored."""
@@ -97,3 +101,60 @@ class OldLogprobs:
 
         self.learner.everywhere(read)
         return found[0]
+
+
+FOLDER = "versions"
+"""Within a checkpoint."""
+
+
+class KeptVersions(Protocol):
+    """As many older versions as the schedule has lag; implemented by megatron_bridge.step.kept_versions. Every method
+    is collective."""
+
+    def keep(self, version: int) -> None:
+        """Copy the present weights, which are those of `version`; called before they change."""
+        ...
+
+    def logprobs(self, batch: Batch) -> Tensor | None:
+        """[responses] natural log, of each sampled token at the version that sampled it; None where all are of the
+        present version. Raises StoreError for a version that is not kept."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write every copy below `folder`, which need not exist."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote; nothing where it wrote nothing."""
+        ...
+
+
+class Reference(Protocol):
+    """A frozen policy; implemented by megatron_bridge.step.reference."""
+
+    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
+        """[responses] natural log; collective."""
+        ...
+
+
+def require_same_reference(run: RunDirectory, learner: Learner, folder: Path) -> None:
+    """Record the digest of the reference's weights when the first learner starts; compare it at every later start.
+
+    A folder that was replaced would hold the policy near something else without a word. Collective. Raises
+    RunConflictError for other weights.
+    """
+    tell_when_done(learner, lambda: _record_or_compare(run, folder))
+
+
+def _record_or_compare(run: RunDirectory, folder: Path) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    found = {file.name: one.sha256 for file, one in zip(files, fingerprints(files), strict=True) if one is not None}
+    path = run.reference_file
+    if not path.exists():
+        run.fence()
+        write_sealed_json(path, found)
+    elif read_sealed_json(path, "put back a copy, or begin another run.name") != found:
+        raise RunConflictError(
+            f"{folder} holds other weights than the reference that this run began with ({path}); put them back, or "
+            "begin another run.name"
+        )

@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from statistics import median
 
-from precision.controller import memory
-from precision.controller.ladder import Ladder
 from precision.controller.records import (
     MEASUREMENTS,
+    Cause,
     Climb,
+    ControllerSettings,
     Decision,
     Evidence,
     Failure,
@@ -42,18 +43,91 @@ from precision.controller.records import (
     Observation,
     Outcome,
     State,
+    Trial,
 )
-from precision.controller.settings import ControllerSettings
 
 WINDOW = 3
 """Batches whose median counts; in a staged run at least so many."""
+
+
 ENOUGH = 0.5
 """Of what is too much: causes that explain less are not worth a rung, which would not bring the ESS near the floor.
 More is not asked for, as a term is measured on some tokens only."""
+
+
 MOST_OF_A_TERM = 0.9
 """Of what quantization does: the groups that do the rest are many, and do little."""
+
+
 HELPS = 0.1
 """Of what is too much: a rung against staleness that takes off less shows that staleness is not to blame."""
+
+
+@dataclass(frozen=True)
+class StalenessRung:
+    """One setting against staleness."""
+
+    name: str
+    lr_by_age: bool
+    lag: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """The rungs of a run, by cost: the means against staleness and against quantization.
+
+        0  the objective's own cap       always there; costs nothing
+        1  learning rate by age          lr × (1 + age)^(-1/2): the policy leaves older samples more slowly
+        2  lower lag                     the engines wait for newer weights; each such rung halves the lag, the last is
+        0 3  promotion                     the most damaging groups of layers are held unquantized by the engines 4
+        unquantized rollouts          all groups are
+
+    Rungs 1 and 2 help against staleness, 3 and 4 against quantization. The learning rate and not the loss: with AdamW a
+    factor on the loss cancels out.
+    """
+
+    lag: int = 0
+    """Versions, of the run's schedule."""
+    lag_may_change: bool = False
+    """Whether the schedule has a lag (`async`)."""
+    stage: int = 1
+    """Batches of a stage, of a `staged` run; their ages rise from its first to its last."""
+    has_age: bool = False
+    """Whether batches are ever trained with other weights than sampled them."""
+    lr_may_change: bool = True
+    """Whether the learning rate does not go by age anyhow."""
+    engines_may_restart: bool = True
+    """Whether one engine may be started again while the run goes on."""
+    groups: tuple[str, ...] = ()
+    """Names of the groups that the engines quantize and could hold unquantized."""
+
+    @property
+    def staleness(self) -> tuple[StalenessRung, ...]:
+        """From the cheapest, which is the run's own setting."""
+        rungs = [StalenessRung("objective's cap", False, self.lag)]
+        if self.has_age and self.lr_may_change:
+            rungs.append(StalenessRung("learning rate by age", True, self.lag))
+        lag = self.lag if self.lag_may_change else 0
+        while lag > 0:
+            lag //= 2
+            rungs.append(StalenessRung(f"lag {lag}", True, lag))
+        return tuple(rungs)
+
+    def whole_stages(self, batches: int) -> int:
+        """Batches of as many stages as hold so many."""
+        return -(-batches // self.stage) * self.stage
+
+    def in_force(self, state: State) -> StalenessRung:
+        """The rung against staleness that a run is on."""
+        return self.staleness[state.staleness]
+
+    def rungs_of(self, state: State) -> tuple[str, ...]:
+        """The names of all that is in use beyond the objective's cap, cheapest first."""
+        names = [rung.name for rung in self.staleness[1 : state.staleness + 1]]
+        if state.promoted:
+            whole = len(state.promoted) == len(self.groups)
+            names.append("unquantized rollouts" if whole else f"{len(state.promoted)} groups promoted")
+        return tuple(names)
 
 
 def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence) -> Outcome:
@@ -66,13 +140,15 @@ def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     seen = _observed(settings, ladder, state, evidence)
     if len(seen.window) < ladder.whole_stages(WINDOW) or (evidence.step + 1) % ladder.stage:
         return Outcome(state=seen)
-    if _is_cooling(settings, seen, evidence.step):
+    if seen.acted is not None and evidence.step - seen.acted < settings.cooldown_steps:
         return Outcome(state=seen)
-    seen = memory.settled(settings, seen, evidence.step)
-    loss = _typical(seen)
+    seen = _forget_settled(settings, seen, evidence.step)
+    loss = median(observation.loss for observation in seen.window)
     if loss > settings.allowed_loss:
         return _climb(settings, ladder, seen, evidence, loss)
-    seen = memory.held(seen)
+    # The climb that led above the floor, if there was one, has helped.
+    helped = seen.climb is not None and seen.climb.reached is None
+    seen = _note_climb(seen, helped=helped).model_copy(update=dict(cannot_help=False))
     if loss < settings.comfortable_loss:
         return _descend(settings, ladder, seen, evidence, loss)
     return Outcome(state=seen)
@@ -103,17 +179,9 @@ def _loss_but_for_suspects(settings: ControllerSettings, state: State, evidence:
     return min([evidence.loss, *(engine.loss_of_others for engine in bad)])
 
 
-def _is_cooling(settings: ControllerSettings, state: State, step: int) -> bool:
-    return state.acted is not None and step - state.acted < settings.cooldown_steps
-
-
 def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int, what: Measurement) -> bool:
     """Once in a cool-down: a measurement costs passes over the model."""
     return what not in state.measured or step - state.measured[what] >= settings.cooldown_steps
-
-
-def _typical(state: State) -> float:
-    return median(observation.loss for observation in state.window)
 
 
 def _batches_under_way(ladder: Ladder, state: State) -> int:
@@ -130,7 +198,7 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     if (climb := state.climb) is not None and climb.reached is not None:
         # Before and after together: a loss that rises by itself hides what a rung does.
         seen = 0.5 * (climb.loss + loss)
-        state = memory.judged(state, helped=not _is_in_vain(settings, seen, climb.reached, HELPS))
+        state = _note_climb(state, helped=not _is_in_vain(settings, seen, climb.reached, HELPS))
     elif climb is not None and not can_lower and _is_in_vain(settings, climb.loss, loss, ENOUGH):
         return _give_up(settings, ladder, state, evidence.step, loss, certain=True)
     elif climb is not None and climb.loss > settings.clear_loss and _is_in_vain(settings, climb.loss, loss, HELPS):
@@ -142,7 +210,7 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     excess = loss - settings.allowed_loss
     terms = _terms(ladder, evidence, loss)
     able = {
-        "staleness": can_lower and memory.may_try(state, memory.CLIMB, evidence.step),
+        "staleness": can_lower and _may_try(state, CLIMB, evidence.step),
         "quantization": len(state.promoted) < len(ladder.groups),
     }
     possible = {cause: terms[cause] for cause, is_able in able.items() if is_able and terms[cause] > 0}
@@ -186,7 +254,7 @@ def _give_up(
     assert climb is not None
     given_back = None if certain else climb.model_copy(update=dict(reached=loss))
     back = state.model_copy(update=dict(staleness=climb.rung, climb=given_back))
-    lower = memory.gave_up(settings, back, step)
+    lower = _with_failures(settings, back, step, [CLIMB])
     decision = Decision(
         action="descend",
         cause="staleness",
@@ -202,7 +270,7 @@ def _give_up(
 def _climb_staleness(
     settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, said: str, loss: float
 ) -> Outcome:
-    failed = memory.failed(settings, state, evidence.step, (memory.staleness_key(state.staleness),))
+    failed = _note_missed(settings, state, evidence.step, (_staleness_key(state.staleness),))
     climb = state.climb or Climb(rung=state.staleness, loss=loss)
     climbed = failed.model_copy(update=dict(staleness=state.staleness + 1, climb=climb))
     # What is under way was sampled by the rung before.
@@ -226,7 +294,7 @@ def _promote(
         needed = max(excess if excess <= term else 0.0, MOST_OF_A_TERM * term)
         needed = min(loss - settings.comfortable_loss, needed)
         chosen = _most_damaging({group: evidence.groups[group] for group in left}, needed, term)
-    failed = memory.failed(settings, state, evidence.step, chosen)
+    failed = _note_missed(settings, state, evidence.step, chosen)
     # What staleness does can no longer be told from what the promotion does.
     now = dict(promoted=(*state.promoted, *chosen), quant_map=state.quant_map + 1, climb=None)
     promoted = failed.model_copy(update=now)
@@ -276,7 +344,7 @@ def _restart(
     engine = next(seen.engines[index] for seen in reversed(state.window) if index in seen.engines)
     known = state.suspects.get(index)
     times = 1 + (0 if known is None else known.times)
-    suspect = Failure(times=times, retry_at=evidence.step + memory.pause(settings, times))
+    suspect = Failure(times=times, retry_at=evidence.step + _pause(settings, times))
     after = _acted(
         state.model_copy(update=dict(suspects={**state.suspects, index: suspect})),
         evidence.step,
@@ -301,7 +369,7 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     if state.acted is not None and step - state.acted < 2 * settings.cooldown_steps:
         return Outcome(state=state)
     # Groups that are no longer on the ladder belong to engines that keep their formats.
-    ready = [group for group in state.promoted if group in ladder.groups and memory.may_try(state, group, step)]
+    ready = [group for group in state.promoted if group in ladder.groups and _may_try(state, group, step)]
     # What they would cost is measured, so that half of the headroom is enough.
     room = 0.5 * (settings.comfortable_loss + settings.allowed_loss) - loss
     if ready and evidence.unmeasurable:
@@ -311,10 +379,10 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     damage = {} if evidence.groups is None else {group: evidence.groups[group] for group in ready}
     if chosen := _least_damaging(damage, room):
         return _demote(settings, ladder, state, evidence, loss, chosen)
-    if state.staleness > 0 and memory.may_try(state, memory.staleness_key(state.staleness - 1), step):
+    if state.staleness > 0 and _may_try(state, _staleness_key(state.staleness - 1), step):
         left = ladder.in_force(state)
         lower = state.model_copy(update=dict(staleness=state.staleness - 1))
-        tried = memory.tried(settings, lower, step, "staleness", (memory.staleness_key(lower.staleness),))
+        tried = _note_given_back(settings, lower, step, "staleness", (_staleness_key(lower.staleness),))
         after = _acted(tried, step, _batches_under_way(ladder, lower))
         decision = Decision(
             action="descend",
@@ -332,7 +400,7 @@ def _demote(
     given_back = tuple(chosen)
     kept = tuple(group for group in state.promoted if group not in given_back)
     lower = state.model_copy(update=dict(promoted=kept, quant_map=state.quant_map + 1))
-    tried = memory.tried(settings, lower, evidence.step, "quantization", given_back)
+    tried = _note_given_back(settings, lower, evidence.step, "quantization", given_back)
     after = _acted(tried, evidence.step, _batches_under_way(ladder, lower))
     decision = Decision(
         action="descend",
@@ -380,3 +448,77 @@ def _damage_of(groups: Iterable[str], damage: Mapping[str, float] | None) -> str
     if damage is None:
         return "What single groups do could not be measured."
     return "Quantized alone: " + ", ".join(f"{group} ESS {_ess(damage[group])}" for group in groups) + "."
+
+
+FIRST_PAUSE = 4
+"""Cool-downs in which what has failed is not tried again. It doubles with each failure."""
+
+
+TRIAL = 4
+"""Pauses. What was given back, and is needed again within so many of its next pause, has failed."""
+
+
+LONGEST_PAUSE = 64
+"""Cool-downs; a pause does not double beyond it."""
+
+
+CLIMB = "climb"
+"""Among the failures: climbs against staleness."""
+
+
+def _forget_settled(settings: ControllerSettings, state: State, step: int) -> State:
+    """Failures are forgotten: of what was given back long enough ago and is not missed, of engines that are well."""
+    well = [
+        i for i, one in state.window[-1].engines.items() if one.loss <= settings.allowed_loss and i in state.suspects
+    ]
+    if any(step >= state.suspects[index].retry_at for index in well):
+        kept = {i: suspect for i, suspect in state.suspects.items() if i not in well or step < suspect.retry_at}
+        state = state.model_copy(update=dict(suspects=kept))
+    over = [key for key, trial in state.trials.items() if step > trial.until]
+    return _forget(state, over, over) if over else state
+
+
+def _forget(state: State, trials: Iterable[str], failures: Iterable[str]) -> State:
+    """The state that has forgotten some trials and some failures."""
+    left = {key: trial for key, trial in state.trials.items() if key not in set(trials)}
+    failed = {key: failure for key, failure in state.failures.items() if key not in set(failures)}
+    return state.model_copy(update=dict(trials=left, failures=failed))
+
+
+def _note_given_back(settings: ControllerSettings, state: State, step: int, cause: Cause, keys: Iterable[str]) -> State:
+    """The state after these were given back."""
+    times = {key: 1 + (state.failures[key].times if key in state.failures else 0) for key in keys}
+    trials = {key: Trial(cause=cause, until=step + TRIAL * _pause(settings, count)) for key, count in times.items()}
+    earlier = {key: trial for key, trial in state.trials.items() if key not in trials}
+    return state.model_copy(update=dict(trials=earlier | trials))
+
+
+def _may_try(state: State, key: str, step: int) -> bool:
+    failure = state.failures.get(key)
+    return failure is None or step >= failure.retry_at
+
+
+def _note_missed(settings: ControllerSettings, state: State, step: int, keys: Iterable[str]) -> State:
+    """The state in which what was given back a short while ago is taken back."""
+    missed = [key for key in keys if key in state.trials]
+    return _with_failures(settings, _forget(state, missed, ()), step, missed)
+
+
+def _note_climb(state: State, *, helped: bool) -> State:
+    """The state that knows what a climb has done."""
+    known = _forget(state, (), [CLIMB]) if helped else state
+    return known.model_copy(update=dict(climb=None))
+
+
+def _with_failures(settings: ControllerSettings, state: State, step: int, keys: Iterable[str]) -> State:
+    times = {key: 1 + (state.failures[key].times if key in state.failures else 0) for key in keys}
+    failures = {key: Failure(times=count, retry_at=step + _pause(settings, count)) for key, count in times.items()}
+    return state.model_copy(update=dict(failures={**state.failures, **failures}))
+
+
+def _pause(settings: ControllerSettings, times: int) -> int:
+    return settings.cooldown_steps * min(LONGEST_PAUSE, FIRST_PAUSE << (times - 1))
+
+
+def _staleness_key(rung: int) -> str:
+    return f"staleness {rung}"

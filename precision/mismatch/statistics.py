@@ -12,24 +12,153 @@ statistics are the same, bit for bit, on every rank and for any number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from precision.ess import sequence_ess_of_totals
-from precision.histogram import NUM_LOG_RATIO_BINS
-from precision.mismatch import step_tokens
-from precision.mismatch.quantiles import quantiles_of_ranks
-from precision.mismatch.splits import ALL, GROUPS, OFFSETS, SPLITS
-from precision.mismatch.step_tokens import StepTokens
-from precision.ranks import ALONE, Ranks
-from precision.ratios import MAX_LOG_RATIO, SUMS, RatioSums, log_ratio_bins, ratio_terms, require_usable
+from precision.ratios import (
+    MAX_LOG_RATIO,
+    NUM_LOG_RATIO_BINS,
+    SUMS,
+    RatioSums,
+    log_ratio_bins,
+    positions,
+    ratio_terms,
+    require_usable,
+    sequence_ess_of_totals,
+)
 from precision.torch_on_use import Tensor, torch
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to divide the tokens by one number of each; bucket i holds edges[i - 1] <= number < edges[i]."""
+
+    name: str
+    title: str
+    """What the number is, for figures."""
+    edges: tuple[float, ...]
+    buckets: tuple[str, ...]
+
+
+SPLITS = (
+    Split("advantage", "sign of the advantage", (0.0, 1.0), ("negative", "zero", "positive")),
+    Split(
+        "position",
+        "place in the response",
+        (1, 4, 16, 64, 256, 1024, 4096, 16384),
+        ("0", "1-3", "4-15", "16-63", "64-255", "256-1023", "1024-4095", "4096-16383", "16384-"),
+    ),
+    Split(
+        "entropy",
+        "learner's entropy, nats",
+        (0.01, 0.1, 0.3, 1.0, 3.0),
+        ("0-0.01", "0.01-0.1", "0.1-0.3", "0.3-1", "1-3", "3-"),
+    ),
+    Split(
+        "age",
+        "age, versions",
+        (1, 2, 3, 5, 9, 17),
+        ("0", "1", "2", "3-4", "5-8", "9-16", "17-"),
+    ),
+)
+
+
+ALL = "all"
+
+
+GROUPS = (ALL, *(f"{split.name}/{bucket}" for split in SPLITS for bucket in split.buckets))
+"""Names of the rows of every table: all tokens, then the buckets of each split. A token is in one bucket of each."""
+
+
+OFFSETS = tuple(1 + sum(len(split.buckets) for split in SPLITS[:place]) for place in range(len(SPLITS)))
+"""The row in GROUPS of each split's first bucket."""
+
+
+CHUNK_TOKENS = 1 << 16
+"""Tokens that are in work at once, more only in a response that is longer: about 40 MB of float64 terms and
+memberships."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTokens:
+    """Per response token of a step, flat, sequence after sequence, on one device."""
+
+    learner_logprobs: Tensor
+    """[responses] nats."""
+    rollout_logprobs: Tensor
+    """[responses] nats."""
+    seen: Tensor
+    """bool [responses]; False on tokens that are not compared. Whatever else is there means nothing."""
+    advantages: Tensor
+    """[responses] of which the sign is used."""
+    entropy: Tensor
+    """[responses] nats, of the learner's distribution."""
+    age: Tensor
+    """[responses] versions between the policy that sampled the token and the one that trains on it, rounded up."""
+    offsets: Tensor
+    """int64 [sequences + 1] where each response begins."""
+
+    def buckets(self) -> Tensor:
+        """int64 [seen tokens, splits]: the row in GROUPS of each token, for each of SPLITS."""
+        numbers = (self.advantages.sign(), positions(self.offsets), self.entropy, self.age)
+        columns = []
+        for split, offset, number in zip(SPLITS, OFFSETS, numbers, strict=True):
+            edges = torch.tensor(split.edges, dtype=torch.float64, device=number.device)
+            columns.append(offset + torch.bucketize(number[self.seen].double(), edges, right=True))
+        return torch.stack(columns, dim=1)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """First sequence and the one after the last of each run of whole sequences of CHUNK_TOKENS at most. They depend
+        on the lengths alone."""
+        offsets, found, first = self.offsets.cpu(), [], 0
+        while first < len(offsets) - 1:
+            fits = int(torch.searchsorted(offsets, offsets[first] + CHUNK_TOKENS, right=True)) - 1
+            after = max(fits, first + 1)
+            found.append((first, after))
+            first = after
+        return found
+
+    def part(self, first: int, after: int) -> StepTokens:
+        """The sequences from `first` to the one before `after`."""
+        offsets = self.offsets[first : after + 1]
+        tokens = slice(int(offsets[0]), int(offsets[-1]))
+        return StepTokens(
+            learner_logprobs=self.learner_logprobs[tokens],
+            rollout_logprobs=self.rollout_logprobs[tokens],
+            seen=self.seen[tokens],
+            advantages=self.advantages[tokens],
+            entropy=self.entropy[tokens],
+            age=self.age[tokens],
+            offsets=offsets - offsets[0],
+        )
+
+    def log_ratios(self) -> Tensor:
+        """float64 [responses] log pi_learner - log pi_engine; 0 where not seen. Not checked."""
+        learner, rollout = self.learner_logprobs.double(), self.rollout_logprobs.double()
+        return torch.where(self.seen, learner - rollout, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """One of `size` processes that call the same functions in the same order."""
+
+    rank: int
+    """Which of them this is, from 0."""
+    size: int
+    sum: Callable[[Tensor], Tensor]
+    """Adds a tensor, float64 or int64, over all of them, and may overwrite it. All get the same, bit for bit."""
+
+
+ALONE = Ranks(rank=0, size=1, sum=lambda tensor: tensor)
+"""One process has all the work."""
+
 
 QUANTILES = (0.0, 0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999, 1.0)
 """Of the log-ratios; between two tokens they are interpolated linearly, as NumPy does."""
+
 
 SEQUENCE_COLUMNS = (
     "num_tokens",
@@ -42,6 +171,9 @@ SEQUENCE_COLUMNS = (
     "ess",
 )
 """Of each sequence: sums over its tokens, the extremes of a token, and the ESS among its tokens."""
+
+OF_A_BUCKET = ("share", "ess", "k3_kl", "log_ratio_mean", "log_ratio_abs_mean", "ratio_max", "probability_error")
+"""Statistics of each bucket in a step's line of metrics; `share` is that of the step's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +198,13 @@ def gap(learner: Tensor, engine: Tensor, mask: Tensor | None = None) -> Gap:
     """
     selected = torch.ones_like(learner, dtype=torch.bool) if mask is None else mask
     sums = RatioSums.from_logprobs(learner, engine, selected)
+    found = sums.statistics()
     return Gap(
         num_tokens=sums.num_tokens,
-        max_abs=sums.max_abs_log_ratio,
-        mean_abs=sums.mean_abs_log_ratio,
-        k3=sums.k3_kl,
-        ess=sums.ess,
+        max_abs=float(sums.maxima.max()),
+        mean_abs=found["log_ratio_abs_mean"],
+        k3=found["k3_kl"],
+        ess=found["ess"],
     )
 
 
@@ -87,8 +220,10 @@ class GroupSums:
     @classmethod
     def zero(cls, device: torch.device | None = None) -> GroupSums:
         """Of no tokens."""
-        shapes = ((len(GROUPS), len(SUMS)), (len(GROUPS), NUM_LOG_RATIO_BINS))
-        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
+        return cls(
+            torch.zeros(len(GROUPS), len(SUMS), dtype=torch.float64, device=device),
+            torch.zeros(len(GROUPS), NUM_LOG_RATIO_BINS, dtype=torch.float64, device=device),
+        )
 
     @classmethod
     def from_tokens(cls, learner_logprobs: Tensor, rollout_logprobs: Tensor, buckets: Tensor) -> GroupSums:
@@ -97,20 +232,17 @@ class GroupSums:
         Sums are products with a 0-1 matrix, not scattered: deterministic, and quick on a GPU though groups are few.
         """
         found = cls.zero(learner_logprobs.device)
-        for start in range(0, len(buckets), step_tokens.CHUNK_TOKENS):
-            chunk = slice(start, start + step_tokens.CHUNK_TOKENS)
-            found += cls._of_chunk(learner_logprobs[chunk], rollout_logprobs[chunk], buckets[chunk])
+        for start in range(0, len(buckets), CHUNK_TOKENS):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            learner, rollout, rows = learner_logprobs[chunk], rollout_logprobs[chunk], buckets[chunk]
+            member = torch.zeros(len(learner), len(GROUPS), dtype=torch.float64, device=learner.device)
+            member[:, 0] = 1.0
+            member.scatter_(1, rows, 1.0)
+            rows = torch.cat([torch.zeros_like(rows[:, :1]), rows], dim=1)
+            cells = rows * NUM_LOG_RATIO_BINS + log_ratio_bins(learner - rollout)[:, None]
+            counts = torch.bincount(cells.flatten(), minlength=len(GROUPS) * NUM_LOG_RATIO_BINS)
+            found += cls(member.T @ ratio_terms(learner, rollout), counts.view(len(GROUPS), -1).double())
         return found
-
-    @classmethod
-    def _of_chunk(cls, learner: Tensor, rollout: Tensor, buckets: Tensor) -> GroupSums:
-        member = torch.zeros(len(learner), len(GROUPS), dtype=torch.float64, device=learner.device)
-        member[:, 0] = 1.0
-        member.scatter_(1, buckets, 1.0)
-        rows = torch.cat([torch.zeros_like(buckets[:, :1]), buckets], dim=1)
-        cells = rows * NUM_LOG_RATIO_BINS + log_ratio_bins(learner - rollout)[:, None]
-        counts = torch.bincount(cells.flatten(), minlength=len(GROUPS) * NUM_LOG_RATIO_BINS)
-        return cls(member.T @ ratio_terms(learner, rollout), counts.view(len(GROUPS), -1).double())
 
     def __add__(self, other: GroupSums) -> GroupSums:
         return GroupSums(self.sums + other.sums, self.histogram + other.histogram)
@@ -142,18 +274,34 @@ class Mismatch:
         if not bool(tokens.seen.any()):
             raise ValueError("mismatch statistics of 0 tokens are undefined, expected at least 1; check the mask")
         bounds, device = tokens.chunks(), tokens.seen.device
-        _require_usable(tokens, bounds)
+        # Each rank looks at all log-ratios, so that none is left waiting for one that has raised.
+        extreme = []
+        for each in bounds:
+            log_ratios = tokens.part(*each).log_ratios()
+            extreme.append(log_ratios[~(log_ratios.abs() <= MAX_LOG_RATIO)])
+        require_usable(torch.cat(extreme), f"of {int(tokens.seen.sum())} tokens")
         if len(bounds) == 1:
             ranks = ALONE
         mine = {place: _Chunk.of(tokens.part(*bounds[place])) for place in range(ranks.rank, len(bounds), ranks.size)}
-        sums = _added(mine, len(bounds), ranks, device)
-        sequences = _in_order(mine, bounds, ranks, device)
+        total, sequences = (
+            GroupSums.zero(device),
+            torch.zeros(bounds[-1][1], len(SEQUENCE_COLUMNS), dtype=torch.float64, device=device),
+        )
+        parts = [mine[place].sums if place in mine else total for place in range(len(bounds))]
+        sums = ranks.sum(torch.stack([part.sums for part in parts]))
+        histogram = ranks.sum(torch.stack([part.histogram for part in parts]))
+        for place in range(len(bounds)):  # in this order, whoever measured them
+            total += GroupSums(sums[place], histogram[place])
+        for place, chunk in mine.items():
+            sequences[slice(*bounds[place])] = chunk.sequences
+        rows = ranks.sum(sequences).cpu().numpy()
+        quantiles = quantiles_of_ranks(_sorted_groups(mine, device), QUANTILES, ranks)
         return Mismatch(
-            sums=_host(sums.sums)[None],
-            histogram=_host(sums.histogram)[None],
-            quantiles=_host(quantiles_of_ranks(_sorted_groups(mine, device), QUANTILES, ranks))[None],
-            sequences=sequences,
-            update=np.where(sequences[:, 0] > 0, 0, -1).astype(np.int32),
+            sums=total.sums.cpu().numpy()[None],
+            histogram=total.histogram.cpu().numpy()[None],
+            quantiles=quantiles.cpu().numpy()[None],
+            sequences=rows,
+            update=np.where(rows[:, 0] > 0, 0, -1).astype(np.int32),
         )
 
     @staticmethod
@@ -173,11 +321,9 @@ class Mismatch:
             update=update,
         )
 
-    def group(self, name: str = ALL) -> RatioSums:
-        """What the tokens of one of GROUPS add up to, over all updates."""
-        return self._cell(slice(None), GROUPS.index(name))
-
-    def _cell(self, updates: slice, row: int) -> RatioSums:
+    def group(self, name: str = ALL, updates: slice = slice(None)) -> RatioSums:
+        """Return the sums over the tokens of one of GROUPS, of all updates or of some."""
+        row = GROUPS.index(name)
         low, high = self.quantiles[updates, row, 0], self.quantiles[updates, row, -1]
         extremes = [np.fmax.reduce(high), np.fmax.reduce(-low)]
         return RatioSums(
@@ -187,68 +333,56 @@ class Mismatch:
         )
 
     def statistics(self) -> dict[str, float]:
-        """Of all tokens and of whole sequences, under the names that metrics use; quantiles are those of the last
-        update."""
+        """Return those of all tokens and of whole sequences, under the names that metrics use; quantiles are those of
+        the last update.
+
+        The ratio of a sequence is the product of its tokens' ratios. Products over long sequences leave every range of
+        numbers, so their k3 and chi2 are of ratios cut at e^MAX_LOG_RATIO; the ESS is computed in logs and cuts
+        nothing.
+        """
         quantiles = zip(QUANTILES[1:-1], self.quantiles[-1, 0, 1:-1], strict=True)
         named = {f"log_ratio_p{100 * share:g}".replace(".", "_"): float(value) for share, value in quantiles}
-        return self.group().statistics() | named | self._of_sequences()
+        seen = self.sequences[self.update >= 0]
+        column = dict(zip(SEQUENCE_COLUMNS, seen.T, strict=True))
+        totals = torch.from_numpy(column["log_ratio"])
+        means = torch.from_numpy(column["log_ratio"] / column["num_tokens"])
+        cut = totals.clamp(max=MAX_LOG_RATIO)
+        of_cut = RatioSums.from_logprobs(cut, torch.zeros_like(cut), torch.ones_like(cut, dtype=torch.bool))
+        sequence = of_cut.statistics()
+        return (
+            self.group().statistics()
+            | named
+            | {
+                "sequence_ess": sequence_ess_of_totals(totals),
+                "sequence_mean_ratio_ess": sequence_ess_of_totals(means),
+                **{f"sequence_{name}": sequence[name] for name in ("chi2", "k1_kl", "k2_kl", "k3_kl")},
+                "sequence_log_ratio_mean": float(totals.mean()),
+                "sequence_log_ratio_abs_mean": float(totals.abs().mean()),
+                "sequence_log_ratio_max": float(totals.max()),
+                "sequence_log_ratio_min": float(totals.min()),
+            }
+        )
 
     def table(self) -> tuple[tuple[str, ...], NDArray[np.float64]]:
-        """Names, and float64 [updates, groups, names]: RatioSums.statistics of each group in each update. NaN in groups
-        without tokens, and where a correlation is undefined."""
-        every = [
-            [self._cell(slice(update, update + 1), row) for row in range(len(GROUPS))]
-            for update in range(len(self.sums))
-        ]
+        """Return names, and float64 [updates, groups, names]: RatioSums.statistics of each group in each update. NaN in
+        groups without tokens, and where a correlation is undefined."""
+        every = [[self.group(name, slice(at, at + 1)) for name in GROUPS] for at in range(len(self.sums))]
         cells = [[sums.statistics() if sums.num_tokens else {} for sums in update] for update in every]
         names = tuple(dict.fromkeys(name for update in cells for cell in update for name in cell))
         return names, np.array([[[cell.get(name, math.nan) for name in names] for cell in update] for update in cells])
 
     def by_split(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Split → bucket → the few statistics that tell where the mismatch lies; without buckets that hold no token."""
-        found: dict[str, dict[str, dict[str, float]]] = {}
+        """Return split → bucket → the few statistics that tell where the mismatch lies; without buckets that hold no
+        token."""
+        found: dict[str, dict[str, dict[str, float]]] = {split.name: {} for split in SPLITS}
         total = self.group().num_tokens
         for split in SPLITS:
-            groups = ((bucket, self.group(f"{split.name}/{bucket}")) for bucket in split.buckets)
-            found[split.name] = {bucket: _told(sums, total) for bucket, sums in groups if sums.num_tokens}
+            for bucket in split.buckets:
+                sums = self.group(f"{split.name}/{bucket}")
+                if sums.num_tokens:
+                    of_bucket = {"share": sums.num_tokens / total} | sums.statistics()
+                    found[split.name][bucket] = {name: of_bucket[name] for name in OF_A_BUCKET}
         return found
-
-    def _of_sequences(self) -> dict[str, float]:
-        """Statistics of the ratios of whole sequences: the products of their tokens' ratios.
-
-        Products over long sequences leave every range of numbers, so k3 and chi2 are of ratios cut at
-        e^MAX_LOG_RATIO; the ESS is computed in logs and cuts nothing.
-        """
-        seen = self.sequences[self.update >= 0]
-        column = dict(zip(SEQUENCE_COLUMNS, seen.T, strict=True))
-        totals = torch.from_numpy(column["log_ratio"])
-        cut = totals.clamp(max=MAX_LOG_RATIO)
-        sums = RatioSums.from_logprobs(cut, torch.zeros_like(cut), torch.ones_like(cut, dtype=torch.bool))
-        means = torch.from_numpy(column["log_ratio"] / column["num_tokens"])
-        return {
-            "sequence_ess": sequence_ess_of_totals(totals),
-            "sequence_mean_ratio_ess": sequence_ess_of_totals(means),
-            "sequence_chi2": sums.chi2,
-            "sequence_k1_kl": sums.k1_kl,
-            "sequence_k2_kl": sums.k2_kl,
-            "sequence_k3_kl": sums.k3_kl,
-            "sequence_log_ratio_mean": float(totals.mean()),
-            "sequence_log_ratio_abs_mean": float(totals.abs().mean()),
-            "sequence_log_ratio_max": float(totals.max()),
-            "sequence_log_ratio_min": float(totals.min()),
-        }
-
-
-def _told(sums: RatioSums, total: int) -> dict[str, float]:
-    return {
-        "share": sums.num_tokens / total,
-        "ess": sums.ess,
-        "k3_kl": sums.k3_kl,
-        "log_ratio_mean": sums.mean_log_ratio,
-        "log_ratio_abs_mean": sums.mean_abs_log_ratio,
-        "ratio_max": sums.max_ratio,
-        "probability_error": sums.probability_error,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,37 +407,6 @@ class _Chunk:
             buckets=buckets,
             sequences=_sequences(log_ratios, learner, rollout, tokens),
         )
-
-
-def _require_usable(tokens: StepTokens, bounds: Sequence[tuple[int, int]]) -> None:
-    """Of all log-ratios; each rank looks at all of them, so that none is left waiting for one that has raised."""
-    extreme = []
-    for each in bounds:
-        log_ratios = tokens.part(*each).log_ratios()
-        extreme.append(log_ratios[~(log_ratios.abs() <= MAX_LOG_RATIO)])
-    require_usable(torch.cat(extreme), f"of {int(tokens.seen.sum())} tokens")
-
-
-def _added(mine: Mapping[int, _Chunk], count: int, ranks: Ranks, device: torch.device) -> GroupSums:
-    """The sums of all `count` chunks, added in their order, of which this rank has `mine` by place. Collective."""
-    zero = GroupSums.zero(device)
-    parts = [mine[place].sums if place in mine else zero for place in range(count)]
-    sums = ranks.sum(torch.stack([part.sums for part in parts]))
-    histogram = ranks.sum(torch.stack([part.histogram for part in parts]))
-    added = zero
-    for place in range(count):
-        added += GroupSums(sums[place], histogram[place])
-    return added
-
-
-def _in_order(
-    mine: Mapping[int, _Chunk], bounds: Sequence[tuple[int, int]], ranks: Ranks, device: torch.device
-) -> NDArray[np.float64]:
-    """The rows of all sequences. Collective."""
-    rows = torch.zeros(bounds[-1][1], len(SEQUENCE_COLUMNS), dtype=torch.float64, device=device)
-    for place, chunk in mine.items():
-        rows[slice(*bounds[place])] = chunk.sequences
-    return _host(ranks.sum(rows))
 
 
 def _sorted_groups(mine: Mapping[int, _Chunk], device: torch.device) -> list[Tensor]:
@@ -339,5 +442,68 @@ def _sequences(log_ratios: Tensor, learner: Tensor, rollout: Tensor, tokens: Ste
     return torch.cat([count[:, None], columns.masked_fill(count[:, None] == 0, math.nan)], 1)
 
 
-def _host(tensor: Tensor) -> NDArray[np.float64]:
-    return np.asarray(tensor.cpu().numpy(), np.float64)
+_LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+
+
+def quantiles_of_sorted(ordered: Tensor, orders: Sequence[float]) -> Tensor:
+    """float64 [orders] of the ascending `ordered`, float64 [values]; NaN without values. `orders` lie in [0, 1]."""
+    if not ordered.numel():
+        return torch.full((len(orders),), math.nan, dtype=torch.float64, device=ordered.device)
+    places = _places(orders, torch.tensor([ordered.numel()], device=ordered.device))[0]
+    return _between(ordered[places.floor().long()], ordered[places.ceil().long()], places)
+
+
+def quantiles_of_ranks(groups: Sequence[Tensor], orders: Sequence[float], ranks: Ranks) -> Tensor:
+    """Exact quantiles of many values, of one process or of several. torch.quantile takes no more than 16 million.
+
+    Between two values they are interpolated linearly, as NumPy does. The places of these two in the ascending order of
+    all values are known from their number. Where several ranks hold the values, each value is found by bisection: how
+    many values are not above a bound is a sum over ranks. Doubles and int64 have the same number of bits, so after 64
+    bounds at most it is found exactly, and no rank has seen the values of another.
+
+    float64 [groups, orders]: those of each group's values over all ranks, to the last bit what one rank with all of
+    them finds. `groups` are this rank's values, each float64 [values], ascending and finite. Collective.
+    """
+    if ranks.size == 1:
+        return torch.stack([quantiles_of_sorted(ordered, orders) for ordered in groups])
+    device = groups[0].device
+    counts = ranks.sum(torch.tensor([ordered.numel() for ordered in groups], device=device))
+    places = _places(orders, counts)
+    wanted = torch.cat([places.floor(), places.ceil()], dim=1).long()
+    below, above = _at([_keys(ordered) for ordered in groups], wanted, ranks).chunk(2, dim=1)
+    return torch.where(counts[:, None] > 0, _between(below, above, places), math.nan)
+
+
+def _places(orders: Sequence[float], counts: Tensor) -> Tensor:
+    """float64 [counts, orders]: where the quantiles lie in the order of so many values, from 0; 0 without values."""
+    shares = torch.tensor(orders, dtype=torch.float64, device=counts.device)
+    return shares * (counts[:, None] - 1).clamp(min=0)
+
+
+def _between(below: Tensor, above: Tensor, places: Tensor) -> Tensor:
+    return below + (above - below) * (places - places.floor())
+
+
+def _at(keys: Sequence[Tensor], wanted: Tensor, ranks: Ranks) -> Tensor:
+    """float64 [groups, wanted]: the values at these places of each group's order over all ranks, in which a group
+    without values counts as anything. `keys` are this rank's, ascending."""
+    low, high = torch.full_like(wanted, _LOWEST), torch.full_like(wanted, _HIGHEST)
+    while bool((low < high).any()):
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without an overflow
+        not_above = torch.stack(
+            [torch.searchsorted(own, bounds, right=True) for own, bounds in zip(keys, middle, strict=True)]
+        )
+        found = ranks.sum(not_above) > wanted
+        low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
+    return _values(low)
+
+
+def _keys(values: Tensor) -> Tensor:
+    """int64, shaped and ordered as the float64 `values`."""
+    bits = (values + 0.0).view(torch.int64)  # -0.0 becomes 0.0: they are equal, and their bits are not
+    return torch.where(bits < 0, bits ^ _HIGHEST, bits)
+
+
+def _values(keys: Tensor) -> Tensor:
+    """What `_keys` made these of."""
+    return torch.where(keys < 0, keys ^ _HIGHEST, keys).view(torch.float64)

@@ -13,10 +13,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from precision.measures import CAPPED_TOKENS, MEAN_WEIGHT, Measure
-from precision.objectives.base import Objective, StepContext, TokenBatch
-from precision.objectives.tokens import response_values, step_mean, token_sum
+from precision.objectives.base import Objective, StepContext, TokenBatch, response_values, step_mean, token_sum
 from precision.ratios import masked_log_ratios
+from precision.settings import CAPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor
 
 

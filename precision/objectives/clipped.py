@@ -15,10 +15,23 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from precision.measures import CLIPPED_TOKENS, Measure
-from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.tokens import response_values, rollout_k3, step_mean, token_sum
-from precision.ratios import masked_log_ratios
+from precision.objectives.base import (
+    Aggregation,
+    Objective,
+    Prepared,
+    ScoredStep,
+    StepContext,
+    TokenBatch,
+    response_values,
+    rollout_k3,
+    sampled_mean,
+    scaled_advantages,
+    score_function_loss,
+    step_mean,
+    token_sum,
+)
+from precision.ratios import masked_log_ratios, require_usable
+from precision.settings import CAPPED_TOKENS, CLIPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor, torch
 
 
@@ -123,3 +136,130 @@ class Clipped(Anchored):
             bounds=(1.0 - self.clip_low, 1.0 + self.clip_high),
             dual_clip=self.dual_clip,
         )
+
+
+class Decoupled(Objective):
+    """Decoupled PPO: the clip is around the learner's own recent policy, not around the one that sampled (arXiv
+    2110.00641; for language models AReaL, arXiv 2505.24298).
+
+        loss = -1/N sum_t sg(b_t) min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+        b_t = pi_old(y_t) / pi_b(y_t),   r_t = pi(y_t) / pi_old(y_t)
+
+    with pi_b the engine that sampled y_t, pi_old the learner before the first of several updates (on a batch, in a
+    stage), or at the version that sampled (learner.old_logprobs_at), and sg stop-gradient. Staleness and the engine's
+    other numerics then weigh a token, and do not use up the room of the clip. With a single update, and pi_old the
+    policy before it, r is 1: what is left is the importance weight b, and the clip never acts.
+
+    Dropped tokens stay in N. Measured: `cap_hits` (share of tokens with b above the cap), `weight` (mean of b as it
+    was used). Sums: see `clipped_loss`.
+    """
+
+    name: Literal["decoupled"] = "decoupled"
+    clip_low: float = Field(0.2, ge=0.0, le=1.0, description="The floor of r is 1 - clip_low.")
+    clip_high: float = Field(0.2, ge=0.0, description="The ceiling of r is 1 + clip_high.")
+    mismatch_cap: float = Field(
+        5.0,
+        ge=1.0,
+        description="Largest pi_old / pi_engine that counts as it is; 5 was the default of AReaL's code.",
+    )
+    over_cap: Literal["mask", "truncate"] = Field(
+        "mask", description="Above mismatch_cap, mask drops a token (AReaL); truncate gives it the weight mismatch_cap."
+    )
+
+    measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, CAPPED_TOKENS, MEAN_WEIGHT)
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return True
+
+    @property
+    def reads_step_logprobs(self) -> bool:
+        return False
+
+    @property
+    def clips_by_old_ratio(self) -> bool:
+        return True
+
+    def prepare(self, step: ScoredStep) -> Prepared:
+        """b becomes a factor on the advantages, pi_old the anchor. Raises as `Objective.prepare`."""
+        behavior = step.log_ratios(step.old_logprobs, step.rollout_logprobs).exp()
+        over = behavior > self.mismatch_cap
+        weights = torch.where(over, 0.0 if self.over_cap == "mask" else self.mismatch_cap, behavior)
+        return Prepared(
+            advantages=scaled_advantages(step, weights),
+            anchor_logprobs=step.old_logprobs,
+            measured={"cap_hits": sampled_mean(step, over), "weight": sampled_mean(step, weights)},
+        )
+
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
+        return clipped_loss(
+            logprobs,
+            batch,
+            context,
+            anchor_logprobs=prepared_anchor(batch),
+            bounds=(1.0 - self.clip_low, 1.0 + self.clip_high),
+        )
+
+
+class GSPO(Anchored):
+    """The ratio, and the clip, of a whole response (arXiv 2507.18071, Eq. 5 to 7).
+
+        J = mean over responses i of min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),
+        s_i = (pi(y_i) / pi_anchor(y_i))^(1 / |y_i|) = exp(mean_t log r_it)
+
+    The gradient of an unclipped s_i A_i is s_i A_i mean_t grad log pi(y_it); that of a clipped one is 0. Both s_i and
+    whether it is clipped are known once the step is scored, hence before its first micro-batch. So they become a factor
+    on the advantage, s_i or 0, of the score-function loss
+
+        loss = -1/N sum_it (factor_i A_it) log pi(y_it)
+
+    which has the paper's gradient (not its value) in any layout, and takes token-wise advantages as the paper's
+    GSPO-token does. The bounds are a few 1e-4 wide, less than rounding in bfloat16 moves a single log-probability
+    between two passes: a clip decided anew on each token of the training pass would decide by noise.
+
+    This is the mean over tokens. The paper's mean over R responses arises from advantages that carry the factor
+    N / (R |y_i|). advantage.aggregation `sequence` puts it on them; a recipe that sets no aggregation gets that one.
+
+    Measured, as shares of tokens: `clip_hits_high` (A > 0, s above), `clip_hits_low` (A < 0, s below), `clip_hits`
+    (both); `weight` (mean factor). Sums: `k3` (against the engine, token by token).
+    """
+
+    name: Literal["gspo"] = "gspo"
+    anchor: Literal["rollout", "old"] = Field(
+        "old",
+        description="What s divides by. old: the learner's own probability before the batch's first update, or before "
+        "its stage, as in the paper; the clip acts from the second update on. rollout: the engine's probability. Of "
+        "what an engine sampled log s is near -KL to the engine, not 0: in BF16 or FP8 that is often below the floor, "
+        "and most responses with A < 0 are clipped before anything was learned.",
+    )
+    clip_low: float = Field(3e-4, ge=0.0, le=1.0, description="The floor of s is 1 - clip_low; 3e-4 is the paper's.")
+    clip_high: float = Field(
+        4e-4, ge=0.0, description="The ceiling of s is 1 + clip_high; 4e-4 is the paper's, ScaleRL needed 4e-3 to 5e-3."
+    )
+
+    paper_aggregation: ClassVar[Aggregation | None] = "sequence"
+    measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, MEAN_WEIGHT)
+
+    def prepare(self, step: ScoredStep) -> Prepared:
+        """Sequence ratios and clips become factors on the advantages. Raises as `Objective.prepare`."""
+        anchor = step.old_logprobs if self.anchor == "old" else step.rollout_logprobs
+        log_ratios = step.row_mean(step.log_ratios(step.logprobs, anchor))
+        require_usable(log_ratios, f"of {step.num_rows} responses")
+        ratios = log_ratios.exp()[step.row]
+        high = (ratios > 1.0 + self.clip_high) & (step.advantages > 0)
+        low = (ratios < 1.0 - self.clip_low) & (step.advantages < 0)
+        factors = torch.where(high | low, 0.0, ratios)
+        return Prepared(
+            advantages=scaled_advantages(step, factors),
+            measured={
+                "clip_hits": sampled_mean(step, high | low),
+                "clip_hits_high": sampled_mean(step, high),
+                "clip_hits_low": sampled_mean(step, low),
+                "weight": sampled_mean(step, factors),
+            },
+        )
+
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
+        return score_function_loss(logprobs, batch, context), {"k3": rollout_k3(logprobs, batch)}

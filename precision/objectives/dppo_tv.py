@@ -15,10 +15,18 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from precision.measures import CLIPPED_TOKENS, Measure
-from precision.objectives.base import Aggregation, Objective, StepContext, TokenBatch
-from precision.objectives.tokens import response_values, rollout_k3, step_mean, token_sum
+from precision.objectives.base import (
+    Aggregation,
+    Objective,
+    StepContext,
+    TokenBatch,
+    response_values,
+    rollout_k3,
+    step_mean,
+    token_sum,
+)
 from precision.ratios import masked_log_ratios
+from precision.settings import CLIPPED_TOKENS, Measure
 from precision.torch_on_use import Tensor, torch
 
 

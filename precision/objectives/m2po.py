@@ -24,9 +24,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
-from precision.measures import CLIPPED_TOKENS, MEAN_WEIGHT, Measure
-from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.tokens import (
+from precision.objectives.base import (
+    Objective,
+    Prepared,
+    ScoredStep,
+    StepContext,
+    TokenBatch,
     response_values,
     rollout_k3,
     sampled_mean,
@@ -35,6 +38,7 @@ from precision.objectives.tokens import (
     token_sum,
 )
 from precision.ratios import masked_log_ratios
+from precision.settings import CLIPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor, torch
 
 

@@ -23,10 +23,17 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from precision.measures import CLIPPED_TOKENS, Measure
-from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
+from precision.objectives.base import (
+    Objective,
+    Prepared,
+    ScoredStep,
+    StepContext,
+    TokenBatch,
+    sampled_mean,
+    scaled_advantages,
+)
 from precision.objectives.clipped import clipped_loss
-from precision.objectives.tokens import sampled_mean, scaled_advantages
+from precision.settings import CLIPPED_TOKENS, Measure
 from precision.torch_on_use import Tensor, torch
 
 

@@ -2,8 +2,8 @@
 
     loss = 1/N sum_t { -sg(min(rho_t, e)) A_t log pi(y_t) + (1 - e) K_t },   rho_t = pi(y_t) / pi_b(y_t)
 
-with pi the learner, pi_b the engine that sampled y_t, e the ESS of the batch (`precision.ess`), K an estimator of the
-anchor KL(pi || pi_b) (`precision.kl_estimators`) and sg stop-gradient. There is no clip to tune: where the two policies
+with pi the learner, pi_b the engine that sampled y_t, e the ESS of the batch (`precision.ratios`), K an estimator of
+the anchor KL(pi || pi_b) (`precision.ratios`) and sg stop-gradient. There is no clip to tune: where the two policies
 agree e is 1 and this is the plain policy gradient; where they part every weight shrinks and the anchor takes over.
 
 The authors' code (github.com/FeynRL-project/FeynRL) takes the ESS of each micro-batch over all ranks, as
@@ -21,12 +21,29 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from precision.ess import ess_from_sums, sequence_ess_of_totals, token_ess
-from precision.kl_estimators import importance_kl, official_kl
-from precision.measures import CAPPED_TOKENS, MEAN_WEIGHT, Measure
-from precision.objectives.base import Aggregation, Objective, Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.tokens import response_values, step_mean, token_sum
-from precision.ratios import masked_log_ratios
+from precision.objectives.base import (
+    Aggregation,
+    Objective,
+    Prepared,
+    ScoredStep,
+    StepContext,
+    TokenBatch,
+    response_values,
+    step_mean,
+    token_sum,
+)
+from precision.objectives.clipped import prepared_anchor
+from precision.ratios import (
+    ess_from_sums,
+    importance_kl,
+    masked_log_ratios,
+    official_kl,
+    sequence_ess_of_totals,
+    staleness_ess,
+    token_ess,
+    with_gradient,
+)
+from precision.settings import CAPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor, torch
 
 PARTS_OF_THE_LOSS = Measure(
@@ -146,3 +163,161 @@ def checked_ess(step_ess: float | None) -> float:
     if not (math.isfinite(step_ess) and 0.0 < step_ess <= 1.0):
         raise FloatingPointError(f"step_ess is {step_ess}, expected a number in (0, 1]; take it from `prepare`")
     return step_ess
+
+
+class P4O(Objective):
+    """P4O, experimental: P3O anchored to a mixture of the engine and the learner's own policy at the start of the
+    stage.
+
+        e_b, e_old = ESS of pi / pi_b and of pi / pi_old,   e = min(e_b, e_old)
+        pi_mix      = (w_b pi_b + w_old pi_old) / (w_b + w_old),   w_b = 1 - e_b,   w_old = 1 - e_old
+        loss        = 1/N sum_t { -sg(min(rho_t, e)) A_t log pi(y_t) + (1 - e) K_t },   rho_t = pi(y_t) / pi_b(y_t)
+
+    with K the official estimator of KL(pi || pi_mix) (`precision.ratios`); from P3O's authors' code
+    (github.com/FeynRL-project/FeynRL, algs/P4O), except that the two ESS are of the whole step, not of a micro-batch.
+
+    Why experimental: the two-anchor extension collapsed after step 16 at temperature 1.2 in figure 8 of P3O's paper
+    (arXiv 2605.12380), where P3O itself held, and no paper describes this form of it. On the first step of a stage
+    pi_old is pi, so that w_old is 0 and P4O is P3O; the two differ only where a stage has several steps.
+
+    Sums: as P3O's; `kl` is that to the mixture. Measured: `rollout_ess` and `old_ess` (e_b and e_old).
+    """
+
+    name: Literal["p4o"] = Field("p4o", description="P3O with a second anchor; experimental.")
+
+    paper_aggregation: ClassVar[Aggregation | None] = "token"
+    measures: ClassVar[tuple[Measure, ...]] = (
+        CAPPED_TOKENS,
+        MEAN_WEIGHT,
+        PARTS_OF_THE_LOSS,
+        Measure(
+            ESS_IN_USE.title,
+            (
+                *ESS_IN_USE.lines,
+                ("rollout_ess", "of the engine", "blue"),
+                ("old_ess", "of the stage's start", "teal"),
+            ),
+        ),
+    )
+
+    @property
+    def has_term_without_advantage(self) -> bool:
+        return True
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return True
+
+    def prepare(self, step: ScoredStep) -> Prepared:
+        """Both ESS, and log pi_mix of every token as the anchor.
+
+        Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens.
+        """
+        anchors = (step.rollout_logprobs, step.old_logprobs)
+        rollout_ess, old_ess = (token_ess(step.log_ratios(step.logprobs, x)[step.sampled]) for x in anchors)
+        return Prepared(
+            advantages=step.advantages,
+            anchor_logprobs=_mixture(step, weights=(1.0 - rollout_ess, 1.0 - old_ess)),
+            step_ess=min(rollout_ess, old_ess),
+            measured={"rollout_ess": rollout_ess, "old_ess": old_ess},
+        )
+
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
+        _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, batch.mask)
+        to_mixture, _ = masked_log_ratios(logprobs, prepared_anchor(batch), batch.mask)
+        ess = checked_ess(context.step_ess)
+        return capped_and_anchored(logprobs, batch, context, ratios=ratios, kl=official_kl(to_mixture), ess=ess)
+
+
+def _mixture(step: ScoredStep, *, weights: tuple[float, float]) -> Tensor:
+    """[tokens], in the dtype of the log-probabilities: log of the weighted mean of the engine's and the old
+    probability; 0 where not sampled."""
+    total = sum(weights)
+    if total <= 0.0:  # Neither anchor has moved: 1 - e is 0 as well, and whatever stands here counts for nothing.
+        weights, total = (1.0, 0.0), 1.0
+    terms = [
+        torch.where(step.sampled, anchor.double(), 0.0) + (math.log(weight / total) if weight > 0.0 else -math.inf)
+        for weight, anchor in zip(weights, (step.rollout_logprobs, step.old_logprobs), strict=True)
+    ]
+    return torch.where(step.sampled, torch.logaddexp(*terms), 0.0).to(step.rollout_logprobs.dtype)
+
+
+class Split(Objective):
+    """A capped importance weight against all of the mismatch, and a KL anchor against staleness alone.
+
+        loss  = 1/N sum_t { -sg(min(rho_t, cap)) A_t log pi(y_t) + (1 - e) K_t }
+        rho_t = pi(y_t) / pi_b(y_t) = w_q w_s,   w_q = pi_old(y_t) / pi_b(y_t),   w_s = pi(y_t) / pi_old(y_t)
+
+    with pi the learner, pi_b the engine that sampled y_t, pi_old the learner at the version that sampled y_t, e the ESS
+    of w_s under pi_old (`precision.ratios.staleness_ess`) and sg stop-gradient. w_q is what engine and learner disagree
+    about, w_s what the learner has changed since. The weight corrects both; the anchor pulls back along w_s only.
+    Toward the engine it would pull the learner to its own quantized copy, which follows the learner: the pull would
+    feed on itself.
+
+    K = w_q (w_s log w_s - w_s + 1) is unbiased for KL(pi || pi_old) under samples from pi_b. Its gradient here is
+    sg(min(rho, cap)) log w_s grad log pi: the true slope is rho log w_s, and the cap keeps one token from dominating.
+
+    A hypothesis of this project's, tried in docs/evidence/robust.md; no paper describes it. While pi_old is pi, in sync
+    with one update a batch, it is CISPO.
+
+    Sums: `cap_hits` (tokens with rho > cap), `weight` (min(rho, cap)), `kl` (K before its weight), `policy_loss` and
+    `kl_loss` (the two terms of the loss). Measured: `staleness_ess` (e).
+    """
+
+    name: Literal["split"] = "split"
+    cap: float = Field(5.0, ge=1.0, description="Largest importance weight of a token, in both terms of the loss.")
+
+    paper_aggregation: ClassVar[Aggregation | None] = "token"
+    measures: ClassVar[tuple[Measure, ...]] = (
+        CAPPED_TOKENS,
+        MEAN_WEIGHT,
+        PARTS_OF_THE_LOSS,
+        Measure("ESS of the staleness", (("staleness_ess", "under pi_old", "violet"),)),
+    )
+
+    @property
+    def has_term_without_advantage(self) -> bool:
+        return True
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return True
+
+    @property
+    def needs_sampling_logprobs(self) -> bool:
+        return True
+
+    def prepare(self, step: ScoredStep) -> Prepared:
+        """The ESS of the staleness over the whole step, and pi_old as the anchor. Raises FloatingPointError when a
+        log-ratio is not finite, ValueError without tokens."""
+        mismatch = step.log_ratios(step.old_logprobs, step.rollout_logprobs)[step.sampled]
+        ess = staleness_ess(mismatch, step.log_ratios(step.logprobs, step.old_logprobs)[step.sampled])
+        return Prepared(
+            advantages=step.advantages,
+            anchor_logprobs=step.old_logprobs,
+            step_ess=ess,
+            measured={"staleness_ess": ess},
+        )
+
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
+        mask, ess = batch.mask, checked_ess(context.step_ess)
+        _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, mask)
+        anchor = prepared_anchor(batch)
+        staleness, _ = masked_log_ratios(logprobs, anchor, mask)
+        _, mismatch = masked_log_ratios(anchor, batch.rollout_logprobs, mask)
+        learner = response_values(logprobs, mask, "logprobs")
+        advantages = response_values(batch.advantages, mask, "advantages")
+        weights, stale = ratios.clamp(max=self.cap), staleness.detach()
+        policy = -weights * advantages * learner
+        kl = with_gradient(ratios * stale - ratios + mismatch, weights * stale, staleness)
+        anchor_term = (1.0 - ess) * kl
+        sums = {
+            "cap_hits": token_sum(ratios > self.cap, mask),
+            "weight": token_sum(weights, mask),
+            "kl": token_sum(kl, mask),
+            "policy_loss": token_sum(policy, mask),
+            "kl_loss": token_sum(anchor_term, mask),
+        }
+        return step_mean(policy + anchor_term, mask, context), sums

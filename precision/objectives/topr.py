@@ -19,9 +19,19 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from precision.measures import CAPPED_TOKENS, MEAN_WEIGHT, Measure
-from precision.objectives.base import Aggregation, Objective, Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.tokens import rollout_k3, sampled_mean, scaled_advantages, score_function_loss
+from precision.objectives.base import (
+    Aggregation,
+    Objective,
+    Prepared,
+    ScoredStep,
+    StepContext,
+    TokenBatch,
+    rollout_k3,
+    sampled_mean,
+    scaled_advantages,
+    score_function_loss,
+)
+from precision.settings import CAPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor, torch
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
-from pipeline.beside_loop import beside_loop
+from pipeline.background import beside_loop
 from rollout_sglang.answers.samples import SampleReader
 
 PIECE_BYTES = 1 << 16

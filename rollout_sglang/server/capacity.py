@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pipeline.config.rollout_section import RolloutSection
 from pipeline.errors import LayoutError, RecipeError
-from pipeline.server_arguments import option
+from pipeline.gpu_needs import option
 
 DEFAULT_MEM_FRACTION = 0.85
 """Assumed when the recipe's extra_args do not set it. SGLang itself chooses by GPU and settings."""

@@ -84,7 +84,7 @@ def register_hooks() -> None:
 
 def note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
     """Leave a file of the name that the server gives its shared memory, among its temporary files: who removes those
-    (pipeline.scratch) removes the shared memory, too. Before 0.5.23 it is named after a socket, which is there."""
+    (pipeline.child_process) removes the shared memory. Before 0.5.23 it is named after a socket, which is there."""
     if name := getattr(ports, "instance_id", ""):
         Path(tempfile.gettempdir(), name).touch()
 

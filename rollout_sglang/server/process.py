@@ -12,10 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from pipeline.child_process import ChildProcess
+from pipeline.child_process import ChildProcess, ending, first_error, last_lines, remove_scratch
 from pipeline.errors import EngineStartError, PortInUseError
-from pipeline.process_log import ending, first_error, last_lines
-from pipeline.scratch import remove_scratch
 from precision.text import without
 
 LOG_LINES = 12
@@ -44,7 +42,7 @@ class ServerProcess(ChildProcess):
         scratch: Path | None = None,
     ) -> None:
         """Start `command`. `ready_url` answers 2xx once the server can be used; `secret` is kept out of error
-        messages; `scratch` is a folder (pipeline.scratch) that is removed with the server."""
+        messages; `scratch` is a folder (pipeline.child_process) that is removed with the server."""
         self._scratch = scratch
         super().__init__(command, log, environment, own_session=True)
         self._ready_url = ready_url

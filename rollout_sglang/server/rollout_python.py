@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.child_process import program_environment
 from pipeline.errors import EngineStartError
-from pipeline.requirements import pip_install
+from pipeline.importing import pip_install
 from rollout_sglang.server import run_module
 
 PYTHON_VARIABLE = "EVENKEEL_ROLLOUT_PYTHON"

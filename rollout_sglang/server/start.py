@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from pipeline.child_process import make_scratch, remove_scratch, scratch_environment
 from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import PortInUseError, RecipeError
-from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from precision.text import parse_object
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE

@@ -17,7 +17,7 @@ from pipeline.data.deltas import is_whole, read_link
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import numbered
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.stopwatch import Stopwatch
+from pipeline.spans import Stopwatch
 from rollout_sglang.engine_pool import EnginePool, PooledEngine
 from rollout_sglang.target import Target
 from rollout_sglang.weights.replica import replica_name

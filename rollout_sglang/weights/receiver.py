@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec
+from pipeline.ports.weights import ProcessGroupSpec, TensorSpec
 from rollout_sglang.protocol import INVALIDATED, UNVERIFIED, Updated
 from rollout_sglang.server.sglang_compat import DialectOf
 from rollout_sglang.transport import Lost, Transport

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.child_process import make_scratch, remove_scratch
 from pipeline.data.deltas import MANIFEST_FILE, read_link
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.errors import EvenKeelError, StoreError, SupersededError
-from pipeline.scratch import make_scratch, remove_scratch
 from precision.text import one_line
 from rollout_sglang.server.start import EngineSpec
 from rollout_sglang.weights.replica import Replica, replica_name

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 from precision.text import one_line
 from rollout_sglang.protocol import Checksums
 from rollout_sglang.transport import Transport

@@ -1,4 +1,4 @@
-"""The fleet as a receiver of tensors: implements pipeline.ports.weight_update.WeightUpdateSession.
+"""The fleet as a receiver of tensors: implements pipeline.ports.weights.WeightUpdateSession.
 
     begin_weight_update   number → engines that answer: pause, begin, `unverified`      (the process that publishes)
     attend                the other senders hear number and engines, and send as part of that update
@@ -28,10 +28,8 @@ from typing import Unpack
 from pipeline import spans
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import EvenKeelError, FatalError, RetryableError
-from pipeline.ports.coming_check import ComingCheck
-from pipeline.ports.weight_check import WeightCheck
-from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec, WeightUpdateReport
-from pipeline.stopwatch import Stopwatch
+from pipeline.ports.weights import ComingCheck, ProcessGroupSpec, TensorSpec, WeightCheck, WeightUpdateReport
+from pipeline.spans import Stopwatch
 from rollout_sglang.client import CONTROL_DEADLINE_S
 from rollout_sglang.engine_pool import PooledEngine
 from rollout_sglang.fleet import Fleet

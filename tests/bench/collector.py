@@ -38,7 +38,7 @@ from rich.table import Table
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from pipeline.beside_loop import spare_collections
+from pipeline.background import spare_collections
 from pipeline.data.batch import Completion, LogprobContract, Prompt
 from pipeline.data.batch_format import arrays_of
 from pipeline.data.event_log import EventLog, read_events

@@ -36,8 +36,7 @@ from launch.plan.costs import Durations, steady_seconds_per_step
 from launch.run.processes import child_environment
 from pipeline.analysis.flight.timeline import RANK_ZERO, STEP, timeline
 from pipeline.analysis.run_log import RunLog
-from pipeline.child_process import ChildProcess
-from pipeline.process_log import log_tail
+from pipeline.child_process import ChildProcess, log_tail
 from pipeline.schedule import Schedule
 from rollout_sglang.server.start import free_port
 from tests.bench.loop import ROWS, WARM_STEPS, Row, make_model, recipe_of, write_prompts

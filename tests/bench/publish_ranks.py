@@ -17,7 +17,7 @@ from megatron_bridge.weight_sync.buckets import Bucket, pack
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import RunDirectory
-from pipeline.ports.weight_update import WeightChannel
+from pipeline.ports.weights import WeightChannel
 from tests.bench.loopback import Loopback
 
 CHANNELS = ("disk", "broadcast", "ipc")

@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.child_process import ChildProcess
+from pipeline.child_process import ChildProcess, log_tail
 from pipeline.config.loader import differing_keys
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, FatalError, RunConflictError
-from pipeline.process_log import log_tail
 from tests.evidence.matrix import (
     REPOSITORY,
     Cell,

@@ -102,7 +102,7 @@ def test_p3o_matches(
 ) -> None:
     stored = load(name)
     tensors = (torch.from_numpy(stored[field]) for field in ("logprobs", "sampler_logprobs", "mask"))
-    ess = RatioSums.from_logprobs(*tensors).ess
+    ess = RatioSums.from_logprobs(*tensors).statistics()["ess"]
     assert ess == pytest.approx(float(stored["ess"]), rel=1e-12)
     objective = P3O(ess_scope=scope, kl_estimator=estimator)
     loss, gradient, _ = evaluate(stored, objective, ess if scope == "step" else None, dtype)

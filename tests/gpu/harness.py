@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launch.run.processes import child_environment
+from pipeline.child_process import log_tail
 from pipeline.data.files import write_atomically
-from pipeline.process_log import log_tail
 from tests.gpu.child import missing_file
 from tests.gpu.goals import Figures, Goal
 from tests.gpu.machine import ROOT

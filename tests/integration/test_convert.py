@@ -30,7 +30,7 @@ from pipeline.config.loader import load_recipe
 from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import CorruptCheckpointError
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 from pipeline.trainer.checkpoints import COMMIT, commit
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.start import EngineSpec, free_port

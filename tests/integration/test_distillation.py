@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.advantages.distillation import mean_reverse_kl
+from pipeline.advantages.compute import mean_reverse_kl
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.store import BatchStore
 from tests.support.engine_forks import forked_engines

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.errors import EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.router import RouterClient
 from rollout_sglang.server.process import free_ports

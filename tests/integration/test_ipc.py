@@ -23,8 +23,7 @@ from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import WeightCheck
-from pipeline.ports.weight_update import WeightUpdateReport
+from pipeline.ports.weights import WeightCheck, WeightUpdateReport
 from precision.formats.quant_map import QuantMap
 from precision.formats.streams import quantize_state
 from rollout_sglang.server.process import ServerProcess

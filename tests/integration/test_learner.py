@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megatron_bridge.parallel.layout import Layout
 from pipeline.data.run_directory import RunDirectory
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.integration.workers import learner_scenarios

@@ -16,7 +16,7 @@ from pipeline.data.event_log import log_files, read_events, read_metrics
 from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from precision.formats.quant_map_file import QuantMapFile
 from tests.chaos.flips.flip import KINDS, try_flip
 from tests.chaos.flips.runs import complete

@@ -21,7 +21,7 @@ from launch.attribution.engine import audit_engine
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.writer import write_policy
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from precision.formats.audit import Finding, formats_of
 from precision.formats.quant_map import QuantMap
 from precision.formats.weight_statistics import emulated_modules

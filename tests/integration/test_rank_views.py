@@ -46,7 +46,7 @@ def wait_for_batch(folder: Path, case: str) -> tuple[str, float]:
     """Rank 1 sees nothing of the run for a while, or ever. What came of the wait, and how long it took."""
     import torch.distributed as dist
 
-    from pipeline.trainer.batch_source import BatchSource
+    from pipeline.trainer.batches import BatchSource
 
     rank = dist.get_rank()
     run = RunDirectory(folder / "run")

@@ -19,7 +19,7 @@ from pipeline.config.rollout_section import RolloutPrecision
 from pipeline.data.batch import Completion
 from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import Probe, WeightCheck, probe_rows
+from pipeline.ports.weights import Probe, WeightCheck, probe_rows
 from precision.formats.quant_map import QuantMap
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
+from pipeline.advantages.compute import AdvantageComputer
 from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample, Share
+from pipeline.ports.learner import Update
+from pipeline.trainer.batches import MiniBatch, mini_batches
+from pipeline.trainer.loop import Trainer
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="ab" * 32)
 
@@ -52,3 +59,21 @@ def batch_of_rewards(
     return Batch.from_groups(
         index, groups, contract=contract, dropped=(), next_group=len(groups), recipe_sha256="cd" * 32
     )
+
+
+def parts_of(computer: AdvantageComputer, batch: Batch, count: int) -> list[MiniBatch]:
+    """The mini-batches of a batch, with the advantages that `computer` gives it."""
+    return mini_batches(computer, batch, computer.compute_advantages(batch), count)
+
+
+def update_of(trainer: Trainer, batch: Batch) -> Update:
+    """Have a trainer make its step on a batch, without publishing or saving; return what it would record."""
+    found: list[Update] = []
+    nothing: Any = SimpleNamespace(
+        wait=lambda index, meanwhile: batch, advance=lambda *_, **__: None, after=lambda *_: {}, steps=-1
+    )
+    trainer.batches = trainer.checkpoints = trainer.schedule = nothing
+    trainer.channel, trainer.checkpoint_every = None, batch.index + 2
+    with patch.object(trainer, "_record", lambda batch, update, *_: found.append(update)):
+        trainer._train_on(batch.index)
+    return found[0]

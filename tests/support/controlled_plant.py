@@ -12,11 +12,9 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from precision.controller.ladder import Ladder
-from precision.controller.policy import decide
-from precision.controller.records import Decision, EngineEvidence, Evidence, State
-from precision.controller.settings import ControllerSettings
-from precision.step_size import lr_factor
+from precision.controller.policy import Ladder, decide
+from precision.controller.records import ControllerSettings, Decision, EngineEvidence, Evidence, State
+from precision.ratios import lr_factor
 
 Drift = Callable[[int], float]
 """Factor on a cause at a step."""

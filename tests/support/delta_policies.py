@@ -15,7 +15,7 @@ from pipeline.data.checksums import list_checksums
 from pipeline.data.deltas import INDEX_FILE, Delta, DeltaWriter, state_of
 from pipeline.data.files import temporary_name
 from pipeline.data.run_directory import numbered
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 
 Tensors = Mapping[str, NDArray[np.uint8]]
 NAMES = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight")

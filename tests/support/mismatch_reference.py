@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from precision.mismatch.statistics import QUANTILES
-from precision.mismatch.step_tokens import StepTokens
+from precision.mismatch.statistics import QUANTILES, StepTokens
 
 Array = NDArray[Any]
 AGES = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9-16": (9, 16), "17-": (17, 10**9)}

@@ -21,7 +21,7 @@ from pipeline.analysis.mismatch.findings import ROUNDING_NATS, tied_suspects
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.ports.weight_check import WEIGHT_CHECK_FILE
+from pipeline.ports.weights import WEIGHT_CHECK_FILE
 from tests.support.engine_faults import engine_fault
 
 LAYER = "model.layers.1"

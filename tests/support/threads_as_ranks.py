@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from precision.ranks import Ranks
+from precision.mismatch.statistics import Ranks
 
 T = TypeVar("T")
 DEADLINE_S = 60.0

@@ -21,7 +21,7 @@ from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.run_recipes import recipe_in_force
 from pipeline.data.store import BatchStore
 from pipeline.data.zarr_zip import write_zarr_zip
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from pipeline.trainer.checkpoints import Checkpoints
 from precision.controller.records import Evidence, State
 from tests.support.batches import CONTRACT, batch_of_rewards

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.config.loader import recipe_from
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
+from precision.ratios import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 
 START = 1_700_000_000.0
 SECONDS = {"wait": 1.2, "logprobs": 0.2, "update": 0.4, "publish": 0.15, "save": 0.05}

@@ -41,8 +41,8 @@ from pipeline.data.files import require_space, temporary_name
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Engines
-from pipeline.ports.weight_check import Probe, WeightCheck
-from pipeline.stopwatch import Stopwatch
+from pipeline.ports.weights import Probe, WeightCheck
+from pipeline.spans import Stopwatch
 from precision.formats.quant_map import QuantMap
 from precision.formats.quantize import quantize_block
 from precision.formats.streams import quantize_state
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class DeltaChannel:
-    """Implements pipeline.ports.weight_update.WeightChannel. Construction is collective."""
+    """Implements pipeline.ports.weights.WeightChannel. Construction is collective."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from pipeline.analysis.figures.drawing import COLORS, WIDE, Named, draw_line, re
 from pipeline.analysis.run_log import RunLog
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.run_directory import RunDirectory, unfenced
-from precision.controller.settings import ControllerSettings
+from precision.controller.records import ControllerSettings
 
 TITLE = "ESS, floor and decisions"
 

@@ -13,8 +13,8 @@ from pipeline.analysis.figures import drawing
 from pipeline.analysis.figures.drawing import Named
 from pipeline.analysis.pages.hover import add_values
 from pipeline.analysis.run_log import RunLog, number
-from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
-from precision.mismatch.splits import SPLITS, Split
+from precision.mismatch.statistics import SPLITS, Split
+from precision.ratios import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 
 LAST_STEPS = 10
 """Over which the tokens of a bucket are counted together."""

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import numpy as np
 from matplotlib.axes import Axes
 
-from pipeline.advantages.weight_curves import WeightCurves, binomial_weight_curves, weight_curves
+from pipeline.advantages.methods import WeightCurves, binomial_weight_curves, weight_curves
 from pipeline.analysis.figures import drawing
 from pipeline.analysis.figures.drawing import Named
 from pipeline.analysis.run_log import RunLog
-from precision.measures import Measure
+from precision.settings import Measure
 
 KL_TO_REFERENCE = Measure("KL to the reference, nats a token", (("kl_to_reference", "k3", "violet"),), floor=0.0)
 """Of a run with `reference`."""

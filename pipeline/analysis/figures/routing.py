@@ -1,7 +1,7 @@
 """The figures of a report about a mixture's experts: what replaying the engine's choice took away.
 
 Both curves of a pair are of the same samples, scored before each step with the engine's experts and with the learner's
-own (pipeline.trainer.replay_effect).
+own (pipeline.trainer.loop).
 """
 
 from __future__ import annotations

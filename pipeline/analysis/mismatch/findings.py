@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from precision.formats.rollout_format import RolloutFormat
-from precision.mismatch.localization import TRIED_SCALE
+from precision.mismatch.attribution import TRIED_SCALE
 
 ROUNDING_NATS = {"float32": 1e-4, "bfloat16": 2e-2}
 """Mean |term| that the rounding of two implementations may cause, by the coarser dtype of activations."""

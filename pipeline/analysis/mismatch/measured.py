@@ -10,9 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from precision.mismatch.attribution import TokenScores, attribute, by_bucket, split_by_layer, term_statistics
-from precision.mismatch.localization import LEAST_SCALE, suspects
-from precision.mismatch.splits import SPLITS
+from precision.mismatch.attribution import (
+    LEAST_SCALE,
+    TokenScores,
+    attribute,
+    by_bucket,
+    split_by_layer,
+    suspects,
+    term_statistics,
+)
+from precision.mismatch.statistics import SPLITS
 from precision.torch_on_use import Tensor, torch
 
 MOST_SUSPECTS = 5
@@ -118,7 +125,7 @@ class Measured:
         ]
 
     def _by(self, name: str, values: NDArray[np.float64], terms: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Mean |term| in each bucket of one of precision.mismatch.splits, up to the last that has tokens."""
+        """Mean |term| in each bucket of one of precision.mismatch.statistics, up to the last that has tokens."""
         split = next(one for one in SPLITS if one.name == name)
         bucket = np.digitize(values, split.edges).astype(np.int64)
         return self._buckets(terms, bucket, split.buckets[: int(bucket.max()) + 1])

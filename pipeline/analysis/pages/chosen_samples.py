@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.batch import Batch
-from pipeline.ports.looked_at import looked_at
+from pipeline.ports.learner import looked_at
 
 MOST_BATCHES, MOST_GROUPS, MOST_SAMPLES = 6, 4, 8
 """Of a run, of a batch, of a group: siblings fit beside one another, and a page can be looked through."""

@@ -28,7 +28,7 @@ from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, ModelError
-from pipeline.ports.looked_at import looked_at
+from pipeline.ports.learner import looked_at
 from pipeline.tasks.tokenizer import Tokenizer
 
 MOST_TOKENS = 48_000

@@ -21,7 +21,7 @@ from pipeline.data.quant_maps import NumberedMaps, read_quant_map
 from pipeline.data.run_directory import RunDirectory, numbered_folders
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from pipeline.trainer.checkpoints import Checkpoints
 from rollout_sglang.weights.update_lease import Updates
 

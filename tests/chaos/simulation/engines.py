@@ -20,9 +20,9 @@ from pipeline.data.batch import Completion, FinishReason
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from pipeline.rewards.pool import Verdict
-from pipeline.rollout.priority_semaphore import gather_or_cancel
+from pipeline.rollout.group_sampler import gather_or_cancel
 from rollout_sglang.weights.update_lease import UpdateKind, Updates
 from tests.chaos.simulation.world import World
 

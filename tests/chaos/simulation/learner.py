@@ -93,7 +93,7 @@ def write_policy(weights: str, target: Path, fence: Callable[[], None]) -> None:
 
 
 class SimulatedChannel:
-    """Implements pipeline.ports.weight_update.WeightChannel, in the order of the disk channel or of a streamed one."""
+    """Implements pipeline.ports.weights.WeightChannel, in the order of the disk channel or of a streamed one."""
 
     def __init__(
         self,

@@ -12,8 +12,7 @@ from typing import Any
 
 from launch.roles.base import status_of
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.advantages.methods.fade import FADE
-from pipeline.advantages.methods.grpo import GRPO
+from pipeline.advantages.methods import FADE, GRPO
 from pipeline.data.batch import LogprobContract, Prompt
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
@@ -22,16 +21,15 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, StoppedError
 from pipeline.ports.engines import Sampling
+from pipeline.rollout.batch_builder import SolvedPromptRule
 from pipeline.rollout.collector import Collector, CollectorSettings
-from pipeline.rollout.interruption import Interruption
-from pipeline.rollout.solved_prompts import SolvedPromptRule
+from pipeline.rollout.group_sampler import Interruption
 from pipeline.schedule import Schedule
 from pipeline.tasks.mixture import PromptOrder
-from pipeline.trainer.batch_source import BatchSource
+from pipeline.trainer.batches import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints, Saved
-from pipeline.trainer.loop import Trainer
+from pipeline.trainer.loop import Scoring, Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs
-from pipeline.trainer.scoring import Scoring
 from rollout_sglang.weights.update_lease import Updates
 from tests.chaos.simulation.engines import VOCABULARY, EngineRoom, SimulatedFleet, SimulatedVerifiers
 from tests.chaos.simulation.learner import HashLearner, SimulatedChannel, seed_policy

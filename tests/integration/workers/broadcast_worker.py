@@ -24,7 +24,7 @@ from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 from precision.objectives.p3o import P3O
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from rollout_sglang.weights.weight_update import FleetUpdateSession

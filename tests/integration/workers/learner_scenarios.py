@@ -20,7 +20,7 @@ from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.data.batch import Batch, KeptSets, LogprobContract, Response, given_batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from precision.formats.quant_map import QuantMap
 from precision.objectives.p3o import P3O
 from precision.supervised import Supervised

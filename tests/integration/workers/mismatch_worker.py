@@ -19,11 +19,8 @@ from megatron_bridge.step.micro_batches import TokenRows
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.batch import Batch
-from precision.mismatch.splits import GROUPS
-from precision.mismatch.statistics import GroupSums, Mismatch
-from precision.mismatch.step_tokens import StepTokens
+from precision.mismatch.statistics import GROUPS, GroupSums, Mismatch, Ranks, StepTokens
 from precision.objectives.p3o import P3O
-from precision.ranks import Ranks
 from tests.support import mismatch_reference as reference
 
 
@@ -44,7 +41,7 @@ def in_layout(folder: Path, layout: str) -> dict[str, float]:
         captured.append(tokens)
         return Mismatch.of_step(tokens, ranks)
 
-    several_chunks = patch("precision.mismatch.step_tokens.CHUNK_TOKENS", 40)
+    several_chunks = patch("precision.mismatch.statistics.CHUNK_TOKENS", 40)
     with several_chunks, patch("megatron_bridge.step.mismatch.Mismatch", of_step=of_step):
         update = learner.update(batch, advantages.astype(np.float32), learner.logprobs(batch))
     assert update.mismatch is not None

@@ -20,7 +20,6 @@ from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe
 from pipeline.data.batch import Batch
-from pipeline.trainer.reference import with_reference
 
 OLD_ANCHOR = dict(name="clipped", anchor="old")
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -71,7 +70,8 @@ def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tupl
     batch = batch_with_unsampled_tokens(learner.model_config.vocab_size)
     before = weights(learner)
     if made.reference is not None:
-        batch = with_reference(ReferencePolicy(learner, folder / "reference"), batch)
+        reference = ReferencePolicy(learner, folder / "reference")
+        batch = dataclasses.replace(batch, reference_logprobs=reference.logprobs(batch))
         assert np.array_equal(weights(learner), before), "the policy is back"
     scored = learner.logprobs(batch)
     random = np.random.default_rng(1)

@@ -22,12 +22,12 @@ ADAPTERS_MAY_USE = (
         "pipeline.config.recipe",
         "pipeline.config.rollout_section",
         "pipeline.child_process",
-        "pipeline.process_log",
-        "pipeline.requirements",
-        "pipeline.scratch",
+        "pipeline.child_process",
+        "pipeline.importing",
+        "pipeline.child_process",
     ),
-    *("pipeline.spans", "pipeline.stopwatch", "pipeline.background"),
-    *("pipeline.beside_loop", "pipeline.server_arguments"),
+    *("pipeline.spans", "pipeline.spans", "pipeline.background"),
+    *("pipeline.background", "pipeline.gpu_needs"),
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""
 LOOPS = ("pipeline.rollout.collector", "pipeline.trainer.loop")
@@ -152,14 +152,14 @@ def test_arrows(room: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "fine"),
     [
-        ("precision.ess", "from pipeline.errors import NonFiniteError", False),
+        ("precision.ratios", "from pipeline.errors import NonFiniteError", False),
         ("pipeline.schedule", "def f():\n    import megatron_bridge.learner", False),
         ("megatron_bridge.learner", "from rollout_sglang.client import EngineClient", False),
         ("rollout_sglang.client", "from pipeline.data.store import BatchStore", False),
         ("pipeline.trainer.loop", "from pipeline.analysis.summary import summary", False),
         ("pipeline.data.store", "from pipeline.trainer.loop import Trainer", False),
         ("pipeline.ports.engines", "from pipeline.rollout import collector", False),
-        ("pipeline.trainer.loop", "from precision.ess import token_ess", True),
+        ("pipeline.trainer.loop", "from precision.ratios import token_ess", True),
         ("rollout_sglang.client", "from pipeline.ports.engines import Sampling", True),
         ("launch.cli", "import megatron_bridge.learner", True),
         ("launch.cli", "from launch.roles.commands import role_app", True),

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from launch.run.sft import SFT_METRICS
-from pipeline.trainer.replay_effect import MEASURED
+from pipeline.trainer.loop import MEASURED
 from precision.mismatch.alarms import RULES
-from precision.mismatch.statistics import Mismatch
-from precision.mismatch.step_tokens import StepTokens
+from precision.mismatch.statistics import Mismatch, StepTokens
 from tests.support.glossary import unexplained
 from tests.support.pages import ROOT
 
@@ -93,7 +92,7 @@ def test_what_the_learner_and_the_loop_add_is_explained() -> None:
     added |= literal_keys_of("pipeline/trainer", "describe")
     added |= literal_keys_of("pipeline/trainer/loop.py", "_record") - {"save"}  # a phase in `seconds`
     added |= literal_keys_of("pipeline/control/loop.py", "after")
-    added |= literal_keys_of("pipeline/trainer/mini_batches.py", "counted")
+    added |= literal_keys_of("pipeline/trainer/batches.py", "counted")
     added |= fields_of("megatron_bridge/step/expert_replay.py", "Replayed") | set(SFT_METRICS)
     added |= {f"{measure}_{which}_replay" for measure in MEASURED for which in ("with", "without")}
     assert unexplained(added) == []

@@ -22,7 +22,7 @@ def test_every_breakage_can_be_applied_and_its_tests_exist() -> None:
 
 def test_text_that_is_not_there_or_ambiguous_is_refused() -> None:
     for old, count in (("no such text", 0), ("import", r"\d+")):
-        with pytest.raises(ValueError, match=f"stands {count} times in precision/ess.py, expected once"):
+        with pytest.raises(ValueError, match=f"stands {count} times in precision/ratios.py, expected once"):
             check([replace(MUTATIONS[0], old=old)])
 
 

@@ -106,7 +106,7 @@ def weights_of_pytorch(folder: Path) -> None:
 
 def without(package: str) -> Callable[[Workshop], list[str]]:
     def make(shop: Workshop) -> list[str]:
-        shop.patch.setattr("pipeline.requirements.find_spec", lambda name: None if name == package else name)
+        shop.patch.setattr("pipeline.importing.find_spec", lambda name: None if name == package else name)
         return shop.train()
 
     return make

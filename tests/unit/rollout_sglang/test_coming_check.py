@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.errors import EngineVersionError
-from pipeline.ports.coming_check import ComingCheck
-from pipeline.ports.weight_check import Probe, WeightCheck
+from pipeline.ports.weights import ComingCheck, Probe, WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.weight_verifier import WeightVerifier
 from rollout_sglang.weights.update_lease import fresh_number

@@ -16,7 +16,7 @@ from pipeline.data.checksums import list_checksums
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, FatalError, StoreError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import Probe, WeightCheck
+from pipeline.ports.weights import Probe, WeightCheck
 from rollout_sglang.fleet import ATTEMPTS, REFUSALS, Fleet
 from rollout_sglang.protocol import UNKNOWN_ENGINE
 from rollout_sglang.weights.update_lease import Updates

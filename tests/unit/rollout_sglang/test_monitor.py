@@ -17,7 +17,7 @@ from pipeline.data.membership import Member, Membership
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, SupersededError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from rollout_sglang import engine_pool, monitor, transport
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet

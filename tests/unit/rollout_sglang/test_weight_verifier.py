@@ -15,9 +15,8 @@ import pytest
 from pipeline.data.batch import Completion
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import Probe, WeightCheck
+from pipeline.ports.weights import ComingCheck, Probe, WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
 from rollout_sglang.target import Target

@@ -21,7 +21,7 @@ from pipeline.config.recipe import LearnerSection
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
-from precision.mismatch.localization import suspects
+from precision.mismatch.attribution import suspects
 from precision.supervised import Supervised
 from tests.support.learners import learner_here
 

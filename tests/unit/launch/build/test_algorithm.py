@@ -11,8 +11,7 @@ from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
-from precision.corrections.base import Corrected
-from precision.corrections.tis import TIS
+from precision.corrections import TIS, Corrected
 from precision.objectives.clipped import Clipped
 
 

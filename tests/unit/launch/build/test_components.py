@@ -18,8 +18,8 @@ from launch.build.components import (
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
-from pipeline.rollout.interruption import Interruption
-from pipeline.rollout.solved_prompts import SolvedPromptRule
+from pipeline.rollout.batch_builder import SolvedPromptRule
+from pipeline.rollout.group_sampler import Interruption
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 

@@ -25,8 +25,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.ports.learner import Update
-from pipeline.stopwatch import Stopwatch
-from tests.support.batches import batch_of_rewards
+from tests.support.batches import batch_of_rewards, update_of
 from tests.support.one_rank import OneRank
 
 SCHEDULES: tuple[dict[str, Any], ...] = (
@@ -50,7 +49,7 @@ class Counting(OneRank):
 
     def update(self, batch: Batch, *_: Any, **__: Any) -> Update:
         zeros = torch.zeros(batch.num_response_tokens)
-        return Update(metrics=dict(num_tokens=1.0), histogram=[1.0], device_logprobs=zeros)
+        return Update(metrics=dict(num_tokens=1.0, entropy=0.5), histogram=[1.0], device_logprobs=zeros)
 
 
 class Versions:
@@ -100,7 +99,7 @@ def taken(recipe: Recipe, run: RunDirectory) -> float:
     for step in STEPS:
         batch = batch_of(step)
         sampled = np.full_like(batch.policy_version, schedule.required_version(step))
-        trainer._update(replace(batch, policy_version=sampled), Stopwatch())
+        update_of(trainer, replace(batch, policy_version=sampled))
         tokens += batch.num_response_tokens
     return learner.tokens / tokens
 
@@ -118,7 +117,7 @@ def test_a_batch_is_scored_as_often_as_plan_counts(
     monkeypatch.setattr(module, "BatchSource", lambda **_: SimpleNamespace(wait=lambda index, _: batch_of(index)))
     run = RunDirectory(tmp_path)
     run.make_folders()
-    counted = {recipe.sha256(): (scoring_passes(recipe), taken(recipe, run)) for recipe in recipes(objective)}
+    counted = {repr(recipe): (scoring_passes(recipe), taken(recipe, run)) for recipe in recipes(objective)}
     assert len(counted) > 20
     assert {name: both for name, both in counted.items() if both[0] != both[1]} == {}
 

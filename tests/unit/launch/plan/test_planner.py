@@ -25,7 +25,7 @@ from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import LearnerSection
 from pipeline.config.rollout_section import RolloutSection
 from pipeline.errors import FatalError, LayoutError, ModelError, RecipeError
-from pipeline.server_arguments import option
+from pipeline.gpu_needs import option
 from rollout_sglang.server.capacity import engine_capacity, weight_bytes
 
 ROOT = Path(__file__).parents[4]

@@ -20,9 +20,9 @@ from tests.support.runs import evenkeel
 MINE = '''
 from typing import Literal
 from pydantic import BaseModel
-from pipeline.advantages.base import Advantage
+from pipeline.advantages.methods import Advantage
 from pipeline.tasks.task import GeneratedTask, Problem
-from precision.corrections.base import Correction
+from precision.corrections import Correction
 from precision.objectives.base import Objective
 
 class Plain(Objective):

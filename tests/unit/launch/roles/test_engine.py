@@ -34,7 +34,7 @@ from pipeline.errors import (
     StoppedError,
     SupersededError,
 )
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from pipeline.resume.resume import go_on_with
 from rollout_sglang.server.process import ServerProcess, free_port
 from rollout_sglang.server.start import EngineSpec

@@ -16,7 +16,7 @@ from pipeline.data.membership import Member
 from pipeline.data.quant_maps import QUANT_MAP_FILE, digest_of, read_quant_map, write_quant_map
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import EngineVersionError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from precision.controller.records import Evidence, State
 from precision.formats.quant_map_file import QuantMapFile
 from rollout_sglang.target import Target

@@ -11,7 +11,7 @@ from launch.roles.engine import hold_weights, release_weights
 from pipeline.data.checksums import list_checksums
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from rollout_sglang.server.start import EngineSpec
 
 

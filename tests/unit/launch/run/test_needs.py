@@ -28,7 +28,7 @@ def recipe_of(folder: Path, model: Path, **sections: dict[str, object]) -> Recip
 
 def test_packages_of_the_learner(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_learner_here(recipe_of(tmp_path, model))
-    monkeypatch.setattr("pipeline.requirements.find_spec", lambda package: None if package == "mbridge" else package)
+    monkeypatch.setattr("pipeline.importing.find_spec", lambda package: None if package == "mbridge" else package)
     with pytest.raises(MachineError, match=r"has no mbridge, which the learner needs: pip install mbridge==0.15.1 "):
         check_learner_here(recipe_of(tmp_path, model))
 
@@ -40,7 +40,7 @@ def test_fp8_in_hardware(tmp_path: Path, model: Path, precision: str, monkeypatc
     with pytest.raises(MachineError, match=f"learner.precision is {precision}.*and this machine has none; use fp32"):
         check_learner_here(recipe)
     monkeypatch.setattr(preflight, "has_cuda", lambda: True)
-    monkeypatch.setattr("pipeline.requirements.find_spec", lambda package: package != "transformer_engine" or None)
+    monkeypatch.setattr("pipeline.importing.find_spec", lambda package: package != "transformer_engine" or None)
     with pytest.raises(MachineError, match=r"no Transformer Engine: pip install 'transformer-engine\[pytorch\]<"):
         check_learner_here(recipe)
 

@@ -20,7 +20,7 @@ from megatron_bridge.hf.headers import DTYPES, weight_files
 from megatron_bridge.hf.shard_writer import HEADER_BYTES, whole_tensors, write_shards
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from pipeline.errors import ModelError
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 from tests.support.examples import examples
 
 STATES = st.dictionaries(

@@ -13,11 +13,11 @@ import pytest
 from launch.verify.layout_ranks import TEMPERATURE, make_batch
 from launch.verify.layouts import write_model
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.advantages.methods.dr_grpo import DrGRPO
+from pipeline.advantages.methods import DrGRPO
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.data.batch import Batch
-from pipeline.trainer.mini_batches import mini_batches
 from precision.objectives.p3o import P3O
+from tests.support.batches import parts_of
 from tests.support.learners import learner_here
 
 # Megatron-Core calls much of itself and of torch deprecated.
@@ -45,7 +45,7 @@ def metrics(model: Path, batch: Batch) -> dict[str, float]:
     settings = DrGRPO.model_validate(dict(aggregation="token"))
     computer = AdvantageComputer(section=settings, estimator=settings.estimator(), max_new_tokens=9)
     with learner_here(model, section, P3O(), temperature=TEMPERATURE, seed=0, total_steps=2) as learner:
-        [part] = mini_batches(computer, batch, 1)
+        [part] = parts_of(computer, batch, 1)
         scored = learner.score(part.batch)
         return learner.update(part.batch, part.advantages, scored, old_logprobs=scored, trained=part.trained).metrics
 

@@ -15,13 +15,11 @@ from torch import Tensor
 from launch.verify.layout_ranks import TEMPERATURE, make_batch
 from launch.verify.layouts import write_model
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.advantages.methods.dr_grpo import DrGRPO
+from pipeline.advantages.methods import DrGRPO
 from pipeline.config.recipe import LearnerSection, OptimizerSection
-from pipeline.stopwatch import Stopwatch
-from pipeline.trainer.loop import Trainer
-from pipeline.trainer.scoring import Scoring
-from pipeline.trainer.step_size import StepSize
-from precision.objectives.p4o import P4O
+from pipeline.trainer.loop import Scoring, Trainer
+from precision.objectives.p3o import P4O
+from tests.support.batches import update_of
 from tests.support.learners import learner_here
 
 # Megatron-Core calls much of itself and of torch deprecated.
@@ -69,7 +67,7 @@ def test_a_step_copies_no_log_probabilities_to_the_host(tmp_path: Path, updates:
                 advantage_computer=computer,
                 scoring=Scoring(prepares=True, reads_step=True, reads_old=True),
                 updates_per_batch=updates,
-                step_size=StepSize(),
+                lr_by_lag="none",
                 old_logprobs=SimpleNamespace(of=lambda batch, *_: learner.score(batch), versions=None),
             )
         )
@@ -79,7 +77,7 @@ def test_a_step_copies_no_log_probabilities_to_the_host(tmp_path: Path, updates:
             assert torch.ones(least).tolist(), "what is counted"
             assert copies == ["tolist"]
             copies.clear()
-            update = trainer._update(batch, Stopwatch())
+            update = update_of(trainer, batch)
             assert copies == []
             assert len(update.logprobs) == batch.num_response_tokens
             assert copies, "whoever writes them copies them"

@@ -13,7 +13,7 @@ from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import NonFiniteError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from precision.formats.quant_map import QuantMap
 from precision.formats.quant_map_file import QuantMapFile
 

@@ -221,9 +221,9 @@ def test_a_sender_that_was_killed_leaves_nothing_behind() -> None:
 LENDS = """
 import os, torch
 from megatron_bridge.weight_sync.shared_buffer import SharedBuffer
-from pipeline import scratch
+from pipeline import child_process
 import tempfile
-tempfile.tempdir = str(scratch.make_scratch("learner"))
+tempfile.tempdir = str(child_process.make_scratch("learner"))
 buffer = SharedBuffer(1 << 20, torch.device("cpu"))
 print(buffer.file, flush=True)
 for child in open(f"/proc/self/task/{os.getpid()}/children").read().split():  # the guard, and torch's own
@@ -239,7 +239,7 @@ def test_what_everybody_that_was_killed_has_lent_goes_at_the_next_start(tmp_path
     file = Path(said.stdout.split()[0])
     assert file.stat().st_size >= 1 << 20, said.stderr
     try:
-        start = "from pipeline.scratch import make_scratch; make_scratch('learner')"
+        start = "from pipeline.child_process import make_scratch; make_scratch('learner')"
         subprocess.run([sys.executable, "-c", start], env=environment, timeout=60, check=True)
         assert not file.exists()
     finally:

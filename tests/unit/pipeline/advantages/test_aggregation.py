@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.advantages.aggregation import batch_normalized, token_advantages
+from pipeline.advantages.compute import batch_normalized, token_advantages
 from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="ab" * 32)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.advantages.groups import Grouped
+from pipeline.advantages.methods import Grouped
 from pipeline.config.algorithm import AdvantageSection
 from pipeline.data.batch import Batch
 from precision.objectives.base import StepContext, TokenBatch

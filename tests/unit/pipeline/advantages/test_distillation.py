@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.advantages.compute import AdvantageComputer
-from pipeline.advantages.distillation import Distillation, mean_reverse_kl, reverse_kl
-from pipeline.advantages.methods.dr_grpo import DrGRPO
+from pipeline.advantages.compute import AdvantageComputer, mean_reverse_kl, reverse_kl
+from pipeline.advantages.methods import Distillation, DrGRPO
 from pipeline.config.loader import load_recipe
 from pipeline.data.batch import TEACHER_FAILED, Batch
 from pipeline.errors import RecipeError, StoreError
-from pipeline.trainer.mini_batches import mini_batches
 from precision.objectives.base import StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
-from tests.support.batches import batch_of_rewards
+from tests.support.batches import batch_of_rewards, parts_of
 
 TEACHER = Path("teacher")
 
@@ -42,7 +40,7 @@ MIXED = batch_of_rewards([[1.0, 0.0], [1.0, 1.0]], unsampled=0.3)
 
 
 def test_each_token_is_judged_by_the_teacher_alone() -> None:
-    (part,) = mini_batches(computer(coefficient=2.0), taught(MIXED, 0.25), 1)
+    (part,) = parts_of(computer(coefficient=2.0), taught(MIXED, 0.25), 1)
     np.testing.assert_allclose(part.advantages, np.where(MIXED.loss_mask, -0.5, 0.0), atol=1e-6)
     assert part.trained is None, "groups of equal rewards are learned from like the others"
     assert mean_reverse_kl(taught(MIXED, 0.25)) == pytest.approx(0.25)
@@ -59,14 +57,14 @@ def test_a_teacher_alone_needs_no_second_sample_of_a_prompt(advantage: str) -> N
         distillation=recipe.distillation,
     )
     batch = taught(batch_of_rewards([[1.0], [0.0], [1.0]]), 0.25)
-    (part,) = mini_batches(made, batch, 1)
+    (part,) = parts_of(made, batch, 1)
     np.testing.assert_allclose(part.advantages, np.full(len(part.advantages), -0.25), atol=1e-6)
     with pytest.raises(RecipeError, match="group_size is 1"):
         load_recipe(Path("distill"), [*overrides, "distillation.reward_coefficient=1.0"])
 
 
 def test_a_reward_counts_beside_it() -> None:
-    (part,) = mini_batches(computer(reward_coefficient=3.0), taught(MIXED, 0.25), 1)
+    (part,) = parts_of(computer(reward_coefficient=3.0), taught(MIXED, 0.25), 1)
     of_reward = np.repeat([0.5, -0.5, 0.0, 0.0], MIXED.response_lengths)
     np.testing.assert_allclose(part.advantages, np.where(MIXED.loss_mask, 3.0 * of_reward - 0.25, 0.0), atol=1e-6)
 
@@ -84,12 +82,12 @@ def test_what_the_teacher_alone_judges_needs_neither_a_second_sample_nor_a_rewar
     failed = np.array([1.0, np.nan, np.nan, np.nan], np.float32)
     batch = replace(batch_of_rewards([[1.0, 0.0], [1.0, 0.0]]), reward_parts={TEACHER_FAILED: failed})
     assert computer().compute_advantages(batch).in_loss.all(), "the other sample of the first prompt is learned from"
-    (part,) = mini_batches(computer(), taught(batch, 0.25), 1)
+    (part,) = parts_of(computer(), taught(batch, 0.25), 1)
     assert part.batch.num_samples == 4
 
 
 def test_it_is_averaged_as_the_recipe_says() -> None:
-    (part,) = mini_batches(computer("sequence"), taught(MIXED, 1.0), 1)
+    (part,) = parts_of(computer("sequence"), taught(MIXED, 1.0), 1)
     sums = np.add.reduceat(part.advantages, MIXED.response_offsets[:-1])
     np.testing.assert_allclose(sums, -MIXED.num_sampled_tokens / 4, rtol=1e-6)
 
@@ -117,7 +115,7 @@ def test_its_gradient_is_that_of_the_reverse_kl() -> None:
 
 def test_a_batch_without_a_teacher_is_refused() -> None:
     with pytest.raises(StoreError, match="batch 0 has no log-probabilities of a teacher"):
-        mini_batches(computer(), MIXED, 1)
+        parts_of(computer(), MIXED, 1)
 
 
 @pytest.mark.parametrize(

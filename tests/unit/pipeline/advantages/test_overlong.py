@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.advantages.methods.dr_grpo import DrGRPO
-from pipeline.advantages.methods.grpo import GRPO
-from pipeline.advantages.overlong import OverlongPenalty
+from pipeline.advantages.methods import GRPO, DrGRPO, OverlongPenalty
 from pipeline.config.loader import load_recipe
 from pipeline.data.batch import Batch
 from pipeline.errors import RecipeError
-from pipeline.trainer.mini_batches import mini_batches
 from precision.objectives.base import Aggregation
-from tests.support.batches import batch_of_rewards
+from tests.support.batches import batch_of_rewards, parts_of
 
 DAPO = OverlongPenalty(buffer_tokens=4096)
 LONGEST = 20_480
@@ -94,19 +91,19 @@ def test_a_truncated_sample_counts_in_its_group_and_not_in_the_loss() -> None:
     kept, excluded = (computer(truncated=choice) for choice in ("keep", "exclude"))
     values = [each.compute_advantages(batch).values.tolist() for each in (kept, excluded)]
     assert values[0] == values[1], "the group is compared whole"
-    [part] = mini_batches(excluded, batch, 1)
+    [part] = parts_of(excluded, batch, 1)
     sampled = np.repeat([True, False, True, True, False, False], batch.response_lengths)
     assert part.batch.loss_mask.tolist() == sampled.tolist()
     assert part.batch.num_sampled_tokens == sampled.sum(), "the denominator"
     assert not part.advantages[~sampled].any()
     assert part.trained is not None
     assert part.trained.tolist() == [True, False, True, True, False, True]
-    assert mini_batches(kept, batch, 1)[0].batch.loss_mask.tolist() == batch.loss_mask.tolist()
+    assert parts_of(kept, batch, 1)[0].batch.loss_mask.tolist() == batch.loss_mask.tolist()
 
 
 def test_a_group_of_truncated_samples_is_no_part_of_a_step() -> None:
     batch = of_lengths([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]], truncated=[2, 3], failed=[])
-    parts = mini_batches(computer(truncated="exclude"), batch, 3)
+    parts = parts_of(computer(truncated="exclude"), batch, 3)
     assert [part.samples.tolist() for part in parts] == [
         [True, True, False, False, False, False],
         [False, False, False, False, True, True],
@@ -115,7 +112,7 @@ def test_a_group_of_truncated_samples_is_no_part_of_a_step() -> None:
 
 def test_a_batch_of_truncated_samples_alone_makes_a_step_without_advantage() -> None:
     batch = of_lengths([[1.0, 0.0], [0.0, 1.0]], truncated=[0, 1, 2, 3], failed=[])
-    [part] = mini_batches(computer(truncated="exclude"), batch, 1)
+    [part] = parts_of(computer(truncated="exclude"), batch, 1)
     assert part.batch.num_sampled_tokens == batch.num_sampled_tokens
     assert not part.advantages.any()
 
@@ -150,7 +147,7 @@ def test_a_rate_that_would_rise_is_refused() -> None:
 def test_what_is_left_out_is_in_no_denominator(aggregation: str) -> None:
     """A batch with samples that nothing is learned from is trained on as the batch of the others."""
     batch = of_lengths([[1.0, 0.0, 0.0, 0.0]], truncated=[2], failed=[3])
-    [part] = mini_batches(computer(truncated="exclude", aggregation=aggregation), batch, 1)
+    [part] = parts_of(computer(truncated="exclude", aggregation=aggregation), batch, 1)
     values = computer().compute_advantages(batch).values
     lengths = batch.response_lengths[:2]
     total = lengths.sum()

@@ -15,7 +15,7 @@ from pipeline.data.batch import Batch, DroppedGroup
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError
-from pipeline.rollout.solved_prompts import SolvedPromptRule
+from pipeline.rollout.batch_builder import SolvedPromptRule
 from pipeline.schedule import Schedule
 
 MakeBatch = Callable[..., Batch]

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from launch.build.components import build_objective
-from pipeline.advantages.base import Advantage, Groups, Rewards
-from pipeline.advantages.methods.power import Power
+from pipeline.advantages.methods import Advantage, Groups, Power, Rewards
 from pipeline.analysis.figures import objective
 from pipeline.analysis.html_report import render_page
 from pipeline.analysis.run_log import RunLog
@@ -22,7 +21,7 @@ from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from precision.measures import Measure
+from precision.settings import Measure
 from tests.support.objective_runs import run
 from tests.support.own_class import EXAMPLE, SECTION
 from tests.support.scored_steps import scored_step

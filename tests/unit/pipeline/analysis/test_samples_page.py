@@ -23,7 +23,7 @@ from pipeline.analysis.trajectories import Background, render_batch, sample_rows
 from pipeline.data.batch import Batch, Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.rollout.sample_event import kept_responses
+from pipeline.rollout.evaluation import kept_responses
 from pipeline.tasks import build_task
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from tests.support.batches import CONTRACT

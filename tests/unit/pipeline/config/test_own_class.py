@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[4]
 OTHERS = """
 from typing import Literal
 import numpy as np
-from pipeline.advantages.base import Advantage
-from precision.corrections.base import Correction
+from pipeline.advantages.methods import Advantage
+from precision.corrections import Correction
 from precision.objectives.base import Objective
 
 class Centered(Advantage):

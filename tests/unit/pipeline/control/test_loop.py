@@ -20,13 +20,11 @@ from pipeline.data.membership import Member
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import StoreError, SupersededError
 from pipeline.ports.learner import Update
-from pipeline.trainer.mini_batches import MiniBatch, merge_updates
-from precision.controller.ladder import Ladder
-from precision.controller.records import Evidence, State
-from precision.controller.settings import ControllerSettings
-from precision.ess import loss_of, token_ess
-from precision.mismatch.statistics import Mismatch
-from precision.mismatch.step_tokens import StepTokens
+from pipeline.trainer.batches import MiniBatch, merge_updates
+from precision.controller.policy import Ladder
+from precision.controller.records import ControllerSettings, Evidence, State
+from precision.mismatch.statistics import Mismatch, StepTokens
+from precision.ratios import loss_of, token_ess
 from tests.support.batches import batch_of_rewards
 
 SETTINGS = ControllerSettings(ess_floor=0.95, cooldown_steps=3)
@@ -330,7 +328,7 @@ def updated(given: Batch, samples: np.ndarray, mean: float, ran: np.ndarray) -> 
     responses = np.repeat(samples, given.response_lengths)
     advantages = np.ones(len(seen), np.float32)
     return (
-        MiniBatch(batch=part, advantages=advantages, trained=None, samples=samples, responses=responses),
+        MiniBatch(batch=part, advantages=advantages, trained=None, samples=samples, responses=responses, counts={}),
         Update(metrics=mismatch.statistics(), histogram=[0.0], device_logprobs=logprobs, mismatch=mismatch),
     )
 

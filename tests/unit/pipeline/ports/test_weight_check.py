@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import StoreError
-from pipeline.ports.weight_check import WEIGHT_CHECK_FILE, Probe, WeightCheck, probe_rows
+from pipeline.ports.weights import WEIGHT_CHECK_FILE, Probe, WeightCheck, probe_rows
 
 PROBE = Probe(rows=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.5), (-0.1234567,)), max_mean_gap_nats=0.25)
 

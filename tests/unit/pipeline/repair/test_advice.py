@@ -17,7 +17,7 @@ from pipeline.data.epochs import claim, epoch_folder, newest
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weights import WeightCheck
 from pipeline.repair.apply import apply, repaired_paths
 from pipeline.repair.damage import find_damage
 from pipeline.repair.plan import plan_repair

@@ -25,7 +25,7 @@ from pipeline.errors import RunConflictError
 from pipeline.repair.apply import apply, repaired_paths
 from pipeline.repair.damage import find_damage
 from pipeline.repair.plan import Plan, plan_repair
-from pipeline.rollout.group_allocator import HoleAllocator
+from pipeline.rollout.batch_builder import HoleAllocator
 from tests.support.delta_policies import drawn, moved, write_version
 from tests.support.whole_runs import GROUPS, damage, finish, whole_run
 

@@ -30,7 +30,7 @@ from pipeline.tasks import build_task
 from pipeline.tasks.digits import SortDigits
 from pipeline.tasks.mixture import MixedOrder, Mixture, Source
 from pipeline.tasks.tokenizer import Tokenizer
-from pipeline.trainer.batch_figures import describe
+from pipeline.trainer.batches import describe
 from tests.support.collecting import GROUP, PROMPTS, build, collect, engines_of
 
 SCHEDULES = [

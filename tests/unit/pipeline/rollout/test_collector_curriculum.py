@@ -18,11 +18,10 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import PromptsExhaustedError
 from pipeline.rewards.pool import Verdict, Verifiers
-from pipeline.rollout.batch_builder import num_repeated
+from pipeline.rollout.batch_builder import SolvedPromptRule, num_repeated
 from pipeline.rollout.collector import Collector
-from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.schedule import Schedule
-from pipeline.trainer.batch_figures import asked_solve_rate, describe
+from pipeline.trainer.batches import asked_solve_rate, describe
 from precision.mismatch.alarms import alarms
 from tests.support.collecting import GROUP, PROMPTS, PretendEngines, batches, build, collect, engines_of
 

@@ -15,8 +15,8 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import LostBatch
 from pipeline.errors import StoreError
 from pipeline.rewards.pool import Verifiers
+from pipeline.rollout.batch_builder import SolvedPromptRule
 from pipeline.rollout.collector import Collector
-from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.schedule import Schedule
 from tests.support.collecting import GROUP, PROMPTS, batches, build, collect, engines_of
 
@@ -46,13 +46,13 @@ def test_a_hole_is_made_again_with_the_groups_that_it_had(
     """With refills and solved prompts, so that batches take groups of each other's ranges. Made again they need fewer,
     where each group tells its samples apart, or would like to have more, where none does."""
     first = collector_of(run, verifiers, STAGED)
-    asyncio.run(asyncio.wait_for(first._collect_batches(), 60))
+    asyncio.run(asyncio.wait_for(first._collect(), 60))
     before = batches(first.store)
     for index in gone:
         first.store.path(index).unlink()
     again = collector_of(run, verifiers, STAGED)
     engines_of(again).solves = lambda _digits, member: informative and member == 0
-    asyncio.run(asyncio.wait_for(again._collect_batches(), 60))
+    asyncio.run(asyncio.wait_for(again._collect(), 60))
     after = batches(again.store)
     assert [batch.index for batch in after] == list(range(8))
     owners = Counter(group for batch in after for group in groups_of(batch))
@@ -99,7 +99,7 @@ def test_a_batch_that_a_checkpoint_has_learned_from_is_not_sampled_again(
 ) -> None:
     """Its version is still served, but what was learned was another batch."""
     collector = collector_of(run, verifiers, STAGED)
-    asyncio.run(asyncio.wait_for(collector._collect_batches(), 60))
+    asyncio.run(asyncio.wait_for(collector._collect(), 60))
     (run.checkpoints / "000003").mkdir()
     (run.checkpoints / "000003" / "COMMIT").touch()
     collector.store.path(2).unlink()

@@ -15,7 +15,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Sampling
 from pipeline.rewards.pool import Verifiers
-from pipeline.rollout.interruption import Interruption
+from pipeline.rollout.group_sampler import Interruption
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
 from tests.support.collecting import GROUP, PretendEngines, batches, build, collect

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.data.checksums import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import StoreError
+from pipeline.errors import RunConflictError, StoreError
 from pipeline.schedule import Schedule
-from pipeline.stopwatch import Stopwatch
-from pipeline.trainer.old_logprobs import OldLogprobs
+from pipeline.spans import Stopwatch
+from pipeline.trainer.old_logprobs import OldLogprobs, require_same_reference
 from tests.support.one_rank import OneRank
 
 
@@ -204,3 +205,20 @@ def test_what_one_rank_cannot_read_ends_every_rank(tmp_path: Path, monkeypatch: 
     found = again.of(batch(1), Stopwatch(), nothing)
     assert found is not None
     assert found.tolist() == [-9.0] * 3
+
+
+RANK_ZERO: Any = SimpleNamespace(is_rank_zero=True, tell=lambda action: action())
+
+
+def test_other_weights_are_refused_and_the_same_ones_again_are_not(tmp_path: Path) -> None:
+    run, model = RunDirectory(tmp_path / "run"), tmp_path / "model"
+    run.path.mkdir()
+    model.mkdir()
+    for name in ("a", "b"):
+        (model / f"{name}.safetensors").write_bytes(name.encode())
+    require_same_reference(run, RANK_ZERO, model)
+    assert set(read_sealed_json(run.reference_file, "")) == {"a.safetensors", "b.safetensors"}
+    require_same_reference(run, RANK_ZERO, model)
+    (model / "b.safetensors").write_bytes(b"B")
+    with pytest.raises(RunConflictError, match=r"holds other weights than the reference.*put them back"):
+        require_same_reference(run, RANK_ZERO, model)

@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.corrections.base import Corrected, Correction
-from precision.corrections.icepop import IcePop
-from precision.corrections.mis import MIS
-from precision.corrections.opsm import OPSM
-from precision.corrections.rejection import Rejection
-from precision.corrections.tis import TIS
+from precision.corrections import MIS, OPSM, TIS, Corrected, Correction, IcePop, Rejection
 from precision.objectives.base import Prepared, ScoredStep
 from precision.objectives.cispo import CISPO
 from precision.objectives.clipped import Clipped

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from precision.objectives.base import ScoredStep
-from precision.objectives.clipped import Clipped
-from precision.objectives.decoupled import Decoupled
+from precision.objectives.clipped import Clipped, Decoupled
 from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_step, scored_steps

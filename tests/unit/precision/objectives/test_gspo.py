@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
-from precision.objectives.gspo import GSPO
+from precision.objectives.clipped import GSPO
 from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_step, scored_steps

@@ -13,22 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.corrections.base import Corrected
-from precision.corrections.icepop import IcePop
-from precision.corrections.mis import MIS
-from precision.corrections.opsm import OPSM
-from precision.corrections.rejection import Rejection
-from precision.corrections.tis import TIS
+from precision.corrections import MIS, OPSM, TIS, Corrected, IcePop, Rejection
 from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
-from precision.objectives.clipped import Clipped
-from precision.objectives.decoupled import Decoupled
+from precision.objectives.clipped import GSPO, Clipped, Decoupled
 from precision.objectives.dppo_tv import DPPOTV
-from precision.objectives.gspo import GSPO
 from precision.objectives.m2po import M2PO
 from precision.objectives.mu_grpo import MuGRPO
-from precision.objectives.p3o import P3O
-from precision.objectives.p4o import P4O
+from precision.objectives.p3o import P3O, P4O
 from precision.objectives.topr import TOPR
 from precision.ratios import MAX_LOG_RATIO
 from precision.settings import choices_in

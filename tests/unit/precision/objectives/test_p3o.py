@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.ess import ess_from_sums, sequence_ess_of_totals, token_ess
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.p3o import P3O
+from precision.ratios import ess_from_sums, sequence_ess_of_totals, token_ess
 from tests.support import objective_runs
 from tests.support.examples import examples
 from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled

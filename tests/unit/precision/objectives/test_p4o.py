@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
-from precision.objectives.p3o import P3O
-from precision.objectives.p4o import P4O
+from precision.objectives.p3o import P3O, P4O
 from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import ROLLOUT, reordered, scored_step, scored_steps, soiled

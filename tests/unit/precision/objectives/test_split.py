@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
-from precision.objectives.split import Split
+from precision.objectives.p3o import Split
 from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import ROLLOUT, scored_step, scored_steps

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import scratch
+from pipeline import child_process
 from pipeline.errors import EngineStartError, ModelError, PortInUseError, RecipeError
 from rollout_sglang.server import launch_server, process, start
 from rollout_sglang.server.block_shapes import check_block_shapes
@@ -404,12 +404,12 @@ def test_shared_memory_of_a_server_goes_with_its_temporary_files(
     shared, temporary = tmp_path / "sglang_loads_0e7c81_5d937f97.shm", tmp_path / "temporary"
     shared.touch()
     temporary.mkdir()
-    monkeypatch.setattr(scratch, "_SHARED", tmp_path)
+    monkeypatch.setattr(child_process, "_SHARED", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     note_shared_memory(SimpleNamespace())  # of a release that names it after a socket
     assert list(temporary.iterdir()) == []
     note_shared_memory(SimpleNamespace(instance_id="0e7c81"))
-    scratch.remove_scratch(temporary)
+    child_process.remove_scratch(temporary)
     assert not shared.exists()
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.ports.weight_update import TensorSpec
+from pipeline.ports.weights import TensorSpec
 from rollout_sglang.transport import Transport
 from rollout_sglang.weights.staging import PREFIX, Stage
 

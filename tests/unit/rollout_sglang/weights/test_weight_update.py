@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_update import WeightUpdateReport
+from pipeline.ports.weights import WeightUpdateReport
 from rollout_sglang.client import EngineClient
 from rollout_sglang.engine_pool import PooledEngine
 from rollout_sglang.fleet import AGAIN_DEADLINE_S, Fleet

@@ -1,0 +1,646 @@
+"""The advantages: each is one class, whose fields are the keys of a recipe's section `advantage`.
+
+r is the reward and r̄ the mean of its group throughout. Some formulas take rewards of any kind. Those that are defined
+by a solve rate read rewards clipped to [0, 1], so that {0, 1} and {-1, 1} are the same and partial credit stays
+partial. A group of equal rewards, and a group of one, says nothing: its advantages are exactly 0. Most formulas are
+fixed for a whole run; one that changes from step to step (FADE) keeps its state in an estimator.
+
+With binary rewards, an advantage is w_S on successes and -w_F on failures, and the gradient of a prompt with the solve
+rate p (q = 1 - p) is
+
+    m_S E[∇log π | success] - m_F E[∇log π | failure],   m_S = p w_S,  m_F = q w_F
+
+so two functions of p, the weight curves, tell two methods apart (arXiv 2607.01490): the height over p says which
+difficulty is learned from, the ratio m_S / m_F how much failures are pushed down. Exactly on-policy only w_S + w_F
+matters; the ratio acts through reuse, clipping and finite groups.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from pipeline.config.section import ServerUrls
+from pipeline.data.batch import SOLVED_REWARD
+from pipeline.errors import CorruptCheckpointError, NonFiniteError, RecipeError
+from precision.objectives.base import Aggregation
+from precision.settings import Measure, Settings
+
+Rewards = NDArray[np.float32]
+"""[n], one a sample."""
+
+
+Groups = NDArray[np.int64]
+"""[n], the group (prompt) of each sample, in any order."""
+
+
+Curve = NDArray[np.float64]
+"""[points], over solve rates."""
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """`values` [n] float64 of samples, `members` [n] the group of each, 0 … groups - 1, `sizes` [groups]."""
+
+    values: NDArray[np.float64]
+    members: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    @staticmethod
+    def of(values: NDArray[Any], group: NDArray[np.int64]) -> Grouped:
+        """`values` [n] and `group` [n], any numbers. Raises NonFiniteError on a value that is NaN or infinite."""
+        if values.shape != group.shape or values.ndim != 1:
+            raise ValueError(f"reward is {values.shape} and group is {group.shape}, expected the same [n]")
+        if not np.isfinite(values).all():
+            sample = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise NonFiniteError(
+                f"reward of sample {sample} is {values[sample]}, expected a finite number; correct the reward function"
+            )
+        _, members, sizes = np.unique(group, return_inverse=True, return_counts=True)
+        return Grouped(values.astype(np.float64), members.astype(np.int64), sizes.astype(np.int64))
+
+    @staticmethod
+    def clipped(values: NDArray[Any], group: NDArray[np.int64]) -> Grouped:
+        """As `of`, with the values clipped to [0, 1], so that a group's mean is its solve rate."""
+        groups = Grouped.of(values, group)
+        return groups.with_values(groups.values.clip(0.0, 1.0))
+
+    def with_values(self, values: NDArray[Any]) -> Grouped:
+        """Other values [n] of the same samples."""
+        return Grouped(values.astype(np.float64), self.members, self.sizes)
+
+    def total(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """[groups] sums of any `values` [n]."""
+        return np.bincount(self.members, values, minlength=len(self.sizes)).astype(np.float64)
+
+    def any_member(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[n] whether any sample of the sample's group is `chosen` [n]."""
+        return np.asarray(self.total(chosen)[self.members] > 0)
+
+    @cached_property
+    def mean(self) -> NDArray[np.float64]:
+        """[n] of the sample's group."""
+        return np.asarray((self.total(self.values) / self.sizes)[self.members])
+
+    @cached_property
+    def deviation(self) -> NDArray[np.float64]:
+        """[n] value minus group mean. Sums of float32 numbers are exact in float64, so in a group of equal values it is
+        0 and not a rounding, which a division by the standard deviation would blow up to ±1."""
+        return self.values - self.mean
+
+    @cached_property
+    def std(self) -> NDArray[np.float64]:
+        """[n] sample standard deviation (size - 1 in the denominator) of the sample's group; 0 in a group of one."""
+        variance = self.total(self.deviation**2) / np.maximum(self.sizes - 1, 1)
+        return np.asarray(np.sqrt(variance)[self.members])
+
+
+class Advantage(Settings, ABC):
+    """Settings and formula of one advantage. Only `name` and `advantages` must be written."""
+
+    name: str
+    aggregation: Aggregation = Field(
+        "token",
+        description="What counts alike in the mean: tokens (DAPO), responses (GRPO's paper), prompts with their tokens "
+        "alike (ScaleRL), or tokens over a fixed length (Dr. GRPO: rollout.max_new_tokens). Default: that of the "
+        "objective's paper, otherwise that of the advantage's, otherwise token.",
+    )
+    batch_normalized: bool = Field(False, description="Divide by the standard deviation over the batch (ScaleRL).")
+    zero_variance: Literal["keep", "skip", "exclude"] = Field(
+        "keep",
+        description="Groups of equal rewards, which have no policy gradient. keep: trained on like the others. skip: "
+        "not run through the learner, but counted in every denominator and batch statistic; the gradient is that of "
+        "keep (refused with fade, which follows the entropy of all groups). exclude: no part of the loss, its "
+        "denominators and the batch statistics (ScaleRL's effective batch).",
+    )
+    truncated: Literal["keep", "exclude"] = Field(
+        "keep",
+        description="Responses that were cut at rollout.max_new_tokens. keep: trained on like the others. exclude: not "
+        "run through the learner, no part of the loss and its denominators (DAPO's overlong filtering); their rewards "
+        "count in their groups.",
+    )
+
+    asks_what_is_solved: ClassVar[bool] = False
+    """Whether the formula compares rewards with 1, or clips them to [0, 1]: nothing may be added to those, and
+    they come divided by reward.solved_at."""
+    moving_parts: ClassVar[tuple[str, ...]] = ()
+    """What of the formula changes during a run, by the names that a report gives it. With any, zero_variance skip is
+    refused: `observe` would be told the entropy of some groups alone."""
+    measures: ClassVar[tuple[Measure, ...]] = ()
+    """How a report draws what the estimator's `measured` returns."""
+
+    @abstractmethod
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """[n] the advantage of each sample; 0 throughout a group of equal rewards.
+
+        Raises NonFiniteError on a reward that is NaN or infinite.
+        """
+
+    @property
+    def smallest_group(self) -> int:
+        """Samples of a prompt that the formula needs."""
+        return 2
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve] | None:  # noqa: ARG002
+        """Return m_S and m_F (see the head of this file) at the solve rates `p` [points], for an infinitely large
+        group; None where nobody has worked them out."""
+        return None
+
+    def estimator(self) -> AdvantageEstimator:
+        """Return the formula at the beginning of a run. One that never changes learns nothing and keeps nothing."""
+        return self
+
+    def observe(self, *, solve_rate: float, entropy: float) -> None:
+        """See `AdvantageEstimator`, as for the next three."""
+
+    def state(self) -> dict[str, float]:
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None: ...
+
+    def measured(self) -> dict[str, float]:
+        return {}
+
+    def at_last(self, last: Callable[[str], float | None]) -> Advantage:  # noqa: ARG002
+        """The fixed advantage that this one was when a run stopped; `last` gives the newest value of a metric."""
+        return self
+
+
+class AdvantageEstimator(Protocol):
+    """An advantage at work in a run, with what it has learned from the run.
+
+    Every rank holds one and tells it the same numbers. So all ranks have the same advantages.
+    """
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """As `Advantage.advantages`. They depend on the batch and on the present state alone."""
+        ...
+
+    def observe(self, *, solve_rate: float, entropy: float) -> None:
+        """Learn from a step that was trained: the share of the batch's samples that solved their problem, and the
+        policy's entropy in nats a token. Raises NonFiniteError on a number that is not finite."""
+        ...
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must hold for a resumed run to go on with the same formula."""
+        ...
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take up what `state` returned; an empty one begins anew. Raises CorruptCheckpointError when a part is
+        missing."""
+        ...
+
+    def measured(self) -> dict[str, float]:
+        """What the next step will be weighed with, by the name of its metric; empty for a fixed formula."""
+        ...
+
+
+@dataclass(frozen=True)
+class WeightCurves:
+    """m_S and m_F at each of the solve rates `p`; all [points]."""
+
+    p: Curve
+    success: Curve
+    failure: Curve
+
+
+def weight_curves(advantage: Advantage, p: Curve) -> WeightCurves | None:
+    """The curves at the solve rates `p` [points] in [0, 1] for an infinite group, in closed form; None where the
+    advantage states none. FADE's are those of its first step; `Advantage.at_last` gives later ones."""
+    found = advantage.closed_form(p)
+    return None if found is None else WeightCurves(p, *found)
+
+
+def binomial_weight_curves(advantage: Advantage, p: Curve, group_size: int) -> WeightCurves:
+    """As `weight_curves`, the exact mean over groups of `group_size` samples: every group that there is, from none
+    solved to all, each as likely as the binomial says."""
+    solved, member = np.meshgrid(np.arange(group_size + 1), np.arange(group_size), indexing="ij")
+    reward, group = (member < solved).astype(np.float32).ravel(), solved.astype(np.int64).ravel()
+    each = empirical_weight_curves(advantage.advantages(reward, group), reward, group)
+    chance = np.array([math.comb(group_size, n) * p**n * (1.0 - p) ** (group_size - n) for n in range(group_size + 1)])
+    return WeightCurves(p, each.success @ chance, each.failure @ chance)
+
+
+def empirical_weight_curves(
+    advantages: NDArray[np.float64], reward: NDArray[np.float32], group: NDArray[np.int64]
+) -> WeightCurves:
+    """The curves of given advantages [n] of rewards [n] in groups [n], averaged over the groups
+    with the same share of successes: one point a share, ascending."""
+    solved = Grouped.of((reward >= SOLVED_REWARD).astype(np.float64), group)
+    success = solved.total(np.where(solved.values > 0.0, advantages, 0.0)) / solved.sizes
+    failure = -solved.total(np.where(solved.values > 0.0, 0.0, advantages)) / solved.sizes
+    rates, which, count = np.unique(solved.total(solved.values) / solved.sizes, return_inverse=True, return_counts=True)
+    return WeightCurves(rates, np.bincount(which, success) / count, np.bincount(which, failure) / count)
+
+
+GRPO_EPSILON = 1e-6
+"""Added to s, so that nearly equal rewards do not divide by nearly 0."""
+
+
+class GRPO(Advantage):
+    """The reward's z-score within its group: (r - r̄) / (s + 1e-6) (DeepSeekMath, arXiv 2402.03300, text at eq. 3).
+
+    s is the sample standard deviation (size - 1 in the denominator), as torch.std computes it, which the common GRPO
+    trainers call; the paper does not say which is meant. The population one would scale every advantage by
+    sqrt(G / (G - 1)), G being the size of the group.
+    """
+
+    name: Literal["grpo"] = "grpo"
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """See `Advantage.advantages`."""
+        groups = Grouped.of(reward, group)
+        return groups.deviation / (groups.std + GRPO_EPSILON)
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """sqrt(p q) for both."""
+        weight = np.sqrt(p * (1.0 - p))
+        return weight, weight
+
+
+class DrGRPO(Advantage):
+    """r - r̄ (Dr. GRPO, arXiv 2503.20783); ScaleRL's with `batch_normalized`. The paper also divides the sum over
+    tokens by a constant, hence the default of `aggregation`."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    aggregation: Aggregation = Field("constant", description=Advantage.model_fields["aggregation"].description)
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """See `Advantage.advantages`."""
+        return Grouped.of(reward, group).deviation
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """p q for both."""
+        weight = p * (1.0 - p)
+        return weight, weight
+
+
+class RLOO(Advantage):
+    """r - mean of the others = (r - r̄) G / (G - 1), G being the size of the group (leave one out, arXiv
+    2402.14740)."""
+
+    name: Literal["rloo"] = "rloo"
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """See `Advantage.advantages`."""
+        groups = Grouped.of(reward, group)
+        factor = groups.sizes / np.maximum(groups.sizes - 1, 1)
+        return groups.deviation * factor[groups.members]
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """p q for both."""
+        weight = p * (1.0 - p)
+        return weight, weight
+
+
+class MaxRL(Advantage):
+    """Maximum-likelihood RL (arXiv 2602.02710): (r - r̄) / r̄ of rewards clipped to [0, 1], 0 in a group without any
+    success: the gradient of log p, up to order G - 1 of its expansion in pass@k."""
+
+    asks_what_is_solved: ClassVar[bool] = True
+    name: Literal["maxrl"] = "maxrl"
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """See `Advantage.advantages`."""
+        groups = Grouped.clipped(reward, group)
+        return groups.deviation / np.where(groups.mean > 0.0, groups.mean, 1.0)
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """q for both, but 0 at p = 0: no group, however large, has a success there, and the advantages are 0. The limit
+        from above is 1."""
+        weight = np.where(p > 0.0, 1.0 - p, 0.0)
+        return weight, weight
+
+
+class PassAtK(Advantage):
+    """The unbiased gradient of pass@k with a leave-one-out baseline (arXiv 2505.15201).
+
+    With c of G samples solved, k × (pass@k of subsets with the sample - pass@k of subsets without it), each averaged
+    over all subsets of k, which needs G > k:
+
+        solved    k C(G - c, k) / C(G - 1, k)
+        failed    k (C(G - c - 1, k) / C(G - 1, k) - C(G - c - 1, k - 1) / C(G - 1, k - 1))
+
+    The baseline does not see the sample, so the gradient is unbiased; a group sums to 0; k = 1 is rloo.
+    """
+
+    asks_what_is_solved: ClassVar[bool] = True
+    name: Literal["pass_at_k"] = "pass_at_k"
+    k: PositiveInt = Field(4, description="Attempts of which one must succeed; below rollout.group_size.")
+
+    @property
+    def smallest_group(self) -> int:
+        return self.k + 1
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """See `Advantage.advantages`. Raises RecipeError for a group of k samples or fewer."""
+        groups = Grouped.of(reward, group)
+        groups = groups.with_values(groups.values >= SOLVED_REWARD)
+        if len(groups.sizes) and int(groups.sizes.min()) <= self.k:
+            raise RecipeError(
+                f"advantage.k is {self.k}, but a group has {int(groups.sizes.min())} samples and needs at least "
+                f"{self.k + 1}; lower advantage.k or raise rollout.group_size"
+            )
+        k, failed, others = self.k, groups.sizes - groups.total(groups.values), groups.sizes - 1
+        of_solved = k * _all_chosen(failed, others, k)
+        of_failed = k * (_all_chosen(failed - 1, others, k) - _all_chosen(failed - 1, others, k - 1))
+        return np.where(groups.values > 0.0, of_solved[groups.members], of_failed[groups.members])
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """k p q^k for both."""
+        weight = self.k * p * (1.0 - p) ** self.k
+        return weight, weight
+
+
+def _all_chosen(of_kind: NDArray[np.float64], total: NDArray[np.int64], k: int) -> NDArray[np.float64]:
+    """[groups] chance that k of `total` things, drawn without replacement, are all among the `of_kind` ones:
+    C(of_kind, k) / C(total, k), as a product because the binomials overflow."""
+    chance = np.ones(len(total))
+    for drawn in range(k):
+        chance *= np.maximum(of_kind - drawn, 0.0) / (total - drawn)
+    return chance
+
+
+class FGRPO(Advantage):
+    """A focal weight (arXiv 2602.06717): grpo × (1 - r̄)^gamma, with r̄ of rewards clipped to [0, 1]: the weight falls
+    with the group's solve rate."""
+
+    asks_what_is_solved: ClassVar[bool] = True
+    name: Literal["f_grpo"] = "f_grpo"
+    gamma: float = Field(1.0, ge=0.0, description="The group's advantages are multiplied by (1 - solve rate)^gamma.")
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """See `Advantage.advantages`."""
+        failure_rate = 1.0 - Grouped.clipped(reward, group).mean
+        return GRPO().advantages(reward, group) * failure_rate**self.gamma
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """sqrt(p q) q^gamma for both."""
+        weight = np.sqrt(p * (1.0 - p)) * (1.0 - p) ** self.gamma
+        return weight, weight
+
+
+class AsymGRPO(Advantage):
+    """r - r̄, divided by delta where negative (a probe of FADE's paper, arXiv 2607.01490)."""
+
+    name: Literal["asym_grpo"] = "asym_grpo"
+    delta: PositiveFloat = Field(0.5, description="Negative advantages are divided by this.")
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """See `Advantage.advantages`."""
+        return asymmetric(Grouped.of(reward, group), self.delta)
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """p q, and p q / delta for failures."""
+        return p * (1.0 - p), p * (1.0 - p) / self.delta
+
+
+def asymmetric(groups: Grouped, delta: float) -> NDArray[np.float64]:
+    """[n] value minus group mean, divided by `delta` where negative."""
+    return np.where(groups.deviation < 0.0, groups.deviation / delta, groups.deviation)
+
+
+class Power(Advantage):
+    """FADE at one moment (a probe of its paper): (1 - r̄)^(alpha - 1) × asym_grpo, of rewards clipped to [0, 1]: the
+    weight falls with the group's solve rate."""
+
+    asks_what_is_solved: ClassVar[bool] = True
+    name: Literal["power"] = "power"
+    alpha: float = Field(2.0, ge=1.0, description="Successes weigh p q^alpha: larger means harder prompts.")
+    delta: PositiveFloat = Field(1.0, description="Negative advantages are divided by this.")
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """See `Advantage.advantages`."""
+        groups = Grouped.clipped(reward, group)
+        return (1.0 - groups.mean) ** (self.alpha - 1.0) * asymmetric(groups, self.delta)
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """p q^alpha, and p q^alpha / delta for failures."""
+        weight = p * (1.0 - p) ** self.alpha
+        return weight, weight / self.delta
+
+
+FIRST_SOLVE_RATE = 0.5
+"""p̂ before any step."""
+
+
+TARGET_SHARE = 0.5
+"""H* over the entropy of the first step, where the recipe names no target."""
+
+
+class FADE(Advantage):
+    """The Power advantage, whose two numbers follow the run (arXiv 2607.01490).
+
+        A     = (1 - r̄)^(alpha - 1) × { r - r̄ where r >= r̄, (r - r̄) / delta below }
+        alpha = clip(3 (1 - p̂) / (2 p̂), 1, alpha_max)       3 while a third is solved, 1.5 at half, 1 from .6 on
+        delta = clip(1 + Ĥ - H*, delta_min, 1)              below 1, failures push harder: the policy narrows too fast
+
+    with p̂ the solve rate and Ĥ the entropy (nats a token) of the whole run, both smoothed by `FADEEstimator`.
+    Successes then weigh m_S = p q^alpha, failures p q^alpha / delta; the peak is at p = 1 / (1 + alpha).
+
+    Known of the paper: the formulas, alpha_max 3, delta_min .3, beta .02, p̂ starts at .5, Ĥ at the initial entropy;
+    alpha follows the solve rate and delta the entropy. Its full text could not be read, so two things are options:
+    smoothing_keeps, since its published summary writes x ← beta x + (1 - beta) new, which with beta .02 hardly smooths
+    at all; and target_entropy, 1.0 and 1.3 nats in its tables, about half the initial entropy. r̄, a mean of the batch
+    there, must be the group's for the weights above to come out.
+    """
+
+    name: Literal["fade"] = "fade"
+    alpha_max: float = Field(3.0, ge=1.0, description="Largest alpha, while few prompts are solved.")
+    delta_min: float = Field(0.3, gt=0.0, le=1.0, description="Smallest delta, while the policy narrows.")
+    target_entropy: PositiveFloat | None = Field(None, description="H*, nats; default half the first step's entropy.")
+    smoothing: float = Field(0.02, gt=0.0, le=1.0, description="beta: the share of a step in p̂ and Ĥ.")
+    smoothing_keeps: Literal["old", "new"] = Field(
+        "old", description="old: x ← (1 - beta) x + beta new, a window of 1/beta steps; new: the other way round."
+    )
+
+    asks_what_is_solved: ClassVar[bool] = True
+    moving_parts: ClassVar[tuple[str, ...]] = ("alpha", "delta")
+    measures: ClassVar[tuple[Measure, ...]] = (
+        Measure("Alpha and delta", (("advantage_alpha", "alpha", "violet"), ("advantage_delta", "delta", "orange"))),
+        Measure(
+            "Solve rate, smoothed",
+            (("solve_rate", "batch", "gray"), ("advantage_solve_rate", "p̂", "blue")),
+            percent=True,
+            floor=0.0,
+        ),
+        Measure(
+            "Entropy, smoothed",
+            (
+                ("entropy", "batch", "gray"),
+                ("advantage_entropy", "Ĥ", "blue"),
+                ("advantage_target_entropy", "H*", "orange"),
+            ),
+        ),
+    )
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """Those of a run's first step."""
+        return self.estimator().advantages(reward, group)
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """That of a run's first step."""
+        return self.estimator().as_power().closed_form(p)
+
+    def estimator(self) -> FADEEstimator:
+        """See `Advantage.estimator`."""
+        return FADEEstimator(self)
+
+    def at_last(self, last: Callable[[str], float | None]) -> Advantage:
+        """Power at the newest alpha and delta; before the first step, this."""
+        alpha, delta = last("advantage_alpha"), last("advantage_delta")
+        return self if alpha is None or delta is None else Power(alpha=alpha, delta=delta)
+
+
+class FADEEstimator:
+    """An AdvantageEstimator. Until a first entropy is known, delta is 1."""
+
+    def __init__(self, settings: FADE) -> None:
+        self._settings = settings
+        self._solve_rate = FIRST_SOLVE_RATE
+        self._entropy: float | None = None
+        self._target = settings.target_entropy
+
+    @property
+    def alpha(self) -> float:
+        """How much harder prompts are preferred; from 1 to alpha_max."""
+        # Written without the division by a solve rate that may be 0.
+        if 3.0 * (1.0 - self._solve_rate) >= self._settings.alpha_max * 2.0 * self._solve_rate:
+            return self._settings.alpha_max
+        return max(1.0, 3.0 * (1.0 - self._solve_rate) / (2.0 * self._solve_rate))
+
+    @property
+    def delta(self) -> float:
+        """What negative advantages are divided by; from delta_min to 1."""
+        if self._entropy is None or self._target is None:
+            return 1.0
+        return min(1.0, max(self._settings.delta_min, 1.0 + self._entropy - self._target))
+
+    def as_power(self) -> Power:
+        """The fixed advantage that this one is at this moment."""
+        return Power(alpha=self.alpha, delta=self.delta)
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
+        """[samples] with the present alpha and delta."""
+        return self.as_power().advantages(reward, group)
+
+    def observe(self, *, solve_rate: float, entropy: float) -> None:
+        """Smooth p̂ and Ĥ with those of a step. Raises NonFiniteError, ValueError for a rate outside [0, 1]."""
+        if not math.isfinite(entropy):
+            raise NonFiniteError(f"entropy of the step is {entropy}, expected a finite number of nats")
+        if not 0.0 <= solve_rate <= 1.0:
+            raise ValueError(f"solve_rate is {solve_rate}, expected a share in [0, 1]")
+        self._solve_rate = self._smoothed(self._solve_rate, solve_rate)
+        self._entropy = entropy if self._entropy is None else self._smoothed(self._entropy, entropy)
+        self._target = TARGET_SHARE * entropy if self._target is None else self._target
+
+    def _smoothed(self, old: float, new: float) -> float:
+        beta = self._settings.smoothing
+        return old + (beta if self._settings.smoothing_keeps == "old" else 1.0 - beta) * (new - old)
+
+    def state(self) -> dict[str, float]:
+        """p̂, and from the first step on Ĥ and H*."""
+        known = {
+            "advantage_solve_rate": self._solve_rate,
+            "advantage_entropy": self._entropy,
+            "advantage_target_entropy": self._target,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take up a state. Raises CorruptCheckpointError when p̂ is missing."""
+        if state and "advantage_solve_rate" not in state:
+            raise CorruptCheckpointError(
+                f"the checkpoint holds {', '.join(sorted(state))} but no advantage_solve_rate, which FADE goes on "
+                "from; the run was begun with another advantage: give this one another run.name"
+            )
+        self._solve_rate = state.get("advantage_solve_rate", FIRST_SOLVE_RATE)
+        self._entropy = state.get("advantage_entropy")
+        if self._settings.target_entropy is None:  # else that one holds: a fork may have another
+            self._target = state.get("advantage_target_entropy")
+
+    def measured(self) -> dict[str, float]:
+        """The state, with the alpha and delta that follow from it."""
+        return self.state() | {"advantage_alpha": self.alpha, "advantage_delta": self.delta}
+
+
+class OverlongPenalty(Settings):
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): the loss of a response by its length.
+
+        0                                   up to L - C tokens
+        penalty (L - C - tokens) / C        above, down to -penalty at L
+
+    L is rollout.max_new_tokens, where engines cut: the paper's L_max, 20,480. C is its L_cache, 4,096. The paper's
+    penalty is 1 beside rewards of +1 and -1; 1/2 beside rewards of 1 and 0 gives advantages that divide by the standard
+    deviation of a group the same values. It is added where advantages are made, not where rewards are stored: a long
+    right answer still counts as solved, in pass rates, in dynamic sampling (as in verl's DAPO) and in evaluations.
+    """
+
+    buffer_tokens: PositiveInt = Field(
+        description="The penalty grows over so many tokens before rollout.max_new_tokens; DAPO a fifth of those "
+        "(4,096 of 20,480)."
+    )
+    penalty: float = Field(
+        1.0,
+        gt=0.0,
+        description="What a response of max_new_tokens loses. DAPO 1 with rewards of 1 and -1, which is 0.5 with "
+        "rewards of 1 and 0.",
+    )
+
+    def of(self, lengths: NDArray[np.int64], *, max_new_tokens: int) -> NDArray[np.float32]:
+        """[samples] what responses of `lengths` [samples] tokens lose, from -penalty to 0."""
+        beyond = lengths - (max_new_tokens - self.buffer_tokens)
+        return np.asarray(-self.penalty * np.clip(beyond / self.buffer_tokens, 0.0, 1.0), np.float32)
+
+
+class Distillation(Settings):
+    """On-policy distillation: a teacher judges every token that the student sampled.
+
+        A_t = reward_coefficient A_i + coefficient (log pi_teacher(y_t) - log pi_b(y_t))
+
+    A_i is the advantage of the sample's reward, pi_b the distribution that the engine sampled the token from. The
+    second term is minus the reverse KL of the token, estimated on the token itself (Thinking Machines, "On-Policy
+    Distillation", 2025; slime's `--opd-kl-coef`). In expectation over the policy's own samples, its gradient is that of
+    - coefficient KL(pi || pi_teacher), given the tokens before. It stays as it is while the learner moves away from
+    pi_b; an objective that weighs by pi / pi_b then follows - KL(pi || pi_teacher) + KL(pi || pi_b): the same way, but
+    further. pi_b is softmax(logits / rollout.temperature), as stored; pi_teacher is at temperature 1, since servers do
+    not scale the log-probabilities of given tokens. So the learner must train the distribution that is sampled, and
+    nothing may cut it.
+    """
+
+    path: Path | None = Field(
+        None,
+        description="HF folder of the teacher, with the student's tokenizer: a server is started beside the collector.",
+    )
+    urls: ServerUrls = Field(
+        (), description="SGLang servers of the teacher that exist already: http://HOST:PORT of each; instead of path."
+    )
+    coefficient: float = Field(1.0, gt=0.0, description="Of the reverse KL of a token, in its advantage.")
+    reward_coefficient: float = Field(
+        0.0, ge=0.0, description="Of the advantage that comes from the rewards; 0: the teacher alone."
+    )
+    tensor_parallel: PositiveInt = Field(1, description="GPUs of the server that is started.")
+    extra_args: tuple[str, ...] = Field(
+        (), description="Passed to the SGLang that is started, as they are; none that another key says."
+    )
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> Self:
+        if (self.path is None) == (not self.urls):
+            found = "neither path nor urls is" if self.path is None else "both path and urls are"
+            raise ValueError(f"{found} given, expected one of them; set distillation.path, or distillation.urls")
+        return self
+
+    @property
+    def judges_alone(self) -> bool:
+        """Whether rewards count for nothing, so that no samples of a prompt are compared."""
+        return self.reward_coefficient == 0.0

@@ -1,0 +1,117 @@
+"""Other packages: how to install one that is missing, and how to import a function that a recipe names.
+
+On PyPI the name `evenkeel` is another project's, so no message gives that name to pip.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from collections.abc import Callable, Collection
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from pipeline.errors import RecipeError
+from precision.text import one_line
+
+_OURS = "evenkeel"
+
+
+def pip_install(*distributions: str) -> str:
+    """`pip install 'torch>=2.11' mbridge==0.15.1`: each as the core or the first extra of pyproject.toml asks for it.
+    By its name alone where none does, or where our package's metadata are not at hand."""
+    known = _requirements()
+    return " ".join(["pip install", *(shlex.quote(known.get(canonicalize_name(one), one)) for one in distributions)])
+
+
+@cache
+def _requirements() -> dict[str, str]:
+    """Name → requirement, without what it says about extras of ours."""
+    try:
+        lines = metadata.requires(_OURS) or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found: dict[str, str] = {}
+    for one in map(Requirement, lines):
+        extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
+        found.setdefault(canonicalize_name(one.name), f"{one.name}{extras}{one.specifier}")
+    return found
+
+
+EXTRA_OF = {
+    "einops": "learner",
+    "mbridge": "learner",
+    "megatron": "learner",
+    "torch": "learner",
+    "transformers": "learner",
+    "math_verify": "rollout",
+    "sglang": "rollout",
+    "sglang_router": "rollout",
+    "modelopt": "convert",
+    "transformer_engine": "learner-gpu",
+    "tensorboard": "export",
+    "wandb": "export",
+    "mlflow": "mlflow",
+    "sqlalchemy": "mlflow",
+    "trackio": "trackio",
+}
+"""What a machine that only plans and reads runs need not have."""
+LEARNER = tuple(package for package, extra in EXTRA_OF.items() if extra == "learner")
+_MLFLOW = ("mlflow-skinny", "sqlalchemy", "alembic", "cryptography")
+DISTRIBUTIONS = {
+    "megatron": ("megatron-core",),
+    "math_verify": ("math-verify",),
+    "sglang_router": ("sglang-router",),
+    "modelopt": ("nvidia-modelopt",),
+    "transformer_engine": ("transformer-engine",),
+    "mlflow": _MLFLOW,
+    "sqlalchemy": _MLFLOW,
+}
+"""What to install for a package where that has another name, or is not all."""
+
+
+REBUILD = "in the source folder `make clean install` builds the environment anew; elsewhere install the package again"
+
+
+def absent(packages: tuple[str, ...]) -> list[str]:
+    """Those that are not installed. Nothing is imported."""
+    return [package for package in packages if find_spec(package) is None]
+
+
+def how_to_install(*packages: str) -> str:
+    """`pip install 'torch>=2.11'`, and what a CPU takes instead."""
+    by_make = {EXTRA_OF[package] for package in packages} & {"learner", "rollout"}
+    on_cpu = " (on a CPU: `make install` in the source folder)" if by_make else ""
+    return pip_install(*(name for package in packages for name in DISTRIBUTIONS.get(package, (package,)))) + on_cpu
+
+
+def own_function(key: str, name: str, given: Collection[str]) -> tuple[Callable[..., Any], frozenset[str]]:
+    """The function `package.module:function` of a recipe's key, and the names among `given` that it takes: all of them
+    with **rest. Raises RecipeError for what cannot be imported, and for one that needs something else."""
+    module, _, function_name = name.partition(":")
+    try:
+        function = getattr(import_module(module), function_name)
+        parameters = inspect.signature(function).parameters.values()
+    except Exception as error:
+        raise RecipeError(
+            f"{key} {name} cannot be imported ({type(error).__name__}: {one_line(error, 200)}); correct it, or put the "
+            "folder that holds it on PYTHONPATH"
+        ) from error
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if unknown := [one for one in needed if one not in given]:
+        raise RecipeError(f"{key} {name} asks for {', '.join(unknown)}, expected some of {', '.join(given)}")
+    rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return function, frozenset(given if rest else (p.name for p in parameters))
+
+
+def truth_of(said: object) -> bool | None:
+    """What a function has said that says true or false, NumPy's too; None: something else, such as an array."""
+    try:
+        return bool(said) if said in (True, False) else None
+    except Exception:  # noqa: BLE001 - an object whose comparison is somebody else's
+        return None

@@ -1,0 +1,349 @@
+"""Corrections for an engine that samples from another distribution than the learner's.
+
+A correction looks at a whole scored step and answers with a factor on the advantage of every token, from
+
+    k_t = pi_old(y_t) / pi_engine(y_t),
+
+with pi_old the learner's own policy before the first of several updates. Every policy term is linear in the advantage
+while its sign stays, so a non-negative factor on A is a factor on the term: one wrapper, `Corrected`, serves all pairs
+of objective and correction. It belongs to objectives whose ratio is pi / pi_old: one that divides by the engine's
+probability has k in its ratio already, and would count it twice. OPSM is the exception; it only drops. No factor
+touches the denominator of the loss: a dropped token still counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from precision.objectives.base import (
+    Objective,
+    Prepared,
+    ScoredStep,
+    StepContext,
+    TokenBatch,
+    sampled_mean,
+    scaled_advantages,
+)
+from precision.settings import Measure, Settings
+from precision.torch_on_use import Tensor, torch
+
+MEAN_FACTOR = Measure("Mean factor of the correction", (("correction_factor", "factor", "teal"),))
+
+MASKED_TOKENS = Measure(
+    "Tokens dropped by the correction",
+    (
+        ("correction_masked_positive", "A > 0", "blue"),
+        ("correction_masked_negative", "A < 0", "orange"),
+    ),
+    percent=True,
+    floor=0.0,
+)
+
+
+class Correction(Settings, ABC):
+    """Settings and mathematics of one correction: a pure function of the scored step."""
+
+    name: str
+
+    weighs_by_old_ratio: ClassVar[bool] = True
+    """Whether k = pi_old / pi_engine decides the factor. An objective that divides by pi_engine counts k already."""
+    reads_rollout_logprobs: ClassVar[bool] = True
+    """Whether the engine's stored log-probabilities decide the factor."""
+    reads_step_logprobs: ClassVar[bool] = True
+    """Whether `factor` reads `ScoredStep.logprobs`; see `Objective.reads_step_logprobs`."""
+    drops_what_the_learner_left: ClassVar[bool] = False
+    """Whether it drops failed responses that the learner has moved away from. An objective may have its own rule."""
+    measures: ClassVar[tuple[Measure, ...]] = (MASKED_TOKENS, MEAN_FACTOR)
+    """How a report draws what `factor` measured."""
+
+    @abstractmethod
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """The factor, float64 [tokens], finite and at least 0 (anything of the kind where not sampled), and what is to
+        be known of it, by the name that metrics use.
+
+        Raises FloatingPointError when a log-ratio is not finite.
+        """
+
+    def applied_to(self, objective: Objective) -> Objective:
+        """The objective that the learner trains with."""
+        return Corrected(inner=objective, correction=self)
+
+
+class Corrected(Objective):
+    """`inner` after `correction`. Sums: those of `inner`. Measured: the correction's and those of `inner`."""
+
+    name: Literal["corrected"] = "corrected"
+    inner: Objective
+    correction: Correction
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.inner.needs_old_logprobs or self.correction.weighs_by_old_ratio
+
+    @property
+    def needs_sampling_logprobs(self) -> bool:
+        return self.inner.needs_sampling_logprobs
+
+    @property
+    def reads_step_logprobs(self) -> bool:
+        return self.correction.reads_step_logprobs or (self.inner.needs_scoring and self.inner.reads_step_logprobs)
+
+    @property
+    def weighs_by_rollout_ratio(self) -> bool:
+        return self.inner.weighs_by_rollout_ratio or self.correction.reads_rollout_logprobs
+
+    def prepare(self, step: ScoredStep) -> Prepared:
+        """The factor on the advantages, then `inner`'s own preparation. Raises as both."""
+        factor, measured = self.correction.factor(step)
+        advantages = scaled_advantages(step, factor)
+        prepared = Prepared(advantages=advantages)
+        if self.inner.needs_scoring:
+            prepared = self.inner.prepare(dataclasses.replace(step, advantages=advantages))
+        return dataclasses.replace(prepared, measured={**measured, **prepared.measured})
+
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
+        return self.inner.loss(logprobs, batch, context)
+
+
+Level = Annotated[
+    Literal["token", "sequence", "geometric"],
+    Field(
+        description="Whose ratio is held to the range: the token's own; the product over its response; or the "
+        "geometric mean over its response, which does not depend on length and wants bounds close to 1."
+    ),
+]
+
+Veto = Annotated[
+    float,
+    Field(
+        ge=0.0,
+        lt=1.0,
+        description="A response with the ratio of any token below this is dropped whole; 1e-4 in slime, 0 is off.",
+    ),
+]
+
+LOG_RATIO_LIMIT = 20.0
+"""Nats. log k is clamped to this before exp, as in verl and slime: no product over a long response overflows."""
+
+
+class RatioRange(Correction):
+    """What the corrections share that let some ratios pi_old / pi_engine through."""
+
+    low: float = Field(
+        0.5,
+        ge=0.0,
+        description="Smallest ratio; .5 and 2 are usual. Level geometric needs a narrow range: .999 to 1.001 in verl, "
+        ".9999 to 1.0001 in slime.",
+    )
+    high: PositiveFloat = Field(2.0, description="Largest ratio.")
+
+    reads_step_logprobs: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low} is not below high {self.high}; .5 and 2 are usual for tokens")
+        return self
+
+
+def mismatch_ratios(step: ScoredStep, level: Level) -> Tensor:
+    """k: float64 [tokens], finite and above 0, 1 where not sampled. Raises FloatingPointError on logprobs that are not
+    finite."""
+    log_ratios = step.log_ratios(step.old_logprobs, step.rollout_logprobs)
+    if level != "token":
+        of_rows = step.row_sum(log_ratios) if level == "sequence" else step.row_mean(log_ratios)
+        log_ratios = torch.where(step.sampled, of_rows[step.row], 0.0)
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def vetoed(step: ScoredStep, threshold: float) -> Tensor:
+    """bool [tokens]: all tokens of a response in which any token's own k (never clamped) is below `threshold`; 0 vetoes
+    nothing."""
+    ratios = step.log_ratios(step.old_logprobs, step.rollout_logprobs).exp()
+    return (step.row_sum(ratios < threshold) > 0)[step.row]
+
+
+def kept_tokens(step: ScoredStep, ratios: Tensor, low: float, high: float, veto: float) -> Tensor:
+    """bool [tokens]: those whose ratio k is in [low, high] and whose response is not vetoed."""
+    return (low <= ratios) & (ratios <= high) & ~vetoed(step, veto)
+
+
+def measured(step: ScoredStep, factor: Tensor, name: str, hit: Tensor) -> dict[str, float]:
+    """`correction_factor` (its mean over sampled tokens), and `correction_NAME_positive` and `_negative`: tokens in
+    `hit` (bool [tokens]) with A > 0 and with A < 0, as shares of all sampled tokens."""
+    return {
+        "correction_factor": sampled_mean(step, factor),
+        f"correction_{name}_positive": sampled_mean(step, hit & (step.advantages > 0)),
+        f"correction_{name}_negative": sampled_mean(step, hit & (step.advantages < 0)),
+    }
+
+
+class NoCorrection(Correction):
+    """Costs nothing: `applied_to` adds no pass over the step."""
+
+    name: Literal["none"] = "none"
+
+    weighs_by_old_ratio: ClassVar[bool] = False
+    reads_rollout_logprobs: ClassVar[bool] = False
+    reads_step_logprobs: ClassVar[bool] = False
+    measures: ClassVar[tuple[Measure, ...]] = ()
+
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """1 for every token."""
+        return torch.ones_like(step.advantages, dtype=torch.float64), {}
+
+    def applied_to(self, objective: Objective) -> Objective:
+        """The objective itself."""
+        return objective
+
+
+class TIS(Correction):
+    """Truncated importance sampling between the engine and the learner (fengyao.notion.site/off-policy-rl; the
+    truncation is that of Ionides, 2008).
+
+        factor = min(k, cap)
+
+    Biased towards the engine's distribution where k is above the cap, with a variance that the cap bounds.
+
+    log k is clamped to +-20, which matters for caps above e^20 only.
+
+    Measured: `correction_factor` (mean), `correction_capped_positive` and `_negative` (share of all tokens above the
+    cap, by sign of A).
+    """
+
+    name: Literal["tis"] = "tis"
+    cap: PositiveFloat = Field(2.0, description="Largest pi_old / pi_engine; 2 in verl and slime.")
+    level: Literal["token", "sequence"] = Field("token", description="One ratio a token, or its response's product.")
+
+    reads_step_logprobs: ClassVar[bool] = False
+    measures: ClassVar[tuple[Measure, ...]] = (
+        Measure(
+            "Tokens over the correction's cap",
+            (("correction_capped_positive", "A > 0", "blue"), ("correction_capped_negative", "A < 0", "orange")),
+            percent=True,
+            floor=0.0,
+        ),
+        MEAN_FACTOR,
+    )
+
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """See `Correction.factor`."""
+        ratios = mismatch_ratios(step, self.level)
+        factor = ratios.clamp(max=self.cap)
+        return factor, measured(step, factor, "capped", ratios > self.cap)
+
+
+class Rejection(RatioRange):
+    """Drop what the engine sampled too differently, weigh nothing (`rs` in verl's and slime's options).
+
+    factor = 1 if low <= k <= high and the response is not vetoed, else 0
+
+    log k is clamped to +-20 before it is compared with the bounds, not for the veto.
+
+    Measured: `correction_factor` (mean), `correction_masked_positive` and `_negative` (share of all tokens that are
+    dropped, by sign of A).
+    """
+
+    name: Literal["rejection"] = "rejection"
+    level: Level = "token"
+    veto: Veto = 0.0
+
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """See `Correction.factor`."""
+        kept = kept_tokens(step, mismatch_ratios(step, self.level), self.low, self.high, self.veto)
+        factor = kept.double()
+        return factor, measured(step, factor, "masked", ~kept)
+
+
+class MIS(RatioRange):
+    """Masked importance sampling, rejection that weighs what it keeps by k (slime's `mis` example, whose published
+    setting this is with `veto` 1e-4, but for the mean; verl's `rollout_is` with `rollout_rs`).
+
+        factor = k if low <= k <= high and the response is not vetoed, else 0
+
+    `normalized` is not slime's: the mean here is over what is kept, slime's over all tokens, those that its mask
+    then rejects among them. And slime's mask shrinks the denominator of the loss, which no factor here does.
+
+    Measured: as `Rejection`.
+    """
+
+    name: Literal["mis"] = "mis"
+    level: Level = "token"
+    veto: Veto = 0.0
+    normalized: bool = Field(
+        False,
+        description="Divide by the mean weight of what is kept, over tokens at level token and over responses "
+        "otherwise, so that the correction changes no step size.",
+    )
+
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """See `Correction.factor`."""
+        ratios = mismatch_ratios(step, self.level)
+        kept = kept_tokens(step, ratios, self.low, self.high, self.veto)
+        factor = torch.where(kept, ratios, 0.0)
+        if self.normalized:
+            factor = factor / self._mean_kept(step, factor)
+        return factor, measured(step, factor, "masked", ~kept)
+
+    def _mean_kept(self, step: ScoredStep, factor: Tensor) -> float:
+        """1 when nothing is kept."""
+        of_units = factor[step.sampled] if self.level == "token" else step.row_mean(factor)
+        kept = of_units[of_units > 0]
+        return float(kept.mean()) if kept.numel() else 1.0
+
+
+class IcePop(RatioRange):
+    """Weigh a token by k where engine and learner roughly agree, drop it elsewhere (Ring-1T, arXiv 2510.18855).
+
+        factor = k if low <= k <= high, else 0
+
+    Dropped tokens stay in the denominator, as in the paper.
+
+    Always token by token. Measured: `correction_factor` (mean), `correction_masked_positive` and `_negative` (share
+    of all tokens that are dropped, by sign of A).
+    """
+
+    name: Literal["icepop"] = "icepop"
+    high: PositiveFloat = Field(5.0, description="Largest ratio; .5 and 5 are the paper's alpha and beta.")
+
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """See `Correction.factor`."""
+        ratios = mismatch_ratios(step, "token")
+        kept = (self.low <= ratios) & (ratios <= self.high)
+        factor = torch.where(kept, ratios, 0.0)
+        return factor, measured(step, factor, "masked", ~kept)
+
+
+class OPSM(Correction):
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556).
+
+        factor = 0 if A < 0 and mean_t log(pi_b(y_t) / pi(y_t)) > delta, else 1
+
+    Failed responses that the learner has meanwhile moved away from are dropped: pushing them down further teaches
+    little and its gradient is unbounded. pi_b is the engine that sampled, so its mismatch is part of the distance.
+
+    Advantages decide token by token, as in the paper; usually a response has just one.
+
+    Measured: `correction_factor` (mean), `correction_masked_positive` (always 0) and `_negative` (share of all tokens
+    that are dropped).
+    """
+
+    name: Literal["opsm"] = "opsm"
+    delta: NonNegativeFloat = Field(
+        1e-4, description="Largest mean log-ratio of a failed response, nats a token; 1e-4 in slime (--opsm-delta)."
+    )
+
+    weighs_by_old_ratio: ClassVar[bool] = False
+    drops_what_the_learner_left: ClassVar[bool] = True
+
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """See `Correction.factor`."""
+        distance = step.row_mean(step.log_ratios(step.rollout_logprobs, step.logprobs))
+        masked = (step.advantages < 0) & (distance > self.delta)[step.row]
+        factor = (~masked).double()
+        return factor, measured(step, factor, "masked", masked)

@@ -1,0 +1,380 @@
+"""PrioritySemaphore are given by priority, never lost, and never given twice."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pipeline.advantages.compute import mean_reverse_kl, taught
+from pipeline.data.batch import Completion, KeptSets, Prompt
+from pipeline.data.batch_values import LOWEST_LOGPROB
+from pipeline.data.event_log import read_events
+from pipeline.data.routed_experts import RoutedExperts
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EngineUnavailableError, EvenKeelError, RewardError
+from pipeline.rewards.pool import FailureWatch, Verifiers
+from pipeline.rollout.group_sampler import Interruption, Priority, PrioritySemaphore, TeacherScores, gather_or_cancel
+from pipeline.schedule import Schedule
+from pipeline.trainer.batches import describe
+from tests.support.collecting import GROUP, PROMPTS, batches, build, collect
+
+
+def test_the_smallest_turn_goes_first_and_equal_turns_by_arrival() -> None:
+    served: list[str] = []
+
+    async def ask(slots: PrioritySemaphore, priority: Priority, name: str) -> None:
+        async with slots.acquire(priority):
+            served.append(name)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        slots = PrioritySemaphore(1)
+        async with slots.acquire((9, 9)):
+            turns = [((2, 0), "d"), ((1, 5), "b"), ((0, 7), "a"), ((1, 5), "c")]
+            waiting = [asyncio.create_task(ask(slots, *priority)) for priority in turns]
+            await asyncio.sleep(0)
+            assert served == []
+            assert slots.num_waiting == 4
+        await asyncio.gather(*waiting)
+        assert slots.num_waiting == 0
+
+    asyncio.run(run())
+    assert served == ["a", "b", "c", "d"]
+
+
+@given(seed=st.integers(0, 10_000), number=st.integers(1, 3), tasks=st.integers(1, 12))
+def test_cancelled_waiters_and_holders_lose_no_slot(seed: int, number: int, tasks: int) -> None:
+    """Whatever is cancelled whenever: never more holders than slots, and in the end every slot is free."""
+    rng = random.Random(seed)
+    holders = 0
+
+    async def work(slots: PrioritySemaphore) -> None:
+        nonlocal holders
+        async with slots.acquire((rng.randrange(3), 0)):
+            holders += 1
+            assert holders <= number
+            try:
+                for _ in range(rng.randrange(3)):
+                    await asyncio.sleep(0)
+            finally:
+                holders -= 1
+
+    async def run() -> None:
+        slots = PrioritySemaphore(number)
+        under_way = [asyncio.create_task(work(slots)) for _ in range(tasks)]
+        for _ in range(tasks):
+            rng.choice(under_way).cancel()
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+        results = await asyncio.gather(*under_way, return_exceptions=True)
+        assert not [r for r in results if isinstance(r, AssertionError)]
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(slots._take((0, 0)) for _ in range(number)))
+
+    asyncio.run(run())
+
+
+def test_gather_or_cancel_leaves_nothing_running() -> None:
+    async def run() -> list[str]:
+        ended: list[str] = []
+
+        async def slow() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append("slow")
+
+        async def fails() -> None:
+            await asyncio.sleep(0)
+            raise ValueError("no")
+
+        with pytest.raises(ValueError, match="no"):
+            await gather_or_cancel([slow(), fails()])
+        return ended
+
+    assert asyncio.run(run()) == ["slow"]
+
+
+def test_gather_or_cancel_is_cancelled_with_its_caller() -> None:
+    async def run() -> list[str]:
+        ended: list[str] = []
+
+        async def slow(name: str) -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(name)
+
+        caller = asyncio.create_task(gather_or_cancel([slow("first"), slow("second")]))
+        await asyncio.sleep(0.01)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        return ended
+
+    assert sorted(asyncio.run(run())) == ["first", "second"]
+
+
+def test_a_cancelled_caller_gets_the_cancellation_whatever_failed() -> None:
+    async def fails_when_cancelled() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise ValueError("no")
+
+    async def run() -> None:
+        caller = asyncio.create_task(gather_or_cancel([fails_when_cancelled()]))
+        await asyncio.sleep(0.01)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert caller.cancelled()
+
+    asyncio.run(run())
+
+
+def test_gather_or_cancel_keeps_the_order() -> None:
+    async def value(number: int) -> int:
+        await asyncio.sleep(0.01 * (3 - number))
+        return number
+
+    async def run() -> list[int]:
+        return await gather_or_cancel([value(number) for number in range(3)])
+
+    assert asyncio.run(run()) == [0, 1, 2]
+
+
+def test_the_loop_has_its_turn_after_the_beginning_of_each() -> None:
+    """A hundred requests that begin in one turn of the loop stop it for as long as all of them take to begin."""
+    turns, begun = [0], list[int]()
+
+    async def tick() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    async def begin() -> None:
+        begun.append(turns[0])
+
+    async def run() -> None:
+        ticking = asyncio.create_task(tick())
+        await gather_or_cancel([begin() for _ in range(10)])
+        ticking.cancel()
+
+    asyncio.run(run())
+    assert len(set(begun)) == 10
+
+
+def test_what_had_not_begun_when_the_caller_was_cancelled_never_does() -> None:
+    begun: list[int] = []
+
+    async def begin(number: int) -> None:
+        begun.append(number)
+        await asyncio.sleep(60)
+
+    async def run() -> None:
+        caller = asyncio.create_task(gather_or_cancel([begin(number) for number in range(10)]))
+        while len(begun) < 3:
+            await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+
+    asyncio.run(run())
+    assert len(begun) < 10
+
+
+def interruption(first: int = 10, last: int = 12, seed: int = 0) -> Interruption:
+    return Interruption(from_tokens=first, to_tokens=last, phrase=(7, 8), answer_tokens=4, seed=seed)
+
+
+def test_golden_cut() -> None:
+    """The first 8 bytes of sha256("interruption/5/-3/1"), little-endian, modulo 3."""
+    digest = hashlib.sha256(b"interruption/5/-3/1").digest()
+    assert interruption(seed=5).cut_after(-3, 1) == 10 + int.from_bytes(digest[:8], "little") % 3
+
+
+@given(st.integers(1, 50), st.integers(0, 9), st.integers(0, 5), st.integers(-9, 9), st.integers(0, 9))
+def test_cuts_stay_in_bounds(first: int, spread: int, seed: int, group: int, sample: int) -> None:
+    cut = interruption(first, first + spread, seed).cut_after(group, sample)
+    assert first <= cut <= first + spread
+
+
+def test_all_cuts_occur_about_equally_often() -> None:
+    cuts = [interruption().cut_after(group, sample) for group in range(100) for sample in range(30)]
+    # 1,000 of 3,000 each; the standard deviation is sqrt(3000 × 1/3 × 2/3) = 26.
+    assert all(abs(cuts.count(cut) - 1000) < 4 * 26 for cut in (10, 11, 12))
+
+
+def test_join() -> None:
+    thought = replace(
+        Completion.given((1, 2, 3), (-0.1, -0.2, -0.3)),
+        versions=np.array([4, 4, 5], np.int32),
+        finish="length",
+        queued_s=0.5,
+        generated_s=1.0,
+    )
+    answer = replace(Completion.given((9,), (-0.4,), version=6), engine=1, queued_s=0.25, generated_s=2.0)
+    joined = interruption().join(thought, answer)
+    np.testing.assert_array_equal(joined.tokens, np.array([1, 2, 3, 7, 8, 9], np.int32), strict=True)
+    logprobs = np.array([-0.1, -0.2, -0.3, 0.0, 0.0, -0.4], np.float32)
+    np.testing.assert_array_equal(joined.logprobs, logprobs, strict=True)
+    np.testing.assert_array_equal(joined.versions, np.array([4, 4, 5, 5, 5, 6], np.int32), strict=True)
+    np.testing.assert_array_equal(joined.loss_mask, [True, True, True, False, False, True], strict=True)
+    assert (joined.finish, joined.engine, joined.queued_s, joined.generated_s) == ("stop", 1, 0.75, 3.0)
+
+
+def test_each_part_keeps_the_routes_that_it_was_sampled_with() -> None:
+    """A prompt of one token, two of the thought, the phrase, one of the answer. The routes of the thought say 1, those
+    of the answer 2. What was lost of the thought, a later prefill cannot bring back."""
+
+    def routes(value: int, known: list[bool]) -> RoutedExperts:
+        ids = np.full((len(known), 1, 1), value, np.uint8)
+        return RoutedExperts(ids=np.where(np.array(known)[:, None, None], ids, 0), known=np.array(known))
+
+    thought = replace(Completion.given((1, 2), (-0.1, -0.2)), experts=routes(1, [True, True, False]))
+    answer = replace(Completion.given((9,), (-0.4,)), experts=routes(2, [False, True, True, True, True, False]))
+    joined = interruption().join(thought, answer).experts
+    assert joined is not None
+    assert joined.ids[:, 0, 0].tolist() == [1, 1, 2, 2, 2, 0]
+    assert joined.known.tolist() == [True] * 5 + [False]
+    assert interruption().join(replace(thought, experts=None), answer).experts is None
+    retracted = replace(thought, experts=routes(1, [False, True, False]))
+    whole = replace(answer, experts=routes(2, [True] * 5 + [False]))
+    joined = interruption().join(retracted, whole).experts
+    assert joined is not None
+    assert joined.ids[:, 0, 0].tolist() == [0, 1, 2, 2, 2, 0]
+    assert joined.known.tolist() == [False, *[True] * 4, False]
+
+
+def test_the_phrase_has_no_kept_sets() -> None:
+    thought = replace(Completion.given((1, 2), (-0.1, -0.2)), kept=KeptSets.of([[1, 4], [2]]))
+    answer = replace(Completion.given((9,), (-0.4,)), kept=KeptSets.of([[9, 3]]))
+    joined = interruption().join(thought, answer).kept
+    assert joined is not None
+    assert joined.counts.tolist() == [2, 1, 0, 0, 2]
+    assert joined.tokens.tolist() == [1, 4, 2, 3, 9]
+    assert interruption().join(thought, replace(answer, kept=None)).kept is None
+
+
+PROMPT = Prompt(group=0, text="1=", answer="1", tokens=(1, 2))
+COMPLETIONS = [Completion.given([3, 4], [-0.5, -0.5]), Completion.given([5], [-0.5])]
+
+
+@dataclass
+class PretendTeacher:
+    """Finds every token as likely as `logprob` says, after `faults`, one a call."""
+
+    logprob: float = -1.25
+    faults: list[Exception] = field(default_factory=list)
+    refuses: tuple[int, ...] = ()
+    """First tokens of prompts that it never scores."""
+    calls: int = 0
+
+    async def logprobs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        self.calls += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        if prompt[0] in self.refuses:
+            raise EngineUnavailableError("no")
+        return [np.full(len(response), self.logprob, np.float32) for response in responses]
+
+
+def scores(teacher: PretendTeacher, *, most: float = 1.0, **options: Any) -> TeacherScores:
+    watch = FailureWatch("the teacher", most, at_least=1, remedy="look at the teacher's servers")
+    return TeacherScores(teacher=teacher, retries=2, watch=watch, first_pause_s=0.0, **options)
+
+
+def test_it_is_asked_again() -> None:
+    teacher = PretendTeacher(faults=[EngineUnavailableError("once"), EngineUnavailableError("twice")])
+    found = asyncio.run(scores(teacher).of(PROMPT, COMPLETIONS))
+    said = [one.teacher_logprobs for one in found]
+    assert [each.tolist() for each in said if each is not None] == [[-1.25] * 2, [-1.25]]
+    assert teacher.calls == 3
+
+
+def test_after_the_last_attempt_nothing_is_learned_from_the_group() -> None:
+    found = asyncio.run(scores(PretendTeacher(refuses=(1,))).of(PROMPT, COMPLETIONS))
+    assert [one.loss_mask.any() for one in found] == [False, False]
+    with pytest.raises(RewardError, match=r"^the teacher failed on 1 of 1 samples.*look at the teacher's servers"):
+        asyncio.run(scores(PretendTeacher(refuses=(1,)), most=0.0).of(PROMPT, COMPLETIONS))
+
+
+def test_a_server_that_never_comes_back_ends_the_collector() -> None:
+    def gone() -> None:
+        raise EngineUnavailableError("the teacher's server was killed")
+
+    with pytest.raises(EvenKeelError, match="was killed"):
+        asyncio.run(scores(PretendTeacher(refuses=(1,)), require_alive=gone).of(PROMPT, COMPLETIONS))
+
+
+def test_what_it_finds_impossible_stays_a_number() -> None:
+    (found, _) = asyncio.run(scores(PretendTeacher(logprob=-3.4e38)).of(PROMPT, COMPLETIONS))
+    assert found.teacher_logprobs is not None
+    assert found.teacher_logprobs.tolist() == [LOWEST_LOGPROB] * 2
+
+
+def test_batches_and_evaluations_know_the_distance(run: RunDirectory, verifiers: Verifiers) -> None:
+    """The engines say -0.5 of every token, the teacher -1.25: three quarters of a nat."""
+    collector = build(run, verifiers, Schedule(kind="sync", steps=2))
+    collector.teacher = scores(PretendTeacher())
+    stored = batches(collect(collector))
+    for batch in stored:
+        assert batch.teacher_logprobs is not None
+        assert mean_reverse_kl(batch) == 0.75
+        assert describe(batch, 0)["reverse_kl"] == 0.75
+    evaluated = read_events(run.path, "evaluated")
+    assert [event["reverse_kl"] for event in evaluated] == [0.75] * len(evaluated)
+
+
+def test_a_group_that_it_does_not_score_keeps_its_rewards_and_teaches_nothing(
+    run: RunDirectory, verifiers: Verifiers
+) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1))
+    first = collector.prompts.prompt(0).tokens[0]
+    asked = [collector.prompts.prompt(group).tokens[0] for group in range(PROMPTS)]
+    collector.teacher = scores(PretendTeacher(refuses=(first,)))
+    (batch,) = batches(collect(collector))
+    lost = np.repeat([token == first for token in asked], GROUP)
+    assert 0 < lost.sum() < PROMPTS * GROUP
+    assert taught(batch).tolist() == (~lost).tolist()
+    assert batch.judged.all(), "the verifier did not fail"
+    assert batch.reward.all(), "the pretended engines answer rightly"
+    assert batch.teacher_logprobs is not None
+    masked = np.repeat(lost, batch.response_lengths)
+    assert not batch.loss_mask[masked].any()
+    assert not batch.teacher_logprobs[masked].any()
+    found = describe(batch, 0)
+    assert (found["verifier_failures"], found["teacher_failures"]) == (0.0, lost.sum())
+    assert "reward_parts" not in found
+    (committed,) = read_events(run.path, "committed")
+    assert committed["interrupted"] == 0
+    assert mean_reverse_kl(batch) == 0.75
+
+
+def test_a_held_out_answer_that_it_does_not_score_is_still_right(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1))
+    refused = [prompt.tokens[0] for prompt in collector.prompts.held_out(1)]
+    collector.teacher = scores(PretendTeacher(refuses=tuple(refused)))
+    collect(collector)
+    for event in read_events(run.path, "evaluated"):
+        assert event["pass_at_1"] == 1.0
+        assert event["verifier_failures"] == 0 < event["teacher_failures"]
+        assert event["reward_parts"] == {}
+
+
+def test_a_batch_of_which_it_scored_nothing_is_not_committed(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1), evaluate_every=100)
+    asked = tuple(collector.prompts.prompt(group).tokens[0] for group in range(PROMPTS))
+    collector.teacher = scores(PretendTeacher(refuses=asked))
+    with pytest.raises(RewardError, match=rf"the teacher scored none of the {PROMPTS * GROUP} samples of batch 0"):
+        collect(collector)
