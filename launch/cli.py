@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launch.convert.commands import convert_app
-from launch.exit_codes import end_of
+from launch.exit_codes import run_command
 from launch.export.command import export
 from launch.fork.command import fork
 from launch.plugins.command import plugins
@@ -476,7 +476,7 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     begin_command()
-    sys.exit(end_of(_command))
+    sys.exit(run_command(_command))
 
 
 def _command() -> None:

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,26 +82,21 @@ class EngineStates:
     engines: dict[int, Shown] = field(default_factory=dict)
 
     def take(self, event: dict[str, Any]) -> None:
-        """Something happened, to an engine or not."""
-        kind, process = event.get("kind"), str(event.get("process", ""))
-        if kind in ENGINE_EVENTS:
-            self._take_change(int(event["engine"]), str(kind), str(event.get("reason") or ""), float(event["time"]))
-        elif kind == "restarted" and process.removeprefix("engine-").isdecimal():
-            reason = str(event.get("reason", ""))
-            self.engines[int(process.removeprefix("engine-"))] = Shown("starting again", reason, float(event["time"]))
-        elif kind == "started" and process == "collector":
+        """Take in an event, of an engine or not."""
+        kind, process, reason = event.get("kind"), str(event.get("process", "")), str(event.get("reason") or "")
+        if kind == "started" and process == "collector":
             self.engines.clear()  # who says what engines do begins anew
-
-    def _take_change(self, index: int, kind: str, reason: str, at: float) -> None:
-        known = self.engines.get(index)
-        if kind == "left":
-            if known is None or known.state != "starting again":
+        elif kind == "restarted" and process.removeprefix("engine-").isdecimal():
+            self.engines[int(process.removeprefix("engine-"))] = Shown("starting again", reason, float(event["time"]))
+        elif kind in ENGINE_EVENTS:
+            index, at = int(event["engine"]), float(event["time"])
+            known = self.engines.get(index)
+            again = known is not None and known.state == "starting again"  # which says more than some others
+            if kind == "left" and not again:
                 self.engines.pop(index, None)
-        elif kind == "quarantined" and known is not None and known.state == "starting again":
-            return  # which says more
-        else:
-            since = known.since if known is not None and known.state == kind else at
-            self.engines[index] = Shown(kind, reason, since)
+            elif not (again and kind in ("left", "quarantined")):
+                since = known.since if known is not None and known.state == kind else at
+                self.engines[index] = Shown(str(kind), reason, since)
 
     def table(self) -> Table | None:
         """A row for each engine that is not admitted; None where all are."""
@@ -114,12 +109,6 @@ class EngineStates:
                 state = Text(engine.state, style=_STYLES[engine.state])
                 table.add_row(Text(f"engine {index}"), state, Text(f"since {since}", style="dim"), Text(engine.reason))
         return table
-
-
-def engine_line(event: dict[str, Any]) -> str:
-    """One change as plain text."""
-    reason = event.get("reason")
-    return f"engine {event['engine']} {event['kind']}{f': {reason}' if reason else ''}"
 
 
 @dataclass
@@ -176,38 +165,37 @@ class Progress:
         self.alarms = alarms(line, quantized=self.quantized)
 
     def take_event(self, event: dict[str, Any]) -> None:
-        """Something happened."""
+        """Take in what happened."""
         self.engines.take(event)
-        if event.get("kind") == "evaluated":
-            self.evaluation = event
-        elif event.get("kind") == "restarted":
-            self.restarts += 1
-        elif event.get("kind") == "controlled":
-            self.control = event
-        elif event.get("kind") == "sampled":
-            self.sample = event
-        elif event.get("kind") == "reward_failed":
-            self.reward_failed = self.reward_failed or event
-        elif event.get("kind") == "unsolved":
-            self.unsolved = event
-        elif event.get("kind") == "teacher_failed":
-            self.teacher_failed = self.teacher_failed or event
-        elif event.get("kind") == "no_progress":
-            self.waits |= {event["who"]: event}
-            if event["over"]:
-                del self.waits[event["who"]]
-        elif event.get("kind") == "issued":
-            self.issued = event["batch"]
-        elif event.get("kind") == "committed":
-            self.committed = event["batch"]
-        elif event.get("kind") == "started" and re.fullmatch(
-            r"learner|collector|engine-\d+", str(event.get("process"))
-        ):
-            self.starting[event["process"]] = event["time"]
-        elif event.get("kind") == "environment":
-            self.starting.pop(str(event.get("role")) if event.get("role") in ("learner", "collector") else "", None)
-        elif event.get("kind") == "joined":
-            self.starting.pop(f"engine-{event.get('engine')}", None)
+        match event.get("kind"):
+            case "evaluated":
+                self.evaluation = event
+            case "restarted":
+                self.restarts += 1
+            case "controlled":
+                self.control = event
+            case "sampled":
+                self.sample = event
+            case "reward_failed":
+                self.reward_failed = self.reward_failed or event
+            case "unsolved":
+                self.unsolved = event
+            case "teacher_failed":
+                self.teacher_failed = self.teacher_failed or event
+            case "no_progress":
+                self.waits |= {event["who"]: event}
+                if event["over"]:
+                    del self.waits[event["who"]]
+            case "issued":
+                self.issued = event["batch"]
+            case "committed":
+                self.committed = event["batch"]
+            case "started" if re.fullmatch(r"learner|collector|engine-\d+", str(event.get("process"))):
+                self.starting[event["process"]] = event["time"]
+            case "environment" if event.get("role") in ("learner", "collector"):
+                self.starting.pop(event["role"], None)
+            case "joined":
+                self.starting.pop(f"engine-{event.get('engine')}", None)
 
     @property
     def doing(self) -> str:
@@ -319,8 +307,11 @@ class LiveView:
             before = {alarm.rule.name: alarm for alarm in self.progress.alarms}
             self.progress.take_metrics(line, start)
             if says:
-                self._say_alarms(before)
-            if says:
+                now, step = {alarm.rule.name: alarm for alarm in self.progress.alarms}, self.progress.num_steps - 1
+                for alarm in (now[name] for name in now if name not in before):
+                    self._say(f"alarm at step {step}: {alarm.text}; {alarm.rule.to_do}")
+                for alarm in (before[name] for name in before if name not in now):
+                    self._say(f"no longer at step {step}: {alarm.text}")
                 self._say_step()
         if says and is_quiet():
             self._say(self.progress.doing)
@@ -335,52 +326,53 @@ class LiveView:
             self._sampled = done
             self._say(sample_line(self.progress.sample))
 
-    def _say_alarms(self, before: dict[str, Alarm]) -> None:
-        """Those that begin, with what to do, and those that end."""
-        now = {alarm.rule.name: alarm for alarm in self.progress.alarms}
-        step = self.progress.num_steps - 1
-        for name, alarm in now.items():
-            if name not in before:
-                self._say(f"alarm at step {step}: {alarm.text}; {alarm.rule.to_do}")
-        for name, alarm in before.items():
-            if name not in now:
-                self._say(f"no longer at step {step}: {alarm.text}")
-
     def _say(self, text: str) -> None:
         note_line()
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def render(progress: Progress) -> RenderableType:
-    """The block that is drawn on a terminal."""
+    """Return the block that is drawn on a terminal."""
+    last, steps = progress.last, progress.num_steps
+    left = "" if progress.step_s is None else f"{duration(progress.step_s * max(0, progress.steps - steps))} left"
     head = Table.grid(padding=(0, 2))
-    left = _remaining(progress)
-    bar = ProgressBar(total=progress.steps, completed=progress.num_steps, width=BAR_CELLS)
+    bar = ProgressBar(total=progress.steps, completed=steps, width=BAR_CELLS)
     head.add_row(Text(progress.doing, style="bold"), bar, Text(left, style="dim"))
+    lag = f"{decimal(number(last, 'lag_mean'))}, at most {decimal(number(last, 'lag_max'))}"
+    rows = (
+        {
+            "pass@1": _pass_at_1(progress),
+            "reward": decimal(number(last, "reward_mean")),
+            "entropy": decimal(number(last, "entropy")),
+            "tokens/s": count(progress.tokens_per_s),
+        },
+        {
+            "ESS": decimal(number(last, "ess")),
+            "lag": lag,
+            "grad norm": decimal(number(last, "grad_norm")),
+            "restarts": str(progress.restarts),
+        },
+    )
     numbers = Table.grid(padding=(0, 3))
-    for pairs in _numbers(progress):
-        numbers.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in pairs))
+    for row in rows:
+        numbers.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in row.items()))
     blocks: list[RenderableType] = [head, Text(), numbers]
     if (engines := progress.engines.table()) is not None:
         blocks += [Text(), engines]
-    if progress.control is not None:
-        blocks += [Text(), Text(event_line(progress.control), style="yellow")]
-    if progress.reward_failed is not None:
-        of_steps = f"{progress.samples_failed:.0f} samples of {progress.num_steps} steps without a reward; the first: "
-        blocks += [Text(), Text(of_steps + event_line(progress.reward_failed), style="yellow")]
-    if progress.unsolved is not None:
-        blocks += [Text(), Text(event_line(progress.unsolved), style="yellow")]
-    if progress.teacher_failed is not None:
-        of_steps = (
-            f"{progress.samples_untaught:.0f} samples of {progress.num_steps} steps without the teacher's scores; "
-        )
-        blocks += [Text(), Text(of_steps + event_line(progress.teacher_failed), style="yellow")]
+    no_reward = f"{progress.samples_failed:.0f} samples of {steps} steps without a reward; the first: "
+    untaught = f"{progress.samples_untaught:.0f} samples of {steps} steps without the teacher's scores; "
+    notable = (("", progress.control), (no_reward, progress.reward_failed), ("", progress.unsolved))
+    for before, event in (*notable, (untaught, progress.teacher_failed)):
+        if event is not None:
+            blocks += [Text(), Text(before + event_line(event), style="yellow")]
     if progress.sample is not None:
         blocks += [Text(), Text(sample_line(progress.sample), style="dim")]
     if progress.waits:
         blocks += [Text(), *(Text(event_line(wait), style="yellow") for wait in progress.waits.values())]
     if progress.alarms:
-        blocks += [Text(), *(_alarm(alarm) for alarm in progress.alarms)]
+        blocks.append(Text())
+    for alarm in progress.alarms:
+        blocks.append(Text.assemble(("alarm ", "bold red"), (alarm.text, "red"), (f"; {alarm.rule.to_do}", "dim")))
     spans = learner_spans(progress.recent)
     if shares := phase_shares(spans, stage=progress.stage):
         verdict = bottleneck(time_shares(spans, stage=progress.stage))
@@ -417,57 +409,35 @@ def sample_line(event: dict[str, Any]) -> str:
 
 
 def event_line(event: dict[str, Any]) -> str:
-    """An event of a kind of SAID as plain text, without what a terminal would obey."""
-    return one_line(_said(event))
-
-
-def _said(event: dict[str, Any]) -> str:
-    if event["kind"] == "no_progress":
-        return notice_line(event)
-    if event["kind"] == "reward_failed":
-        return f"a sample has no reward ({event['reason']}): {event['detail']}"
-    if event["kind"] == "unsolved":
-        return unsolved_line(event)
-    if event["kind"] == "teacher_failed":
-        return f"the teacher did not score a group ({event['reason']}): {event['detail']}"
-    if event["kind"] == "skipped":
-        return f"step {event['step']} is skipped: its batch was lost by damage"
-    if event["kind"] in ENGINE_EVENTS:
-        return engine_line(event)
-    if event["kind"] == "controlled":
-        return f"controller after step {event['step']}: {event['rung']}. {event['because']}"
-    if event["kind"] == "restarted":
-        return f"restarted {event.get('process')}: {event.get('reason', 'no reason given')}"
-    curve = event.get("pass_at_k") or {}
-    k = max((int(k) for k in curve), default=1)
-    many = f", pass@{k} {percent(number(curve, str(k)))}" if k > 1 else ""
-    low, high = (percent(number(event, f"pass_at_1_{end}")) for end in ("low", "high"))
-    reward = f", reward {decimal(number(event, 'reward_mean'))}" if "reward_mean" in event else ""
-    failed = f", {unjudged} samples without a reward" if (unjudged := event.get("verifier_failures")) else ""
-    score = f"pass@1 {percent(number(event, 'pass_at_1'))} ({low} to {high}){many}{reward}"
-    return f"version {event['version']}: {score}{failed}"
-
-
-def _numbers(progress: Progress) -> Sequence[Sequence[tuple[str, str]]]:
-    last = progress.last
-    return (
-        (
-            ("pass@1", _pass_at_1(progress)),
-            ("reward", decimal(number(last, "reward_mean"))),
-            ("entropy", decimal(number(last, "entropy"))),
-            ("tokens/s", count(progress.tokens_per_s)),
-        ),
-        (
-            ("ESS", decimal(number(last, "ess"))),
-            ("lag", f"{decimal(number(last, 'lag_mean'))}, at most {decimal(number(last, 'lag_max'))}"),
-            ("grad norm", decimal(number(last, "grad_norm"))),
-            ("restarts", str(progress.restarts)),
-        ),
-    )
-
-
-def _alarm(alarm: Alarm) -> Text:
-    return Text.assemble(("alarm ", "bold red"), (alarm.text, "red"), (f"; {alarm.rule.to_do}", "dim"))
+    """Return an event of a kind of SAID as plain text, without what a terminal would obey."""
+    match event["kind"]:
+        case "no_progress":
+            line = notice_line(event)
+        case "reward_failed":
+            line = f"a sample has no reward ({event['reason']}): {event['detail']}"
+        case "unsolved":
+            line = unsolved_line(event)
+        case "teacher_failed":
+            line = f"the teacher did not score a group ({event['reason']}): {event['detail']}"
+        case "skipped":
+            line = f"step {event['step']} is skipped: its batch was lost by damage"
+        case kind if kind in ENGINE_EVENTS:
+            reason = event.get("reason")
+            line = f"engine {event['engine']} {kind}{f': {reason}' if reason else ''}"
+        case "controlled":
+            line = f"controller after step {event['step']}: {event['rung']}. {event['because']}"
+        case "restarted":
+            line = f"restarted {event.get('process')}: {event.get('reason', 'no reason given')}"
+        case _:
+            curve = event.get("pass_at_k") or {}
+            k = max((int(k) for k in curve), default=1)
+            many = f", pass@{k} {percent(number(curve, str(k)))}" if k > 1 else ""
+            low, high = (percent(number(event, f"pass_at_1_{end}")) for end in ("low", "high"))
+            reward = f", reward {decimal(number(event, 'reward_mean'))}" if "reward_mean" in event else ""
+            failed = f", {unjudged} samples without a reward" if (unjudged := event.get("verifier_failures")) else ""
+            score = f"pass@1 {percent(number(event, 'pass_at_1'))} ({low} to {high}){many}{reward}"
+            line = f"version {event['version']}: {score}{failed}"
+    return one_line(line)
 
 
 def _phases(shares: dict[str, float], step_s: float | None) -> Text:
@@ -486,12 +456,6 @@ def _pass_at_1(progress: Progress) -> str:
     if progress.evaluation is None:
         return "–"
     return f"{percent(number(progress.evaluation, 'pass_at_1'))} (v{progress.evaluation.get('version')})"
-
-
-def _remaining(progress: Progress) -> str:
-    if progress.step_s is None:
-        return ""
-    return f"{duration(progress.step_s * max(0, progress.steps - progress.num_steps))} left"
 
 
 _PART_BYTES = 1 << 18

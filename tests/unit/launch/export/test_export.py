@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.exit_codes import end_of
+from launch.exit_codes import run_command
 from launch.export import export as module
 from launch.export.export import export, run_id
 from launch.export.mlflow_names import mlflow_name
@@ -233,7 +233,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     for name in [name for name in sys.modules if name.split(".")[0] == package or name == f"launch.export.{package}"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    assert end_of(lambda: export(run, package, None, follow=False)) == 1
+    assert run_command(lambda: export(run, package, None, follow=False)) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"needs {package}" in said

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launch.run.live_view import EngineStates, Progress, Shown, engine_line, render
+from launch.run.live_view import EngineStates, Progress, Shown, event_line, render
 
 
 def after(*events: dict[str, Any]) -> EngineStates:
@@ -54,5 +54,5 @@ def test_engines_that_are_not_admitted_are_drawn() -> None:
     console.print(render(progress))
     assert "engine 3  quarantined  since" in out.getvalue()
     assert "its process 7 is stopped" in out.getvalue()
-    assert engine_line(event) == "engine 3 quarantined: its process 7 is stopped"
-    assert engine_line(dict(kind="admitted", engine=0)) == "engine 0 admitted"
+    assert event_line(event) == "engine 3 quarantined: its process 7 is stopped"
+    assert event_line(dict(kind="admitted", engine=0)) == "engine 0 admitted"

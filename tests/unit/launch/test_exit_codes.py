@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from launch.exit_codes import FAULT_EXIT_CODE, TRACEBACK_VARIABLE, end_of
+from launch.exit_codes import FAULT_EXIT_CODE, TRACEBACK_VARIABLE, run_command
 from pipeline.errors import RecipeError
 from tests.support.runs import ROOT, evenkeel
 
@@ -44,7 +44,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 def test_one_line_and_a_status(
     error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert end_of(raising(error)) == status
+    assert run_command(raising(error)) == status
     told = capsys.readouterr().err
     assert told.startswith(line)
     assert told.count("\n") == 1
@@ -65,7 +65,7 @@ def test_a_package_that_cannot_be_imported_is_a_broken_environment(
     def command() -> None:
         import package_with_a_fault  # noqa: F401
 
-    assert end_of(command) == 1
+    assert run_command(command) == 1
     line = capsys.readouterr().err
     assert line.startswith("error: this Python environment is broken: package_with_a_fault cannot be imported (")
     assert line.count("\n") == 1
@@ -75,7 +75,7 @@ def test_a_fault_of_ours_is_one_line_and_its_traceback_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert end_of(raising(KeyError("x\ny"))) == FAULT_EXIT_CODE
+    assert run_command(raising(KeyError("x\ny"))) == FAULT_EXIT_CODE
     told = capsys.readouterr().err
     (kept,) = tmp_path.glob("evenkeel-traceback-*.txt")
     assert told.startswith("error: this is a fault of Even Keel, not of what it was given (KeyError: 'x\\ny'")
@@ -86,13 +86,13 @@ def test_a_fault_of_ours_is_one_line_and_its_traceback_is_kept(
 
 def test_a_traceback_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")
-    assert end_of(raising(RecursionError())) == FAULT_EXIT_CODE
+    assert run_command(raising(RecursionError())) == FAULT_EXIT_CODE
     assert f"set {TRACEBACK_VARIABLE}=1 to see the traceback" in capsys.readouterr().err
 
 
 def test_a_developer_sees_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(TRACEBACK_VARIABLE, "1")
-    assert end_of(raising(RecipeError("a"))) == 1
+    assert run_command(raising(RecipeError("a"))) == 1
     told = capsys.readouterr().err
     assert told.startswith("Traceback (most recent call last)")
     assert told.endswith("error: a\n")
@@ -100,11 +100,11 @@ def test_a_developer_sees_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.parametrize(("command", "status"), [(lambda: None, 0), (raising(typer.Exit(1)), 1)])
 def test_what_is_no_error(command: Callable[[], None], status: int) -> None:
-    assert end_of(command) == status
+    assert run_command(command) == status
 
 
 def test_a_broken_pipe_that_is_not_ours_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert end_of(raising(BrokenPipeError(errno.EPIPE, "Broken pipe"))) == 1
+    assert run_command(raising(BrokenPipeError(errno.EPIPE, "Broken pipe"))) == 1
     assert "Broken pipe (EPIPE)" in capsys.readouterr().err
 
 
