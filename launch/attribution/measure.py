@@ -40,8 +40,7 @@ from launch.attribution.rows import (
     score_in_ranks,
 )
 from launch.build.components import build_quant_map
-from launch.build.engines import check_engines, engine_dtype
-from launch.build.learner import checksums_of
+from launch.build.engines import check_engines, checksums_of, engine_dtype
 from launch.run.preflight import preflight, seed_policy
 from launch.run.processes import child_environment, run_ranks, torchrun
 from launch.run.replay import learned_otherwise

@@ -1,13 +1,20 @@
-"""From a recipe to one engine's start parameters, and whether this machine can run such an engine."""
+"""Make an engine's start parameters of a recipe, check that this machine can run it, and reach the engines of a run.
+
+SGLang's arguments that a recipe passes as they are (rollout.extra_args, distillation.extra_args) come last on the
+command line, where the last one wins: one that this program sets itself would replace, without a word, what the recipe
+says elsewhere and what the learner, the planner and the checks of weights go by. SGLang takes the beginning of a name
+for the name, so that beginnings are refused, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from launch.build.api_key import read_api_key
 from launch.build.components import build_expert_shape, quant_map_of
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.formats import check_gpu_serves
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
@@ -24,6 +31,9 @@ from rollout_sglang.server.sglang_compat import ServerInfo, dialect_of
 from rollout_sglang.server.start import EngineSpec, has_cuda
 from rollout_sglang.target import FleetSettings
 from rollout_sglang.weights.update_lease import Updates
+
+if TYPE_CHECKING:
+    from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 _ON_CPU = {"--attention-backend": "torch_native", "--device": "cpu", "--fp8-gemm-backend": None}
 """SGLang's arguments that name kernels or a device, and what a CPU has of them."""
@@ -288,3 +298,30 @@ def fleet_settings(
         load_deadline_s=recipe.weights.publish_deadline_s,
         keeps_kv=recipe.weights.kv_cache == "keep",
     )
+
+
+def checksums_maker(recipe: Recipe) -> Callable[[], ExpectedChecksums] | None:
+    """New digests for one version; None for engines on GPUs, which hash by another function."""
+    if has_cuda():
+        return None
+    shape = ModelConfig.from_hf(read_hf_config(recipe.model.path))
+    import torch
+
+    from rollout_sglang.weights.expected_checksums import ExpectedChecksums
+
+    def new() -> ExpectedChecksums:
+        return ExpectedChecksums(
+            dtype=getattr(torch, engine_dtype(recipe)),
+            num_kv_heads=shape.num_kv_heads,
+            num_experts=0 if shape.experts is None else shape.experts.count,
+            tied_embeddings=shape.tied_embeddings,
+            tensor_parallel=recipe.rollout.tensor_parallel,
+        )
+
+    return new
+
+
+def checksums_of(recipe: Recipe) -> ExpectedChecksums | None:
+    """Digests of one version, to be observed as it is written."""
+    maker = checksums_maker(recipe)
+    return None if maker is None else maker()

@@ -1,4 +1,7 @@
-"""The learner's loop from a recipe: one place for training, replays, tools and tests."""
+"""Build a learner from a recipe: model and optimizer, how weights reach engines and are verified, and its loop.
+
+One place for training, replays, tools and tests.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,7 @@ from launch.build.components import (
     require_engines_here,
 )
 from launch.build.control import older_maps
-from launch.build.engines import build_fleet, engine_dtype, fleet_settings
-from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+from launch.build.engines import build_fleet, checksums_maker, engine_dtype, fleet_settings
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
 from megatron_bridge.step.learning_rate import LearningRates, RateSpan
@@ -43,12 +45,96 @@ from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs, require_same_reference
 from rollout_sglang.server.start import has_cuda
-from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 
 if TYPE_CHECKING:
     from megatron_bridge.step.kept_versions import KeptVersions
     from megatron_bridge.step.reference import ReferencePolicy
+
+
+MAX_GAP_NATS: dict[RolloutPrecision, float] = {
+    "fp32": 0.01,
+    "bf16": 0.15,
+    "fp8_tensor": 0.4,
+    "fp8_block": 0.4,
+    "emulated_fp6": 0.8,
+    "emulated_fp4": 2.0,
+    "emulated_nvfp4": 2.0,
+    "emulated_mxfp4": 2.0,
+}
+"""Default of weights.probe_max_gap_nats, on random tokens. Where the learner emulates the formats for the probe, right
+weights are nowhere near it: at most .011 nats over 120 versions of each of eight runs, in FP4 and block FP8.
+
+Where it does not (Transformer Engine's layers), the formats themselves count. BF16 costs at most .023: its bound has
+room. FP8 cost at most .14 in six tiny models when this was set, but up to .33 in trained ones since, FP4 up to 1.08. An
+engine that is refused with right weights wants a higher bound in its recipe.
+
+Faults in FP8 for comparison. All scales 1.25 times too large: 0.47 to 0.65 in trained models, 0.08 to 0.19 in random
+ones. One scale: 0.2 to 0.33 and 0.02 to 0.12, medians. The digests find smaller faults. Where they are not known, lower
+the bound to 1.5 times the probe_kernels_nats in the run's metrics, or the probe_gap_nats where it has none."""
+
+
+def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearner:
+    """This rank's part of the model, its optimizer and its objective; `layers` as MegatronLearner.create takes it."""
+    return MegatronLearner.create(
+        recipe.model.path,
+        recipe.learner,
+        objective=build_objective(recipe),
+        temperature=recipe.learner.temperature or recipe.rollout.temperature,
+        seed=recipe.run.seed,
+        total_steps=recipe.run.steps * recipe.learner.updates_per_batch,
+        fp32_lm_head=recipe.model.fp32_lm_head,
+        layers=layers,
+        emulate=build_quant_map(recipe) if recipe.learner.fp8_emulation else None,
+    )
+
+
+def build_channel(
+    run: RunDirectory,
+    recipe: Recipe,
+    learner: MegatronLearner,
+    epoch: Epoch | None = None,
+    probe: ProbeScorer | None = None,
+) -> DiskChannel | DeltaChannel | StreamedChannel:
+    """How this learner's weights reach the run's engines. Collective. `epoch` is the learner's; tools have none.
+    `probe` is that of another channel of the run, if there is one."""
+    quant, plan, section = build_quant_map(recipe), build_weight_check_plan(recipe), recipe.weights
+    probe = probe or ProbeScorer(learner)
+    shared: dict[str, Any] = dict(keep=section.keep, deadline_s=section.publish_deadline_s)
+    if section.channel == "disk":
+        return DiskChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, probe, **shared)
+    if section.channel == "delta":
+        shared |= dict(whole_every=section.whole_every)
+        return DeltaChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, probe, **shared)
+    membership = run.membership(recipe.rollout.urls)
+    if section.channel == "ipc":
+        require_engines_here([engine.url for engine in membership.engines()])
+    settings = fleet_settings(run, recipe, epoch)
+    return StreamedChannel(
+        learner,
+        FleetUpdateSession(membership, **settings, ranks_per_engine=recipe.rollout.tensor_parallel),
+        run,
+        quant,
+        plan,
+        probe,
+        IpcTransport if section.channel == "ipc" else ProcessGroupTransport,
+        num_engines=recipe.rollout.engines,
+        bucket_bytes=section.bucket_mib << 20,
+        **shared,
+    )
+
+
+def build_transition(run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch) -> MapTransition:
+    """The same for a run whose quant map may change. Collective."""
+    probe = ProbeScorer(learner)  # one: what it saw last was published last, by whichever channel
+    usual = build_channel(run, recipe, learner, epoch, probe)
+    assert not isinstance(usual, DeltaChannel), "the recipe refuses it with a controller"
+    disk: DiskChannel | DeltaChannel | StreamedChannel = usual
+    if not isinstance(disk, DiskChannel):
+        by_disk = recipe.model_copy(update=dict(weights=recipe.weights.model_copy(update=dict(channel="disk"))))
+        disk = build_channel(run, by_disk, learner, epoch, probe)
+    assert isinstance(disk, DiskChannel), disk
+    return MapTransition(usual, disk, build_quant_map(recipe), older_maps(run, recipe, learner))
 
 
 def build_trainer(
@@ -136,28 +222,6 @@ def build_rates(run: RunDirectory) -> LearningRates:
     )
 
 
-MAX_GAP_NATS: dict[RolloutPrecision, float] = {
-    "fp32": 0.01,
-    "bf16": 0.15,
-    "fp8_tensor": 0.4,
-    "fp8_block": 0.4,
-    "emulated_fp6": 0.8,
-    "emulated_fp4": 2.0,
-    "emulated_nvfp4": 2.0,
-    "emulated_mxfp4": 2.0,
-}
-"""Default of weights.probe_max_gap_nats, on random tokens. Where the learner emulates the formats for the probe, right
-weights are nowhere near it: at most .011 nats over 120 versions of each of eight runs, in FP4 and block FP8.
-
-Where it does not (Transformer Engine's layers), the formats themselves count. BF16 costs at most .023: its bound has
-room. FP8 cost at most .14 in six tiny models when this was set, but up to .33 in trained ones since, FP4 up to 1.08. An
-engine that is refused with right weights wants a higher bound in its recipe.
-
-Faults in FP8 for comparison. All scales 1.25 times too large: 0.47 to 0.65 in trained models, 0.08 to 0.19 in random
-ones. One scale: 0.2 to 0.33 and 0.02 to 0.12, medians. The digests find smaller faults. Where they are not known, lower
-the bound to 1.5 times the probe_kernels_nats in the run's metrics, or the probe_gap_nats where it has none."""
-
-
 def build_weight_check_plan(recipe: Recipe) -> WeightCheckPlan:
     """The same for every version of the run."""
     tokenizer = build_tokenizer(recipe)
@@ -187,91 +251,3 @@ def coarser_precision(recipe: Recipe) -> RolloutPrecision:
         return "bf16"
     learner: RolloutPrecision = "fp8_tensor" if recipe.learner.precision == "fp8_delayed" else recipe.learner.precision
     return max(recipe.rollout.precision, learner, key=lambda precision: MAX_GAP_NATS[precision])
-
-
-def checksums_maker(recipe: Recipe) -> Callable[[], ExpectedChecksums] | None:
-    """New digests for one version; None for engines on GPUs, which hash by another function."""
-    if has_cuda():
-        return None
-    shape = ModelConfig.from_hf(read_hf_config(recipe.model.path))
-    import torch
-
-    def new() -> ExpectedChecksums:
-        return ExpectedChecksums(
-            dtype=getattr(torch, engine_dtype(recipe)),
-            num_kv_heads=shape.num_kv_heads,
-            num_experts=0 if shape.experts is None else shape.experts.count,
-            tied_embeddings=shape.tied_embeddings,
-            tensor_parallel=recipe.rollout.tensor_parallel,
-        )
-
-    return new
-
-
-def checksums_of(recipe: Recipe) -> ExpectedChecksums | None:
-    """Digests of one version, to be observed as it is written."""
-    maker = checksums_maker(recipe)
-    return None if maker is None else maker()
-
-
-def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearner:
-    """This rank's part of the model, its optimizer and its objective; `layers` as MegatronLearner.create takes it."""
-    return MegatronLearner.create(
-        recipe.model.path,
-        recipe.learner,
-        objective=build_objective(recipe),
-        temperature=recipe.learner.temperature or recipe.rollout.temperature,
-        seed=recipe.run.seed,
-        total_steps=recipe.run.steps * recipe.learner.updates_per_batch,
-        fp32_lm_head=recipe.model.fp32_lm_head,
-        layers=layers,
-        emulate=build_quant_map(recipe) if recipe.learner.fp8_emulation else None,
-    )
-
-
-def build_channel(
-    run: RunDirectory,
-    recipe: Recipe,
-    learner: MegatronLearner,
-    epoch: Epoch | None = None,
-    probe: ProbeScorer | None = None,
-) -> DiskChannel | DeltaChannel | StreamedChannel:
-    """How this learner's weights reach the run's engines. Collective. `epoch` is the learner's; tools have none.
-    `probe` is that of another channel of the run, if there is one."""
-    quant, plan, section = build_quant_map(recipe), build_weight_check_plan(recipe), recipe.weights
-    probe = probe or ProbeScorer(learner)
-    shared: dict[str, Any] = dict(keep=section.keep, deadline_s=section.publish_deadline_s)
-    if section.channel == "disk":
-        return DiskChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, probe, **shared)
-    if section.channel == "delta":
-        shared |= dict(whole_every=section.whole_every)
-        return DeltaChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, probe, **shared)
-    membership = run.membership(recipe.rollout.urls)
-    if section.channel == "ipc":
-        require_engines_here([engine.url for engine in membership.engines()])
-    settings = fleet_settings(run, recipe, epoch)
-    return StreamedChannel(
-        learner,
-        FleetUpdateSession(membership, **settings, ranks_per_engine=recipe.rollout.tensor_parallel),
-        run,
-        quant,
-        plan,
-        probe,
-        IpcTransport if section.channel == "ipc" else ProcessGroupTransport,
-        num_engines=recipe.rollout.engines,
-        bucket_bytes=section.bucket_mib << 20,
-        **shared,
-    )
-
-
-def build_transition(run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch) -> MapTransition:
-    """The same for a run whose quant map may change. Collective."""
-    probe = ProbeScorer(learner)  # one: what it saw last was published last, by whichever channel
-    usual = build_channel(run, recipe, learner, epoch, probe)
-    assert not isinstance(usual, DeltaChannel), "the recipe refuses it with a controller"
-    disk: DiskChannel | DeltaChannel | StreamedChannel = usual
-    if not isinstance(disk, DiskChannel):
-        by_disk = recipe.model_copy(update=dict(weights=recipe.weights.model_copy(update=dict(channel="disk"))))
-        disk = build_channel(run, by_disk, learner, epoch, probe)
-    assert isinstance(disk, DiskChannel), disk
-    return MapTransition(usual, disk, build_quant_map(recipe), older_maps(run, recipe, learner))

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 from launch.build.api_key import API_KEY_FILE_VARIABLE, JOB_KEYS, TEACHER_KEY_FILE_VARIABLE
@@ -20,7 +19,7 @@ from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED, boxed
 from pipeline.rewards.worker_process import Sandbox
 from pipeline.rollout.batch_builder import GroupFilter
 from pipeline.tasks.mixture import parts_of
-from pipeline.tasks.task import Problem, Task
+from pipeline.tasks.task import Task
 from precision.text import quoted
 
 
@@ -52,7 +51,11 @@ def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: 
             f"reward {reward!r}", 0.0 if reward == MATH_VERIFY else section.max_failed_share, at_least=1
         )
     else:
-        watch = FailureWatch(f"reward {reward!r}", section.max_failed_share, tell=partial(_tell, event_log))
+
+        def tell(reason: str, detail: str) -> None:
+            event_log.event("reward_failed", reason=reason, detail=detail)
+
+        watch = FailureWatch(f"reward {reward!r}", section.max_failed_share, tell=tell)
     return Verifiers(
         reward,
         1 if event_log is None else section.workers,
@@ -65,10 +68,6 @@ def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: 
         program_tolerance=section.program_tolerance,
         math_tolerance=section.math_tolerance,
     )
-
-
-def _tell(event_log: EventLog, reason: str, detail: str) -> None:
-    event_log.event("reward_failed", reason=reason, detail=detail)
 
 
 def build_group_filter(recipe: Recipe) -> GroupFilter | None:
@@ -164,25 +163,20 @@ async def _try_a_few(verifiers: Verifiers, task: Task) -> None:
 
 
 async def _try_every_answer(verifiers: Verifiers, task: Task) -> None:
-    problems = _of_different_answers(task)
-    refused = [problem.answer for problem in problems if not await _accepted(verifiers, problem)]
+    every = {p.answer: p for p in map(task.problem, range(task.num_prompts))}
+    every |= {p.answer: p for p in map(task.held_out, range(task.num_held_out))}
+    problems = list(every.values())[:: -(-len(every) // _MOST_ANSWERS)]
+    refused = []
+    for problem in problems:
+        try:
+            verdict = await verifiers.score(problem.text, boxed(problem.answer), problem.answer)
+        except RewardError:
+            verdict = None
+        if verdict is None or verdict.reward < 1.0:
+            refused.append(problem.answer)
     if refused:
         raise RewardError(
             f"math_verify does not accept {len(refused)} of {len(problems)} answers as right, the first "
             f"{quoted(refused[0])}; write them as LaTeX or as plain numbers, leave their rows out by task.filter, or "
             "set task.reward to a function of yours"
         )
-
-
-async def _accepted(verifiers: Verifiers, problem: Problem) -> bool:
-    try:
-        return (await verifiers.score(problem.text, boxed(problem.answer), problem.answer)).reward >= 1.0
-    except RewardError:
-        return False
-
-
-def _of_different_answers(task: Task) -> list[Problem]:
-    problems = {p.answer: p for p in map(task.problem, range(task.num_prompts))}
-    problems |= {p.answer: p for p in map(task.held_out, range(task.num_held_out))}
-    every = -(-len(problems) // _MOST_ANSWERS)
-    return list(problems.values())[::every]

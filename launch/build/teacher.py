@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 from launch.build.api_key import read_teacher_key
 from launch.build.components import TaskPrompts
@@ -59,11 +58,24 @@ async def teacher_of(
         yield None
         return
     async with AsyncExitStack() as stack:
-        process, urls = None, section.urls
+        process: ServerProcess | None = None
+        urls = section.urls
         if section.path is None:
             key = read_teacher_key()
         else:
-            spec = _spec(run, recipe, section.path)
+            dtype = engine_dtype(recipe)
+            spec = EngineSpec(
+                model=section.path,
+                port=free_port(),
+                precision="fp32" if dtype == "float32" else "bf16",
+                dtype=dtype,
+                log=run.logs / "teacher.log",
+                version=0,
+                api_key=secrets.token_hex(16),
+                tensor_parallel=section.tensor_parallel,
+                context_tokens=recipe.rollout.context_tokens,
+                extra_args=section.extra_args,
+            )
             process, urls, key = start(spec), (spec.url,), spec.api_key
             stack.callback(process.stop)
             await asyncio.to_thread(process.wait_ready, recipe.rollout.start_deadline_s)
@@ -72,6 +84,11 @@ async def teacher_of(
         tried = [prompts.prompt(group) for group in range(min(_TRIED_PROMPTS, prompts.num_problems))]
         texts = {prompts.tokenizer.decode(prompt.tokens, special=True): prompt.tokens for prompt in tried}
         await servers.require_same_tokenizer(texts)
+
+        def require_alive() -> None:
+            if process is not None and process.poll() is not None:
+                raise EngineUnavailableError(f"the teacher's server {process.how_it_ended()}; {process.why()}")
+
         yield TeacherScores(
             teacher=servers,
             retries=recipe.reward.retries,
@@ -81,27 +98,5 @@ async def teacher_of(
                 tell=lambda reason, detail: event_log.event("teacher_failed", reason=reason, detail=detail),
                 remedy="look at the teacher's servers",
             ),
-            require_alive=lambda: _require_alive(process),
+            require_alive=require_alive,
         )
-
-
-def _spec(run: RunDirectory, recipe: Recipe, folder: Path) -> EngineSpec:
-    section, dtype = recipe.distillation, engine_dtype(recipe)
-    assert section is not None
-    return EngineSpec(
-        model=folder,
-        port=free_port(),
-        precision="fp32" if dtype == "float32" else "bf16",
-        dtype=dtype,
-        log=run.logs / "teacher.log",
-        version=0,
-        api_key=secrets.token_hex(16),
-        tensor_parallel=section.tensor_parallel,
-        context_tokens=recipe.rollout.context_tokens,
-        extra_args=section.extra_args,
-    )
-
-
-def _require_alive(process: ServerProcess | None) -> None:
-    if process is not None and process.poll() is not None:
-        raise EngineUnavailableError(f"the teacher's server {process.how_it_ended()}; {process.why()}")

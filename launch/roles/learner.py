@@ -27,7 +27,7 @@ from launch.roles.base import Rendezvous, await_node_0, wait_for_recipe
 from launch.roles.heartbeat import Ending, Peer, Peers
 from launch.run.addresses import LOOPBACK, bind_address, interface_environment
 from launch.run.metrics import METRICS_PORT_VARIABLE
-from launch.run.preflight import check_model_here, preflight, seed_policy, warnings
+from launch.run.preflight import check_model_here, preflight, seed_policy, start_warnings
 from launch.run.processes import FatalNotes, ProcessTree, child_environment, rendezvous_options, torchrun
 from launch.run.waiting import (
     BEGUN,
@@ -106,7 +106,7 @@ def lead(own: LearnerNode, stop: Stop) -> Ending:
         recipe = load_recipe(own.recipe)
         check_model_here(recipe)
         recipe = with_digest(recipe, own.run)
-        for sentence in warnings(recipe, preflight(recipe)):
+        for sentence in start_warnings(recipe, preflight(recipe)):
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
     processes_a_node(recipe, own.nodes)
     key = read_api_key()

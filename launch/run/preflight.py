@@ -1,4 +1,8 @@
-"""The beginning of a run: what can be checked before anything is started, and the policy that it starts from."""
+"""Check what can be checked before anything is started, and publish the policy that a run starts from.
+
+What the machine must have is looked at in less than a second, before anything is written: the learner's packages, a
+model with weights, a GPU where the recipe asks for one, ports, and a folder with room.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,9 @@ from precision.text import listed, quoted
 from rollout_sglang.server.process import check_port_free
 from rollout_sglang.server.start import has_cuda
 
+_MARKS = re.compile("think|thought|reason|answer|solution|tool", re.IGNORECASE)
+"""In the name of a special token that a reward of the format may look for, unlike those of roles and ends."""
+
 
 def preflight(recipe: Recipe) -> TaskPrompts:
     """Check what would otherwise fail minutes later, in a child process. Returns the run's prompts. Raises
@@ -51,46 +58,46 @@ def preflight(recipe: Recipe) -> TaskPrompts:
         check_weights(reference, ModelConfig.from_hf(config))
     check_teacher(recipe, tokenizer)
     prompts = build_prompts(recipe, tokenizer)
-    _check_held_out_lengths(recipe, prompts)
+    # Prompts of data that are too long are gone by now. Engines would refuse generated ones each time.
+    room = recipe.rollout.context_tokens - recipe.rollout.max_new_tokens
+    longest = max(prompts.held_out(recipe.evaluation.prompts), key=lambda prompt: len(prompt.tokens))
+    if len(longest.tokens) > room:
+        raise RecipeError(
+            f"the held-out prompt {quoted(longest.text)} has {len(longest.tokens)} tokens, but rollout.context_tokens "
+            f"{recipe.rollout.context_tokens} - rollout.max_new_tokens {recipe.rollout.max_new_tokens} leaves {room}; "
+            "raise the first, or take the prompt out of the data"
+        )
     return prompts
 
 
-def warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
-    """What whoever starts the run should know of it: sentences."""
+def start_warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
+    """Return sentences that the user should read when a run starts."""
     task, tokenizer = prompts.task, prompts.tokenizer
-    told = [
-        *advice(recipe),
-        *_unseen(recipe, prompts),
-        *asked_again(recipe.rollout.prompts_per_batch, task.num_prompts),
-        *task.notes,
-    ]
+    sentences = list(advice(recipe))
+    if not recipe.reward.special_tokens:
+        asked_for = recipe.to_yaml() + (tokenizer.template if task.chat_template else "")
+        unseen = [token for token in tokenizer.special_tokens if _MARKS.search(token) and token in asked_for]
+        if unseen:
+            sentences.append(
+                f"rewards do not see {listed(unseen)}, special tokens of {tokenizer.folder}: a reward that looks for "
+                "them gives 0 to every sample; set reward.special_tokens to true"
+            )
+    sentences += [*asked_again(recipe.rollout.prompts_per_batch, task.num_prompts), *task.notes]
     if recipe.evaluation.prompts > task.num_held_out:
-        told.append(
+        sentences.append(
             f"evaluations ask all {task.num_held_out} held-out prompts, since there are no {recipe.evaluation.prompts} "
             "(evaluation.prompts): pass@1 is less certain, as its interval says; give more data, or task.held_out_path"
         )
-    if task.chat_template:
-        return [*told, *_unstopped(tokenizer)]
-    return [*told, *start_left_out(tokenizer, tokenizer.encode(task.problem(0).text))]
-
-
-_MARKS = re.compile("think|thought|reason|answer|solution|tool", re.IGNORECASE)
-"""In the name of a special token that a reward of the format may look for, unlike those of roles and ends."""
-
-
-def _unseen(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
-    """A sentence where rewards do not see what the chat template or the recipe has a model write."""
-    if recipe.reward.special_tokens:
-        return []
-    tokenizer = prompts.tokenizer
-    asked_for = recipe.to_yaml() + (tokenizer.template if prompts.task.chat_template else "")
-    unseen = [token for token in tokenizer.special_tokens if _MARKS.search(token) and token in asked_for]
-    if not unseen:
-        return []
-    return [
-        f"rewards do not see {listed(unseen)}, special tokens of {tokenizer.folder}: a reward that looks for them "
-        "gives 0 to every sample; set reward.special_tokens to true"
-    ]
+    if not task.chat_template:
+        return [*sentences, *start_left_out(tokenizer, tokenizer.encode(task.problem(0).text))]
+    if (end := unstopped_end(tokenizer)) is not None:
+        mark = tokenizer.decode([end], special=True)
+        sentences.append(
+            f"the chat template of {tokenizer.folder} ends an answer by {mark}, at which engines do not stop: answers "
+            "that end so go on to rollout.max_new_tokens; name it in the folder's generation_config.json, where "
+            f"eos_token_id is a list then, with {end} in it"
+        )
+    return sentences
 
 
 def asked_again(batch: int, prompts: int) -> list[str]:
@@ -114,30 +121,6 @@ def start_left_out(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[str]:
     ]
 
 
-def _unstopped(tokenizer: Tokenizer) -> list[str]:
-    if (end := unstopped_end(tokenizer)) is None:
-        return []
-    mark = tokenizer.decode([end], special=True)
-    return [
-        f"the chat template of {tokenizer.folder} ends an answer by {mark}, at which engines do not stop: answers "
-        "that end so go on to rollout.max_new_tokens; name it in the folder's generation_config.json, where "
-        f"eos_token_id is a list then, with {end} in it"
-    ]
-
-
-def _check_held_out_lengths(recipe: Recipe, prompts: TaskPrompts) -> None:
-    """Prompts of data that are too long are gone by now. Of generated ones, those that are evaluated must fit: engines
-    refuse them each time."""
-    room = recipe.rollout.context_tokens - recipe.rollout.max_new_tokens
-    longest = max(prompts.held_out(recipe.evaluation.prompts), key=lambda prompt: len(prompt.tokens))
-    if len(longest.tokens) > room:
-        raise RecipeError(
-            f"the held-out prompt {quoted(longest.text)} has {len(longest.tokens)} tokens, but rollout.context_tokens "
-            f"{recipe.rollout.context_tokens} - rollout.max_new_tokens {recipe.rollout.max_new_tokens} leaves {room}; "
-            "raise the first, or take the prompt out of the data"
-        )
-
-
 def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     """Publish the model folder as version 0, so that engines and learner can start side by side.
 
@@ -145,7 +128,7 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     """
     if run.is_published():
         return
-    from launch.build.learner import checksums_of
+    from launch.build.engines import checksums_of
     from megatron_bridge.hf.tensor_folder import TensorFolder
     from megatron_bridge.hf.writer import write_policy
 

@@ -194,7 +194,7 @@ def what_is_saved(run: RunDirectory, steps: int) -> str:
 
 
 @contextmanager
-def saved_said(run: RunDirectory, steps: int) -> Iterator[None]:
+def saying_what_is_saved(run: RunDirectory, steps: int) -> Iterator[None]:
     """Ctrl-C that ends the block at once says what is saved: the KeyboardInterrupt carries it."""
     try:
         yield

@@ -23,7 +23,6 @@ from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.loader import changed_keys, load_recipe
-from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import create_sealed, read_sealed_json, remove_listed, verify_folder, write_sealed_json
 from pipeline.data.files import is_temporary, make_folder
 from pipeline.data.run_directory import RunDirectory
@@ -49,7 +48,9 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     _refuse_learned_otherwise(source, recipes)
     refuse_to_pass_lost(original, BatchStore(original.batches).all_lost(), 0, recipes[-1].recipe.run.steps)
     replayed = Replayed.of(source)
-    run = RunDirectory(_unfinished(source, replayed, load_recipe(recipes[-1].path, overrides).run.steps))
+    steps = load_recipe(recipes[-1].path, overrides).run.steps
+    folders = (source.parent / f"{source.name}-replay{f'-{number}' if number > 1 else ''}" for number in count(1))
+    run = RunDirectory(next(folder for folder in folders if not _is_finished(folder, replayed, steps)))
     overrides = [f"run.name={run.path.name}", *overrides]
     recipes = [replace(one, recipe=load_recipe(one.path, overrides)) for one in recipes]
     recipe = recipes[-1].recipe
@@ -58,8 +59,13 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
         adopt_recipes(run.path, recipes)  # steps keep the learning rates that they had
         replayed.go_on(run.path)
         run.make_folders()
-        _reopen(run)
-        _train(run, recipe, source)
+        remove_listed(
+            run.model, run.model_manifest.name
+        )  # which says that a replay is finished, perhaps of fewer steps
+        arguments = (str(run.path), "--replay", str(source))
+        command = torchrun(recipe.learner.num_processes, "launch.run.learn_rank", *arguments)
+        with LiveView.of_run(run.path, recipe) as view:
+            run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)
     found = manifest(run)
     differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     return dict(replay=str(run.path), steps=recipe.run.steps, bit_identical=not differing, differing_tensors=differing)
@@ -96,7 +102,9 @@ def learned_otherwise(recipes: Sequence[RecipeInForce], steps: range, by: Recipe
     chosen = [one for one, has in zip(recipes, trained, strict=True) if has or one is by]
     for before, after in pairwise(chosen):
         learned_from = {
-            key: change for key, change in changed_keys(before.recipe, after.recipe).items() if _is_learned_from(key)
+            key: change
+            for key, change in changed_keys(before.recipe, after.recipe).items()
+            if any(key == part or key.startswith(f"{part}.") for part in _LEARNED_FROM)
         }
         if changes := unsafe(learned_from):
             names_first = sorted(changes, key=lambda key: not key.endswith(".name"))
@@ -105,33 +113,11 @@ def learned_otherwise(recipes: Sequence[RecipeInForce], steps: range, by: Recipe
     return None
 
 
-def _is_learned_from(key: str) -> bool:
-    """Whether a learner that trains on recorded batches reads it: how they were sampled is in them."""
-    return any(key == part or key.startswith(f"{part}.") for part in _LEARNED_FROM)
-
-
-def _unfinished(source: Path, replayed: Replayed, steps: int) -> Path:
-    """The first of the folders of replays that has not trained `steps` steps; it may be yet to be made. Raises
-    RunConflictError where one of another run, or anything else, comes before."""
-    folders = (source.parent / f"{source.name}-replay{f'-{number}' if number > 1 else ''}" for number in count(1))
-    return next(folder for folder in folders if not _is_finished(folder, replayed, steps))
-
-
 def _is_finished(folder: Path, replayed: Replayed, steps: int) -> bool:
+    """Whether a replay has trained `steps` steps. Raises RunConflictError for a folder that is anything else."""
     replayed.refuse_another(folder)
     run = RunDirectory(folder)
     return max(run.saved_steps(), default=0) >= steps and run.model_manifest.exists()
-
-
-def _reopen(run: RunDirectory) -> None:
-    """A manifest says that the replay is finished, and it may be that of fewer steps."""
-    remove_listed(run.model, run.model_manifest.name)
-
-
-def _train(run: RunDirectory, recipe: Recipe, source: Path) -> None:
-    command = torchrun(recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source))
-    with LiveView.of_run(run.path, recipe) as view:
-        run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)
 
 
 _ADVICE = "rename or remove it, then give the command again"

@@ -20,7 +20,7 @@ from launch.build.components import build_contract, build_quant_map, build_token
 from launch.build.sizes import checkpoint_bytes
 from launch.run.claim import claimed
 from launch.run.preflight import check_folder, check_learner_here, check_model_here, check_room, start_left_out
-from launch.run.processes import child_environment, run_child, run_ranks, saved_said, torchrun
+from launch.run.processes import child_environment, run_child, run_ranks, saying_what_is_saved, torchrun
 from launch.terminal import counted, going_on
 from megatron_bridge.hf.folders import check_free
 from megatron_bridge.hf.model_config import read_hf_config
@@ -192,7 +192,7 @@ def run_sft(
     run = RunDirectory(recipe.directory)
     check_room(recipe)
     started = time.time()
-    with claimed(run), saved_said(run, steps):
+    with claimed(run), saying_what_is_saved(run, steps):
         run.freeze(recipe)
         source.freeze(run)
         _supervise(run, recipe, out)

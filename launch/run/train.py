@@ -23,9 +23,9 @@ from launch.run.preflight import (
     check_room,
     preflight,
     seed_policy,
-    warnings,
+    start_warnings,
 )
-from launch.run.processes import saved_said, what_is_saved
+from launch.run.processes import saying_what_is_saved, what_is_saved
 from launch.run.starter import LocalStarter, gpu_places, units_of, visible_gpus
 from launch.run.supervisor import Outcome, Supervisor
 from launch.run.waiting import grace_s
@@ -54,12 +54,12 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
         _go_on(run.under(epoch), recipe, epoch)
         if source:
             print(f"recipe: {source}", file=sys.stderr)
-        for sentence in warnings(recipe, prompts):
+        for sentence in start_warnings(recipe, prompts):
             print(f"warning: {sentence}", file=sys.stderr)
         if not run.is_finished():
             with going_on("writing the model as version 0"):
                 seed_policy(run.under(epoch), recipe)  # the learner's agent would; so engines can start beside it
-            with saved_said(run, recipe.run.steps):
+            with saying_what_is_saved(run, recipe.run.steps):
                 outcome = _supervise(run, recipe, epoch, metrics_port)
             if outcome == "stopped":
                 print(f"stopped; {what_is_saved(run, recipe.run.steps)}", file=sys.stderr)

@@ -10,7 +10,7 @@ import pytest
 
 from launch.build.components import build_prompts, build_tokenizer
 from launch.convert.new_model import new_model
-from launch.run.preflight import warnings
+from launch.run.preflight import start_warnings
 from launch.run.sft import Source, learn_demonstrations, sft_recipe
 from megatron_bridge.parallel.layout import leave_layout
 from pipeline.config.recipe import Recipe
@@ -75,7 +75,7 @@ def test_where_they_stop_already_nothing_changes(tmp_path: Path, closing: str, c
 def test_training_says_where_engines_do_not_stop(tmp_path: Path, closing: str, chat_template: bool, said: bool) -> None:
     recipe = recipe_of(tmp_path, closing, chat_template=chat_template)
     prompts = build_prompts(recipe, build_tokenizer(recipe))
-    found = [one for one in warnings(recipe, prompts) if "engines do not stop" in one]
+    found = [one for one in start_warnings(recipe, prompts) if "engines do not stop" in one]
     assert len(found) == said
     if said:
         assert f"ends an answer by {PAD_TOKEN}" in found[0]

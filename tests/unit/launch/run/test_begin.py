@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 
 from launch.build.components import TaskPrompts
-from launch.run.preflight import asked_again, preflight, seed_policy, warnings
+from launch.run.preflight import asked_again, preflight, seed_policy, start_warnings
 from megatron_bridge.hf import writer
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -98,7 +98,7 @@ def test_evaluations_take_the_held_out_prompts_that_there_are_and_say_so(tmp_pat
     count = task.num_held_out
     assert 0 < count < recipe.evaluation.prompts == 64
     assert len(prompts.held_out(recipe.evaluation.prompts)) == count
-    (told,) = [sentence for sentence in warnings(recipe, prompts) if "held-out" in sentence]
+    (told,) = [sentence for sentence in start_warnings(recipe, prompts) if "held-out" in sentence]
     assert told.startswith(f"evaluations ask all {count} held-out prompts, since there are no 64")
 
 
@@ -151,5 +151,5 @@ def test_special_tokens_that_a_template_writes_and_rewards_do_not_see_are_told(
     )
     recipe = recipe_from(data, source="test")
     task, tokenizer = build_task(recipe.task, seed=0), Tokenizer.load(model)
-    found = warnings(recipe, TaskPrompts(task, tokenizer, order_of(task, 0)))
+    found = start_warnings(recipe, TaskPrompts(task, tokenizer, order_of(task, 0)))
     assert sum(sentence.startswith("rewards do not see <think>, special tokens of") for sentence in found) == told

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.processes import saved_said, what_is_saved
+from launch.run.processes import saying_what_is_saved, what_is_saved
 from pipeline.data.run_directory import RunDirectory
 
 
@@ -36,6 +36,6 @@ def test_what_is_saved(tmp_path: Path, batches: int, checkpoints: tuple[int, ...
 def test_an_end_at_once_carries_it(tmp_path: Path) -> None:
     with (
         pytest.raises(KeyboardInterrupt, match="the checkpoint of step 3 of 8"),
-        saved_said(run_with(tmp_path, 4, (3,)), 8),
+        saying_what_is_saved(run_with(tmp_path, 4, (3,)), 8),
     ):
         raise KeyboardInterrupt
