@@ -18,7 +18,7 @@ from launch.export.command import export
 from launch.fork.command import fork
 from launch.plugins.command import plugins
 from launch.quant_map.commands import quant_map_app
-from launch.repair.command import repair
+from launch.repair import repair
 from launch.roles.commands import role_app
 from launch.schedulers.commands import launch_app
 from launch.show.runs_commands import runs_app
@@ -194,9 +194,8 @@ def show_recipe(
 ) -> None:
     """Print a recipe with every default spelled out, or the list of known keys. The files it was
     read from, and warnings, go to stderr."""
-    from pipeline.config.advice import advice
     from pipeline.config.loader import load_recipe, taken_from
-    from pipeline.config.recipe import Recipe
+    from pipeline.config.recipe import Recipe, advice
 
     if schema:
         print(json.dumps(Recipe.model_json_schema(), indent=1))

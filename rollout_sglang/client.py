@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline import spans
-from pipeline.config.rollout_section import MOST_KEPT
+from pipeline.config.sections import MOST_KEPT
 from pipeline.data.batch import Completion
 from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling

@@ -11,7 +11,7 @@ from launch.build.api_key import read_api_key
 from launch.build.components import build_quant_map, quant_map_of
 from launch.build.engines import shares_gpus
 from pipeline.config.recipe import Recipe
-from pipeline.config.schedule_sections import AsyncSchedule, StagedSchedule
+from pipeline.config.sections import AsyncSchedule, StagedSchedule
 from pipeline.control.files import ControlFiles
 from pipeline.control.loop import StepController
 from pipeline.data.batch import Batch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from launch.build.api_key import read_api_key
 from launch.build.components import build_expert_shape, quant_map_of
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from pipeline.config.formats import check_gpu_serves
+from pipeline.config.algorithm import check_gpu_serves
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.quant_maps import read_quant_map

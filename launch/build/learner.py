@@ -31,7 +31,7 @@ from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.background import noted_in
 from pipeline.config.recipe import Recipe
-from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.config.sections import RolloutPrecision
 from pipeline.control.loop import StepController
 from pipeline.data.batch import LogprobContract
 from pipeline.data.epochs import Epoch

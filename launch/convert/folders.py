@@ -38,8 +38,7 @@ from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_co
 from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.child_process import die_with_parent
-from pipeline.config.layout_names import layout_name
-from pipeline.config.recipe import LearnerSection
+from pipeline.config.recipe import LearnerSection, layout_name
 from pipeline.data.checksums import verify_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import CorruptCheckpointError, LayoutError, ModelError, NonFiniteError

@@ -44,8 +44,8 @@ from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, 
 from pipeline.data.run_recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
-from pipeline.repair.damage import find_damage, own_recipes
-from pipeline.resume.rules import refuse_what_no_checkpoint_carries
+from pipeline.repair import find_damage, own_recipes
+from pipeline.resume import refuse_changes
 from pipeline.tasks.data import with_digest_of_now
 from pipeline.trainer.checkpoints import COMMIT
 from precision.controller.records import State
@@ -107,7 +107,7 @@ def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, ste
         raise RunConflictError(f"{target} exists already; name another folder")
     if step not in run.saved_steps():
         raise _no_checkpoint(run, step)
-    refuse_what_no_checkpoint_carries(str(run.path), changed_keys(before, recipe))
+    refuse_changes(str(run.path), before, changed_keys(before, recipe), fork=True)
     if recipe.run.steps < step:
         raise RunConflictError(f"run.steps is {recipe.run.steps}, but the fork begins at step {step}; raise it")
     if recipe.schedule.kind == "staged" and step % recipe.schedule.updates_per_stage:
@@ -132,8 +132,8 @@ def _no_checkpoint(run: RunDirectory, step: int) -> StoreError:
 
 
 def _renumbers(before: Recipe, recipe: Recipe) -> str | None:
-    """What of the recipe changes which prompt a problem's number is, if anything does. Prompts of files that are too
-    long have no number (pipeline.tasks.mixture); generated ones are drawn with the seed."""
+    """Return what of the recipe changes which prompt a problem's number is, if anything does. Prompts of files that are
+    too long have no number (pipeline.tasks.mixture); generated ones are drawn with the seed."""
     if recipe.task != before.task:
         return "the task"
     longest = [one.rollout.context_tokens - one.rollout.max_new_tokens for one in (before, recipe)]
@@ -174,8 +174,8 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
 
 
 def _link_checkpoint(run: RunDirectory, made: RunDirectory, step: int) -> None:
-    """Raises StoreError when a run that goes on deletes it meanwhile: it loses its name as a whole, so what is there
-    at the end was there before."""
+    """Raise StoreError when a run that goes on deletes it meanwhile: it loses its name as a whole, so what is there at
+    the end was there before."""
     folder = run.checkpoints / numbered(step)
     with suppress(FileNotFoundError):
         for old in (one for one in folder.rglob("*") if one.is_file()):
@@ -190,8 +190,8 @@ def _renamed(recipe: Recipe, new: Recipe) -> Recipe:
 
 
 def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
-    """Whether the fork's controller cannot go on from what that of its parent had decided: its rungs, its lags and its
-    maps mean something else, or there was none."""
+    """Return whether the fork's controller cannot go on from what that of its parent had decided: its rungs, its lags
+    and its maps mean something else, or there was none."""
     if recipe.controller is None:
         return False
     if before.controller != recipe.controller:
@@ -202,16 +202,16 @@ def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
 
 
 def _without_engines(record: ControlRecord) -> ControlRecord:
-    """What holds of a parent's record. Its engines are none of the fork's, whose starts are counted anew: the first of
-    them would be taken for one that is to be started again."""
+    """Return what holds of a parent's record. Its engines are none of the fork's, whose starts are counted anew: the
+    first of them would be taken for one that is to be started again."""
     window = tuple(one.model_copy(update=dict(engines={})) for one in record.state.window)
     state = record.state.model_copy(update=dict(suspects={}, window=window))
     return record.model_copy(update=dict(state=state, restarts={}, first_seen={}))
 
 
 def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, controlled: bool) -> Iterator[Path]:
-    """What is linked beside the checkpoint. `decided` is what the controller goes on from, unless it begins afresh; its
-    last record is written anew where there is one in the fork."""
+    """Yield what is linked beside the checkpoint. `decided` is what the controller goes on from, unless it begins
+    afresh; its last record is written anew where there is one in the fork."""
     for folder, endings, last in (
         (run.batches, (".zarr.zip", ".lost.json"), step - 1),
         (run.logprobs, (".npy", "-old.npy"), step - 1),
@@ -228,7 +228,7 @@ def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, contr
 
 
 def _is_of(event: dict[str, Any], step: int) -> bool:
-    """Whether an event is of a batch or step before `step`, or of a version or checkpoint up to it."""
+    """Return whether an event is of a batch or step before `step`, or of a version or checkpoint up to it."""
     last = {"batch": step - 1, "version": step, "step": step if event["kind"] == "saved" else step - 1}
     found = [int(event[key]) <= most for key, most in last.items() if isinstance(event.get(key), int)]
     return bool(found) and all(found)

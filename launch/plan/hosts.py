@@ -20,7 +20,7 @@ from launch.build.sizes import checkpoint_bytes
 from launch.plan.costs import Assumptions
 from launch.plan.footprint import GIB, footprints
 from launch.plan.planner import Machine, Planner, default_assumptions
-from pipeline.config.formats import check_gpu_serves
+from pipeline.config.algorithm import check_gpu_serves
 from pipeline.config.loader import SHIPPED, find_recipe, load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ModelError, RecipeError

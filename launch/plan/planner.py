@@ -31,10 +31,9 @@ from launch.plan.costs import (
 from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints, worst_footprint
 from megatron_bridge.hf.model_config import ModelConfig, read_config
 from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
-from pipeline.config.formats import check_gpu_serves
-from pipeline.config.layout_names import layout_name
+from pipeline.config.algorithm import check_gpu_serves
 from pipeline.config.loader import SHIPPED, find_recipe, load_recipe
-from pipeline.config.recipe import LearnerSection, Recipe
+from pipeline.config.recipe import LearnerSection, Recipe, layout_name
 from pipeline.errors import LayoutError, ModelError, RecipeError
 from pipeline.schedule import Schedule
 from rollout_sglang.server.capacity import Capacity, EngineModel, engine_capacity, weight_bytes

@@ -23,7 +23,7 @@ from launch.run.restarts import count_start, forget_start
 from launch.run.waiting import FINISHED_POLL_S, RECIPE_DEADLINE_S, Stop, Throttle, grace_s, wait_for
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.data.checksums import read_sealed_json, write_sealed_json
-from pipeline.data.files import full_disk_said
+from pipeline.data.files import as_disk_full
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import RecipeInForce, newest_recipe_file, recipe_file, recipe_in_force
 from pipeline.errors import (
@@ -49,7 +49,7 @@ DATA_POLL_S = 10.0
 def run_role(run: RunDirectory, name: str, body: Callable[[Stop], int | None]) -> NoReturn:
     """Run a role to its end, and end this process with the exit status that says how it went."""
     try:
-        with full_disk_said(run.path):
+        with as_disk_full(run.path):
             grace_s()  # at SIGTERM it would be too late to refuse it
             count_start(run, name)
             status = body(Stop().install()) or 0

@@ -45,7 +45,7 @@ def run_collector(run: RunDirectory, stop: Stop, recipe: Path | None = None) -> 
     epoch = claim(run.path, "collector", recipe=frozen.path.name)
     if newest_recipe_file(run.path) != frozen.path:  # it was changed between the two
         return run_collector(run, stop, recipe)
-    with epoch.superseded_said():
+    with epoch.as_superseded():
         _collect_unless_finished(run.under(epoch), frozen.recipe, epoch, stop)
     return 0
 

@@ -108,7 +108,7 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
         epoch = claim(own.run.path, "engine", own.index, recipe=frozen.path.name)
         if not is_in_force(own.run, frozen):  # it was changed since it was read
             return run_engine(own, stop)
-        with epoch.superseded_said():
+        with epoch.as_superseded():
             why = _run_start(own, recipe, address, port, key, stop, epoch)
         if why is None:
             break
@@ -445,7 +445,7 @@ def run_router(own: RouterRole, stop: Stop) -> int:
         port, key, log_file(), address, own.metrics_port, request_deadline_s=rollout.request_deadline_s
     )
     try:
-        with epoch.superseded_said():
+        with epoch.as_superseded():
             serve(
                 server,
                 own.run,

@@ -57,8 +57,7 @@ from pipeline.errors import (
     PortInUseError,
     SupersededError,
 )
-from pipeline.resume.outside import note_outside
-from pipeline.resume.resume import go_on_with, note_changes, said
+from pipeline.resume import changes_in_words, go_on_with, note_changes, note_outside
 from pipeline.tasks.data import with_digest
 from pipeline.trainer.batches import STOP_FILE_VARIABLE
 
@@ -114,12 +113,12 @@ def lead(own: LearnerNode, stop: Stop) -> Ending:
     changes = go_on_with(own.run, recipe)  # first: who comes with another run's recipe takes over from nobody
     epoch = claim(own.run.path, "learner")
     if changes:
-        print(said(own.run, changes), flush=True)
+        print(changes_in_words(own.run, changes), flush=True)
     event_log = EventLog(own.run.path, epoch.name)
     note_changes(own.run, event_log)
     for sentence in note_outside(own.run.under(epoch), recipe, event_log):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
-    with epoch.superseded_said():
+    with epoch.as_superseded():
         return _lead_start(own, recipe, address, epoch, stop, key)
 
 

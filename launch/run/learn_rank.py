@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     epoch = rank_epoch(directory.path) if EPOCH_VARIABLE in os.environ else None
 
     def body() -> None:
-        with nullcontext() if epoch is None else epoch.superseded_said():
+        with nullcontext() if epoch is None else epoch.as_superseded():
             learn(directory, replayed)
 
     run_child(directory, "learner" if epoch is None else epoch.name, body)

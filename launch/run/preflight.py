@@ -21,9 +21,8 @@ from launch.run.starter import metrics_ports, ports_of
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.te_precision import is_fp8
-from pipeline.config.advice import advice
 from pipeline.config.loader import SHIPPED
-from pipeline.config.recipe import Recipe
+from pipeline.config.recipe import Recipe, advice
 from pipeline.data.checksums import verify_folder
 from pipeline.data.files import require_space
 from pipeline.data.run_directory import RunDirectory

@@ -24,7 +24,7 @@ from pipeline.child_process import (
     scratch_environment,
 )
 from pipeline.data.checksums import read_sealed_json, write_sealed_json
-from pipeline.data.files import full_disk_said, unique_suffix
+from pipeline.data.files import as_disk_full, unique_suffix
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import (
@@ -100,7 +100,7 @@ def run_ranks(
 def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoReturn:
     """Body of a supervised program: a FatalError leaves its one line where the supervisor looks for it."""
     try:
-        with full_disk_said(run.path):
+        with as_disk_full(run.path):
             body()
     except SupersededError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)

@@ -29,7 +29,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import RecipeInForce, adopt_recipes, all_recipes
 from pipeline.data.store import BatchStore, refuse_to_pass_lost
 from pipeline.errors import RunConflictError, StoreError
-from pipeline.resume.rules import unsafe
+from pipeline.resume import change_of
 from precision.text import listed
 
 _LEARNED_FROM = (
@@ -106,7 +106,14 @@ def learned_otherwise(recipes: Sequence[RecipeInForce], steps: range, by: Recipe
             for key, change in changed_keys(before.recipe, after.recipe).items()
             if any(key == part or key.startswith(f"{part}.") for part in _LEARNED_FROM)
         }
-        if changes := unsafe(learned_from):
+        # A replay has the learning rates of each step; other free keys change what is learned in these two ways alone.
+        decides = ("learner.optimizer.weight_decay", "learner.optimizer.clip_grad")
+        changes = {
+            key: change
+            for key, change in learned_from.items()
+            if change_of(before.recipe, key) != "free" or key in decides
+        }
+        if changes:
             names_first = sorted(changes, key=lambda key: not key.endswith(".name"))
             said = listed([f"{key}: {changes[key]}" for key in names_first], most=3)
             return f"at step {after.first_step} its recipe changed ({said})"

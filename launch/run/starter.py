@@ -15,7 +15,7 @@ from launch.run.addresses import loopback_environment
 from launch.run.processes import ProcessTree, child_environment
 from launch.run.waiting import LOG_VARIABLE
 from pipeline.config.recipe import Recipe
-from pipeline.config.rollout_section import RolloutSection
+from pipeline.config.sections import RolloutSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import MachineError, RecipeError, RetryableError
 from pipeline.gpu_needs import OWN_PLACES, GpuNeeds, option

@@ -36,8 +36,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.resume.outside import note_outside
-from pipeline.resume.resume import changes_to, go_on_with, note_changes, nothing_left, said
+from pipeline.resume import changes_in_words, changes_to, go_on_with, note_changes, note_outside, nothing_left
 from pipeline.tasks.data import with_digest
 
 
@@ -88,7 +87,7 @@ def _checked(run: RunDirectory, recipe: Recipe, metrics_port: int | None) -> tup
 
 def _go_on(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> None:
     if changes := go_on_with(run, recipe):
-        print(said(run, changes), file=sys.stderr)
+        print(changes_in_words(run, changes), file=sys.stderr)
     event_log = EventLog(run.path, epoch.name)
     note_changes(run, event_log)
     for sentence in note_outside(run, recipe, event_log):

@@ -11,9 +11,8 @@ from pipeline.analysis.audit import verify_history
 from pipeline.analysis.gaps import find_gaps
 from pipeline.control.files import ControlFiles
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.run_recipes import newest_recipe
-from pipeline.repair.apply import repaired_paths
-from pipeline.repair.damage import find_damage
+from pipeline.data.run_recipes import all_recipes, newest_recipe
+from pipeline.repair import find_damage, repaired_paths
 
 
 def check_history(path: Path) -> dict[str, Any]:
@@ -31,7 +30,9 @@ def check_history(path: Path) -> dict[str, Any]:
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
     limits = build_limits(recipe)
     damaged = [f"{one.path}: {one.problem}" for one in find_damage(run)]
-    audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits, run.forked_at())
+    prompts = [one.recipe.prompts for one in all_recipes(path)]
+    solved_rule = build_solved_prompt_rule(recipe) if prompts == prompts[:1] * len(prompts) else None
+    audit = verify_history(path, schedule, recipe.run.steps, solved_rule, limits, run.forked_at())
     repaired = sorted(repaired_paths(run))
     gaps = find_gaps(run, repaired)
     return dict(

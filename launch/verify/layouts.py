@@ -27,8 +27,7 @@ from rich.table import Table
 from launch.convert.new_model import new_model
 from launch.run.processes import child_environment, run_ranks, torchrun
 from launch.terminal import counted
-from pipeline.config.layout_names import parse_layout
-from pipeline.config.recipe import LearnerSection, OptimizerSection
+from pipeline.config.recipe import LearnerSection, OptimizerSection, parse_layout
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError

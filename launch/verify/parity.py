@@ -28,9 +28,8 @@ from launch.run.one_engine import OneEngine
 from launch.run.preflight import seed_policy
 from launch.run.processes import child_environment, run_ranks, torchrun
 from launch.terminal import counted
-from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
-from pipeline.config.recipe import Recipe
+from pipeline.config.recipe import Recipe, parse_layout
 from pipeline.data.batch import Completion
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from pipeline.config.section import ServerUrls
+from pipeline.config.sections import Changes, ServerUrls
 from pipeline.data.batch import SOLVED_REWARD
 from pipeline.errors import CorruptCheckpointError, NonFiniteError, RecipeError
 from precision.objectives.base import Aggregation
@@ -616,6 +616,8 @@ class Distillation(Settings):
     not scale the log-probabilities of given tokens. So the learner must train the distribution that is sampled, and
     nothing may cut it.
     """
+
+    on_resume: ClassVar[Changes] = dict.fromkeys(("urls", "tensor_parallel", "extra_args"), "free")
 
     path: Path | None = Field(
         None,

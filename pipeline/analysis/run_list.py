@@ -11,7 +11,7 @@ from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize, summary
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EvenKeelError, RecipeError, StoreError
-from pipeline.resume.outside import reward_code
+from pipeline.resume import reward_code
 
 MISSING = "–"
 """What a recipe says of a key that its choice of an algorithm or a task does not have."""

@@ -12,9 +12,7 @@ from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.flight.bottleneck import bottleneck, newest_shares
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.analysis.steps import samples_of_batches, step_seconds
-from pipeline.config.advice import advice
-from pipeline.config.layout_names import layout_name
-from pipeline.config.recipe import Recipe
+from pipeline.config.recipe import Recipe, advice, layout_name
 from precision.corrections import Correction
 from precision.objectives.base import Objective
 

@@ -1,4 +1,4 @@
-"""What is learned from a batch: the choices of objective, correction and advantage, and which of them go together.
+"""Choose what is learned from a batch, objective, correction and advantage, and refuse what does not go together.
 
 The classes and their settings stand in `precision.objectives`, `precision.corrections` and
 `pipeline.advantages.methods`. A recipe can choose every class that is defined there, by its name. What goes together is
@@ -7,12 +7,13 @@ decided by what each class states about itself.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pipeline.advantages.methods import Advantage, Distillation, OverlongPenalty
 from pipeline.config.choice import Choice
+from pipeline.errors import RecipeError
 from precision.corrections import Correction
+from precision.formats.rollout_format import RolloutFormat
 from precision.objectives.base import Objective
 from precision.reference import ReferenceSection
 from precision.settings import choices_in
@@ -22,25 +23,12 @@ CORRECTIONS: dict[str, type[Correction]] = choices_in("precision.corrections", C
 ADVANTAGES: dict[str, type[Advantage]] = choices_in("pipeline.advantages.methods", Advantage)
 """Name → class."""
 
-_RECIPES = {path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
 _NO_OBJECTIVES = {
-    name: f"{name} is an advantage (advantage.name){' and a shipped recipe' * (name in _RECIPES)}; its objective is "
-    "clipped"
-    for name in ADVANTAGES
-} | {
-    "dapo": "dapo is a shipped recipe; its objective is clipped",
-    "drgrpo": "dr_grpo is an advantage (advantage.name); its objective is clipped",
-    "ppo": "PPO's objective is clipped; there is no critic",
-    "reinforce": "with one update a batch clipped is REINFORCE; a baseline is advantage.name",
-    "scalerl": "scalerl is a shipped recipe; its objective is cispo",
+    **{name: f"{name} is an advantage (advantage.name); its objective is clipped" for name in ADVANTAGES},
+    **dict.fromkeys(("ppo", "reinforce", "dapo"), "PPO's objective is clipped; there is no critic"),
 }
-_NO_ADVANTAGES = {name: f"{name} is an objective (objective.name)" for name in OBJECTIVES if name not in ADVANTAGES} | {
-    "dapo": "dapo is a shipped recipe; its advantage is grpo",
-    "gae": "there is no critic; grpo is the usual one",
-    "ppo": "there is no critic; grpo is the usual one",
-    "scalerl": "scalerl is a shipped recipe; its advantage is dr_grpo",
-}
-"""Names that somebody may look for in the wrong place → what is said of them, in place of a name spelled nearly so."""
+_NO_ADVANTAGES = {name: f"{name} is an objective (objective.name)" for name in OBJECTIVES if name not in ADVANTAGES}
+"""Names that somebody may look for in the wrong place → what to say, in place of a name spelled nearly so."""
 
 ObjectiveSection = Annotated[Objective, Choice(Objective, OBJECTIVES, _NO_OBJECTIVES)]
 CorrectionSection = Annotated[Correction, Choice(Correction, CORRECTIONS)]
@@ -48,19 +36,19 @@ AdvantageSection = Annotated[Advantage, Choice(Advantage, ADVANTAGES, _NO_ADVANT
 
 
 def with_paper_aggregation(advantage: Advantage, objective: Objective) -> Advantage:
-    """The advantage with the aggregation of the objective's paper, where a recipe sets none."""
+    """Return the advantage with the aggregation of the objective's paper, where a recipe sets none."""
     if objective.paper_aggregation is None or "aggregation" in advantage.model_fields_set:
         return advantage
     return advantage.model_copy(update={"aggregation": objective.paper_aggregation})
 
 
 def usual_aggregation(advantage: type[Advantage], objective: type[Objective]) -> str:
-    """The aggregation of a recipe that sets none."""
+    """Return the aggregation of a recipe that sets none."""
     return objective.paper_aggregation or str(advantage.model_fields["aggregation"].default)
 
 
 def check_wiring(objective: Objective, correction: Correction, advantage: Advantage) -> None:
-    """Raises ValueError for combinations that would count something twice, or average terms of a loss differently."""
+    """Raise ValueError for combinations that would count something twice, or average terms of a loss differently."""
     if correction.weighs_by_old_ratio and objective.weighs_by_rollout_ratio:
         raise ValueError(
             f"correction {correction.name} weighs by pi_old / pi_engine, but objective {objective.name} already "
@@ -90,7 +78,7 @@ def check_wiring(objective: Objective, correction: Correction, advantage: Advant
 
 
 def check_solved_at(solved_at: float, advantage: Advantage) -> None:
-    """Raises ValueError where a formula would measure how far a sample is solved by a number that is not above 0."""
+    """Raise ValueError where a formula would measure how far a sample is solved by a number that is not above 0."""
     if advantage.asks_what_is_solved and solved_at < 1e-30:  # what is far less is 0 as float32
         raise ValueError(
             f"reward.solved_at is {solved_at:g}, but advantage.name is {advantage.name}, which takes a reward's share "
@@ -100,8 +88,8 @@ def check_solved_at(solved_at: float, advantage: Advantage) -> None:
 
 
 def check_overlong(overlong: OverlongPenalty | None, advantage: Advantage, longest: int) -> None:
-    """Raises ValueError where a penalty for length begins before the first of `longest` tokens, or would be taken for
-    an answer that is not solved."""
+    """Raise ValueError where a penalty for length begins before the first of `longest` tokens, or would be taken for an
+    answer that is not solved."""
     if overlong is None:
         return
     if advantage.asks_what_is_solved:
@@ -118,7 +106,7 @@ def check_overlong(overlong: OverlongPenalty | None, advantage: Advantage, longe
 
 
 def check_reference(reference: ReferenceSection | None, advantage: Advantage, *, cut: bool) -> None:
-    """Raises ValueError where groups that the KL term is over would not be run through the model, or where it weighs by
+    """Raise ValueError where groups that the KL term is over would not be run through the model, or where it weighs by
     stored probabilities of a vocabulary that was `cut` without a record of what was left (`check_sampler`)."""
     if reference is not None and cut and reference.estimator == "importance":
         raise ValueError(
@@ -133,7 +121,7 @@ def check_reference(reference: ReferenceSection | None, advantage: Advantage, *,
 
 
 def check_distillation(distillation: Distillation | None, advantage: Advantage, *, refill: bool) -> None:
-    """Raises ValueError where groups would be left out by their rewards, though a teacher judges their tokens."""
+    """Raise ValueError where groups would be left out by their rewards, though a teacher judges their tokens."""
     if distillation is None:
         return
     if advantage.zero_variance != "keep":
@@ -149,7 +137,7 @@ def check_distillation(distillation: Distillation | None, advantage: Advantage, 
 
 
 def check_whole_distributions(sampled: float, learned: float | None, top_p: float, top_k: int) -> None:
-    """Raises ValueError where a teacher would be compared with another distribution than the one that is trained: at
+    """Raise ValueError where a teacher would be compared with another distribution than the one that is trained: at
     temperature `sampled` by the engine and `learned` by the learner, or cut by the engine."""
     if learned is not None and learned != sampled:
         raise ValueError(
@@ -164,7 +152,7 @@ def check_whole_distributions(sampled: float, learned: float | None, top_p: floa
 
 
 def check_sampler(objective: Objective, correction: Correction, *, top_p: float, top_k: int) -> None:
-    """Raises ValueError where the engine samples from a part of the vocabulary, does not say which part, and a weight
+    """Raise ValueError where the engine samples from a part of the vocabulary, does not say which part, and a weight
     divides by what it stored.
 
     Without kept sets an engine stores log-probabilities over the whole vocabulary. With top_p or top_k it samples from
@@ -195,3 +183,47 @@ def _with_anchor() -> str:
 
 def _either(names: list[str]) -> str:
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def check_emulation(fp8_emulation: bool, learner: str, rollout: str, quantized: RolloutFormat | None) -> None:
+    """Raise ValueError where `learner.fp8_emulation` has no format to emulate, or learner.precision is FP8 already.
+
+    `learner` and `rollout`: the two precisions. `quantized`: the rollout's format, if it is quantized.
+    """
+    if not fp8_emulation:
+        return
+    if quantized is None:
+        raise ValueError(
+            f"learner.fp8_emulation emulates the quantization of the rollouts, but rollout.precision is {rollout}; set "
+            "rollout.precision to fp8_block or another quantized format, or learner.fp8_emulation=false"
+        )
+    if learner.startswith("fp8"):
+        raise ValueError(
+            f"learner.fp8_emulation is true, but learner.precision is {learner}, which multiplies in FP8 already; set "
+            "learner.precision to bf16 or fp32 (emulated, any machine), or learner.fp8_emulation=false (on a GPU)"
+        )
+
+
+def check_gpu_serves(rollout_format: RolloutFormat | None) -> None:
+    """Raise RecipeError for a format that engines on GPUs do not have, or cannot be given new weights in; None is not
+    quantized."""
+    if rollout_format is RolloutFormat.FP8_TENSOR:
+        # Fp8LinearMethod puts bare parameters, transposed and without weight_loader, in place of those that it loaded.
+        raise RecipeError(
+            "rollout.precision is fp8_tensor, which SGLang makes itself as it loads: on a GPU it cannot load the next "
+            "version over that, and the engine dies; set fp8_block, which the learner makes, or bf16"
+        )
+    if rollout_format is not None and rollout_format.is_emulated:
+        raise RecipeError(
+            f"rollout.precision is {rollout_format}, which engines on CPUs emulate and no GPU of ours serves; set "
+            "fp8_block or bf16, or run on a machine without a GPU"
+        )
+
+
+def check_mixture(rollout_format: RolloutFormat | None, *, experts: bool) -> None:
+    """Raise RecipeError for a format that has no mixture of experts."""
+    if experts and rollout_format is not None and rollout_format.is_emulated:
+        raise RecipeError(
+            f"rollout.precision is {rollout_format}, which is emulated in dense models only, but the model has "
+            "experts; set bf16 or fp32, or take a dense model"
+        )

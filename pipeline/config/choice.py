@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field, GetCoreSchemaHandler, SerializationInfo, ValidationError, create_model
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from pipeline.config.section import Section
+from pipeline.config.sections import Section
 from precision.settings import Settings, name_of
 from precision.text import did_you_mean, one_line, quoted
 
@@ -34,12 +34,12 @@ class OwnClass(Section):
 
 @dataclass(frozen=True)
 class Choice:
-    """Annotation of such a section: `named` are the classes known by name, all derived from `base`. `elsewhere` says of
-    names that are none of them what else they are."""
+    """Annotation of such a section: `named` are the classes known by name, all derived from `base`."""
 
     base: type[Settings]
     named: Mapping[str, type[Settings]]
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Name that is none of them → what else it is."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         by_name = {name: handler.generate_schema(choice) for name, choice in self.named.items()}
@@ -51,8 +51,8 @@ class Choice:
         )
 
     def _validated(self, value: Any) -> Settings:
-        """An instance as it is; data as the instance that they describe. Raises ValueError (a ValidationError for the
-        fields of the class)."""
+        """Return an instance as it is; data as the instance that they describe. Raises ValueError (a ValidationError
+        for the fields of the class)."""
         if isinstance(value, self.base):
             return value
         if not isinstance(value, dict):
@@ -74,7 +74,7 @@ class Choice:
         return chosen.model_validate(value)
 
     def _written(self, value: Settings, info: SerializationInfo) -> dict[str, Any]:
-        """The data that `_validated` makes the same instance of."""
+        """Return the data that `_validated` makes the same instance of."""
         data = value.model_dump(mode=info.mode)
         if self.named.get(data["name"]) is type(value):
             return data
@@ -82,7 +82,7 @@ class Choice:
         return {"class": f"{type(value).__module__}:{type(value).__qualname__}", "options": data}
 
     def _own(self, path: str) -> type[Settings]:
-        """The class called `package.module:Class`. Raises ValueError."""
+        """Return the class called `package.module:Class`. Raises ValueError."""
         module, colon, name = path.partition(":")
         if not colon:
             raise ValueError(f"class is {quoted(path)}, expected package.module:Class")
@@ -110,25 +110,19 @@ class Choice:
 
 
 def _with_options(own_class: type[Settings], own: OwnClass) -> Settings:
-    """An instance of the class. What is wrong with an option is reported under `options`, as the recipe has it."""
-    _check_options(own_class, own)
-    fields: Any = {"class": (str, ...), "options": (own_class, ...)}
-    checked = create_model(own_class.__name__, **fields).model_validate({"class": own.class_, "options": own.options})
-    options: Settings = checked.options  # type: ignore[attr-defined]
-    return options
-
-
-def _check_options(own_class: type[Settings], own: OwnClass) -> None:
-    """Raises a ValidationError that names each option which is none of the class, and the one that was meant."""
-    if own_class.model_config.get("extra") != "forbid":
-        return
+    """Make an instance of the class. What is wrong with an option is reported under `options`, as the recipe has it: a
+    ValidationError names each option which is none of the class, and the one that was meant."""
     taken = [field.alias or name for name, field in own_class.model_fields.items()]
     shown = ", ".join(name for name in taken if name != "name") or "no options"
     problems = []
     for option, value in own.options.items():
-        if option not in {*taken, *own_class.model_fields}:
+        if own_class.model_config.get("extra") == "forbid" and option not in {*taken, *own_class.model_fields}:
             said = f"{own_class.__name__} takes {shown}{did_you_mean(option, taken)}"
             unknown = PydanticCustomError(UNKNOWN_OPTION, "{said}", dict(said=said))
             problems.append(InitErrorDetails(type=unknown, loc=("options", option), input=value))
     if problems:
         raise ValidationError.from_exception_data(own_class.__name__, problems)
+    fields: Any = {"class": (str, ...), "options": (own_class, ...)}
+    checked = create_model(own_class.__name__, **fields).model_validate({"class": own.class_, "options": own.options})
+    options: Settings = checked.options  # type: ignore[attr-defined]
+    return options

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +51,7 @@ def _choice_keys(field: FieldInfo) -> tuple[str, ...]:
 _CHOICES = {name: _choice_keys(field) for name, field in Recipe.model_fields.items()}
 """Section → the keys by which it picks what its other keys mean."""
 _TAGGED = {name for name, field in Recipe.model_fields.items() if isinstance(field.discriminator, str)}
-"""Sections of which pydantic says, after the section's name, which of its classes it looked at."""
+"""Sections of several classes, of which pydantic names one behind the section where it reports a problem."""
 
 
 def load_recipe(
@@ -77,12 +76,12 @@ def load_recipe(
 
 
 def override_of(key: str, value: object) -> str:
-    """`key=value` as `load_recipe` takes it, for a value that JSON can say, or a path."""
+    """Return `key=value` as `load_recipe` takes it, for a value that JSON can say, or a path."""
     return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"  # YAML knows no halves of characters
 
 
 def overridden_keys(overrides: Sequence[str]) -> list[str]:
-    """`section.key` of all that the overrides say, also of what they say as the mapping of a section. Raises
+    """Return `section.key` of all that the overrides say, also of what they say as the mapping of a section. Raises
     RecipeError."""
     data: dict[str, Any] = {}
     for override in overrides:
@@ -91,17 +90,19 @@ def overridden_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def find_recipe(path: Path) -> Path:
-    """The path itself, or the file of a shipped recipe where `path` is only a name, such as `demo`, and no file."""
+    """Return the path itself, or the file of a shipped recipe where `path` is only a name, such as `demo`, and no
+    file."""
     return path if _is_file(path) else _shipped(str(path)) or path
 
 
 def recipe_files(path: Path) -> tuple[Path, ...]:
-    """The file that `load_recipe` reads for `path`, then the one that it extends, and so on. Raises RecipeError."""
+    """Return the file that `load_recipe` reads for `path`, then the one that it extends, and so on. Raises
+    RecipeError."""
     return _read(find_recipe(path), ())[1]
 
 
 def taken_from(path: Path) -> str:
-    """Which files a recipe was read from, in one line: `mine.yaml, which extends the shipped grpo.yaml`."""
+    """Return which files a recipe was read from, in one line: `mine.yaml, which extends the shipped grpo.yaml`."""
     said = (f"the shipped {file.name}" if file.parent == SHIPPED else str(file) for file in recipe_files(path))
     return ", which extends ".join(said)
 
@@ -115,7 +116,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _shipped(name: str) -> Path | None:
-    """The file of the shipped recipe of that name, which may end in `.yaml`."""
+    """Return the file of the shipped recipe of that name, which may end in `.yaml`."""
     path = SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
     return path if path.parent == SHIPPED and _is_file(path) else None
 
@@ -130,7 +131,7 @@ def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
 
 
 def changed_keys(ours: Recipe, theirs: Recipe) -> dict[str, str]:
-    """`section.key` → `ours → theirs` for every key in which two recipes differ."""
+    """Return `section.key` → `ours → theirs` for every key in which two recipes differ."""
     left, right = _flatten(ours.model_dump(mode="json")), _flatten(theirs.model_dump(mode="json"))
     return {
         key: f"{left.get(key)} → {right.get(key)}"
@@ -140,12 +141,12 @@ def changed_keys(ours: Recipe, theirs: Recipe) -> dict[str, str]:
 
 
 def differing_keys(ours: Recipe, theirs: Recipe) -> list[str]:
-    """`section.key: ours → theirs` for every key in which two recipes differ."""
+    """Return `section.key: ours → theirs` for every key in which two recipes differ."""
     return [f"{key}: {change}" for key, change in changed_keys(ours, theirs).items()]
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """The data of a file over that of the file it extends, and these files."""
+    """Return the data of a file over that of the file it extends, and these files."""
     try:
         data = read_yaml(path)
     except OSError as error:
@@ -166,7 +167,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], tu
 def _extended(
     data: dict[str, Any], path: Path, extended_by: tuple[Path, ...]
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """The data of the file `path` over that of the file it extends, and these files."""
+    """Return the data of the file `path` over that of the file it extends, and these files."""
     base = data.pop("extends", None)
     if base is None:
         return data, (path,)
@@ -188,7 +189,8 @@ def _extended(
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` over `base`, key by key; a section that picks another kind of thing replaces the base's whole."""
+    """Return `changes` over `base`, key by key; a section that picks another kind of thing replaces the base's
+    whole."""
     merged = dict(base)
     for key, value in changes.items():
         below = merged.get(key)
@@ -236,7 +238,7 @@ def _is_choice(key: str) -> bool:
 
 
 def _explain(detail: Any) -> list[str]:
-    """What is wrong, mostly one thing; of a section that there is not, that of each of its keys."""
+    """Return what is wrong, mostly one thing; of a section that there is not, that of each of its keys."""
     parts = [named(part) for part in detail["loc"]]
     if len(parts) > 1 and parts[0] in _TAGGED:
         del parts[1]  # which of the classes of a section it was; the recipe's key has no such part
@@ -249,11 +251,14 @@ def _explain(detail: Any) -> list[str]:
     if kind == UNKNOWN_OPTION:
         return [f"unknown key {where}; {message}"]
     got = "" if kind in ("missing", "value_error") else f", got {quoted(detail['input'])}"
-    return [f"{where}: {message}{got}{_nearest(detail)}"]
+    if kind == "literal_error" and isinstance(detail["input"], str):
+        got += did_you_mean(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    return [f"{where}: {message}{got}"]
 
 
 def _in_words(where: str, detail: Any) -> str | None:
-    """What was expected, and how it is written, where pydantic speaks of Python's types; None: its words will do."""
+    """Return what was expected, and how it is written, where pydantic speaks of Python's types; None: its words will
+    do."""
     kind, got = detail["type"], detail["input"]
     if kind == "missing":
         return "is required" + (
@@ -268,50 +273,23 @@ def _in_words(where: str, detail: Any) -> str | None:
         written = f"{{{key}: {got}}}" if key and isinstance(got, str) and got.isidentifier() else "{KEY: VALUE, …}"
         return f"expected a section: {written}"
     if kind == "tuple_type":
-        return f"expected a list: {_as_list(got)}"
+        words = (
+            ", ".join(map(json.dumps, got.split())) if isinstance(got, str) and len(got) <= _LONGEST_LIST else "…, …"
+        )
+        return f"expected a list: [{words}]"
     if kind == "string_type":
         if isinstance(got, list) and len(got) == 1:
             return "expected text, not a list; leave out the brackets"
         return f'expected text; quote it: "{got}"' if isinstance(got, bool | int | float) else "expected text"
     if kind in ("int_parsing", "int_from_float", "int_type"):
-        return f"expected an integer{_as_integer(got)}"
+        return "expected an integer"
     return "expected true or false" if kind.startswith("bool") else None
 
 
-def _as_list(got: object) -> str:
-    """`[--mem-fraction-static, "0.8"]`, of text with these words."""
-    if not isinstance(got, str) or len(got) > _LONGEST_LIST:
-        return "[…, …]"
-    return f"[{', '.join(word if isinstance(_parsed(word), str) else json.dumps(word) for word in got.split())}]"
-
-
-def _as_integer(got: object) -> str:
-    """`; write 1000`, of 1e3, which YAML takes for text, and of 1000.0."""
-    try:
-        number = float(got) if isinstance(got, str | float) else math.nan
-    except ValueError:
-        return ""
-    return f"; write {int(number)}" if number.is_integer() and abs(number) < 1e15 else ""
-
-
-def _parsed(word: str) -> object:
-    try:
-        return parse_yaml(word)
-    except YamlError:
-        return None
-
-
 def _explain_tag(where: str, detail: Any) -> str:
-    """A section that picks what its keys mean, and picks nothing that there is."""
+    """Return a section that picks what its keys mean, and picks nothing that there is."""
     key, tag = detail["ctx"]["discriminator"].strip("'"), detail["ctx"].get("tag")
     section: Any = Recipe.model_fields[where].annotation
     allowed = [str(one.model_fields[key].annotation.__args__[0]) for one in section.__args__]
     got = "is missing" if tag is None else f"is {quoted(tag)}"
     return f"{where}.{key} {got}, expected one of {', '.join(allowed)}{did_you_mean(str(tag), allowed)}"
-
-
-def _nearest(detail: Any) -> str:
-    """The allowed word that a value is nearly, where words are allowed."""
-    if detail["type"] != "literal_error" or not isinstance(detail["input"], str):
-        return ""
-    return did_you_mean(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))

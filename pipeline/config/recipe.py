@@ -6,9 +6,10 @@ Files are read by `pipeline.config.loader`; what is learned from a batch is desc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -26,6 +27,7 @@ from pipeline.config.algorithm import (
     CorrectionSection,
     ObjectiveSection,
     check_distillation,
+    check_emulation,
     check_overlong,
     check_reference,
     check_sampler,
@@ -34,14 +36,26 @@ from pipeline.config.algorithm import (
     check_wiring,
     with_paper_aggregation,
 )
-from pipeline.config.formats import check_emulation
-from pipeline.config.rollout_section import RolloutSection
-from pipeline.config.run_sections import CheckpointSection, EvaluationSection, ModelSection, RunSection
-from pipeline.config.run_sections import OptimizerSection as OptimizerSection
-from pipeline.config.schedule_sections import AsyncSchedule, ScheduleSection, StagedSchedule, SyncSchedule
-from pipeline.config.section import Processes, Section, Temperature
-from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
-from pipeline.config.weights_section import WeightsSection
+from pipeline.config.sections import (
+    MOST_PROCESSES,
+    AsyncSchedule,
+    Changes,
+    CheckpointSection,
+    EvaluationSection,
+    ModelSection,
+    Processes,
+    RolloutSection,
+    RunSection,
+    ScheduleSection,
+    Section,
+    StagedSchedule,
+    SyncSchedule,
+    Temperature,
+    WeightsSection,
+)
+from pipeline.config.sections import OptimizerSection as OptimizerSection
+from pipeline.config.task_sections import DataTask, PromptsSection, RewardSection, TaskSection
+from pipeline.errors import RecipeError
 from pipeline.schedule import Schedule
 from precision.controller.records import ControllerSettings
 from precision.corrections import NoCorrection
@@ -54,6 +68,12 @@ LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delay
 
 class LearnerSection(Section):
     """Parallel sizes multiply: processes = tensor × context × pipeline × data. Experts share these ranks."""
+
+    on_resume: ClassVar[Changes] = {
+        "*": "free",
+        **dict.fromkeys(("temperature", "fp8_emulation", "updates_per_batch", "old_logprobs_at"), "fork"),
+        **dict.fromkeys(("precision", "distributed_optimizer"), "never"),
+    }
 
     tensor_parallel: Processes = Field(1, description="Ranks that share each matrix; best GPUs of one host.")
     sequence_parallel: bool = Field(
@@ -126,7 +146,7 @@ LONGEST_S = 2_000_000
 
 
 def _numbers(value: object, key: str = "") -> Iterator[tuple[str, int | float]]:
-    """`section.key` and each number of a section, but for plain data that belongs to code of the user's own."""
+    """Yield `section.key` and each number of a section, but for plain data that belongs to code of the user's own."""
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _numbers(getattr(value, name), f"{key}.{name}".lstrip("."))
@@ -161,7 +181,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_of_the_task(cls, data: Any) -> Any:
-        """A class of the user's own needs no name."""
+        """Return a class of the user's own needs no name."""
         task = data.get("task") if isinstance(data, dict) else None
         if isinstance(task, dict) and "class" in task and "name" not in task:
             return {**data, "task": {**task, "name": "own"}}
@@ -279,9 +299,91 @@ class Recipe(Section):
         return self.run.root / self.run.name
 
     def build_schedule(self) -> Schedule:
-        """The schedule as the function that both loops ask."""
+        """Return the schedule as the function that both loops ask."""
         return Schedule(steps=self.run.steps, **self.schedule.model_dump())
 
     def to_yaml(self) -> str:
-        """The resolved recipe, every default spelled out."""
+        """Return the resolved recipe, every default spelled out."""
         return dump_yaml(self.model_dump(mode="json"))
+
+
+_LAYOUT_SIZES = {
+    "TP": "tensor_parallel",
+    "PP": "pipeline_parallel",
+    "VPP": "virtual_pipeline",
+    "CP": "context_parallel",
+    "EP": "expert_parallel",
+    "ETP": "expert_tensor_parallel",
+    "DP": "data_parallel",
+    "MB": "micro_batch_rows",
+}
+_LAYOUT_WORDS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "SP": {"sequence_parallel": True},
+    "RECOMPUTE": {"recompute": "full"},
+    "SELECTIVE": {"recompute": "selective"},
+    "PLAIN": {"distributed_optimizer": False, "overlap_grad_reduce": False},
+}
+
+
+def parse_layout(name: str) -> dict[str, Any]:
+    """ "TP2×PP2" (or TP2xPP2) → fields of LearnerSection, and `micro_batch_rows` for MBn.
+
+    When experts are spread over more ranks than are named, data parallel ranks are added. Raises RecipeError.
+    """
+    fields: dict[str, Any] = {}
+    for part in re.split(r"[×x+]", name):
+        match = re.fullmatch(r"([A-Z]+)([1-9]\d*)", part)
+        if part in _LAYOUT_WORDS:
+            fields |= _LAYOUT_WORDS[part]
+        elif match is not None and match[1] in _LAYOUT_SIZES:
+            fields[_LAYOUT_SIZES[match[1]]] = int(match[2])
+        else:
+            raise RecipeError(
+                f"layout {name!r}: {part!r} is not one of {', '.join(f'{key}n' for key in _LAYOUT_SIZES)} or "
+                f"{', '.join(_LAYOUT_WORDS)}; for example TP2×PP2"
+            )
+    spread = fields.get("expert_parallel", 1) * fields.get("expert_tensor_parallel", 1)
+    named = fields.get("tensor_parallel", 1) * fields.get("context_parallel", 1)
+    if "data_parallel" not in fields and spread > named:
+        fields["data_parallel"] = spread // named
+    if (
+        most := max((size for key, size in fields.items() if key in _LAYOUT_SIZES.values()), default=1)
+    ) > MOST_PROCESSES:
+        raise RecipeError(f"layout {name!r} has {most} ranks, expected at most {MOST_PROCESSES}")
+    return fields
+
+
+def layout_name(learner: LearnerSection) -> str:
+    """Return the name of a learner's layout, such as `TP4×PP4×DP2×SP` or `one`; `parse_layout` reads it."""
+    sizes = ((name, getattr(learner, field, 1)) for name, field in _LAYOUT_SIZES.items())
+    parts = [f"{name}{size}" for name, size in sizes if size > 1]
+    if learner.sequence_parallel and learner.tensor_parallel > 1:
+        parts.append("SP")
+    parts += [word for word, fields in _LAYOUT_WORDS.items() if fields.get("recompute") == learner.recompute]
+    return "×".join(parts) or "one"
+
+
+def advice(recipe: Recipe) -> list[str]:
+    """Return a sentence for each key of a recipe that cannot have an effect; most recipes have none. It runs.
+
+    A clip of pi / pi_old acts only where pi_old is older than the step: after the first of several updates on a batch,
+    in a stage of several batches, or where it is the policy that sampled.
+    """
+    found = []
+    schedule = recipe.schedule
+    staged = isinstance(schedule, StagedSchedule) and schedule.updates_per_stage > 1
+    stale = isinstance(schedule, AsyncSchedule) and recipe.reads_sampling_logprobs
+    if recipe.objective.clips_by_old_ratio and not (staged or stale or recipe.learner.updates_per_batch > 1):
+        found.append(
+            f"the clip of objective {recipe.objective.name} never acts: its ratio is pi / pi_old, and with one update "
+            "a batch the policy is its own pi_old; set learner.updates_per_batch above 1 (4 is usual), with async "
+            "learner.old_logprobs_at=sampling, or objective clipped with anchor=rollout"
+        )
+    sources = recipe.task.sources if isinstance(recipe.task, DataTask) else ()
+    if len(sources) > recipe.evaluation.prompts:
+        found.append(
+            f"evaluation.prompts is {recipe.evaluation.prompts}, and task.sources are {len(sources)}: some are never "
+            f"measured; set it to {len(sources)} or more"
+        )
+    return found

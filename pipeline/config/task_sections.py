@@ -6,12 +6,12 @@ from __future__ import annotations
 import re
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.advantages.methods import OverlongPenalty
-from pipeline.config.section import Probability, Section
+from pipeline.config.sections import Changes, Probability, Section
 from precision.text import quoted
 
 
@@ -144,7 +144,7 @@ class DataTask(Section):
     @model_validator(mode="before")
     @classmethod
     def _columns_of_the_task(cls, data: Any) -> Any:
-        """A source's columns are the task's where it does not say; in a frozen recipe it says all."""
+        """Return a source's columns are the task's where it does not say; in a frozen recipe it says all."""
         if not isinstance(data, dict) or not isinstance(data.get("columns"), dict):
             return data
         if not isinstance(data.get("sources"), list | tuple):
@@ -178,7 +178,7 @@ class DataTask(Section):
         return self
 
     def of(self, source: DataSource) -> DataTask:
-        """The task that one source alone would be."""
+        """Return the task that one source alone would be."""
         own = {
             key: value for key in ("columns", "filter", "reward", "system_prompt") if (value := getattr(source, key))
         }
@@ -206,6 +206,8 @@ TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, F
 class PromptsSection(Section):
     """Which prompts are asked."""
 
+    on_resume: ClassVar[Changes] = {"*": "free"}
+
     refill: bool = Field(
         False, description="Dynamic sampling (DAPO): groups of equal rewards are dropped and further prompts asked."
     )
@@ -230,6 +232,10 @@ class PromptsSection(Section):
 
 
 class RewardSection(Section):
+    on_resume: ClassVar[Changes] = dict.fromkeys(
+        ("workers", "concurrency", "retries", "deadline_s", "memory_mib", "max_failed_share"), "free"
+    )
+
     workers: PositiveInt = Field(1, le=4096, description="Verifier processes of each reward function.")
     concurrency: PositiveInt = Field(
         16, description="Samples that each worker has under way at once, where the reward is an async function."

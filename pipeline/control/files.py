@@ -68,7 +68,7 @@ class ControlFiles:
         return True
 
     def read(self, step: int) -> ControlRecord | None:
-        """The record of a step; None where there is none. Raises StoreError when it is damaged."""
+        """Return the record of a step; None where there is none. Raises StoreError when it is damaged."""
         path = self._path(step)
         if not path.exists():
             return None
@@ -83,19 +83,19 @@ class ControlFiles:
         return record
 
     def wait(self, step: int) -> ControlRecord:
-        """The record of a step that is known to be there, but that another host made."""
+        """Return the record of a step that is known to be there, but that another host made."""
         await_visible(self._path(step))
         record = self.read(step)
         assert record is not None, step
         return record
 
     def newest(self) -> ControlRecord | None:
-        """The record of the last step that was decided; None before the first."""
+        """Return the record of the last step that was decided; None before the first."""
         steps = [int(match[1]) for path in self.folder.glob("*.json") if (match := _FILE.fullmatch(path.name))]
         return self.read(max(steps)) if steps else None
 
     def decisions(self) -> list[ControlRecord]:
-        """All records with a decision, in order: for reports."""
+        """Return all records with a decision, in order: for reports."""
         steps = sorted(int(match[1]) for path in self.folder.glob("*.json") if (match := _FILE.fullmatch(path.name)))
         records = (self.read(step) for step in steps)
         return [record for record in records if record is not None and record.decision is not None]

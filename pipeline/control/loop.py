@@ -211,7 +211,7 @@ class StepController:
 
 
 def described(record: ControlRecord) -> dict[str, Any]:
-    """A record with a decision, as an event."""
+    """Return a record with a decision, as an event."""
     decision, evidence = record.decision, record.evidence
     assert isinstance(decision, Decision)
     assert evidence is not None, "a skipped step decides nothing"

@@ -36,7 +36,7 @@ epoch, of which attributes could hold some ten thousand."""
 
 
 def is_solved(reward: Sequence[float] | NDArray[np.float32], solved_at: float) -> NDArray[np.bool_]:
-    """[n] whether each reward solves its problem. Pass rates, pass@k and weights by solve rate rest on it.
+    """Return [n] whether each reward solves its problem. Pass rates, pass@k and weights by solve rate rest on it.
 
     Both sides are compared as float32, which is what a batch stores: a reward of .7 + .2 + .1 reaches 1."""
     return np.asarray(reward, np.float32) >= np.float32(solved_at)
@@ -101,7 +101,7 @@ class KeptSets:
 
     @staticmethod
     def joined(parts: Sequence[KeptSets]) -> KeptSets:
-        """The sets of one part after those of another."""
+        """Return the sets of one part after those of another."""
         counts = np.concatenate([np.zeros(0, np.int64), *(part.counts for part in parts)])
         return KeptSets(
             offsets=_offsets(counts), tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)])
@@ -117,22 +117,22 @@ class KeptSets:
         return np.diff(self.offsets)
 
     def take(self, places: NDArray[np.int64]) -> KeptSets:
-        """The sets at `places` [m], in that order; at a place of -1 an empty one."""
+        """Return the sets at `places` [m], in that order; at a place of -1 an empty one."""
         counts = np.where(places < 0, 0, np.append(self.counts, 0)[places])
         offsets = _offsets(counts)
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         return KeptSets(offsets=offsets, tokens=self.tokens[np.repeat(self.offsets[places], counts) + within])
 
     def hold(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """[n] whether each of `tokens` [n] is in its set."""
+        """Return [n] whether each of `tokens` [n] is in its set."""
         owner = np.repeat(np.arange(len(self)), self.counts)
         found = np.zeros(len(self), np.bool_)
         found[owner[self.tokens == tokens[owner]]] = True
         return found
 
     def check(self, tokens: NDArray[np.int32], sampled: NDArray[np.bool_]) -> None:
-        """Raises ValueError unless there is a set for each of the response tokens `tokens` [n], which holds it where
-        an engine `sampled` [n] it and is empty elsewhere."""
+        """Raise ValueError unless there is a set for each of the response tokens `tokens` [n], which holds it where an
+        engine `sampled` [n] it and is empty elsewhere."""
         for name, array, dtype in (("kept_offsets", self.offsets, np.int64), ("kept_tokens", self.tokens, np.int32)):
             if array.dtype != dtype or array.ndim != 1:
                 raise ValueError(f"{name} is {array.dtype} with {array.ndim} axes, expected {np.dtype(dtype)} with 1")
@@ -185,7 +185,7 @@ class Completion:
         object.__setattr__(self, "distinct_versions", tuple(np.unique(self.versions).tolist()))
 
     def unlearned(self) -> Completion:
-        """The same text, of which nothing is learned: as if no engine had sampled it."""
+        """Return the same text, of which nothing is learned: as if no engine had sampled it."""
         return replace(
             self,
             logprobs=np.zeros_like(self.logprobs),
@@ -254,7 +254,7 @@ class DroppedGroup:
 
     @staticmethod
     def passed_over(group: int, problem: int) -> DroppedGroup:
-        """A group whose problem is solved."""
+        """Return a group whose problem is solved."""
         return DroppedGroup(group=group, reason=f"problem {problem} is solved", kind="solved", problem=problem)
 
     @property
@@ -270,7 +270,8 @@ def arrays_of_passed_over(dropped: Sequence[DroppedGroup]) -> dict[str, NDArray[
 
 
 def all_dropped(listed: Sequence[DroppedGroup], groups: NDArray[Any], problems: NDArray[Any]) -> list[DroppedGroup]:
-    """Those that are `listed` and those of PASSED_OVER, by group. Raises ValueError when the arrays do not agree."""
+    """Return those that are `listed` and those of PASSED_OVER, by group. Raises ValueError when the arrays do not
+    agree."""
     if not groups.dtype == problems.dtype == np.int64 or groups.ndim != 1 or groups.shape != problems.shape:
         raise ValueError(f"{PASSED_OVER} are {groups.dtype}{groups.shape} and {problems.dtype}{problems.shape}")
     passed = [DroppedGroup.passed_over(*each) for each in zip(groups.tolist(), problems.tolist(), strict=True)]
@@ -426,7 +427,7 @@ class Batch:
         return self.tokens[of_responses]
 
     def rows(self) -> list[NDArray[np.int32]]:
-        """[n] of prompt and response tokens of each sample; none of those that are not held."""
+        """Return [n] of prompt and response tokens of each sample; none of those that are not held."""
         ends = np.cumsum(np.where(self.held, self.lengths, 0)).tolist()
         return [self.tokens[start:end] for start, end in pairwise([0, *ends])]
 
@@ -435,11 +436,11 @@ class Batch:
         return self.tokens[self.sample_offsets[sample] : self.sample_offsets[sample + 1]]
 
     def alone(self) -> Batch:
-        """The held samples alone: a batch of them that holds all."""
+        """Return the held samples alone: a batch of them that holds all."""
         return self if self.share is None else replace(self, share=None, **self._of_samples(self.held))
 
     def select(self, samples: NDArray[np.bool_]) -> Batch:
-        """The samples marked in `samples` [n] alone, in the same order, of which those are held that were. What
+        """Return the samples marked in `samples` [n] alone, in the same order, of which those are held that were. What
         describes the collection (`dropped`, `next_group`, `open_groups`) stays that of the whole batch."""
         share = None if self.share is None else self.share.select(samples)
         return replace(self, share=share, **self._of_held(samples), **self._of_samples(samples))
@@ -455,7 +456,7 @@ class Batch:
         return PER_RESPONSE_TOKEN + (() if self.teacher_logprobs is None else ("teacher_logprobs",))
 
     def _of_held(self, samples: NDArray[np.bool_]) -> dict[str, Any]:
-        """What the model reads of those `samples` [n] that are held."""
+        """Return what the model reads of those `samples` [n] that are held."""
         held = self.held_samples
         own, tokens = samples[held], np.repeat(samples[held], self.lengths[held])
         responses = np.repeat(own, self.response_lengths[held])
@@ -466,7 +467,7 @@ class Batch:
         )
 
     def _of_samples(self, samples: NDArray[np.bool_]) -> dict[str, Any]:
-        """The fields that say something of each sample or response token, of those marked in `samples` [n]."""
+        """Return the fields that say something of each sample or response token, of those marked in `samples` [n]."""
         names = ("prompt_lengths", "group", "problem", "reward", "finish", "truncated", "engine", "queued_s")
         responses = np.repeat(samples, self.response_lengths)
         return dict(
@@ -543,7 +544,7 @@ def _taught(completions: Sequence[Completion]) -> NDArray[np.float32] | None:
 
 
 def _kept(completions: Sequence[Completion]) -> KeptSets:
-    """The sets of all tokens; empty ones where an engine was to say and did not, which no store commits."""
+    """Return the sets of all tokens; empty ones where an engine was to say and did not, which no store commits."""
     return KeptSets.joined([KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for c in completions])
 
 

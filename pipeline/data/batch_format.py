@@ -80,7 +80,7 @@ _COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS, TEACHER_LOGPROBS)
 
 
 def attributes_of(batch: Batch) -> dict[str, Any]:
-    """What is stored as JSON beside the arrays."""
+    """Return what is stored as JSON beside the arrays."""
     return {
         "schema_version": SCHEMA_VERSION,
         "index": batch.index,
@@ -118,7 +118,7 @@ def _ranges(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
-    """What is stored as arrays, by name."""
+    """Return what is stored as arrays, by name."""
     arrays = {name: getattr(batch, name) for name in (*PER_TOKEN, *PER_SAMPLE)}
     if batch.reward_parts:
         arrays["reward_parts"] = np.stack([batch.reward_parts[name] for name in sorted(batch.reward_parts)])
@@ -126,14 +126,15 @@ def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def num_bytes(batch: Batch) -> int:
-    """What the batch's file takes at most: its arrays as they are, and some for names and checksums."""
+    """Return what the batch's file takes at most: its arrays as they are, and some for names and checksums."""
     arrays = arrays_of(batch).values()
     chunks = sum(-(-len(array) // chunk_rows(array.shape, array.dtype)) for array in arrays)
     return sum(array.nbytes for array in arrays) + _CHUNK_BYTES * chunks + _NAMES_BYTES
 
 
 def array_names(attributes: Mapping[str, Any]) -> list[str]:
-    """Which arrays a batch stored with these attributes must have. Raises ValueError for an unreadable schema."""
+    """Return which arrays a batch stored with these attributes must have. Raises ValueError for an unreadable
+    schema."""
     version = attributes.get("schema_version", 0)
     if version != SCHEMA_VERSION:
         raise ValueError(
@@ -144,19 +145,9 @@ def array_names(attributes: Mapping[str, Any]) -> list[str]:
     return [*PER_TOKEN, *PER_SAMPLE, *parts, *attributes["optional_arrays"]]
 
 
-def check_sizes(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Before the arrays of these shapes are read. Raises ValueError unless the records of experts, by far the largest,
-    are about the tokens that there are."""
-    total = shapes["tokens"]
-    for name, axes in zip(EXPERTS, (3, 1), strict=True):
-        shape = shapes.get(name)
-        if shape is not None and (shape[:1] != total or len(shape) != axes):
-            raise ValueError(f"{name} is {shape}, expected {axes} axes, the first of them the {total[0]} tokens")
-
-
 def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], share: Share | None = None) -> Batch:
-    """The inverse of storing; `arrays` are those of a batch with this `share`. Raises ValueError, KeyError or TypeError
-    when something is missing or of another kind."""
+    """Return the inverse of storing; `arrays` are those of a batch with this `share`. Raises ValueError, KeyError or
+    TypeError when something is missing or of another kind."""
     names = attributes["reward_part_names"]
     parts = arrays["reward_parts"] if names else np.empty((0, 0), np.float32)
     if len(parts) != len(names):
@@ -187,7 +178,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
 
 
 def with_digests(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """`attributes` as they are stored beside `arrays`: with what each array is, the digests of its chunks
+    """Return `attributes` as they are stored beside `arrays`: with what each array is, the digests of its chunks
     (pipeline.data.zarr_zip), and a digest of all that."""
     described = {
         name: dict(dtype=array.dtype.name, shape=list(array.shape), sha256=chunk_digests(array))
@@ -198,12 +189,12 @@ def with_digests(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any
 
 
 def attributes_sha256(attributes: Mapping[str, Any]) -> str:
-    """Digest of the attributes, those of chunks among them, and so of the content."""
+    """Return the digest of the attributes, those of chunks among them, and so of the content."""
     return hashlib.sha256(json.dumps(attributes, sort_keys=True).encode()).hexdigest()
 
 
 def check_batch(batch: Batch, *, written: bool = True) -> None:
-    """Raises ValueError, naming the array, unless all arrays have their dtype and agree with one another. A batch that
+    """Raise ValueError, naming the array, unless all arrays have their dtype and agree with one another. A batch that
     is read, not `written`, need not be searched again for what its digest would show. Of tokens that are not held
     nothing is known."""
     for name, dtype in (PER_TOKEN | PER_SAMPLE).items():
@@ -217,28 +208,7 @@ def check_batch(batch: Batch, *, written: bool = True) -> None:
     for name, part in batch.reward_parts.items():
         if part.dtype != np.float32 or part.shape != (samples,):
             raise ValueError(f"reward part {name} is {part.dtype.name}{part.shape}, expected float32 ({samples},)")
-    _check_offsets(batch)
-    _check_groups(batch)
-    _check_optional(batch, written=written)
-
-
-def _check_optional(batch: Batch, *, written: bool) -> None:
-    if (batch.kept is not None) != batch.contract.kept_set:
-        raise ValueError(
-            f"the contract says kept_set {batch.contract.kept_set}, but the batch has "
-            f"{'none' if batch.kept is None else 'kept sets'}"
-        )
-    if batch.kept is not None:
-        batch.kept.check(batch.response_tokens, batch.loss_mask[np.repeat(batch.held, batch.response_lengths)])
-    if batch.experts is not None:
-        batch.experts.check(len(batch.tokens), distinct=written)
-    taught = batch.teacher_logprobs
-    if taught is not None and (taught.dtype != np.float32 or taught.ndim != 1):
-        raise ValueError(f"{TEACHER_LOGPROBS} is {taught.dtype.name} with {taught.ndim} axes, expected float32 with 1")
-
-
-def _check_offsets(batch: Batch) -> None:
-    offsets, samples = batch.sample_offsets, batch.num_samples
+    offsets = batch.sample_offsets
     if len(offsets) != samples + 1:
         raise ValueError(f"sample_offsets has {len(offsets)} entries, expected {samples + 1}")
     held, rises = int(batch.lengths[batch.held_samples].sum()), not np.any(np.diff(offsets) < 0)
@@ -254,9 +224,6 @@ def _check_offsets(batch: Batch) -> None:
         raise ValueError("a token id is negative")
     if np.any(batch.rollout_logprobs[~batch.loss_mask] != 0.0):
         raise ValueError("a token outside loss_mask has a log-probability, expected 0.0: no engine sampled it")
-
-
-def _check_groups(batch: Batch) -> None:
     if np.any(batch.finish >= len(FINISH_REASONS)):
         raise ValueError(f"finish holds {int(batch.finish.max())}, expected an index into {FINISH_REASONS}")
     starts = np.flatnonzero(np.diff(batch.group)) + 1
@@ -269,6 +236,18 @@ def _check_groups(batch: Batch) -> None:
         raise ValueError(f"group {highest} is not below next_group {batch.next_group}")
     if list(batch.open_groups) != sorted(set(batch.open_groups) - own):
         raise ValueError(f"open_groups {batch.open_groups} are not ascending, or hold a group of this very batch")
+    if (batch.kept is not None) != batch.contract.kept_set:
+        raise ValueError(
+            f"the contract says kept_set {batch.contract.kept_set}, but the batch has "
+            f"{'none' if batch.kept is None else 'kept sets'}"
+        )
+    if batch.kept is not None:
+        batch.kept.check(batch.response_tokens, batch.loss_mask[np.repeat(batch.held, batch.response_lengths)])
+    if batch.experts is not None:
+        batch.experts.check(len(batch.tokens), distinct=written)
+    taught = batch.teacher_logprobs
+    if taught is not None and (taught.dtype != np.float32 or taught.ndim != 1):
+        raise ValueError(f"{TEACHER_LOGPROBS} is {taught.dtype.name} with {taught.ndim} axes, expected float32 with 1")
 
 
 _Number = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -320,7 +299,7 @@ class _Attributes(_Strict):
 
 
 def check_attributes(attributes: Mapping[str, Any]) -> None:
-    """Raises ValueError, on one line, for what no writer of batches writes."""
+    """Raise ValueError, on one line, for what no writer of batches writes."""
     try:
         found = _Attributes.model_validate_json(json.dumps(dict(attributes)))
     except ValidationError as error:
@@ -333,12 +312,12 @@ def check_attributes(attributes: Mapping[str, Any]) -> None:
 
 
 def require_readable(file: ZarrFile) -> None:
-    """Raises what reading the file would, as far as attributes and metadata say; no array is read."""
+    """Raise what reading the file would, as far as attributes and metadata say; no array is read."""
     _attributes(file)
 
 
 def read_batch(file: ZarrFile) -> Batch:
-    """All of a batch. Raises whatever damage makes the checks raise."""
+    """Return all of a batch. Raises whatever damage makes the checks raise."""
     attributes, digests = _attributes(file)
     batch = batch_from(attributes, {name: file.whole(name, digests[name]) for name in array_names(attributes)})
     check_batch(batch, written=False)
@@ -346,15 +325,16 @@ def read_batch(file: ZarrFile) -> Batch:
 
 
 def read_num_samples(file: ZarrFile, index: int) -> int:
-    """How many samples batch `index` has; no array is read. Raises as `read_batch`, and ValueError for another one."""
+    """Return how many samples batch `index` has; no array is read. Raises as `read_batch`, and ValueError for another
+    one."""
     if (found := _attributes(file)[0]["index"]) != index:
         raise ValueError(f"the file holds batch {found}")
     return file.arrays["prompt_lengths"].shape[0]
 
 
 def read_share(file: ZarrFile, choose: Choose) -> Batch:
-    """A batch that holds the chosen samples alone (Batch.share): of the tokens of the others nothing is read but how
-    many they are. Raises as `read_batch`."""
+    """Return a batch that holds the chosen samples alone (Batch.share): of the tokens of the others nothing is read but
+    how many they are. Raises as `read_batch`."""
     attributes, digests = _attributes(file)
     names = array_names(attributes)
     arrays = {name: file.whole(name, digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
@@ -363,7 +343,13 @@ def read_share(file: ZarrFile, choose: Choose) -> Batch:
     if lengths.shape != prompts.shape or np.any(prompts < 0) or np.any(lengths < prompts):
         raise ValueError(f"a prompt is longer than its sample, or {len(lengths)} samples have {len(prompts)} prompts")
     responses = np.concatenate([[0], np.cumsum(lengths - prompts)])
-    _require_totals(file, names, tokens=int(offsets[-1]), responses=int(responses[-1]))
+    # Every sample is somewhere in the file, whoever reads it.
+    wanted = dict.fromkeys(("tokens", *EXPERTS), int(offsets[-1]))
+    wanted |= dict.fromkeys(_OF_RESPONSES, int(responses[-1])) | {KEPT[0]: int(responses[-1]) + 1}
+    for name in names:
+        rows = file.arrays[name].shape[0]
+        if wanted.get(name, rows) != rows:
+            raise ValueError(f"{name} has {rows} entries, expected {wanted[name]}")
     read = partial(_of_tokens, file, names, digests, offsets, responses)
     nothing = Share(ranks=np.zeros(len(prompts), np.int64), rank=-1)
     share = choose(batch_from(attributes, arrays | read(nothing.held), nothing))
@@ -380,8 +366,8 @@ def _of_tokens(
     responses: NDArray[np.int64],
     held: NDArray[np.bool_],
 ) -> dict[str, NDArray[Any]]:
-    """The arrays that count tokens, as a batch has them that holds the samples `held` [n]; `offsets` and `responses`
-    [n + 1] say where the tokens and the response of each begin."""
+    """Return the arrays that count tokens, as a batch has them that holds the samples `held` [n]; `offsets` and
+    `responses` [n + 1] say where the tokens and the response of each begin."""
     of_tokens, of_responses = (_runs(held, starts) for starts in (offsets, responses))
     found = {name: file.rows(name, of_tokens, digests[name]) for name in names if name in ("tokens", *EXPERTS)}
     own = np.repeat(held, np.diff(responses))
@@ -392,15 +378,14 @@ def _of_tokens(
 
 
 def _attributes(file: ZarrFile) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The attributes, and the digests of chunks, by array. Raises ValueError when attributes, dtypes or shapes are not
-    those that were written."""
+    """Return the attributes, and the digests of chunks, by array. Raises ValueError when attributes, dtypes or shapes
+    are not those that were written."""
     attributes = dict(file.attributes)
     names = array_names(attributes)
     check_attributes(attributes)
     for name in names:
         if name not in file.arrays:
             raise ValueError(f"array {name} is missing")
-    check_sizes({name: file.arrays[name].shape for name in names})
     expected = attributes.pop("content_sha256", None)
     if attributes_sha256(attributes) != expected:
         raise ValueError("content digest differs: the attributes were changed")
@@ -416,18 +401,9 @@ def _digests(file: ZarrFile, names: Sequence[str], described: Mapping[str, Any])
     return {name: described[name]["sha256"] for name in names}
 
 
-def _require_totals(file: ZarrFile, names: Sequence[str], *, tokens: int, responses: int) -> None:
-    """Every sample is somewhere in the file, whoever reads it."""
-    wanted = dict.fromkeys(("tokens", *EXPERTS), tokens)
-    wanted |= dict.fromkeys(_OF_RESPONSES, responses) | {KEPT[0]: responses + 1}
-    for name in names:
-        rows = file.arrays[name].shape[0]
-        if wanted.get(name, rows) != rows:
-            raise ValueError(f"{name} has {rows} entries, expected {wanted[name]}")
-
-
 def _runs(held: NDArray[np.bool_], starts: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Where the `held` samples [n] lie in an array, neighbors together; sample i begins at `starts[i]` [n + 1]."""
+    """Return where the `held` samples [n] lie in an array, neighbors together; sample i begins at
+    `starts[i]` [n + 1]."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], held, [False]]).astype(np.int8)))
     return [(int(starts[first]), int(starts[end])) for first, end in edges.reshape(-1, 2)]
 

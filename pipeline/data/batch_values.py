@@ -85,58 +85,7 @@ class Responses:
 
 
 def response_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
-    """The first fault of each kind. Arrays are taken to agree in length."""
-    yield from _length_faults(responses, limits)
-    yield from _token_faults(responses, limits)
-    for name, seconds in (("queued_s", responses.queued_s), ("generated_s", responses.generated_s)):
-        for sample in np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0.0)))[:1].tolist():
-            yield Fault(sample, f"{name} is {seconds[sample]:g}, expected seconds from 0 on")
-
-
-def verdict_fault(reward: float, parts: Mapping[str, float]) -> str | None:
-    """What is wrong with a verdict; None: nothing."""
-    if not is_finite_float32(reward):
-        return f"the reward is {quoted(reward)}, expected a number that float32 can hold"
-    if own := OWN_PARTS.intersection(parts):
-        return f"a reward part is named {min(own)!r}, a name kept for samples that failed: choose another"
-    return part_names_fault(parts) or next(
-        (
-            f"part {name} is {quoted(value)}, expected a number that float32 can hold"
-            for name, value in parts.items()
-            if not is_finite_float32(value)
-        ),
-        None,
-    )
-
-
-def part_names_fault(names: Mapping[str, object]) -> str | None:
-    """Whether the names of reward parts can be stored and shown."""
-    if len(names) > MOST_PARTS:
-        return f"there are {len(names)} reward parts, expected at most {MOST_PARTS}: name them alike for all samples"
-    for name in names:
-        if not PART_NAME.fullmatch(name):
-            return (
-                f"a reward part is named {quoted(name)}, expected 1 to 64 letters, digits and "
-                "._:/+=@- or blanks, a letter or digit first"
-            )
-    return None
-
-
-def is_finite_float32(value: float) -> bool:
-    """Whether it is a number, and one that float32 can hold."""
-    return isinstance(value, int | float) and math.isfinite(as_float32([value])[0])
-
-
-def as_float32(values: object) -> NDArray[np.float32]:
-    """The cast to what is stored; what float32 cannot hold becomes infinite, without a warning."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        try:
-            return np.asarray(values, np.float64).astype(np.float32)
-        except OverflowError:  # an int that no double can hold
-            return np.array([np.inf], np.float32)
-
-
-def _length_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
+    """Yield the first fault of each kind. Arrays are taken to agree in length."""
     lengths = np.diff(responses.offsets)
     yield from _first(
         (lengths == 0) & ~responses.may_be_empty,
@@ -147,9 +96,6 @@ def _length_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
         yield from _first(
             lengths > most, lambda i: Fault(i, f"the response has {lengths[i]} tokens, at most {most} were asked for")
         )
-
-
-def _token_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
     tokens, logprobs, versions = responses.tokens, responses.logprobs, responses.versions
     vocab_size = MOST_TOKENS if limits.vocab_size is None else limits.vocab_size
 
@@ -178,6 +124,52 @@ def _token_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
             owner = np.zeros(len(tokens), np.bool_)
             owner[np.searchsorted(kept.offsets, np.flatnonzero(bad)[:1], side="right") - 1] = True
             yield from first(owner, lambda _: f"its kept set holds an id outside 0 to {vocab_size - 1}")
+    for name, seconds in (("queued_s", responses.queued_s), ("generated_s", responses.generated_s)):
+        for sample in np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0.0)))[:1].tolist():
+            yield Fault(sample, f"{name} is {seconds[sample]:g}, expected seconds from 0 on")
+
+
+def verdict_fault(reward: float, parts: Mapping[str, float]) -> str | None:
+    """Return what is wrong with a verdict; None: nothing."""
+    if not is_finite_float32(reward):
+        return f"the reward is {quoted(reward)}, expected a number that float32 can hold"
+    if own := OWN_PARTS.intersection(parts):
+        return f"a reward part is named {min(own)!r}, a name kept for samples that failed: choose another"
+    return part_names_fault(parts) or next(
+        (
+            f"part {name} is {quoted(value)}, expected a number that float32 can hold"
+            for name, value in parts.items()
+            if not is_finite_float32(value)
+        ),
+        None,
+    )
+
+
+def part_names_fault(names: Mapping[str, object]) -> str | None:
+    """Return whether the names of reward parts can be stored and shown."""
+    if len(names) > MOST_PARTS:
+        return f"there are {len(names)} reward parts, expected at most {MOST_PARTS}: name them alike for all samples"
+    for name in names:
+        if not PART_NAME.fullmatch(name):
+            return (
+                f"a reward part is named {quoted(name)}, expected 1 to 64 letters, digits and "
+                "._:/+=@- or blanks, a letter or digit first"
+            )
+    return None
+
+
+def is_finite_float32(value: float) -> bool:
+    """Return whether it is a number, and one that float32 can hold."""
+    return isinstance(value, int | float) and math.isfinite(as_float32([value])[0])
+
+
+def as_float32(values: object) -> NDArray[np.float32]:
+    """Return the cast to what is stored; what float32 cannot hold becomes infinite, without a warning."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        try:
+            return np.asarray(values, np.float64).astype(np.float32)
+        except OverflowError:  # an int that no double can hold
+            return np.array([np.inf], np.float32)
 
 
 def _first(bad: NDArray[np.bool_], fault: Callable[[int], Fault]) -> Iterator[Fault]:
@@ -188,15 +180,26 @@ _ABORT = FINISH_REASONS.index("abort")
 
 
 def batch_faults(batch: Batch, limits: Limits = UNKNOWN) -> Iterator[Fault]:
-    """The first fault of each kind, in a batch whose arrays agree with one another (batch_format.check_batch); of a
-    share, those of the samples that are held."""
+    """Yield the first fault of each kind, in a batch whose arrays agree with one another (batch_format.check_batch); of
+    a share, those of the samples that are held."""
     if batch.share is not None:
         numbers = batch.held_samples
         yield from (Fault(int(numbers[fault.sample]), fault.what) for fault in batch_faults(batch.alone(), limits))
         return
     yield from response_faults(_responses(batch), limits)
-    yield from _teacher_faults(batch)
-    yield from _prompt_faults(batch, limits)
+    if (taught := batch.teacher_logprobs) is not None:
+        possible = np.isfinite(taught) & (taught >= LOWEST_LOGPROB) & (taught <= HIGHEST_LOGPROB)
+        bad = np.where(batch.loss_mask, ~possible, taught != 0.0)
+        for place in np.flatnonzero(bad)[:1].tolist():
+            sample = int(np.searchsorted(batch.response_offsets, place, side="right")) - 1
+            yield Fault(
+                sample, f"the teacher gave a token {taught[place]:g}, expected a log-probability, 0 if not sampled"
+            )
+    yield from _of_samples(batch.prompt_lengths < 1, "it has no prompt, expected one token at least")
+    vocab_size = MOST_TOKENS if limits.vocab_size is None else limits.vocab_size
+    for place in np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocab_size))[:1].tolist():
+        sample = int(np.searchsorted(batch.sample_offsets, place, side="right")) - 1
+        yield Fault(sample, f"token id {batch.tokens[place]}, expected 0 to {vocab_size - 1}")
     yield from _of_samples(batch.finish == _ABORT, "it was aborted, expected samples that ended")
     yield from _of_samples(~np.isfinite(batch.reward), "its reward is no finite number")
     if (names := part_names_fault(batch.reward_parts)) is not None:
@@ -212,7 +215,7 @@ def batch_faults(batch: Batch, limits: Limits = UNKNOWN) -> Iterator[Fault]:
 
 
 def check_values(batch: Batch, limits: Limits = UNKNOWN) -> None:
-    """Raises ValueError, naming a sample and what is wrong with it."""
+    """Raise ValueError, naming a sample and what is wrong with it."""
     for fault in islice(batch_faults(batch, limits), 1):
         raise ValueError(str(fault))
 
@@ -229,24 +232,6 @@ def _responses(batch: Batch) -> Responses:
         generated_s=batch.generated_s,
         kept=batch.kept,
     )
-
-
-def _teacher_faults(batch: Batch) -> Iterator[Fault]:
-    if (taught := batch.teacher_logprobs) is None:
-        return
-    possible = np.isfinite(taught) & (taught >= LOWEST_LOGPROB) & (taught <= HIGHEST_LOGPROB)
-    bad = np.where(batch.loss_mask, ~possible, taught != 0.0)
-    for place in np.flatnonzero(bad)[:1].tolist():
-        sample = int(np.searchsorted(batch.response_offsets, place, side="right")) - 1
-        yield Fault(sample, f"the teacher gave a token {taught[place]:g}, expected a log-probability, 0 if not sampled")
-
-
-def _prompt_faults(batch: Batch, limits: Limits) -> Iterator[Fault]:
-    yield from _of_samples(batch.prompt_lengths < 1, "it has no prompt, expected one token at least")
-    vocab_size = MOST_TOKENS if limits.vocab_size is None else limits.vocab_size
-    for place in np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocab_size))[:1].tolist():
-        sample = int(np.searchsorted(batch.sample_offsets, place, side="right")) - 1
-        yield Fault(sample, f"token id {batch.tokens[place]}, expected 0 to {vocab_size - 1}")
 
 
 def _of_samples(bad: NDArray[np.bool_], what: str) -> Iterator[Fault]:

@@ -61,17 +61,17 @@ def crc32(data: bytes | memoryview) -> str:
 
 
 def trailer(data: bytes | memoryview) -> bytes:
-    """What follows `data` in a sealed array or zip file."""
+    """Return what follows `data` in a sealed array or zip file."""
     return trailer_of(zlib.crc32(data))
 
 
 def trailer_of(value: int) -> bytes:
-    """What follows data of which zlib.crc32 is `value`."""
+    """Return what follows data of which zlib.crc32 is `value`."""
     return f"crc32 {value:08x}".encode()
 
 
 def seal(text: str) -> str:
-    """`text`, which ends in a line end, with its checksum."""
+    """Return `text`, which ends in a line end, with its checksum."""
     if not text.endswith("\n"):
         raise ValueError(f"a text to seal ends in {text[-20:]!r}, expected a line end")
     return _sealed(text.encode()).decode()
@@ -86,13 +86,14 @@ def _sealed(data: bytes) -> bytes:
 
 
 def checksum_line(data: bytes) -> str:
-    """The last line that a text should have, given with another last line or without, that was changed by hand."""
+    """Return the last line that a text should have, given with another last line or without, that was changed by
+    hand."""
     text = re.sub(rb"# crc32 [^\n]*\n?\Z", b"", data).removesuffix(b"\n") + b"\n"
     return f"# crc32 {crc32(text)}"
 
 
 def unseal(data: bytes) -> str:
-    """The text that was sealed. Raises ValueError, which says what is wrong, unless every byte is as it was."""
+    """Return the text that was sealed. Raises ValueError, which says what is wrong, unless every byte is as it was."""
     tail = max(0, len(data) - _LONGEST)
     if match := _MEMBER.search(data, tail):
         whole = data[: match.start()] + b"}\n"
@@ -121,8 +122,9 @@ def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path, remedy: str, *, is_replaced: bool = False) -> str:
-    """The text of `path`; with `is_replaced`, of a file that others replace (`read_replaced`). Raises StoreError, which
-    names the file and the `remedy`, when a byte is not as it was written, and OSError when there is none."""
+    """Return the text of `path`; with `is_replaced`, of a file that others replace (`read_replaced`). Raises
+    StoreError, which names the file and the `remedy`, when a byte is not as it was written, and OSError when there is
+    none."""
     try:
         return unseal((read_replaced if is_replaced else read_at_most)(path, MAX_BYTES))
     except ValueError as error:
@@ -130,7 +132,7 @@ def read_sealed(path: Path, remedy: str, *, is_replaced: bool = False) -> str:
 
 
 def read_sealed_json(path: Path, remedy: str, *, is_replaced: bool = False) -> dict[str, Any]:
-    """The object of `path`. Raises as `read_sealed` does, also for JSON that is none or no object."""
+    """Return the object of `path`. Raises as `read_sealed` does, also for JSON that is none or no object."""
     text = read_sealed(path, remedy, is_replaced=is_replaced)
     try:
         value = json.loads(text)
@@ -142,7 +144,7 @@ def read_sealed_json(path: Path, remedy: str, *, is_replaced: bool = False) -> d
 
 
 def reason(error: Exception) -> str:
-    """What an error says, on one line."""
+    """Return what an error says, on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -157,7 +159,8 @@ def write_sealed_array(path: Path, values: NDArray[np.float32]) -> None:
 
 
 def read_sealed_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
-    """The values [n]; None where there is no file. Raises StoreError. What its header claims allocates nothing."""
+    """Return the values [n]; None where there is no file. Raises StoreError. What its header claims allocates
+    nothing."""
     try:
         return _array(read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, _CHANGED), path.name)
     except FileNotFoundError:
@@ -204,7 +207,9 @@ def fingerprints(files: Sequence[Path]) -> list[Fingerprint | None]:
 
 def list_checksums(folder: Path) -> None:
     """Write the list for the files that lie in `folder` now. Raises StoreError when one vanishes meanwhile."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not _is_apart(path.name))
+    files = sorted(
+        path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS and not is_temporary(path.name)
+    )
     lines = []
     for path, one in zip(files, fingerprints(files), strict=True):
         if one is None:
@@ -262,10 +267,6 @@ def sync_files(paths: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _is_apart(name: str) -> bool:
-    return name == CHECKSUMS or is_temporary(name)
 
 
 def _fingerprint(file: Path) -> Fingerprint | None:

@@ -76,13 +76,13 @@ class Places(NamedTuple):
 
 
 def numbers_of(data: Bytes, width: int) -> Numbers:
-    """Bytes [n * width] as unsigned numbers of `width` bytes [n], in the same memory."""
+    """View bytes [n * width] as unsigned numbers of `width` bytes [n], in the same memory."""
     return data.view(_UNSIGNED[width])
 
 
 def changed_runs(old: Bytes, new: Bytes, width: int) -> list[tuple[Places, bytes, int]]:
-    """What changed from `old` to `new`, each [n * width] bytes: for each run that changed its places, its payload, and
-    how many of its numbers differ."""
+    """Return what changed from `old` to `new`, each [n * width] bytes: for each run that changed its places, its
+    payload, and how many of its numbers differ."""
     before, after = numbers_of(old, width), numbers_of(new, width)
     found = []
     for first in range(0, len(after), RUN_NUMBERS):
@@ -99,7 +99,11 @@ def apply(target: Bytes, width: int, run: Places, payload: bytes) -> None:
     numbers = numbers_of(target, width)[run.first : run.first + run.length]
     if run.gap_bytes not in (0, 1, 2) or len(numbers) != run.length or not 0 <= run.places <= run.length:
         raise ValueError(f"{run} does not fit a tensor of {len(target) // width} numbers")
-    planes = _unpacked(payload, run.places * (run.gap_bytes + width))
+    planes = np.empty(run.places * (run.gap_bytes + width), np.uint8)  # what the payload claims allocates nothing
+    try:
+        Zstd().decode(payload, out=planes)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"its payload cannot be unpacked to {len(planes)} bytes ({error})") from error
     values = _joined(planes[run.places * run.gap_bytes :], width)
     if run.gap_bytes == 0:
         if run.places != run.length:
@@ -129,7 +133,7 @@ def _encode(first: int, changed: NDArray[np.int64], after: Numbers) -> tuple[Pla
 
 
 def _bridged(gaps: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
-    """The gaps with places put in between, so that none exceeds `longest`."""
+    """Return the gaps with places put in between, so that none exceeds `longest`."""
     bridges = gaps // (longest + 1)
     if not bridges.any():
         return gaps
@@ -140,27 +144,17 @@ def _bridged(gaps: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
 
 
 def _planes(numbers: Numbers) -> Bytes:
-    """[n] numbers of w bytes as w runs of n bytes: bytes of one kind compress better together."""
+    """Return [n] numbers of w bytes as w runs of n bytes: bytes of one kind compress better together."""
     return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), -1).T.reshape(-1)
 
 
 def _joined(planes: Bytes, width: int) -> Numbers:
-    """What `_planes` took apart."""
+    """Return what `_planes` took apart."""
     return np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1).view(_UNSIGNED[width])
 
 
 def _packed(data: Bytes) -> bytes:
     return bytes(Zstd(level=LEVEL).encode(np.ascontiguousarray(data)))
-
-
-def _unpacked(payload: bytes, expected: int) -> Bytes:
-    """The `expected` bytes that were packed; what the payload claims about its size allocates nothing."""
-    data = np.empty(expected, np.uint8)
-    try:
-        Zstd().decode(payload, out=data)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"its payload cannot be unpacked to {expected} bytes ({error})") from error
-    return data
 
 
 @dataclass(frozen=True)
@@ -175,7 +169,7 @@ class Payload:
 
 
 def payload_name(rank: int) -> str:
-    """The file of a learner rank."""
+    """Return the file of a learner rank."""
     return f"delta-{rank:05}.bin"
 
 
@@ -185,7 +179,7 @@ def list_of(payload: Payload) -> list[int]:
 
 
 def payload_of(numbers: Sequence[int]) -> Payload:
-    """What `list_of` gave. Raises TypeError for another number of numbers."""
+    """Return what `list_of` gave. Raises TypeError for another number of numbers."""
     file, offset, num_bytes = numbers[:3] if len(numbers) == 7 else (-1, -1, -1)
     if min(file, offset, num_bytes) < 0:
         raise TypeError("a payload is not described by seven numbers")
@@ -231,7 +225,7 @@ class Delta:
 
     @staticmethod
     def load(folder: Path, remedy: str) -> Delta | None:
-        """The delta of a policy folder; None where it has none. Raises StoreError when it is damaged."""
+        """Return the delta of a policy folder; None where it has none. Raises StoreError when it is damaged."""
         path = folder / DELTA_FILE
         try:
             found = _Delta.model_validate(read_sealed_json(path, remedy))
@@ -293,7 +287,7 @@ class DeltaWriter:
 
 
 def read_manifest(folder: Path, remedy: str) -> dict[str, dict[str, Any]]:
-    """What a policy folder says about its tensors. Raises StoreError."""
+    """Return what a policy folder says about its tensors. Raises StoreError."""
     path = folder / MANIFEST_FILE
     try:
         found = parse_object(read_at_most(path, MAX_BYTES))["tensors"]
@@ -305,7 +299,7 @@ def read_manifest(folder: Path, remedy: str) -> dict[str, dict[str, Any]]:
 
 
 def state_of(manifest: Manifest) -> str:
-    """Digest of the weights of a version: of the names, kinds and bytes of all tensors, wherever they lie."""
+    """Return the digest of a version: of the names, kinds and bytes of all its tensors, wherever they lie."""
     lines = (json.dumps([name, *(manifest[name][key] for key in sorted(_DIGITS))]) for name in sorted(manifest))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -332,12 +326,13 @@ class Link:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a policy folder holds the weights, and not only what changed."""
+    """Return whether a policy folder holds the weights, and not only what changed."""
     return (folder / INDEX_FILE).exists() or not (folder / DELTA_FILE).exists()
 
 
 def read_link(policies: Path, version: int) -> Link:
-    """What the folder of a version says. Raises StoreError when it is missing, damaged, or that of another version."""
+    """Return what the folder of a version says. Raises StoreError when it is missing, damaged, or that of another
+    version."""
     folder = policies / numbered(version)
     link = Link(version, folder, read_manifest(folder, _REMEDY), Delta.load(folder, _REMEDY))
     if link.delta is not None and (link.delta.version != version or link.delta.base >= version):
@@ -346,8 +341,8 @@ def read_link(policies: Path, version: int) -> Link:
 
 
 def links_back(policies: Path, version: int) -> Iterator[Link]:
-    """The version, the one that its delta was made from, and so on; the last one has no delta. Raises StoreError where
-    a link is missing or does not fit."""
+    """Yield the version, the one that its delta was made from, and so on; the last one has no delta. Raises StoreError
+    where a link is missing or does not fit."""
     link = read_link(policies, version)
     yield link
     while (delta := link.delta) is not None:
@@ -361,8 +356,8 @@ def links_back(policies: Path, version: int) -> Iterator[Link]:
 
 
 def chain_to(policies: Path, version: int, held: Collection[str] = ()) -> list[Link]:
-    """The links to a version, which is the last: the first one's state is among those that are `held`, or else it is
-    the newest that is whole. Raises StoreError where the version cannot be made."""
+    """Return the links to a version, which is the last: the first one's state is among those that are `held`, or else
+    it is the newest that is whole. Raises StoreError where the version cannot be made."""
     links, whole = list[Link](), 0
     try:
         for link in links_back(policies, version):
@@ -380,8 +375,8 @@ def chain_to(policies: Path, version: int, held: Collection[str] = ()) -> list[L
 
 
 def needed(policies: Path, versions: Iterable[int]) -> set[int]:
-    """The versions from which those `versions` are made, and they themselves. Where a link cannot be read, maybe for a
-    moment alone, one may need all from the newest whole one on."""
+    """Return the versions from which those `versions` are made, and they themselves. Where a link cannot be read, maybe
+    for a moment alone, one may need all from the newest whole one on."""
     found: set[int] = set()
     for version in versions:
         found.add(version)

@@ -49,7 +49,7 @@ class Epoch:
         return f"{self.folder.name}-{self.number:06d}"
 
     def is_superseded(self) -> bool:
-        """Whether there is a later start."""
+        """Return whether there is a later start."""
         return newest(self.folder) > self.number
 
     def check(self) -> None:
@@ -62,8 +62,8 @@ class Epoch:
             )
 
     @contextmanager
-    def superseded_said(self) -> Iterator[None]:
-        """Raises SupersededError for whatever goes wrong in the block once there is a later start.
+    def as_superseded(self) -> Iterator[None]:
+        """Raise SupersededError for whatever goes wrong in the block once there is a later start.
 
         That one removes files over which this one was frozen. With another exit status this one would be started
         again, and take over in turn from one that does well; or it would end the run, by an error that is fatal.
@@ -95,7 +95,7 @@ def supersede(folder: Path, accepted: Collection[str] = ()) -> None:
 
 
 def _begin(folder: Path, number: int, recipe: str) -> bool:
-    """Whether the epoch was free, and is begun now."""
+    """Return whether the epoch was free, and is begun now."""
     by = dict(host=socket.gethostname(), pid=os.getpid(), time=time.time())
     try:
         create_sealed(folder / f"{number:06d}", json.dumps(by | (dict(recipe=recipe) if recipe else {})) + "\n")
@@ -107,12 +107,13 @@ def _begin(folder: Path, number: int, recipe: str) -> bool:
 
 
 def epoch_folder(run: Path, role: Role, index: int | None = None) -> Path:
-    """Where the starts of a role are counted."""
+    """Return where the starts of a role are counted."""
     return run / "epochs" / (role if index is None else f"{role}-{index}")
 
 
 def newest(folder: Path) -> int:
-    """The newest epoch; 0 when the role never started. Raises OSError where the folder cannot be listed for a while.
+    """Return the newest epoch; 0 when the role never started. Raises OSError where the folder cannot be listed for a
+    while.
 
     Both the listing and the pointer are read: file systems that cache, cache the one or the other.
     """
@@ -123,8 +124,8 @@ def newest(folder: Path) -> int:
 
 
 def first_start_after(folder: Path, moment: float, longest_pause_s: float) -> float | None:
-    """When the earliest of the starts after a moment began that followed one another within `longest_pause_s`, in
-    seconds since 1970; None without one, or where those that there are cannot be read."""
+    """Return when the earliest of the starts after a moment began that followed one another within `longest_pause_s`,
+    in seconds since 1970; None without one, or where those that there are cannot be read."""
     began: float | None = None
     for number in range(newest(folder), 0, -1):
         try:
@@ -138,7 +139,7 @@ def first_start_after(folder: Path, moment: float, longest_pause_s: float) -> fl
 
 
 def who(folder: Path, number: int) -> str:
-    """The process that claimed an epoch, for messages."""
+    """Return the process that claimed an epoch, for messages."""
     try:
         claimed = read_sealed_json(folder / f"{number:06d}", "it is only shown")
         return f"host {claimed['host']}, process {claimed['pid']}"
@@ -147,7 +148,7 @@ def who(folder: Path, number: int) -> str:
 
 
 def _recipe_of(folder: Path, number: int) -> str | None:
-    """The name of the file of the recipe that a start goes by; None where it has not said."""
+    """Return the name of the file of the recipe that a start goes by; None where it has not said."""
     try:
         found = read_sealed_json(folder / f"{number:06d}", "its role is started again")
     except (FileNotFoundError, StoreError):

@@ -32,30 +32,52 @@ _SLOWEST_POLL_S = 1.0
 VISIBLE_S = 90.0
 """Longest time, with margin, until a file that one host made is seen by another: attributes are cached up to 60 s."""
 OLD_S = 300.0
+REREAD_S = 1.0
+"""How long a file that cannot be read is read again: file systems of several hosts may show it empty, or answer with an
+error, for a moment while it is replaced."""
+MODEL_JSON_BYTES = 16 << 20
+"""Of a JSON file that describes a model or its tokenizer, such as config.json: the largest have some MB."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No space, a used up quota, a file that may not grow."""
+SPARE_BYTES = 1 << 20
+"""For what is written beside it: events, records, a log's last lines."""
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 """What file systems answer that have none. Other errors, such as a full disk, say themselves what is wrong."""
+_OF_WHAT_LIES_THERE = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG),
+    None,  # raised by a library
+)
+"""What damage can make the system say: the file is missing, or a folder, a link in a circle or a socket, or it names a
+place in it that cannot be."""
+_TORCH_SAYS = (
+    *("No space left on device", "Disk quota exceeded", "file write failed", "iostream error"),
+    "unexpected pos ",  # its writer finds at the end that less was written
+)
+_UNITS = ("bytes", "KB", "MB", "GB", "TB")
 _TEMPORARY = re.compile(r"\..+\.[\w-]+-[0-9a-f]{12}\.tmp")
+T = TypeVar("T")
 
 
 def unique_suffix() -> str:
-    """`HOST-RANDOM`, which no other call returns, here or on another host."""
+    """Return `HOST-RANDOM`, which no other call returns, here or on another host."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname())[:40]
     return f"{host}-{uuid.uuid4().hex[:12]}"
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path`, hidden and unique, for what is not complete yet."""
+    """Return a name beside `path`, hidden and unique, for what is not complete yet."""
     return path.with_name(f".{path.name}.{unique_suffix()}.tmp")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `temporary_name` made the name."""
+    """Return whether `temporary_name` made the name."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def slower(pause_s: float) -> float:
-    """The pause after one of `pause_s`: a long wait asks a shared file system ever less often. A pause is a twentieth
-    of what was waited before it, so that what came meanwhile is seen as soon: every step begins by two such waits."""
+    """Return the pause after one of `pause_s`: a long wait asks a shared file system ever less often. A pause is a
+    twentieth of what was waited before it, so that what came meanwhile is seen as soon: every step begins by two such
+    waits."""
     return min(1.05 * pause_s, _SLOWEST_POLL_S)
 
 
@@ -107,26 +129,19 @@ def remove_old_leftovers(folders: Iterable[Path]) -> None:
     take milliseconds; who was frozen for minutes fails when it goes on."""
     for folder in folders:
         names = [*filter(is_temporary, os.listdir(folder) if folder.is_dir() else [])]
-        now = _time_of(folder) if names else 0.0
+        if not names:
+            continue
+        # A host's own clock may be ahead of the file system's, and what others are writing would look old.
+        probe, now = temporary_name(folder / "clock"), 0.0
+        with suppress(OSError):
+            probe.touch()
+            now = probe.stat().st_mtime
+            probe.unlink(missing_ok=True)
         for name in names:
             with suppress(OSError):
                 path = folder / name
                 if now - max(one.lstat().st_mtime for one in (path, *path.rglob("*"))) > OLD_S:
                     _remove(path)
-
-
-def _time_of(folder: Path) -> float:
-    """What the file system of a folder says that time it is, seconds since 1970: a host's own clock may be ahead of it,
-    and what others are writing would look old. 0, for which nothing is old, where nothing can be written."""
-    probe = temporary_name(folder / "clock")
-    try:
-        probe.touch()
-        return probe.stat().st_mtime
-    except OSError:
-        return 0.0
-    finally:
-        with suppress(OSError):
-            probe.unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:
@@ -253,19 +268,9 @@ def fsync_present(*folders: Path) -> None:
             fsync_directory(folder)
 
 
-MODEL_JSON_BYTES = 16 << 20
-"""Of a JSON file that describes a model or its tokenizer, such as config.json: the largest have some MB."""
-_OF_WHAT_LIES_THERE = (
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG),
-    None,  # raised by a library
-)
-"""What damage can make the system say: the file is missing, or a folder, a link in a circle or a socket, or it names a
-place in it that cannot be."""
-
-
 def machine_failure(error: BaseException) -> OSError | None:
-    """The failure of a mount, a disk, a limit or a permission that made `error`, if one did: it says nothing about what
-    was written, and may be gone the next time."""
+    """Return the failure of a mount, a disk, a limit or a permission that made `error`, if one did: it says nothing
+    about what was written, and may be gone the next time."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno not in _OF_WHAT_LIES_THERE:
@@ -285,7 +290,8 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_at_most(path: Path, num_bytes: int) -> bytes:
-    """A whole file. Raises as `open_regular` does, and ValueError for a larger file, of which nothing is read."""
+    """Return a whole file. Raises as `open_regular` does, and ValueError for a larger file, of which nothing is
+    read."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > num_bytes:
             raise ValueError(f"it is larger than {num_bytes >> 20} MiB")
@@ -296,8 +302,8 @@ def read_at_most(path: Path, num_bytes: int) -> bytes:
 
 
 def read_if_it_ends(path: Path, ending: bytes, num_bytes: int, otherwise: str) -> bytes:
-    """A whole file of any size, of which only the last `num_bytes` are read unless `ending` is in them. Raises as
-    `open_regular` does, and ValueError, which says `otherwise`."""
+    """Return a whole file of any size, of which only the last `num_bytes` are read unless `ending` is in them. Raises
+    as `open_regular` does, and ValueError, which says `otherwise`."""
     with open_regular(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         last = file.read(num_bytes)
@@ -307,15 +313,9 @@ def read_if_it_ends(path: Path, ending: bytes, num_bytes: int, otherwise: str) -
         return file.read()
 
 
-REREAD_S = 1.0
-"""How long a file that cannot be read is read again: file systems of several hosts may show it empty, or answer with an
-error, for a moment while it is replaced."""
-T = TypeVar("T")
-
-
 def asked_again(look: Callable[[], T], *, is_whole: Callable[[T], bool] = lambda _: True) -> T:
-    """What `look` returns, as soon as that `is_whole`, or in the end. Raises FileNotFoundError at once, and another
-    OSError where it stays for REREAD_S."""
+    """Return what `look` returns, as soon as that `is_whole`, or in the end. Raises FileNotFoundError at once, and
+    another OSError where it stays for REREAD_S."""
     give_up = time.monotonic() + REREAD_S
     while True:
         is_last = time.monotonic() > give_up
@@ -336,19 +336,8 @@ def read_replaced(path: Path, num_bytes: int) -> bytes:
     return asked_again(lambda: read_at_most(path, num_bytes), is_whole=bool)
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""No space, a used up quota, a file that may not grow."""
-SPARE_BYTES = 1 << 20
-"""For what is written beside it: events, records, a log's last lines."""
-_TORCH_SAYS = (
-    *("No space left on device", "Disk quota exceeded", "file write failed", "iostream error"),
-    "unexpected pos ",  # its writer finds at the end that less was written
-)
-_UNITS = ("bytes", "KB", "MB", "GB", "TB")
-
-
 def require_space(folder: Path, num_bytes: int, what: str) -> None:
-    """Raises DiskFullError when the file system of `folder` has no room for `num_bytes` more (a quota is met later)."""
+    """Raise DiskFullError when the file system of `folder` has no room for `num_bytes` more (a quota is met later)."""
     with suppress(OSError):  # a file system that cannot say it will say it when it is full
         found = os.statvfs(folder)
         free, needed = found.f_bavail * found.f_frsize, num_bytes + SPARE_BYTES
@@ -360,53 +349,39 @@ def require_space(folder: Path, num_bytes: int, what: str) -> None:
 
 
 @contextmanager
-def full_disk_said(folder: Path, what: str = "a file of it") -> Iterator[None]:
-    """Raises DiskFullError for whatever a full disk made the block raise, torch's errors without a number included."""
+def as_disk_full(folder: Path, what: str = "a file of it") -> Iterator[None]:
+    """Raise DiskFullError for whatever a full disk made the block raise, torch's errors without a number included."""
     try:
         yield
     except DiskFullError:
         raise
     except Exception as error:
-        if (met := _met(error)) is None:
+        met: BaseException | None = error
+        for _ in range(20):  # an error and its causes
+            if isinstance(met, OSError) and met.errno in FULL:
+                what, trouble = str(met.filename or what), os.strerror(met.errno or 0)
+                break
+            if isinstance(met, RuntimeError) and any(words in str(met) for words in _TORCH_SAYS):
+                trouble = " ".join(str(met).split())[:200]
+                break
+            met = None if met is None else met.__cause__ or met.__context__
+        else:
             raise
-        path = met.filename if isinstance(met, OSError) and isinstance(met.filename, str) else what
+        with suppress(OSError):
+            found = os.statvfs(folder)
+            trouble += f", {amount(found.f_bavail * found.f_frsize)} are free"
         raise DiskFullError(
-            f"the disk of {folder} is full: {path} could not be written ({_trouble(met)}{_free(folder)}); free some "
-            "space, then give the same command: it goes on from what is committed"
+            f"the disk of {folder} is full: {what} could not be written ({trouble}); free some space, then give the "
+            "same command: it goes on from what is committed"
         ) from error
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder, and in those within it."""
+    """Return how many bytes all files in a folder, and in those within it, have."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def amount(num_bytes: float) -> str:
-    """`3.4 GB`."""
+    """Return `3.4 GB`."""
     power = min(int(math.log(max(num_bytes, 1), 1000) + 1e-9), len(_UNITS) - 1)
     return f"{num_bytes / 1000**power:.{min(power, 1)}f} {_UNITS[power]}"
-
-
-def _met(error: BaseException | None) -> BaseException | None:
-    """The error of a full disk among an error and its causes."""
-    seen = 0
-    while error is not None and seen < 20:
-        if isinstance(error, OSError) and error.errno in FULL:
-            return error
-        if isinstance(error, RuntimeError) and any(said in str(error) for said in _TORCH_SAYS):
-            return error
-        error, seen = error.__cause__ or error.__context__, seen + 1
-    return None
-
-
-def _trouble(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        return os.strerror(error.errno)
-    return " ".join(str(error).split())[:200]
-
-
-def _free(folder: Path) -> str:
-    with suppress(OSError):
-        found = os.statvfs(folder)
-        return f", {amount(found.f_bavail * found.f_frsize)} are free"
-    return ""

@@ -105,11 +105,11 @@ class Membership:
             (self.folder / _ROUTER).unlink(missing_ok=True)
 
     def lists(self, member: Member) -> bool:
-        """Whether this start of the engine is announced."""
+        """Return whether this start of the engine is announced."""
         return self._read(f"{member.index:06d}.json") == member
 
     def engines(self) -> Sequence[Member]:
-        """All that are announced now, by index."""
+        """Return all that are announced now, by index."""
         if self.given:
             return [Member(index, url) for index, url in enumerate(self.given)]
         names = sorted(path.name for path in self.folder.glob("*.json")) if self.folder.is_dir() else []
@@ -131,7 +131,7 @@ class Membership:
         return Member(index, found.url, found.started, found.quant_map, found.silent, replicas, found.stuck)
 
     def _load(self, name: str) -> _Announcement | None:
-        """One that stays damaged is none: its process writes it again, and the others' go on."""
+        """Return None for a file that stays damaged: its process writes it again, and the others' go on."""
         path = self.folder / name
         remedy = "its process announces itself again; remove it where that is gone"
         with suppress(FileNotFoundError):

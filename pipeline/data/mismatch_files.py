@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.files import replacing
 from pipeline.data.run_directory import RunDirectory, numbered
-from pipeline.data.zarr_zip import damage_said, open_zarr_zip, write_zarr_zip
-from pipeline.errors import StoreError
+from pipeline.data.zarr_zip import write_zarr_zip
 from precision.mismatch.statistics import GROUPS, QUANTILES, SEQUENCE_COLUMNS, Mismatch
 from precision.ratios import LOG_RATIO_EDGES, SUMS
 
@@ -35,20 +34,8 @@ SCHEMA_VERSION = 1
 
 
 def mismatch_path(run: RunDirectory, step: int) -> Path:
-    """Where the statistics of `step` lie."""
+    """Return where the statistics of `step` lie."""
     return run.mismatch / f"{numbered(step)}.zarr.zip"
-
-
-def check_mismatch(run: RunDirectory, step: int, samples: int | None) -> None:
-    """Raises StoreError unless the file of `step` is as it was written, for that step, and for a batch with as many
-    `samples`; None: that is not known."""
-    path = mismatch_path(run, step)
-    with damage_said(path, StoreError, "remove it, training does not need it"):
-        file = open_zarr_zip(path)
-        if file.attributes["step"] != step:
-            raise ValueError(f"it is that of step {file.attributes['step']}")
-        if samples is not None and (found := file.arrays["update"].shape[0]) != samples:
-            raise ValueError(f"it is of a batch with {found} samples, expected {samples}")
 
 
 def write_mismatch(run: RunDirectory, step: int, mismatch: Mismatch) -> None:

@@ -32,7 +32,7 @@ def write_quant_map(folder: Path, file: QuantMapFile) -> None:
 
 
 def read_quant_map(folder: Path) -> QuantMapFile | None:
-    """The map of a policy folder; None where it has none. Raises StoreError when it is damaged."""
+    """Return the map of a policy folder; None where it has none. Raises StoreError when it is damaged."""
     path = folder / QUANT_MAP_FILE
     if not path.exists():
         return None
@@ -40,12 +40,12 @@ def read_quant_map(folder: Path) -> QuantMapFile | None:
 
 
 def digest_of(file: QuantMapFile | None) -> str:
-    """Names a map, whatever its file is called: 12 hexadecimal digits; empty for none."""
+    """Return what names a map, whatever its file is called: 12 hexadecimal digits; empty for none."""
     return "" if file is None else hashlib.sha256(file.to_yaml().encode()).hexdigest()[:12]
 
 
 def older_folder(folder: Path, quant_map: str) -> Path:
-    """Where a publish puts the weights for engines that have an older map still."""
+    """Return where a publish puts the weights for engines that have an older map still."""
     return folder / "maps" / (quant_map or "none")
 
 
@@ -70,7 +70,7 @@ class NumberedMaps:
         return _read(self._path(number), _REMEDY)
 
     def with_digest(self, quant_map: str) -> QuantMapFile | None:
-        """The map that engines announce by this digest; None where the run has none such. Raises StoreError."""
+        """Return the map that engines announce by this digest; None where the run has none such. Raises StoreError."""
         files = (_read(path, _REMEDY) for path in numbered_files(self.folder, ".yaml").values())
         return next((file for file in files if digest_of(file) == quant_map), None)
 

@@ -70,7 +70,7 @@ class RoutedExperts:
         return RoutedExperts.joined([self[: len(self) - 1], later[len(self) - 1 :]])
 
     def check(self, num_tokens: int, *, distinct: bool) -> None:
-        """Raises ValueError unless there is a row for each of `num_tokens` tokens, zero where it is unknown and, with
+        """Raise ValueError unless there is a row for each of `num_tokens` tokens, zero where it is unknown and, with
         `distinct`, of distinct experts where it is known (slow: every row is sorted). Memory does not grow with the
         tokens."""
         if self.ids.dtype not in (np.uint8, np.uint16) or self.known.dtype != np.bool_:
@@ -87,10 +87,10 @@ class RoutedExperts:
                 require_distinct(part.ids[part.known])
 
     def forget(self, stop: int) -> RoutedExperts:
-        """The same with the first `stop` rows unknown."""
+        """Return the same with the first `stop` rows unknown."""
         known = self.known.copy()
         known[:stop] = False
-        return _blank_unknown(self.ids, known)
+        return RoutedExperts(ids=np.where(known[:, None, None], self.ids, self.ids.dtype.type(0)), known=known)
 
     def blank(self, num_tokens: int) -> RoutedExperts:
         """Unknown rows of the same kind."""
@@ -106,14 +106,14 @@ class RoutedExperts:
 
     @staticmethod
     def joined(parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """One after another; all of the same layers, experts a token and dtype."""
+        """Join parts, one after another; all of the same layers, experts a token and dtype."""
         return RoutedExperts(
             ids=np.concatenate([part.ids for part in parts]), known=np.concatenate([part.known for part in parts])
         )
 
     @staticmethod
     def of_all(parts: Sequence[RoutedExperts | None], lengths: Sequence[int]) -> RoutedExperts | None:
-        """The rows of all tokens, unknown for parts that are None, of so many tokens; None when all are."""
+        """Return the rows of all tokens, unknown for parts that are None, of so many tokens; None when all are."""
         given = next((part for part in parts if part is not None), None)
         if given is None:
             return None
@@ -121,7 +121,8 @@ class RoutedExperts:
 
 
 def decode_engine_rows(encoded: str, num_tokens: int, shape: ExpertShape) -> RoutedExperts:
-    """What SGLang answers about a sample of `num_tokens` tokens, prompt included, asked for from its first token.
+    """Return what SGLang answers about a sample of `num_tokens` tokens, prompt included, asked for from its first
+    token.
 
     The answer is base64 of little-endian int32 [num_tokens − 1, all layers, per_token]; dense layers hold zeros and are
     left out here. Nothing follows the last token, so its row is unknown. Raises ValueError when the answer has another
@@ -154,7 +155,7 @@ def decode_engine_rows(encoded: str, num_tokens: int, shape: ExpertShape) -> Rou
 
 
 def require_distinct(ids: NDArray[np.integer]) -> None:
-    """Raises ValueError when a row names an expert twice: a dispatcher would send one copy of the token too few."""
+    """Raise ValueError when a row names an expert twice: a dispatcher would send one copy of the token too few."""
     twice = np.flatnonzero((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any(axis=(1, 2)))
     if len(twice):
         raise ValueError(f"row {twice[0]} of the routed experts names one expert twice: {ids[twice[0]].tolist()}")
@@ -163,7 +164,7 @@ def require_distinct(ids: NDArray[np.integer]) -> None:
 def rows_still_true(
     experts: RoutedExperts, num_prompt: int, versions: Sequence[int] | NDArray[np.integer], num_retractions: int
 ) -> RoutedExperts:
-    """The rows that describe what the engine did when it sampled; the others become unknown.
+    """Return the rows that describe what the engine did when it sampled; the others become unknown.
 
     experts [prompt + response tokens], versions [response tokens] the policy version that sampled each. A retracted
     request is prefilled again when it goes on, and the routes of that prefill replace the ones that it sampled with
@@ -178,7 +179,3 @@ def rows_still_true(
         return experts
     # The forward pass over the token before predicted the first one of the newest version.
     return experts.forget(num_prompt + int(changes[-1]))
-
-
-def _blank_unknown(ids: NDArray[np.uint8] | NDArray[np.uint16], known: NDArray[np.bool_]) -> RoutedExperts:
-    return RoutedExperts(ids=np.where(known[:, None, None], ids, ids.dtype.type(0)), known=known)

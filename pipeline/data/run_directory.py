@@ -22,10 +22,10 @@
       skipped/000012           its step was skipped: made by the learner
       SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
       reference.json           digests of the reference policy that the run began with (pipeline.trainer.old_logprobs)
-      outside.json             what it reads that lies elsewhere: weights, code of rewards (pipeline.resume.outside)
+      outside.json             what it reads that lies elsewhere: weights, code of rewards (pipeline.resume)
       parent.json              of which run, and which of its steps, this one is a fork (launch.fork)
       replay.json              of which run this one is the replay (launch.run.replay)
-      damaged/000001/          what a repair has set aside; repairs/000001.json says why (pipeline.repair.apply)
+      damaged/000001/          what a repair has set aside; repairs/000001.json says why (pipeline.repair)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  spans/SOURCE.jsonl  logs/  report.html  samples.html
       trace.json  exports/     for people: no process decides by them. SOURCE: a role and its start
@@ -74,98 +74,65 @@ def unfenced() -> None:
 
 
 @dataclass(frozen=True)
+class _Within:
+    """The path of a file or folder within the run directory."""
+
+    name: str
+
+    def __get__(self, run: RunDirectory, _: type[RunDirectory] | None = None) -> Path:
+        return run.path / self.name
+
+
+@dataclass(frozen=True)
 class RunDirectory:
-    """Names of the files of one run."""
+    """Name, read and write the files of one run."""
 
     path: Path
     fence: Callable[[], None] = field(default=unfenced, compare=False, repr=False)
     """Called before everything that others could see; raises SupersededError."""
 
+    batches = _Within("batches")
+    policies = _Within("policy")
+    checkpoints = _Within("checkpoints")
+    logprobs = _Within("logprobs")
+    mismatch = _Within("mismatch")
+    skipped = _Within("skipped")
+    """One file for each step that was skipped because its batch was lost by damage, named by its number."""
+    evaluations = _Within("evaluations")
+    logs = _Within("logs")
+    control = _Within("control")
+    """Records of the ESS controller."""
+    quant_maps = _Within("quant_maps")
+    """Quant maps that the ESS controller decided on."""
+    model = _Within("model")
+    """The final policy in full precision, an HF folder."""
+    model_manifest = _Within("model/manifest.json")
+    """Every tensor of the final policy. Without it the folder is that of an earlier end, of fewer steps."""
+    sandbox_file = _Within("SANDBOX")
+    """Names the sandbox that the run's reward code began in."""
+    reference_file = _Within("reference.json")
+    """Digests of the reference policy's files."""
+    outside_file = _Within("outside.json")
+    """What the run reads that lies outside of it (pipeline.resume)."""
+    parent_file = _Within("parent.json")
+    """Of which run, and at which of its steps, this one is a fork."""
+    updates = _Within("policy/updates")
+    """One file a weight update, named by its number."""
+    published = _Within("policy/PUBLISHED")
+    """Announcements of versions."""
+
     def under(self, epoch: Epoch) -> RunDirectory:
-        """The same run for a process that ends when its epoch is superseded."""
+        """Return the same run for a process that ends when its epoch is superseded."""
         return replace(self, fence=epoch.check)
 
-    @property
-    def batches(self) -> Path:
-        return self.path / "batches"
-
-    @property
-    def policies(self) -> Path:
-        return self.path / "policy"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logprobs(self) -> Path:
-        return self.path / "logprobs"
-
-    @property
-    def mismatch(self) -> Path:
-        return self.path / "mismatch"
-
-    @property
-    def skipped(self) -> Path:
-        """One file for each step that was skipped because its batch was lost by damage, named by its number."""
-        return self.path / "skipped"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def control(self) -> Path:
-        """Records of the ESS controller."""
-        return self.path / "control"
-
-    @property
-    def quant_maps(self) -> Path:
-        """Quant maps that the ESS controller decided on."""
-        return self.path / "quant_maps"
-
-    @property
-    def model(self) -> Path:
-        """The final policy in full precision, an HF folder."""
-        return self.path / "model"
-
-    @property
-    def model_manifest(self) -> Path:
-        """Every tensor of the final policy. Without it the folder is that of an earlier end, of fewer steps."""
-        return self.model / "manifest.json"
-
-    @property
-    def sandbox_file(self) -> Path:
-        """Names the sandbox that the run's reward code began in."""
-        return self.path / "SANDBOX"
-
-    @property
-    def reference_file(self) -> Path:
-        """Digests of the reference policy's files."""
-        return self.path / "reference.json"
-
-    @property
-    def outside_file(self) -> Path:
-        """What the run reads that lies outside of it (pipeline.resume.outside)."""
-        return self.path / "outside.json"
-
-    @property
-    def parent_file(self) -> Path:
-        """Of which run, and at which of its steps, this one is a fork."""
-        return self.path / "parent.json"
-
     def forked_at(self) -> int:
-        """The step at which the run begins; 0 for one that is no fork."""
+        """Return the step at which the run begins; 0 for one that is no fork."""
         with suppress(FileNotFoundError):
             return int(read_sealed_json(self.parent_file, "put back a copy, or fork the parent again")["step"])
         return 0
 
     def sandbox(self) -> str | None:
-        """The sandbox that the run's reward code began in; None before, or where there is none."""
+        """Return the sandbox that the run's reward code began in; None before, or where there is none."""
         with suppress(FileNotFoundError):
             return read_sealed(self.sandbox_file, "remove it: it is written anew").strip()
         return None
@@ -175,13 +142,8 @@ class RunDirectory:
         self.fence()
         write_sealed(self.sandbox_file, rung + "\n")
 
-    @property
-    def updates(self) -> Path:
-        """One file a weight update, named by its number."""
-        return self.policies / "updates"
-
     def membership(self, given: Sequence[str] = ()) -> Membership:
-        """The run's engines and router. Where URLs are given (rollout.urls), the engines are those."""
+        """Return the run's engines and router. Where URLs are given (rollout.urls), the engines are those."""
         return Membership(self.path / "engines", tuple(given))
 
     def policy_directory(self, version: int) -> Path:
@@ -189,7 +151,8 @@ class RunDirectory:
         return self.policies / numbered(version)
 
     def newest_policy(self, at_most: int) -> int:
-        """The newest version, `at_most` or older, whose folder is complete. Raises StoreError when there is none."""
+        """Return the newest version, `at_most` or older, whose folder is complete. Raises StoreError when there is
+        none."""
         allowed = [version for version in numbered_folders(self.policies) if version <= at_most]
         if not allowed:
             raise StoreError(
@@ -198,17 +161,13 @@ class RunDirectory:
             )
         return max(allowed)
 
-    @property
-    def published(self) -> Path:
-        """Announcements of versions (pipeline.data.run_directory)."""
-        return self.policies / "PUBLISHED"
-
     def is_published(self) -> bool:
-        """Whether the run has any policy yet."""
+        """Return whether the run has any policy yet."""
         return bool(announced(self.published))
 
     def published_version(self) -> int:
-        """The version that every admitted engine serves. Raises StoreError when the run was never initialized."""
+        """Return the version that every admitted engine serves. Raises StoreError when the run was never
+        initialized."""
         return highest(self.published)
 
     def set_published(self, version: int) -> None:
@@ -221,10 +180,12 @@ class RunDirectory:
         write_sealed_array(self.logprobs / f"{numbered(step)}.npy", logprobs)
 
     def learner_logprobs(self, step: int, responses: int | None = None) -> NDArray[np.float32] | None:
-        """What `write_learner_logprobs` kept, or None when batch `step` is not trained yet. Raises StoreError when it
-        is damaged, or of another batch: not of so many `responses`."""
-        path, remedy = self.logprobs / f"{numbered(step)}.npy", "remove it, training does not need it"
-        return _of_length(path, read_sealed_array(path, remedy), responses, remedy)
+        """Return what `write_learner_logprobs` kept. None when batch `step` is not trained yet, and where the file
+        cannot be read or is of another batch, not of so many `responses`: it explains a run, and decides nothing."""
+        with suppress(OSError, StoreError):
+            values = read_sealed_array(self.logprobs / f"{numbered(step)}.npy", "training does not need it")
+            return values if values is None or responses in (None, len(values)) else None
+        return None
 
     def write_old_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep the learner's log-probabilities of batch `step`, [responses], from when the batch's stage began."""
@@ -232,14 +193,19 @@ class RunDirectory:
         write_sealed_array(self.old_logprobs_path(step), logprobs)
 
     def old_logprobs(self, step: int, responses: int | None = None) -> NDArray[np.float32] | None:
-        """What `write_old_logprobs` kept, or None when the batch's stage has not begun. Raises as `learner_logprobs`
-        does."""
+        """Return what `write_old_logprobs` kept, or None when the batch's stage has not begun. Raises StoreError when
+        it is damaged, or of another batch: not of so many `responses`."""
         path = self.old_logprobs_path(step)
         remedy = f"`evenkeel repair {self.path}` goes back to where its stage is scored again"
-        return _of_length(path, read_sealed_array(path, remedy), responses, remedy)
+        values = read_sealed_array(path, remedy)
+        if values is not None and responses not in (None, len(values)):
+            raise StoreError(
+                f"{path} holds {len(values)} log-probabilities, but its batch has {responses} response tokens; {remedy}"
+            )
+        return values
 
     def old_logprobs_path(self, step: int) -> Path:
-        """Where `write_old_logprobs` keeps those of batch `step`."""
+        """Return where `write_old_logprobs` keeps those of batch `step`."""
         return self.logprobs / f"{numbered(step)}-old.npy"
 
     def saved_steps(self) -> list[int]:
@@ -258,8 +224,8 @@ class RunDirectory:
         return max(published, *self.saved_steps(), 0)
 
     def why_not_sampled(self, index: int) -> str | None:
-        """Why batch `index` cannot be sampled now, or again: a checkpoint has learned from one, or engines serve a
-        version that has, and the schedule allows no answer of it. None where it can."""
+        """Return why batch `index` cannot be sampled now, or again: a checkpoint has learned from one, or engines serve
+        a version that has, and the schedule allows no answer of it. None where it can."""
         saved = max(self.saved_steps(), default=0)
         if saved > index:
             return f"the checkpoint of step {saved} has learned from it"
@@ -275,11 +241,11 @@ class RunDirectory:
         write_atomically(self.skipped / numbered(step), "")  # its name says all
 
     def skipped_steps(self) -> list[int]:
-        """What `note_skipped` kept, ascending."""
+        """Return what `note_skipped` kept, ascending."""
         return numbered_folders(self.skipped) if self.skipped.is_dir() else []
 
     def all_skipped(self, steps: range) -> bool:
-        """Whether no weights have moved in these steps; also where there are none."""
+        """Return whether no weights have moved in these steps; also where there are none."""
         return not steps or set(steps) <= set(self.skipped_steps())
 
     def trained_at_ns(self) -> int:
@@ -313,14 +279,12 @@ class RunDirectory:
         write_sealed(folder / role, _FINISHED)
 
     def is_finished(self) -> bool:
-        """Whether both have: there is nothing left to do. Raises StoreError when a file that says so is damaged."""
-        return all(self._has_finished(role) for role in ("learner", "collector"))
-
-    def _has_finished(self, role: str) -> bool:
+        """Return whether both have: there is nothing left to do. Raises StoreError when a file that says so is
+        damaged."""
+        remedy = "remove it: the same command then finds out what is left to do"
         with suppress(FileNotFoundError, NotADirectoryError):
-            path = self.path / "finished" / role
-            remedy = "remove it: the same command then finds out what is left to do"
-            return read_sealed(path, remedy, is_replaced=True) == _FINISHED
+            files = (self.path / "finished" / role for role in ("learner", "collector"))
+            return all(read_sealed(path, remedy, is_replaced=True) == _FINISHED for path in files)
         return False
 
     def make_folders(self) -> None:
@@ -331,15 +295,15 @@ class RunDirectory:
 
     def freeze(self, recipe: Recipe) -> Recipe:
         """Store the recipe at the first start; refuse another one later (RunConflictError names the keys). Where some
-        keys may change: pipeline.resume.resume."""
+        keys may change: pipeline.resume."""
         begin_recipe(self.path, recipe)
         refuse_another_recipe(self.path, self.recipe(), recipe)
         self.make_folders()
         return recipe
 
     def recipe(self) -> Recipe:
-        """The recipe that the run goes by. Raises StoreError when there is none or when another version of Even Keel
-        made the run, RecipeError when the file was damaged."""
+        """Return the recipe that the run goes by. Raises StoreError when there is none or when another version of Even
+        Keel made the run, RecipeError when the file was damaged."""
         return newest_recipe(self.path)
 
     @property
@@ -350,18 +314,8 @@ class RunDirectory:
         return [*named, self.updates, self.published, *(epochs.iterdir() if epochs.is_dir() else ())]
 
 
-def _of_length(
-    path: Path, values: NDArray[np.float32] | None, length: int | None, remedy: str
-) -> NDArray[np.float32] | None:
-    if values is not None and length is not None and len(values) != length:
-        raise StoreError(
-            f"{path} holds {len(values)} log-probabilities, but its batch has {length} response tokens; {remedy}"
-        )
-    return values
-
-
 def numbered(number: int) -> str:
-    """How a version, a step or a batch is written in the names of files and folders."""
+    """Return how a version, a step or a batch is written in the names of files and folders."""
     return f"{number:06d}"
 
 
@@ -371,14 +325,14 @@ def committed_steps(checkpoints: Path) -> list[int]:
 
 
 def numbered_files(directory: Path, ending: str) -> dict[int, Path]:
-    """Number → file of `directory` that is named by it and `ending`, ascending. Others are not ours."""
+    """Return number → file of `directory` that is named by it and `ending`, ascending. Others are not ours."""
     names = os.listdir(directory) if directory.is_dir() else []
     named = {name.removesuffix(ending): directory / name for name in names if name.endswith(ending)}
     return {int(stem): named[stem] for stem in sorted(filter(_NUMBER.fullmatch, named), key=int)}
 
 
 def numbered_folders(directory: Path) -> list[int]:
-    """The numbers that name folders, or files, of `directory`, ascending."""
+    """Return the numbers that name folders, or files, of `directory`, ascending."""
     return sorted(int(path.name) for path in directory.iterdir() if _NUMBER.fullmatch(path.name))
 
 
@@ -389,14 +343,14 @@ _REREAD_S = 1.0
 
 
 def announced(folder: Path) -> list[int]:
-    """The versions that have a file, ascending; none where the folder is missing."""
+    """Return the versions that have a file, ascending; none where the folder is missing."""
     with suppress(FileNotFoundError):
         return sorted(int(name) for name in os.listdir(folder) if _NUMBER.fullmatch(name))
     return []
 
 
 def highest(folder: Path) -> int:
-    """The version that counts. Raises StoreError when there is none, or when its file is damaged."""
+    """Return the version that counts. Raises StoreError when there is none, or when its file is damaged."""
     give_up = time.monotonic() + _REREAD_S
     while not (found := announced(folder)):
         if time.monotonic() > give_up:

@@ -48,38 +48,38 @@ class RecipeInForce:
 
 
 def recipe_file(run: Path) -> Path:
-    """The recipe that the run began with."""
+    """Return the recipe that the run began with."""
     return run / "recipe.yaml"
 
 
 def newest_recipe_file(run: Path) -> Path:
-    """The recipe that the run goes by."""
+    """Return the recipe that the run goes by."""
     return [recipe_file(run), *_later(run)][-1]
 
 
 def newest_recipe(run: Path) -> Recipe:
-    """The recipe that the run goes by. Raises StoreError when there is none or when another version of Even Keel made
-    the run, RecipeError when a file was damaged."""
+    """Return the recipe that the run goes by. Raises StoreError when there is none or when another version of Even Keel
+    made the run, RecipeError when a file was damaged."""
     return recipe_in_force(run).recipe
 
 
 def recipe_in_force(run: Path) -> RecipeInForce:
-    """The recipe that the run goes by, and from where on. Raises as `newest_recipe` does."""
+    """Return the recipe that the run goes by, and from where on. Raises as `newest_recipe` does."""
     return _read(run, newest_recipe_file(run))
 
 
 def all_recipes(run: Path) -> list[RecipeInForce]:
-    """Every recipe that the run went by, in order. Raises as `newest_recipe` does."""
+    """Return every recipe that the run went by, in order. Raises as `newest_recipe` does."""
     return [_read(run, path) for path in (recipe_file(run), *_later(run))]
 
 
 def recipe_of_batch(recipes: Sequence[RecipeInForce], index: int) -> Recipe:
-    """The one of `all_recipes` that batch `index` was sampled by."""
+    """Return the one of `all_recipes` that batch `index` was sampled by."""
     return [one.recipe for one in recipes if one.first_batch <= index][-1]
 
 
 def recipe_of_step(recipes: Sequence[RecipeInForce], step: int) -> Recipe:
-    """The one of `all_recipes` that `step` was trained by."""
+    """Return the one of `all_recipes` that `step` was trained by."""
     return [one.recipe for one in recipes if one.first_step <= step][-1]
 
 
@@ -101,7 +101,7 @@ def begin_recipe(run: Path, recipe: Recipe) -> None:
 
 
 def refuse_another_recipe(run: Path, begun: Recipe, recipe: Recipe) -> None:
-    """Raises RunConflictError, which names the keys, when a run that goes by `begun` is given another recipe."""
+    """Raise RunConflictError, which names the keys, when a run that goes by `begun` is given another recipe."""
     if difference := differing_keys(begun, recipe):
         raise RunConflictError(
             f"{run} was started with another recipe ({'; '.join(difference)}); "
@@ -148,7 +148,14 @@ def _read(run: Path, path: Path) -> RecipeInForce:
             f"{one_line(run, 300)} is not a run directory: it has no recipe.yaml; give one such as runs/NAME"
         )
     check_format(run)
-    text = _text(path)
+    last_line = ""
+    with suppress(OSError, ValueError):
+        last_line = checksum_line(read_at_most(path, MOST_BYTES))
+    text = read_sealed(
+        path,
+        "a run goes by its recipe: put back a copy, or start a new run; if it was changed on purpose, its last line "
+        f"must be: {last_line}",
+    )
     try:
         data = parse_yaml(text)
     except YamlError as error:
@@ -159,22 +166,6 @@ def _read(run: Path, path: Path) -> RecipeInForce:
     return RecipeInForce(first_step=first_step, first_batch=first_batch, recipe=recipe, path=path)
 
 
-def _text(path: Path) -> str:
-    return read_sealed(
-        path,
-        "a run goes by its recipe: put back a copy, or start a new run; if it was changed on purpose, its last line "
-        f"must be: {_checksum_line(path)}",
-    )
-
-
-def _checksum_line(path: Path) -> str:
-    """The last line that a text should have, for a message; empty where it is no text."""
-    try:
-        return checksum_line(read_at_most(path, MOST_BYTES))
-    except (OSError, ValueError):
-        return ""
-
-
 RUN_FORMAT = 7
 """Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
 Batch files have a schema version of their own (pipeline.data.batch_format)."""
@@ -183,7 +174,7 @@ _FORMAT_BYTES = 1000
 
 
 def format_file(run: Path) -> Path:
-    """Where the number stands."""
+    """Return where the number stands."""
     return run / "FORMAT"
 
 
@@ -194,25 +185,20 @@ def begin_format(run: Path) -> None:
 
 
 def check_format(run: Path) -> None:
-    """Raises StoreError unless this version of Even Keel made the run, or one with the same RUN_FORMAT."""
-    found = _read_format(format_file(run))
+    """Raise StoreError unless this version of Even Keel made the run, or one with the same RUN_FORMAT."""
+    path = format_file(run)
+    try:
+        found = int(unseal(read_at_most(path, _FORMAT_BYTES)))
+    except (FileNotFoundError, ValueError) as error:
+        trouble = f"is damaged ({reason(error)})" if isinstance(error, ValueError) else "is missing"
+        text = json.dumps(seal(f"{RUN_FORMAT}\n"))[1:-1]
+        raise StoreError(
+            f"{path} {trouble}; if this version of Even Keel made the run, write {text} into it, or else start a new "
+            "run"
+        ) from None
     if found != RUN_FORMAT:
         raise StoreError(
             f"{run} was made by {'an earlier' if found < RUN_FORMAT else 'a later'} version of Even Keel (run format "
             f"{found}, this version reads {RUN_FORMAT}); go on with that version, or start a new run under another "
             "run.name"
         )
-
-
-def _read_format(path: Path) -> int:
-    """Raises StoreError when the file is missing or damaged."""
-    try:
-        return int(unseal(read_at_most(path, _FORMAT_BYTES)))
-    except FileNotFoundError:
-        trouble = "is missing"
-    except ValueError as error:
-        trouble = f"is damaged ({reason(error)})"
-    text = json.dumps(seal(f"{RUN_FORMAT}\n"))[1:-1]
-    raise StoreError(
-        f"{path} {trouble}; if this version of Even Keel made the run, write {text} into it, or else start a new run"
-    )

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 
@@ -47,16 +47,16 @@ from pipeline.data.batch_values import UNKNOWN, Limits, check_values
 from pipeline.data.checksums import TRAILER, TRAILER_BYTES, crc32, create_sealed, read_sealed_json
 from pipeline.data.files import (
     NUMBER,
+    as_disk_full,
     await_visible,
     creating,
-    full_disk_said,
     make_folder,
     open_regular,
     remove_leftovers,
     require_space,
 )
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, unfenced
-from pipeline.data.zarr_zip import damage_said, open_zarr_zip, seek_zarr_zip, write_zarr_zip
+from pipeline.data.zarr_zip import damage_as, open_zarr_zip, seek_zarr_zip, write_zarr_zip
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -96,12 +96,12 @@ class LostBatch:
         return f"batch {self.index} was lost by damage ({self.reason}; recorded {self.recorded}); {learned}"
 
     def write(self, path: Path) -> None:
-        """Raises FileExistsError when it is recorded already."""
+        """Raise FileExistsError when it is recorded already."""
         create_sealed(path, json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def read(path: Path) -> LostBatch:
-        """Raises StoreError when the record is damaged."""
+        """Raise StoreError when the record is damaged."""
         remedy = f"repair the run: `evenkeel repair {path.parents[1]}`"
         fields = read_sealed_json(path, remedy)
         try:
@@ -127,11 +127,11 @@ class BatchStore:
         make_folder(directory)
 
     def path(self, index: int) -> Path:
-        """Where batch `index` lies once it is committed."""
+        """Return where batch `index` lies once it is committed."""
         return self.directory / f"{numbered(index)}.zarr.zip"
 
     def exists(self, index: int) -> bool:
-        """Whether batch `index` is committed."""
+        """Return whether batch `index` is committed."""
         return self.path(index).name in os.listdir(self.directory)
 
     def committed(self) -> list[int]:
@@ -140,16 +140,16 @@ class BatchStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def lost_path(self, index: int) -> Path:
-        """Where it is recorded that batch `index` was lost by damage."""
+        """Return where it is recorded that batch `index` was lost by damage."""
         return self.directory / f"{numbered(index)}{LOST_SUFFIX}"
 
     def lost(self, index: int) -> LostBatch | None:
-        """The record of batch `index` if it was lost by damage. Raises StoreError when the record is damaged."""
+        """Return the record of batch `index` if it was lost by damage. Raises StoreError when the record is damaged."""
         path = self.lost_path(index)
         return LostBatch.read(path) if path.exists() else None
 
     def all_lost(self) -> list[LostBatch]:
-        """The records of all batches that were lost by damage, ascending."""
+        """Return the records of all batches that were lost by damage, ascending."""
         return [LostBatch.read(self.lost_path(index)) for index in self._recorded_lost()]
 
     def _recorded_lost(self) -> list[int]:
@@ -171,8 +171,8 @@ class BatchStore:
         return sorted({*range(max(settled, default=0))} - {*settled})
 
     def groups_to_ask(self) -> tuple[int, tuple[int, ...]]:
-        """`next_group` and `open_groups` (see Batch) before batch `next_index` is made, as the batch before it says.
-        Raises CorruptBatchError when that batch fails its checks."""
+        """Return `next_group` and `open_groups` (see Batch) before batch `next_index` is made, as the batch before it
+        says. Raises CorruptBatchError when that batch fails its checks."""
         index = self.next_index
         if index == 0:
             return 0, ()
@@ -195,9 +195,20 @@ class BatchStore:
             ) from error
         require_space(self.directory, num_bytes(batch), f"batch {batch.index}")
         try:
-            with full_disk_said(self.directory, path.name), creating(path, before=self._fence) as file:
-                _write(file, batch)
-                _require_readable(Path(file.name), batch.index)
+            with as_disk_full(self.directory, path.name), creating(path, before=self._fence) as file:
+                attributes, arrays = attributes_of(batch), arrays_of(batch)
+                write_zarr_zip(file, with_digests(attributes, arrays), arrays)
+                file.flush()
+                # A batch that no reader accepts would be in the way for ever. What costs a reader little is tried; the
+                # bytes of the arrays were just made.
+                try:
+                    with seek_zarr_zip(Path(file.name)) as written:
+                        require_readable(written)
+                except (ValueError, LookupError, TypeError) as error:
+                    raise StoreError(
+                        f"refused to commit batch {batch.index}: its file could not be read back "
+                        f"({one_line(error, 300)}); correct the code that built the batch"
+                    ) from error
         except FileExistsError:
             self._refuse_second(path)
         except (StoreError, FileNotFoundError):
@@ -241,26 +252,35 @@ class BatchStore:
                 f"batches {there[0]} to {there[-1]} are there" if there else "start the collector to make the first"
             )
             raise StoreError(f"batch {index} is not committed: no file {path}; {others}")
-        with self._damage_said(path):
-            batch = _decode(path, choose)
+        with self._damage_as_corrupt(path):
+            if choose is None:
+                batch = read_batch(open_zarr_zip(path))
+            else:
+                with seek_zarr_zip(path) as file:
+                    batch = read_share(file, choose)
             if batch.index != index:
                 raise ValueError(f"the file holds batch {batch.index}")
             if check:
                 check_values(batch, self._limits)
         if contract is not None and batch.contract != contract:
-            _refuse_contract(path, found=batch.contract, expected=contract)
+            theirs, ours = asdict(batch.contract), asdict(contract)
+            differing = (f"{key} {theirs[key]!r} (expected {ours[key]!r})" for key in ours if theirs[key] != ours[key])
+            raise ContractMismatchError(
+                f"{path} was sampled under another logprob contract: {', '.join(differing)}; train it with the recipe "
+                "and tokenizer that sampled it, or start a run under a new name"
+            )
         return batch
 
     def read_samples(self, index: int) -> Batch:
         """Return batch `index` without its tokens, which are most of a file: what is known of whole samples, such as
         their rewards. Raises as `read` does."""
-        return self.read(index, None, choose=_no_tokens)
+        return self.read(index, None, choose=lambda batch: Share(ranks=np.zeros(batch.num_samples, np.int64), rank=-1))
 
     def num_samples(self, index: int) -> int:
-        """How many samples batch `index` has. Raises CorruptBatchError when its file fails a check, or is gone, OSError
-        when the machine fails to read it."""
+        """Return how many samples batch `index` has. Raises CorruptBatchError when its file fails a check, or is gone,
+        OSError when the machine fails to read it."""
         path = self.path(index)
-        with self._damage_said(path), seek_zarr_zip(path) as file:
+        with self._damage_as_corrupt(path), seek_zarr_zip(path) as file:
             return read_num_samples(file, index)
 
     def checksum(self, index: int) -> str:
@@ -269,19 +289,19 @@ class BatchStore:
         if (lost := self.lost_path(index)).exists():
             return f"lost {crc32(lost.read_bytes())}"
         path = self.path(index)
-        with self._damage_said(path), open_regular(path) as file:
+        with self._damage_as_corrupt(path), open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TRAILER_BYTES))
             ending = file.read()
             if TRAILER.fullmatch(ending) is None:
                 raise ValueError("it does not end in its checksum")
             return ending.decode()
 
-    def _damage_said(self, path: Path) -> AbstractContextManager[None]:
+    def _damage_as_corrupt(self, path: Path) -> AbstractContextManager[None]:
         remedy = (
             f"put back a copy of it, or stop the run and repair it: `evenkeel repair {self.directory.parent}` says "
             "whether it can be made again"
         )
-        return damage_said(path, CorruptBatchError, remedy)
+        return damage_as(path, CorruptBatchError, remedy)
 
     def remove_partial(self) -> None:
         """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest
@@ -289,48 +309,8 @@ class BatchStore:
         remove_leftovers(self.directory, self._fence)
 
 
-def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobContract) -> None:
-    theirs, ours = asdict(found), asdict(expected)
-    differing = ", ".join(f"{key} {theirs[key]!r} (expected {ours[key]!r})" for key in ours if theirs[key] != ours[key])
-    raise ContractMismatchError(
-        f"{path} was sampled under another logprob contract: {differing}; train it with the recipe and tokenizer that "
-        "sampled it, or start a run under a new name"
-    )
-
-
-def _write(file: BinaryIO, batch: Batch) -> None:
-    attributes, arrays = attributes_of(batch), arrays_of(batch)
-    write_zarr_zip(file, with_digests(attributes, arrays), arrays)
-    file.flush()
-
-
-def _require_readable(path: Path, index: int) -> None:
-    """A batch that no reader accepts would be in the way for ever: it is never made again. What costs a reader little
-    is tried; the bytes of the arrays were just made."""
-    try:
-        with seek_zarr_zip(path) as file:
-            require_readable(file)
-    except (ValueError, LookupError, TypeError) as error:
-        raise StoreError(
-            f"refused to commit batch {index}: its file could not be read back ({one_line(error, 300)}); correct the "
-            "code that built the batch"
-        ) from error
-
-
-def _no_tokens(batch: Batch) -> Share:
-    return Share(ranks=np.zeros(len(batch.prompt_lengths), np.int64), rank=-1)
-
-
-def _decode(path: Path, choose: Choose | None) -> Batch:
-    """Raises whatever the damage makes zipfile, Zarr, JSON or the checks raise."""
-    if choose is None:
-        return read_batch(open_zarr_zip(path))
-    with seek_zarr_zip(path) as file:
-        return read_share(file, choose)
-
-
 def refuse_to_pass_lost(run: RunDirectory, lost: Iterable[LostBatch], first: int, end: int) -> None:
-    """Raises StoreError when steps first … end - 1 cannot be repeated as they were: one had learned from a batch that
+    """Raise StoreError when steps first … end - 1 cannot be repeated as they were: one had learned from a batch that
     was lost since."""
     skipped = run.skipped_steps()
     for batch in lost:
@@ -366,12 +346,12 @@ def entry(store: BatchStore, index: int) -> Entry:
 
 
 def groups_between(before: Entry, after: Entry) -> list[int]:
-    """The groups of the batches between two that follow one another in the ledger, ascending."""
+    """Return the groups of the batches between two that follow one another in the ledger, ascending."""
     candidates = {*before.open_groups, *range(before.next_group, after.next_group)}
     return sorted(candidates - set(after.open_groups) - set(after.own))
 
 
 def open_before(after: Entry, left: set[int]) -> tuple[int, ...]:
-    """`open_groups` of a batch that is followed by `after`, and by batches between the two that take `left`. Its
+    """Return `open_groups` of a batch that is followed by `after`, and by batches between the two that take `left`. Its
     `next_group` is that of `after`."""
     return tuple(sorted({*after.open_groups, *after.own, *left}))

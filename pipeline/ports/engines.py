@@ -18,7 +18,7 @@ from pipeline.ports.weights import WeightCheck
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How an engine samples. `top_k` of -1 means the whole vocabulary; with `kept_set`, as many of its likeliest tokens
-    as an engine can name (pipeline.config.rollout_section.MOST_KEPT)."""
+    as an engine can name (pipeline.config.sections.MOST_KEPT)."""
 
     max_new_tokens: int
     vocab_size: int | None = None

@@ -39,9 +39,9 @@ from pipeline.data.checksums import (
     write_sealed_json,
 )
 from pipeline.data.files import (
+    as_disk_full,
     await_visible,
     fsync_directory,
-    full_disk_said,
     look_anew,
     machine_failure,
     make_folder,
@@ -142,7 +142,7 @@ class Checkpoints:
     @contextmanager
     def _or_removed(self, learner: Learner, folder: Path, step: int) -> Iterator[None]:
         try:
-            with full_disk_said(self.directory, f"the checkpoint of step {step}"):
+            with as_disk_full(self.directory, f"the checkpoint of step {step}"):
                 yield
         except Exception:
             given_up = all([save.may_be_removed(learner) for save in self._under_way])

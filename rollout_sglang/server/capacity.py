@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.config.rollout_section import RolloutSection
+from pipeline.config.sections import RolloutSection
 from pipeline.errors import LayoutError, RecipeError
 from pipeline.gpu_needs import option
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipeline.child_process import make_scratch, remove_scratch, scratch_environment
-from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.config.sections import RolloutPrecision
 from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import PortInUseError, RecipeError
 from precision.text import parse_object

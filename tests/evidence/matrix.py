@@ -21,7 +21,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_v
 
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
-from pipeline.config.section import Section
+from pipeline.config.sections import Section
 from pipeline.errors import RecipeError
 
 REPOSITORY = Path(__file__).parents[2]

@@ -27,7 +27,7 @@ from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.hf.shard_writer import write_shards
 from megatron_bridge.hf.tensor_specs import num_bytes
 from pipeline.config.loader import load_recipe
-from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.config.sections import RolloutPrecision
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import CorruptCheckpointError
 from pipeline.ports.weights import TensorSpec

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.config.sections import RolloutPrecision
 from pipeline.errors import EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import WeightCheck

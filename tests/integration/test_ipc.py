@@ -21,7 +21,7 @@ from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.weight_sync.buckets import Bucket, pack
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
-from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.config.sections import RolloutPrecision
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import WeightCheck, WeightUpdateReport
 from precision.formats.quant_map import QuantMap

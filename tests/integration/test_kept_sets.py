@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.config.sections import RolloutPrecision
 from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient

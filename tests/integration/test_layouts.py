@@ -20,8 +20,7 @@ from launch.verify.layouts import QUANTITIES, Case, compare, read, run_cases, wr
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
 from megatron_bridge.checkpoint.dcp_to_hf import stream_hf_tensors
 from megatron_bridge.hf.model_config import ModelConfig
-from pipeline.config.layout_names import layout_name, parse_layout
-from pipeline.config.recipe import LearnerSection
+from pipeline.config.recipe import LearnerSection, layout_name, parse_layout
 from pipeline.errors import RecipeError
 from tests.support.rank_programs import forked_programs
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.writer import write_policy
-from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.config.sections import RolloutPrecision
 from pipeline.data.batch import Completion
 from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Sampling

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.config.sections import RolloutPrecision
 from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.process import ServerProcess

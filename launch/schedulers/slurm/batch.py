@@ -51,7 +51,7 @@ from pipeline.errors import (
     FatalError,
     SupersededError,
 )
-from pipeline.resume.resume import changes_to, nothing_left, reopen
+from pipeline.resume import changes_to, nothing_left, reopen
 from pipeline.tasks.data import with_digest
 
 REQUEUED_S = 120

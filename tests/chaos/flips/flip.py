@@ -48,6 +48,8 @@ KINDS: dict[str, str] = {
     "quant maps": r"quant_maps/.*",
 }
 """Kind of file → its name in a run directory."""
+EXPLAINS = {"learner logprobs", "metrics", "events", "spans", "mismatch"}
+"""Kinds that explain a run and decide nothing: what cannot be read is passed over, and no reader fails."""
 
 
 def flips(count: int) -> Sequence[Case]:
@@ -72,7 +74,10 @@ def try_flip(run: Path, kind: str, seed: int, details: dict[str, Any]) -> str:
         found = {name: _ask(name, run) for name in READERS if path.name in opened[name]}
     finally:
         path.write_bytes(data)
-    told = ("error: ", "passed over")  # logs explain a run: their damage fails nothing, and is named
+    if kind in EXPLAINS:
+        failed = sorted(name for name, answer in found.items() if answer.startswith(("error: ", "fault: ")))
+        return f"{failed[0]} failed: {found[failed[0]][:300]}" if failed else OK
+    told = ("error: ", "passed over")
     named = {
         name
         for name, answer in found.items()

@@ -22,10 +22,11 @@ from pipeline.data.batch_format import arrays_of, attributes_of, with_digests
 from pipeline.data.batch_values import Limits
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import BatchStore
-from pipeline.data.zarr_zip import sealed_zip, write_zarr_zip
+from pipeline.data.zarr_zip import write_zarr_zip
 from pipeline.errors import StoreError
 from pipeline.schedule import Schedule
 from tests.chaos.malformed.mutations import judged, mutated_bytes, mutated_data
+from tests.support.sealed_zip import sealed_zip
 
 COUNT = 2000
 IN_MAKE_TEST = 40

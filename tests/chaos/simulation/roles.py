@@ -168,7 +168,7 @@ def guarded(body: Any) -> Any:
 def collector_role(setting: Setting, process: Process) -> int:
     """As launch.roles.collector."""
     epoch = claim(setting.path, "collector")
-    with epoch.superseded_said():
+    with epoch.as_superseded():
         return _collect(setting, process, epoch)
 
 
@@ -247,7 +247,7 @@ def learner_role(setting: Setting, process: Process) -> int:
     """As launch.roles.learner and launch.run.learn_rank."""
     setting.run.make_folders()
     epoch = claim(setting.path, "learner")
-    with epoch.superseded_said():
+    with epoch.as_superseded():
         return _learn(setting, process, epoch)
 
 

@@ -14,9 +14,8 @@ from launch.build.learner import build_trainer
 from launch.verify.layout_ranks import CONTRACT, make_batch, weights
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
-from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
-from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe
+from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe, parse_layout
 from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory

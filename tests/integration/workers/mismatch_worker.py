@@ -16,8 +16,7 @@ from launch.verify.layout_ranks import make_batch
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.step.micro_batches import TokenRows
-from pipeline.config.layout_names import parse_layout
-from pipeline.config.recipe import LearnerSection
+from pipeline.config.recipe import LearnerSection, parse_layout
 from pipeline.data.batch import Batch
 from precision.mismatch.statistics import GROUPS, GroupSums, Mismatch, Ranks, StepTokens
 from precision.objectives.p3o import P3O

@@ -16,9 +16,8 @@ from launch.verify.layout_ranks import make_batch, weights
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.step.reference import ReferencePolicy
-from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
-from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe
+from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe, parse_layout
 from pipeline.data.batch import Batch
 
 OLD_ANCHOR = dict(name="clipped", anchor="old")

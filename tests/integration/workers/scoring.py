@@ -12,7 +12,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import leave_layout
 from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.config.recipe import LearnerSection
-from pipeline.config.rollout_section import RolloutPrecision
+from pipeline.config.sections import RolloutPrecision
 from pipeline.data.batch import Batch
 from precision.formats.quant_map import QuantMap
 from precision.supervised import Supervised

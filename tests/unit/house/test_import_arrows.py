@@ -20,7 +20,7 @@ ADAPTERS_MAY_USE = (
     *(
         "pipeline.errors",
         "pipeline.config.recipe",
-        "pipeline.config.rollout_section",
+        "pipeline.config.sections",
         "pipeline.child_process",
         "pipeline.child_process",
         "pipeline.importing",

@@ -332,7 +332,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "an objective misspelled": (lambda shop: shop.train("objective.name=cisp"), ("did you mean cispo?",)),
     "an advantage for an objective": (
         lambda shop: shop.train("objective.name=grpo"),
-        ("grpo is an advantage (advantage.name) and a shipped recipe; its objective is clipped",),
+        ("grpo is an advantage (advantage.name); its objective is clipped",),
     ),
     "PPO": (lambda shop: shop.train("objective.name=ppo"), ("PPO's objective is clipped; there is no critic",)),
     "an objective for an advantage": (
@@ -355,7 +355,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "an objective's name alone": (lambda shop: shop.train("objective=p3o"), ("expected a section: {name: p3o}",)),
     "text for a list": (
         lambda shop: shop.train("rollout.extra_args=--mem-fraction-static 0.8"),
-        ('expected a list: [--mem-fraction-static, "0.8"], got',),
+        ('expected a list: ["--mem-fraction-static", "0.8"], got',),
     ),
     "a number for text": (
         lambda shop: shop.train("rollout.extra_args=[--mem-fraction-static, 0.8]"),
@@ -368,10 +368,6 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "a reference without a coefficient": (
         lambda shop: shop.train("reference.path=x"),
         ("reference.coefficient: is required; 0.001 is a value to begin with",),
-    ),
-    "a number that YAML takes for text": (
-        lambda shop: shop.train("run.steps=1e3"),
-        ("run.steps: expected an integer; write 1000, got '1e3'",),
     ),
     "no steps": (lambda shop: shop.train("run.steps=0"), ("run.steps", "greater than 0")),
     "a name with a slash": (

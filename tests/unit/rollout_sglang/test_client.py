@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.config.rollout_section import MOST_KEPT
+from pipeline.config.sections import MOST_KEPT
 from pipeline.data.batch import Completion
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError

@@ -16,7 +16,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import add_recipe
 from pipeline.errors import RecipeError, RunConflictError, StoreError
-from pipeline.repair.damage import find_damage
+from pipeline.repair import find_damage
 from tests.support.written_runs import SECONDS, step_metrics, write_run
 from tests.unit.launch.export.growing import (
     Rows,

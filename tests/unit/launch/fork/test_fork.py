@@ -23,7 +23,7 @@ from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.run_recipes import add_recipe, all_recipes
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
-from pipeline.resume.resume import go_on_with
+from pipeline.resume import go_on_with
 from precision.controller.records import State
 from precision.formats.quant_map_file import QuantMapFile
 from precision.reference import ReferenceSection
@@ -169,7 +169,7 @@ def test_solved_problems_of_a_file_keep_their_numbers(tmp_path: Path) -> None:
     fork_run(source.path, Path("generated"), 4, ["rollout.max_new_tokens=16", solved])
 
 
-@pytest.mark.parametrize("kind", ["batches/000001.zarr.zip", "checkpoints/000004", "logprobs/000002.npy"])
+@pytest.mark.parametrize("kind", ["batches/000001.zarr.zip", "checkpoints/000004"])
 def test_what_is_damaged_is_not_taken_over(tmp_path: Path, kind: str) -> None:
     source = whole_run(tmp_path)
     damage(source.path / kind)

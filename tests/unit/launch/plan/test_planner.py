@@ -20,10 +20,9 @@ from launch.plan.planner import Machine, Planner, config_for, engine_model, make
 from launch.plan.view import render
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
-from pipeline.config.layout_names import layout_name
 from pipeline.config.loader import load_recipe
-from pipeline.config.recipe import LearnerSection
-from pipeline.config.rollout_section import RolloutSection
+from pipeline.config.recipe import LearnerSection, layout_name
+from pipeline.config.sections import RolloutSection
 from pipeline.errors import FatalError, LayoutError, ModelError, RecipeError
 from pipeline.gpu_needs import option
 from rollout_sglang.server.capacity import engine_capacity, weight_bytes

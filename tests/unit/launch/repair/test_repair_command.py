@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch.repair.repair import repair_run
+from launch.repair import repair_run
 from pipeline.data.checksums import write_sealed_json
 from pipeline.data.epochs import claim, newest
 from pipeline.data.run_directory import RunDirectory

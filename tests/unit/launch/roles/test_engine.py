@@ -21,7 +21,7 @@ from launch.run import addresses, waiting
 from launch.run.waiting import Stop
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.config.run_sections import CheckpointSection
+from pipeline.config.sections import CheckpointSection
 from pipeline.data.checksums import list_checksums
 from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.run_directory import RunDirectory
@@ -35,7 +35,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from pipeline.ports.weights import WeightCheck
-from pipeline.resume.resume import go_on_with
+from pipeline.resume import go_on_with
 from rollout_sglang.server.process import ServerProcess, free_port
 from rollout_sglang.server.start import EngineSpec
 

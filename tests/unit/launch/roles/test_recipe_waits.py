@@ -17,7 +17,7 @@ from pipeline.data.epochs import claim, epoch_folder, newest
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import newest_recipe_file
 from pipeline.errors import DeadlineExceededError, RecipeError
-from pipeline.resume.resume import go_on_with
+from pipeline.resume import go_on_with
 from pipeline.tasks.data import with_digest
 from tests.support.runs import make_prompts
 from tests.support.whole_runs import finish, whole_run

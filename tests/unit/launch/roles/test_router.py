@@ -14,7 +14,7 @@ from launch.run.waiting import Stop
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineStartError
-from pipeline.resume.resume import go_on_with
+from pipeline.resume import go_on_with
 from rollout_sglang.server import start
 from rollout_sglang.server.start import free_port
 from tests.support.whole_runs import whole_run

@@ -13,9 +13,7 @@ from launch.verify.history import check_history
 from pipeline.analysis.gaps import find_gaps
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.repair.apply import apply
-from pipeline.repair.damage import find_damage
-from pipeline.repair.plan import plan_repair
+from pipeline.repair import apply, find_damage, plan_repair
 from tests.support.whole_runs import damage, finish, whole_run
 
 

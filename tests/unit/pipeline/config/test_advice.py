@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.advice import advice
 from pipeline.config.loader import load_recipe, recipe_from
+from pipeline.config.recipe import advice
 
 RECIPES = Path(__file__).parents[4] / "pipeline" / "recipes"
 OLD = dict(name="clipped", anchor="old")

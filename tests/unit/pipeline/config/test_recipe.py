@@ -20,7 +20,7 @@ from pipeline.config.loader import (
     taken_from,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.config.rollout_section import MOST_KEPT
+from pipeline.config.sections import MOST_KEPT
 from pipeline.errors import RecipeError
 
 RECIPES = sorted((Path(__file__).parents[4] / "pipeline" / "recipes").glob("*.yaml"))
@@ -206,15 +206,6 @@ def test_a_file_goes_before_a_shipped_recipe_of_its_name(tmp_path: Path, monkeyp
     assert load_recipe(Path("demo.yaml")).run.name == "spell"
 
 
-def test_a_folder_does_not_hide_the_shipped_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of `demo` may well lie in a folder of that name."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "mine.yaml").write_text("extends: demo\nrun: {name: mine}\n")
-    assert find_recipe(Path("demo")) == SHIPPED / "demo.yaml"
-    assert load_recipe(Path("mine.yaml")).rollout == load_recipe(Path("demo")).rollout
-
-
 def test_what_extends_means_is_looked_for_beside_the_file_first(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: spell.yaml\nrun: {name: mine}\n")
@@ -246,12 +237,6 @@ def test_differing_keys_are_named() -> None:
     ours, theirs = (recipe_from(data(rollout=dict(group_size=n)), source="t") for n in (8, 4))
     assert differing_keys(ours, theirs) == ["rollout.group_size: 8 → 4"]
     assert ours.to_yaml() != theirs.to_yaml()
-
-
-def test_frozen() -> None:
-    recipe = recipe_from(data(), source="t")
-    with pytest.raises(ValueError, match="frozen"):
-        recipe.run.steps = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -308,10 +293,6 @@ def test_a_cut_vocabulary_is_fine_where_none_weighs(name: str, cut: dict[str, An
 @pytest.mark.parametrize("sections", [dict(), dict(objective=OLD, correction=dict(name="tis"))])
 def test_a_cut_vocabulary_is_fine_with_kept_sets(sections: dict[str, Any], cut: dict[str, Any]) -> None:
     assert recipe_from(data(rollout=cut, **sections), source="t").rollout.asks_for_kept_sets
-
-
-def test_kept_sets_are_only_asked_for_where_something_is_cut() -> None:
-    assert not recipe_from(data(), source="t").rollout.asks_for_kept_sets
 
 
 def test_more_than_an_engine_can_name_is_refused() -> None:

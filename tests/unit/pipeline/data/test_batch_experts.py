@@ -15,8 +15,8 @@ from zarr.storage import ZipStore
 from pipeline.data.batch import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import BatchStore
-from pipeline.data.zarr_zip import sealed_zip
 from pipeline.errors import CorruptBatchError, StoreError
+from tests.support.sealed_zip import sealed_zip
 
 MakeBatch = Callable[..., Batch]
 
@@ -92,5 +92,5 @@ def test_a_header_that_claims_more_rows_is_refused_before_they_are_read(tmp_path
         for name, data in (members | {header: claimed}).items():
             archive.writestr(name, data)
     path.write_bytes(sealed_zip(path.read_bytes()))
-    with pytest.raises(CorruptBatchError, match=r"routed_experts claims 12000000000000 bytes, \d+ are left"):
+    with pytest.raises(CorruptBatchError, match=r"content digest differs: routed_experts is"):
         store.read(0, None)

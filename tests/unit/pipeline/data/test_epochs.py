@@ -220,9 +220,9 @@ def test_given_urls_are_the_engines(tmp_path: Path) -> None:
 def test_what_goes_wrong_after_a_later_start_is_its_doing(tmp_path: Path, trouble: Exception) -> None:
     """A missing file would be an ordinary death, and a fatal error the end of the run."""
     epoch = claim(tmp_path, "learner")
-    with pytest.raises(type(trouble)), epoch.superseded_said():
+    with pytest.raises(type(trouble)), epoch.as_superseded():
         raise trouble
     claim(tmp_path, "learner")
-    with pytest.raises(SupersededError, match="start 2 has taken over") as raised, epoch.superseded_said():
+    with pytest.raises(SupersededError, match="start 2 has taken over") as raised, epoch.as_superseded():
         raise trouble
     assert raised.value.__context__ is trouble

@@ -6,10 +6,9 @@ import io
 import json
 import subprocess
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 import pytest
 import yaml
@@ -32,9 +31,10 @@ from pipeline.data.checksums import (
     write_sealed_array,
     write_sealed_json,
 )
-from pipeline.data.zarr_zip import SMALL_BYTES, open_zarr_zip, sealed_zip, write_zarr_zip
+from pipeline.data.zarr_zip import open_zarr_zip, write_zarr_zip
 from pipeline.errors import StoreError
 from tests.support.examples import profile
+from tests.support.sealed_zip import sealed_zip
 
 
 def flipped(data: bytes, every: int = 1) -> Iterator[bytes]:
@@ -128,49 +128,17 @@ def test_each_flipped_bit_of_a_zip_is_found(tmp_path: Path) -> None:
             open_zarr_zip(path)
 
 
-BOMBS: dict[str, Callable[[dict[str, bytes]], None]] = {
-    "claims .* bytes": lambda members: grow(members, "[100000000000]", "[1048576]"),
-    "lacks its chunk": lambda members: grow(members, "[9000000]", "[4]"),
-    "chunks .* for": lambda members: grow(members, "[4]", "[100000000]"),
-    "another size": lambda members: members.update({"tokens/c/0": big_frame()}),
-    "codecs": lambda members: members.update({META: members[META].replace(b'"zstd"', b'"gzip"')}),
-}
-META = "tokens/zarr.json"
-
-
-def grow(members: dict[str, bytes], shape: str, chunk: str) -> None:
-    data = json.loads(members[META])
-    data["shape"], data["chunk_grid"]["configuration"]["chunk_shape"] = json.loads(shape), json.loads(chunk)
-    members[META] = json.dumps(data).encode()
-
-
-def big_frame() -> bytes:
-    """Says that 16 GB come out of it, which a decoder would allocate; its crc32c is right."""
-    frame = b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + (16 << 30).to_bytes(8, "little") + bytes(8)
-    return frame + google_crc32c.value(frame).to_bytes(4, "little")
-
-
-@pytest.mark.parametrize("said", BOMBS)
-def test_a_small_file_that_would_take_gigabytes_is_refused_before_it_does(tmp_path: Path, said: str) -> None:
+def test_metadata_of_another_codec_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr.zip"
     with path.open("wb") as file:
         write_zarr_zip(file, {}, {"tokens": np.arange(4, dtype=np.int32)})
     members = arrays_of(path)
-    BOMBS[said](members)
+    members["tokens/zarr.json"] = members["tokens/zarr.json"].replace(b'"zstd"', b'"gzip"')
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
             archive.writestr(name, data)
     path.write_bytes(sealed_zip(path.read_bytes()))
-    with pytest.raises(ValueError, match=said):
-        open_zarr_zip(path).whole("tokens")
-
-
-def test_a_zip_that_zip_compresses_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.zarr.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("zarr.json", bytes(SMALL_BYTES))
-    path.write_bytes(sealed_zip(path.read_bytes()))
-    with pytest.raises(ValueError, match="compressed by zip"):
+    with pytest.raises(ValueError, match="codecs"):
         open_zarr_zip(path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.files import amount, full_disk_said, require_space
+from pipeline.data.files import amount, as_disk_full, require_space
 from pipeline.errors import DiskFullError
 from tests.support.runs import ROOT
 
@@ -38,7 +38,7 @@ import os
 from pathlib import Path
 import numpy as np
 from pipeline.data.event_log import EventLog, read_events, read_metrics
-from pipeline.data.files import full_disk_said
+from pipeline.data.files import as_disk_full
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DiskFullError
@@ -63,7 +63,7 @@ def fill():
 
 def said(write):
     try:
-        with full_disk_said(run.path):
+        with as_disk_full(run.path):
             write()
     except DiskFullError as error:
         print(error)
@@ -146,17 +146,17 @@ def test_what_a_full_disk_makes_others_raise_is_known_by_its_cause(tmp_path: Pat
 
     with (
         pytest.raises(DiskFullError, match=r"shard could not be written .Disk quota exceeded"),
-        full_disk_said(tmp_path),
+        as_disk_full(tmp_path),
     ):
         wrapped()
-    with pytest.raises(DiskFullError, match="the model could not be written"), full_disk_said(tmp_path, "the model"):
+    with pytest.raises(DiskFullError, match="the model could not be written"), as_disk_full(tmp_path, "the model"):
         raise RuntimeError("[enforce fail at inline_container.cc:659] . file write failed: No space left on device")
     for number in ("pos 704 vs 598", "pos 576 vs 534"):  # as torch 2.13 says it, which saves into a file that is full
-        with pytest.raises(DiskFullError, match=number), full_disk_said(tmp_path, "the checkpoint"):
+        with pytest.raises(DiskFullError, match=number), as_disk_full(tmp_path, "the checkpoint"):
             raise RuntimeError(f"[enforce fail at inline_container.cc:672] . unexpected {number}")
-    with pytest.raises(RuntimeError, match="something else"), full_disk_said(tmp_path):
+    with pytest.raises(RuntimeError, match="something else"), as_disk_full(tmp_path):
         raise RuntimeError("something else")
-    with pytest.raises(PermissionError), full_disk_said(tmp_path):
+    with pytest.raises(PermissionError), as_disk_full(tmp_path):
         raise PermissionError(errno.EACCES, "denied")
 
 

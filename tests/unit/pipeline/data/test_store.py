@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -35,9 +35,7 @@ from pipeline.data.batch_format import (
     with_digests,
 )
 from pipeline.data.epochs import claim
-from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import LOST_SUFFIX, BatchStore, LostBatch
-from pipeline.data.zarr_zip import sealed_zip
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -47,6 +45,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from tests.support.examples import examples
+from tests.support.sealed_zip import sealed_zip
 
 MakeBatch = Callable[..., Batch]
 
@@ -278,7 +277,7 @@ def test_a_missing_chunk_is_not_read_as_zeros(tmp_path: Path, make_batch: MakeBa
     rewrite(path, lambda members: members.pop("rollout_logprobs/c/0"))  # type: ignore[arg-type, return-value]
     with ZipStore(path, mode="r") as archive:
         assert not np.any(zarr.open_group(archive, mode="r")["rollout_logprobs"][:])  # what Zarr alone would say
-    with pytest.raises(CorruptBatchError, match=r"rollout_logprobs lacks its chunk 0"):
+    with pytest.raises(CorruptBatchError, match=r"rollout_logprobs/c/0"):
         store.read(0, None)
 
 
@@ -464,13 +463,6 @@ def test_listing_ignores_what_is_not_a_batch(tmp_path: Path, make_batch: MakeBat
     assert store.committed() == [0, 1, 3]
 
 
-def test_indices_beyond_six_digits_sort_by_number(tmp_path: Path, make_batch: MakeBatch) -> None:
-    store = BatchStore(tmp_path)
-    for index in (1_000_000, 999_999):
-        store.commit(make_batch(index))
-    assert store.committed() == [999_999, 1_000_000]
-
-
 def test_a_missing_batch_is_named(tmp_path: Path, make_batch: MakeBatch) -> None:
     store = BatchStore(tmp_path)
     with pytest.raises(StoreError, match=r"batch 4 is not committed: no file .*; start the collector to make"):
@@ -489,16 +481,6 @@ def test_a_batch_that_another_host_committed_may_be_seen_late(tmp_path: Path, ma
     writer.join()
     with pytest.raises(DeadlineExceededError, match="is not seen here"):
         store.read(1, None, visible_s=0.05)
-
-
-def test_commit_and_read_inside_an_event_loop(tmp_path: Path, make_batch: MakeBatch) -> None:
-    async def run() -> Batch:
-        store = BatchStore(tmp_path)
-        await asyncio.to_thread(store.commit, make_batch(0))
-        store.commit(make_batch(1))
-        return store.read(1, None)
-
-    assert asyncio.run(run()).index == 1
 
 
 COMMITTER = """
@@ -565,13 +547,6 @@ def test_kills_at_any_moment_leave_only_whole_batches(tmp_path: Path) -> None:
             assert store.read(index, None).index == index
 
 
-def test_the_digest_tells_apart_what_only_differs_in_one_place(make_batch: MakeBatch) -> None:
-    batch = make_batch(0)
-    minus_zero = replace(batch, reward=np.where(batch.reward == 0, np.float32(-0.0), batch.reward))
-    others = [minus_zero, replace(batch, next_group=9), replace(batch, reward_parts={}), replace(batch, index=1)]
-    assert len({with_digests(attributes_of(b), arrays_of(b))["content_sha256"] for b in (batch, *others)}) == 5
-
-
 def test_names_that_are_no_numbers_of_ours_record_no_lost_batch(tmp_path: Path) -> None:
     for name in ("٠٠٠٠٠٣", "0000000005", "000006 "):
         (tmp_path / f"{name}{LOST_SUFFIX}").write_text("left by somebody else")
@@ -593,31 +568,10 @@ def test_a_batch_passes_over_most_of_an_epoch(tmp_path: Path, make_batch: MakeBa
     assert share.dropped == batch.dropped
 
 
-def test_arrays_that_are_packed_closer_than_readers_allow_are_padded(tmp_path: Path, make_batch: MakeBatch) -> None:
-    """A policy that collapsed says one token with certainty, and every token goes to the same experts."""
-    length, plain = 200_000, make_batch(0, num_groups=1)
-    batch = replace(
-        plain.select(np.arange(plain.num_samples) == 0),
-        tokens=np.full(length, 7, np.int32),
-        sample_offsets=np.array([0, length], np.int64),
-        prompt_lengths=np.array([2], np.int32),
-        rollout_logprobs=np.zeros(length - 2, np.float32),
-        policy_version=np.zeros(length - 2, np.int32),
-        loss_mask=np.ones(length - 2, np.bool_),
-        experts=RoutedExperts(ids=np.zeros((length, 94, 8), np.uint8), known=np.zeros(length, np.bool_)),
-    )
-    path = BatchStore(tmp_path).commit(batch)
-    found = BatchStore(tmp_path).read(0, None)
-    assert found.experts is not None
-    assert found.experts.ids.shape == (length, 94, 8)
-    with ZipStore(path, mode="r") as archive:  # without a warning, which fails tests
-        group = zarr.open_group(archive, mode="r")
-        assert set(dict(group.members())) == {*arrays_of(batch)}
-        assert group["generated_s"][:].tolist() == [1.5]
-
-
 def test_a_file_that_readers_refuse_is_not_committed(tmp_path: Path, make_batch: MakeBatch) -> None:
-    dropped = tuple(DroppedGroup(group=group, reason="too long: " + "x" * 900) for group in range(2, 18_000))
-    with pytest.raises(StoreError, match=r"refused to commit batch 0: .*zarr\.json has \d+ bytes, expected at most"):
-        BatchStore(tmp_path).commit(replace(make_batch(0), dropped=dropped, next_group=18_000))
+    with (
+        patch("pipeline.data.store.require_readable", side_effect=ValueError("its attributes are odd")),
+        pytest.raises(StoreError, match=r"refused to commit batch 0: .* read back \(its attributes are odd"),
+    ):
+        BatchStore(tmp_path).commit(make_batch(0))
     assert os.listdir(tmp_path) == []

@@ -13,27 +13,9 @@ from pipeline.data.checksums import seal
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, StoreError
-from pipeline.repair.apply import apply
-from pipeline.repair.damage import find_damage
-from pipeline.repair.plan import Plan, plan_repair
+from pipeline.repair import Plan, apply, find_damage, plan_repair
 from tests.support.whole_runs import finish, whole_run
 
-KINDS = [
-    "batches/000001.zarr.zip",
-    "checkpoints/000004/COMMIT",
-    "checkpoints/000004/shard",
-    "policy/000005/SHA256SUMS",
-    "policy/000005/weight_check.json",
-    "policy/PUBLISHED/000005",
-    "logprobs/000003.npy",
-    "mismatch/000003.zarr.zip",
-    "evaluations/000002.json",
-    "control/000003.json",
-    "epochs/learner/NEWEST",
-    "engines/000000.json",
-    "finished/learner",
-]
-NOT_LOOKED_INTO = ("policy/PUBLISHED/000005", "evaluations/000002.json", "engines/000000.json", "finished/learner")
 NOT_OURS = [
     "x",
     "x.json",
@@ -73,11 +55,6 @@ def as_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def as_link_in_a_circle(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
 def huge(path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(HUGE)
@@ -93,28 +70,6 @@ def another_object(path: Path) -> None:
 
 def plan_of(run: RunDirectory) -> Plan:
     return plan_repair(run, find_damage(run), "now")
-
-
-OTHER_CONTENT = [
-    pytest.param(one, marks=pytest.mark.slow) for one in (as_pipe, as_link_in_a_circle, deep, another_object)
-]
-
-
-@pytest.mark.parametrize("replaced", [as_folder, huge, *OTHER_CONTENT])
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_no_file_of_ours_is_damage_and_set_aside(
-    run: RunDirectory, name: str, replaced: Callable[[Path], None]
-) -> None:
-    replaced(run.path / name)
-    plan = plan_of(run)
-    if not plan.repairs:  # a checkpoint without COMMIT is none, and a right checksum is no damage where nothing is read
-        without = (name, replaced) == ("checkpoints/000004/COMMIT", as_link_in_a_circle)
-        assert without or (replaced in (deep, another_object) and name in NOT_LOOKED_INTO)
-        return
-    assert all(len(one.problem.splitlines()) == 1 and len(one.problem) < 500 for one in plan.repairs)
-    apply(run, plan)
-    assert [one for one in find_damage(run) if not (one.kind == "batch" and one.is_missing)] == []
-    assert run.published_version() == 5
 
 
 @pytest.mark.parametrize(
@@ -169,14 +124,3 @@ def test_without_format_and_recipe_there_is_no_run(
     with pytest.raises((StoreError, RecipeError), match=name) as raised:
         find_damage(run)
     assert len(str(raised.value).splitlines()) == 1
-
-
-def test_a_log_that_is_huge_is_not_read_into_memory(run: RunDirectory) -> None:
-    from pipeline.data.event_log import log_files, read_events
-
-    huge(log_files(run.path, "events")[0])
-    damage: list[str] = []
-    read_events(run.path, damage=damage)
-    assert len(damage) == 1
-    assert "events/" in damage[0]
-    assert "is longer than 64 MiB" in damage[0]

@@ -18,13 +18,10 @@ from launch.fork.fork import fork_run
 from pipeline.analysis.audit import verify_history
 from pipeline.control.files import ControlFiles
 from pipeline.data.batch import Share
-from pipeline.data.checksums import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError
-from pipeline.repair.apply import apply, repaired_paths
-from pipeline.repair.damage import find_damage
-from pipeline.repair.plan import Plan, plan_repair
+from pipeline.repair import Plan, apply, find_damage, plan_repair, repaired_paths
 from pipeline.rollout.batch_builder import HoleAllocator
 from tests.support.delta_policies import drawn, moved, write_version
 from tests.support.whole_runs import GROUPS, damage, finish, whole_run
@@ -66,8 +63,6 @@ def test_a_whole_run_has_no_damage(tmp_path: Path) -> None:
         "policy/000005",
         "policy/000005/weight_check.json",
         "policy/PUBLISHED/000005",
-        "logprobs/000003.npy",
-        "mismatch/000003.zarr.zip",
         "evaluations/000002.json",
         "control/000001.json",
         "control/000003.json",
@@ -82,8 +77,8 @@ def test_every_kind_is_found_and_repaired(tmp_path: Path, name: str) -> None:
     finish(run)
     whole = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     damage(run.path / name)
-    [found] = find_damage(run)
-    assert str(found.path).startswith(str(run.path / name)) or str(run.path / name).startswith(str(found.path))
+    found = [str(one.path) for one in find_damage(run)]
+    assert any(path.startswith(str(run.path / name)) or str(run.path / name).startswith(path) for path in found)
     repaired(run)
     for path, data in whole.items():
         if name not in str(path) and "finished" not in str(path) and "checkpoints" not in name + str(path):
@@ -212,7 +207,7 @@ def test_a_fork_that_is_async_goes_on_from_its_checkpoint(tmp_path: Path) -> Non
     fork_run(whole_run(tmp_path, schedule=dict(kind="async", lag=1)).path, Path("new"), 4)
     run = RunDirectory(tmp_path / "new")
     assert plan_of(run) == Plan()
-    damage(run.logprobs / "000002.npy")
+    damage(run.evaluations / "000002.json")
     assert repaired(run).after.endswith("from step 4")
     assert run.saved_steps() == [4]
 
@@ -223,8 +218,8 @@ def test_a_finished_fork_is_repaired_without_a_checkpoint(tmp_path: Path) -> Non
     finish(run)
     shutil.rmtree(run.checkpoints / "000004")
     assert plan_of(run) == Plan()
-    damage(run.logprobs / "000002.npy")
-    assert [one.path.name for one in repaired(run).repairs] == ["000002.npy"]
+    damage(run.evaluations / "000002.json")
+    assert [one.path.name for one in repaired(run).repairs] == ["000002.json"]
     assert run.is_finished()
 
 
@@ -305,14 +300,6 @@ def test_without_any_policy_the_model_folder_is_published_again(tmp_path: Path) 
         damage(run.policy_directory(version))
     repaired(run)
     assert not run.is_published()
-
-
-def test_an_evaluation_is_written_again_from_its_event(tmp_path: Path) -> None:
-    run = whole_run(tmp_path)
-    before = read_sealed_json(run.evaluations / "000002.json", "")
-    damage(run.evaluations / "000002.json")
-    repaired(run)
-    assert read_sealed_json(run.evaluations / "000002.json", "") == before
 
 
 @contextmanager
@@ -400,8 +387,7 @@ def test_a_record_that_is_gone_is_as_one_that_is_damaged(
     [
         *(("batches/000005.zarr.zip", code) for code in (errno.ESTALE, errno.EMFILE, errno.EIO, errno.EACCES)),
         *(("checkpoints/000004/COMMIT", errno.ESTALE), ("policy/000005/weight_check.json", errno.ESTALE)),
-        *(("control/000003.json", errno.EMFILE), ("mismatch/000003.zarr.zip", errno.EIO)),
-        *(("logprobs/000003.npy", errno.EACCES), ("policy/PUBLISHED/000005", errno.ESTALE)),
+        *(("control/000003.json", errno.EMFILE), ("policy/PUBLISHED/000005", errno.ESTALE)),
     ],
 )
 def test_what_the_machine_fails_to_read_is_no_damage(

@@ -14,7 +14,7 @@ from pipeline.analysis.summary import summary
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
-from pipeline.resume.outside import note_outside
+from pipeline.resume import note_outside
 from tests.support.whole_runs import whole_run
 
 

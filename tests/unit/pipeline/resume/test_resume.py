@@ -13,6 +13,7 @@ import pytest
 from launch.build.learner import build_rates
 from launch.fork.fork import fork_run
 from launch.verify.history import check_history
+from pipeline import resume
 from pipeline.config.recipe import Recipe
 from pipeline.data import epochs
 from pipeline.data.checksums import list_checksums, verify_folder, write_sealed_json
@@ -22,8 +23,7 @@ from pipeline.data.files import remove_folder, remove_leftovers
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.run_recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
 from pipeline.errors import RunConflictError, StoreError, SupersededError
-from pipeline.resume import resume
-from pipeline.resume.resume import changes_to, go_on_with, note_changes, nothing_left, said
+from pipeline.resume import changes_in_words, changes_to, go_on_with, note_changes, nothing_left
 from tests.support.whole_runs import damage, finish, whole_run
 
 
@@ -45,7 +45,7 @@ def test_what_is_safe_is_recorded_with_the_step_and_the_batch_from_which_it_hold
     second = changed(first, evaluation=dict(every=3), learner=dict(pipeline_parallel=2))
     changes = go_on_with(run, second)
     assert changes == {"evaluation.every": "2 → 3", "learner.pipeline_parallel": "1 → 2"}
-    assert said(run, changes).endswith(
+    assert changes_in_words(run, changes).endswith(
         "goes on from step 5 with evaluation.every: 2 → 3; learner.pipeline_parallel: 1 → 2"
     )
     assert run.recipe() == second
@@ -250,7 +250,7 @@ def test_a_batch_that_is_committed_meanwhile_binds_the_run(tmp_path: Path, monke
     assert run.policy_directory(0).exists()
 
 
-@pytest.mark.parametrize("dies_in", ["_clear", "add_recipe"])
+@pytest.mark.parametrize("dies_in", ["reopen", "add_recipe"])
 def test_a_start_that_is_killed_changed_everything_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str
 ) -> None:

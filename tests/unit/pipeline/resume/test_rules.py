@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RunConflictError
-from pipeline.resume.rules import (
-    CUTS_MICRO_BATCHES,
-    NOT_IN_A_CHECKPOINT,
-    RULES,
-    SAFE,
-    refuse_impossible,
-    refuse_unsafe,
-    rule_of,
-)
-
-WHOLE = {"task", "prompts", "objective", "correction", "advantage", "schedule", "controller"}
-"""Sections of which no key may change."""
-OF_THE_TEACHERS_SERVERS = {f"distillation.{key}" for key in ("urls", "tensor_parallel", "extra_args")}
-"""Of a section that may be absent, and goes as a whole but for these."""
+from pipeline.resume import change_of, refuse_changes, refuse_impossible
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -32,42 +17,43 @@ def recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
 
 
-def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key with a value of its own, as a recipe names it; the sections that go as a whole by their name."""
-    for name, field in section.model_fields.items():
-        key, kind = f"{prefix}{name}", field.annotation
-        if key not in WHOLE and isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from keys(kind, f"{key}.")
-        else:
-            yield key
-
-
-def test_every_key_of_the_recipe_has_a_rule_and_every_rule_a_key() -> None:
-    assert sorted(RULES.keys() - OF_THE_TEACHERS_SERVERS) == sorted(keys(Recipe)), (
-        "decide whether a run may go on with another value of a new key"
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        *(("run.steps", "free"), ("run.seed", "fork"), ("run.name", "fork"), ("model.path", "never")),
+        *(("model.fp32_lm_head", "fork"), ("task.columns.prompt", "fork"), ("reward.workers", "free")),
+        *(("reward.sandbox", "fork"), ("rollout.engines", "free"), ("rollout.group_size", "fork")),
+        *(("rollout.interruption.phrase", "fork"), ("learner.tensor_parallel", "free")),
+        *(("learner.precision", "never"), ("learner.updates_per_batch", "fork"), ("learner.optimizer.lr", "free")),
+        *(("learner.optimizer.clip_grad", "free"), ("learner.optimizer.weight_decay", "free")),
+        *(("learner.optimizer.betas", "fork"), ("prompts.refill", "free"), ("objective.clip_high", "fork")),
+        *(("distillation.urls", "free"), ("distillation.coefficient", "fork"), ("schedule.kind", "fork")),
+        *(("weights.keep", "free"), ("weights.kv_cache", "fork"), ("controller", "fork")),
+        *(("checkpoint.every", "free"), ("evaluation.samples", "free"), ("evaluation.temperature", "free")),
+    ],
+)
+def test_each_section_says_what_may_change(key: str, change: str) -> None:
+    taught = recipe(
+        distillation=dict(urls=["http://teacher:1"]),
+        rollout=dict(interruption=dict(from_tokens=1, to_tokens=2, answer_tokens=3)),
     )
-    assert NOT_IN_A_CHECKPOINT.keys() < RULES.keys()
-    assert all(reason is SAFE or ("\n" not in reason and len(reason) < 90) for reason in RULES.values())
-
-
-def test_a_key_goes_by_its_own_rule_or_by_its_sections() -> None:
-    assert rule_of("learner.optimizer.lr") == "learner.optimizer.lr"
-    assert rule_of("task.columns.prompt") == "task"
-    assert rule_of("rollout.interruption.phrase") == "rollout.interruption"
-    with pytest.raises(KeyError, match=r"has no rule"):
-        rule_of("learner.novelty")
+    assert change_of(taught, key) == change
 
 
 def test_what_is_refused_says_why_and_how_to_fork() -> None:
-    changes = changed_keys(recipe(), recipe(rollout=dict(group_size=4), learner=dict(tensor_parallel=2)))
+    before = recipe()
+    changes = changed_keys(before, recipe(rollout=dict(group_size=4), learner=dict(tensor_parallel=2)))
     with pytest.raises(RunConflictError) as refused:
-        refuse_unsafe("runs/r", changes)
+        refuse_changes("runs/r", before, changes)
     said = str(refused.value)
-    assert "rollout.group_size: 8 → 4 (batches before and after it would be sampled differently)" in said
+    assert "rollout.group_size: 8 → 4 (batches or weights so far were made with the old value)" in said
     assert "tensor_parallel" not in said
     assert "`evenkeel fork runs/r NEW --at STEP`" in said
     assert "\n" not in said
-    refuse_unsafe("runs/r", {key: change for key, change in changes.items() if "group" not in key})
+    refuse_changes("runs/r", before, changes, fork=True)
+    refuse_changes("runs/r", before, {key: change for key, change in changes.items() if "group" not in key})
+    with pytest.raises(RunConflictError, match=r"a fork of runs/r cannot have model.path: m → n .*the old form"):
+        refuse_changes("runs/r", before, {"model.path": "m → n"}, fork=True)
 
 
 def possible(
@@ -122,7 +108,6 @@ def test_a_stage_that_ended_early_is_not_gone_on_with() -> None:
 
 @pytest.mark.parametrize("change", [dict(micro_batch_tokens=4096), dict(tensor_parallel=2), dict(context_parallel=2)])
 def test_what_cuts_micro_batches_stays_where_they_are_learned_from_by_themselves(change: dict[str, Any]) -> None:
-    assert set(CUTS_MICRO_BATCHES) <= {key for key, reason in RULES.items() if reason is SAFE}
     possible(steps(20), steps(20, learner=change))
     alone = dict(objective=dict(name="p3o", ess_scope="micro_batch"))
     possible(steps(20, **alone), steps(30, **alone))

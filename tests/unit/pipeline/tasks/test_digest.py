@@ -12,7 +12,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
-from pipeline.resume.resume import go_on_with
+from pipeline.resume import go_on_with
 from pipeline.tasks import build_task
 from pipeline.tasks.data import check_template, digest, with_digest
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer

@@ -1,1 +1,0 @@
-"""Damage to a run directory: what is damaged, what becomes of it, and the record of that."""

@@ -1,0 +1,337 @@
+"""Go on with a run: with the recipe that it has, or with one that changes what is safe.
+
+    look       which keys differ, and whether a run that holds what this one holds may change them
+    fence      every start that works by the old recipe is superseded: the next one of each role reads the new one
+    clear      marks that nothing is left to do, where steps were added; what was made for version 0, where the run has
+               no batch and may change everything
+    record     one file, created exclusively: recipes/000001.yaml (pipeline.data.run_recipes)
+    note       one event a change, for people
+
+A start that is killed between two of these leaves a run that goes on with either recipe; the next one notes its change.
+
+Which keys may change is said by each section of the recipe (pipeline.config.sections.Section.on_resume): `free` ones
+at any start, `fork` ones in a fork, `never` ones in neither. A run without a batch may change everything.
+
+What a run reads that lies outside of its directory, the weights that it begins with and the code of its rewards, may
+be another thing at its next start. RUN/outside.json says what there was, from which step on. A change is no error: it
+is told once, noted, and marks where the numbers of a curve begin to be of another reward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.config.loader import changed_keys
+from pipeline.config.recipe import Recipe
+from pipeline.config.sections import Change
+from pipeline.config.task_sections import DataTask
+from pipeline.control.files import ControlFiles
+from pipeline.data.checksums import fingerprints, read_sealed_json, remove_listed, write_sealed_json
+from pipeline.data.epochs import ROLES, supersede
+from pipeline.data.event_log import EventLog, read_events
+from pipeline.data.files import fsync_present, remove_folder
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import (
+    add_recipe,
+    all_recipes,
+    begin_recipe,
+    newest_recipe_file,
+    num_optimizer_steps,
+    recipe_file,
+)
+from pipeline.errors import RunConflictError, StoreError
+from pipeline.tasks.data import DIGEST_KEYS
+from precision.text import listed
+
+_WHY = {"fork": "batches or weights so far were made with the old value", "never": "checkpoints hold the old form"}
+_CUTS_MICRO_BATCHES = (
+    *("learner.micro_batch_tokens", "learner.data_parallel", "learner.tensor_parallel", "learner.sequence_parallel"),
+    *("learner.pipeline_parallel", "learner.virtual_pipeline", "learner.context_parallel", "learner.expert_parallel"),
+    "learner.expert_tensor_parallel",
+)
+"""Keys that say which samples are in a micro-batch together."""
+_REMEDY = "remove it: what there is now is then taken for what the run began with"
+_CHANGED = {
+    "weights": "the weights that the run began with were changed since its last start ({files}): what a start without "
+    "a checkpoint trains from step {step} on begins with others",
+    "reward": "the code of the reward was changed since the last start ({files}): rewards and held-out scores from "
+    "step {step} on are no continuation of those before",
+}
+
+
+def change_of(recipe: Recipe, key: str) -> Change:
+    """Return which class of change a recipe key is, as the innermost section that says so."""
+    node: Any = recipe
+    found: Change = "fork"
+    for part in key.split("."):
+        if not isinstance(node, BaseModel):
+            break
+        said: Mapping[str, Change] = getattr(type(node), "on_resume", {})
+        found = said.get(part, said.get("*", found))
+        node = getattr(node, part, None)
+    return found
+
+
+def refuse_changes(run: str, before: Recipe, changes: Mapping[str, str], *, fork: bool = False) -> None:
+    """Raise RunConflictError when a run that has a batch, or a `fork` of it, may not go on with these changes (key →
+    `old → new`)."""
+    classes = {key: change_of(before, key) for key in changes}
+    refused = [
+        f"{key}: {change} ({_WHY[classes[key]]})"
+        for key, change in changes.items()
+        if classes[key] == "never" or (classes[key] == "fork" and not fork)
+    ]
+    if refused and fork:
+        raise RunConflictError(f"a fork of {run} cannot have {listed(refused)}; begin a run from the model instead")
+    if refused:
+        raise RunConflictError(
+            f"{run} cannot go on with {listed(refused, most=3)}: restore what it was, begin another run.name, or "
+            f"make a new run from a checkpoint of this one: `evenkeel fork {run} NEW --at STEP`"
+        )
+
+
+def refuse_impossible(
+    before: Recipe,
+    after: Recipe,
+    *,
+    run: str,
+    settled: int,
+    published: int,
+    scored: int,
+    optimizer_steps: int,
+    num_promoted: int = 0,
+) -> None:
+    """Raise RunConflictError for free keys whose new value does not fit what the run holds: `settled` steps that are
+    sampled, trained or published, of which the engines serve version `published`. The newest checkpoint holds `scored`
+    steps; 0 where the batches of a stage are not scored at its beginning. Up to its last step by `before`, the run
+    takes `optimizer_steps`. The ESS controller has the engines hold `num_promoted` modules unquantized."""
+    old, new, changed = before.run.steps, after.run.steps, changed_keys(before, after)
+    fork = f"`evenkeel fork {run} NEW --at"
+    if new < settled:
+        raise RunConflictError(
+            f"run.steps: {old} → {new}, but {run} holds {settled} steps; use at least that, or {fork} STEP`"
+        )
+    stage = before.schedule.updates_per_stage if before.schedule.kind == "staged" else 1
+    last = old // stage * stage
+    if new > old and last < max(published, scored):  # the stage would have batches that nobody scored at its beginning
+        raise RunConflictError(
+            f"run.steps: {old} → {new}, but the last stage of {run}, which ends at step {old}, is under way or over, "
+            f"and {old} is no multiple of schedule.updates_per_stage {stage}; {fork} {last}` goes on from before it"
+        )
+    keeps = {"rollout.urls": bool(after.rollout.urls), "weights.channel": after.weights.channel == "ipc"}
+    if num_promoted and (fixed := [key for key, keep in keeps.items() if keep and key in changed]):
+        raise RunConflictError(
+            f"{listed(fixed)}: engines of rollout.urls, and those on the learner's GPUs (weights.channel ipc), keep "
+            f"their formats, but the ESS controller of {run} holds {num_promoted} modules unquantized; restore what "
+            f"it was, or {fork} STEP`, whose controller begins afresh"
+        )
+    if after.objective.depends_on_micro_batches and (moved := [key for key in changed if key in _CUTS_MICRO_BATCHES]):
+        raise RunConflictError(
+            f"{listed(moved)}: they cut micro-batches otherwise, and objective {after.objective.name} learns from each "
+            f"by itself: restore what it was, or {fork} STEP`"
+        )
+    optimizer = after.learner.optimizer
+    if new != old and optimizer.decay != "constant" and optimizer.decay_steps is None:
+        whole = optimizer_steps + (new - old) * after.learner.updates_per_batch
+        raise RunConflictError(
+            f"run.steps: {old} → {new}, but learner.optimizer.decay is {optimizer.decay} over all steps: say where it "
+            f"ends with learner.optimizer.decay_steps={optimizer_steps} (then the rate stays at min_lr) or ={whole} "
+            "(then the steps that are left have the rates of the longer run)"
+        )
+    if "weights.channel" in changed and "delta" in (before.weights.channel, after.weights.channel):
+        raise RunConflictError(
+            f"weights.channel: {changed['weights.channel']}, but policies by delta are made from those before them; "
+            f"restore the value, or {fork} STEP`"
+        )
+
+
+def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
+    """Return what the recipe would change of the run, key → `old → new`; nothing for a run that has not begun. Raises
+    RunConflictError for what the run cannot go on with, and StoreError for a fork without its checkpoint."""
+    if not recipe_file(run.path).exists():
+        return {}
+    if (forked_at := run.forked_at()) > max(run.saved_steps(), default=0) and not nothing_left(run, recipe):
+        raise StoreError(
+            f"{run.path} is a fork at step {forked_at}, and holds no checkpoint of that step or a later one: it would "
+            "train its parent's steps again; remove it and fork again, at a step that the parent still holds"
+        )
+    before = run.recipe()
+    changes = changed_keys(before, recipe)
+    if settled := run.num_settled():
+        refuse_changes(str(run.path), before, changes)
+        formats_may_be_fixed = changes.keys() & {"rollout.urls", "weights.channel"}
+        record = ControlFiles(run.control, run.fence).newest() if formats_may_be_fixed else None
+        refuse_impossible(
+            before,
+            recipe,
+            run=str(run.path),
+            settled=settled,
+            published=run.published_version() if run.is_published() else 0,
+            scored=max(run.saved_steps(), default=0) if any(run.logprobs.glob("*-old.npy")) else 0,
+            optimizer_steps=num_optimizer_steps(all_recipes(run.path), before.run.steps),
+            num_promoted=0 if record is None else len(record.promoted),
+        )
+    return changes
+
+
+def nothing_left(run: RunDirectory, recipe: Recipe) -> bool:
+    """Return whether the run is finished, and the recipe adds nothing to it."""
+    return run.is_finished() and run.recipe().run.steps == recipe.run.steps
+
+
+def reopen(run: RunDirectory) -> None:
+    """Make a finished run one that has steps to train: roles that find it finished would end. Its model is that of
+    fewer steps, and is believed no more."""
+    _remove_files(run.path / "finished")
+    remove_listed(run.model, run.model_manifest.name)
+
+
+def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
+    """Begin the run with the recipe, or go on with it; return what it changes. Raises as `changes_to` does."""
+    begin_recipe(run.path, recipe)
+    if changes := changes_to(run, recipe):
+        run.fence()
+        _end_other_starts(run, recipe)
+        before = run.recipe()
+        changes_to(run, recipe)  # again: one of them may have committed the first batch meanwhile
+        if before.run.steps != recipe.run.steps:
+            reopen(run)
+        if run.num_settled() == 0 and any(change_of(before, key) != "free" for key in changes):
+            _remove_files(run.published)  # first: what is announced must be there
+            _remove_files(run.evaluations)
+            for began_with in (run.sandbox_file, run.reference_file):
+                began_with.unlink(missing_ok=True)
+            if run.policy_directory(0).is_dir():
+                remove_folder(run.policy_directory(0))
+            fsync_present(run.policies, run.path)
+        add_recipe(run.path, recipe, first_step=run.num_learned(), first_batch=run.num_settled())
+    if newest_recipe_file(run.path) != recipe_file(run.path):
+        # Those that began meanwhile and read the old one; also if the start that changed it was killed before this.
+        _end_other_starts(run, recipe)
+    run.make_folders()
+    return changes
+
+
+def _end_other_starts(run: RunDirectory, recipe: Recipe) -> None:
+    """Supersede every start that samples, serves or learns by another recipe: it is started again. A role that has
+    waited for this one goes by it at once, and to engines and router no data matters."""
+    epochs = run.path / "epochs"
+    changes = {one.path.name: changed_keys(one.recipe, recipe).keys() for one in all_recipes(run.path)}
+    for folder in sorted(epochs.iterdir()) if epochs.is_dir() else ():
+        role = folder.name.partition("-")[0]
+        if role in ROLES and role != "supervisor":
+            free = DIGEST_KEYS if role in ("engine", "router") else frozenset[str]()
+            supersede(folder, [name for name, keys in changes.items() if keys <= free])
+
+
+def _remove_files(folder: Path) -> None:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        path.unlink()
+    fsync_present(folder)
+
+
+def note_changes(run: RunDirectory, event_log: EventLog) -> None:
+    """Write an event for every change of the recipe that has none: a start that was killed after its change wrote
+    none."""
+    recipes, noted = all_recipes(run.path), set[str]()
+    if len(recipes) == 1:
+        return
+    with suppress(StoreError):  # nothing goes by events, and one that is there twice does no harm
+        noted = {str(event.get("recipe")) for event in read_events(run.path, "recipe_changed")}
+    for before, after in pairwise(recipes):
+        if after.path.name not in noted:
+            changes = changed_keys(before.recipe, after.recipe)
+            event_log.event("recipe_changed", recipe=after.path.name, step=after.first_step, changes=changes)
+
+
+def changes_in_words(run: RunDirectory, changes: Mapping[str, str]) -> str:
+    """Return the changes in one line, for whoever started the run."""
+    listed_changes = "; ".join(f"{key}: {change}" for key, change in changes.items())
+    return f"{run.path} goes on from step {run.num_learned()} with {listed_changes}"
+
+
+def note_outside(run: RunDirectory, recipe: Recipe, event_log: EventLog) -> list[str]:
+    """Record what the run reads outside of its directory; return a sentence for each kind of which something has
+    changed since the last start, which is noted as an event, too. Raises StoreError when the record is damaged."""
+    path = run.outside_file
+    notes = read_sealed_json(path, _REMEDY)["notes"] if path.exists() else []
+    known = notes[-1] if notes else {}
+    found = dict(weights=_weights(recipe.model.path, known.get("weights", {})), reward=_reward(recipe))
+    if {**known, **found} == known:
+        return []
+    changed: dict[str, list[str]] = {}
+    for kind, now in found.items():
+        before = known.get(kind)
+        if before is None or (kind == "reward" and {*map(_of_function, before)} != {*map(_of_function, now)}):
+            continue  # with another recipe other files are meant: that is told as a change of the recipe
+        names = sorted(n for n in now.keys() | before.keys() if now.get(n, [None])[-1] != before.get(n, [None])[-1])
+        if names:
+            changed[kind] = names
+    step = run.num_learned() if notes else 0
+    run.fence()
+    for kind, names in changed.items():
+        event_log.event("files_changed", what=kind, step=step, files=names)
+    write_sealed_json(path, dict(notes=[*notes, dict(step=step, **found)]))
+    return [_CHANGED[kind].format(files=listed(names, most=3), step=step) for kind, names in changed.items()]
+
+
+def _of_function(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def reward_code(run: RunDirectory) -> str:
+    """Return a digest of the code of the run's rewards; empty where they are our own, or not known."""
+    if not run.outside_file.exists():
+        return ""
+    files = read_sealed_json(run.outside_file, _REMEDY)["notes"][-1]["reward"]
+    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12] if files else ""
+
+
+def _weights(folder: Path, known: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return file → bytes, time of its last change and SHA-256. A file of which the first two are as they were `known`
+    is not read again."""
+    found = dict[str, list[Any]]()
+    for file in sorted(folder.glob("*.safetensors")):
+        stat = file.stat()
+        before = known.get(file.name, [])
+        if before[:2] == [stat.st_size, stat.st_mtime_ns]:
+            found[file.name] = before
+        elif (one := fingerprints([file])[0]) is not None:
+            found[file.name] = [stat.st_size, stat.st_mtime_ns, one.sha256]
+    return found
+
+
+def _reward(recipe: Recipe) -> dict[str, list[Any]]:
+    """Return `package.module:function/file` → SHA-256 of each file of the code of a reward and of a filter of groups
+    that are not our own; of a package all of its files."""
+    task = recipe.task
+    rewards = [task.reward, *(source.reward for source in task.sources)] if isinstance(task, DataTask) else []
+    found = dict[str, list[Any]]()
+    own = {one for one in (*rewards, recipe.prompts.group_filter) if one and not one.startswith("pipeline.")}
+    for name in sorted(own):
+        for file in _files(name.partition(":")[0]):
+            found[f"{name}/{file.name}"] = [hashlib.sha256(file.read_bytes()).hexdigest()]
+    return found
+
+
+def _files(module: str) -> Iterator[Path]:
+    """Yield the files of a module, found without importing anything."""
+    places, spec, above = list[str](sys.path), None, ""
+    for part in module.split("."):
+        spec = PathFinder.find_spec(f"{above}{part}", places)
+        if spec is None:
+            return
+        places, above = list(spec.submodule_search_locations or ()), f"{above}{part}."
+    if spec is not None and places:
+        yield from sorted(file for place in places for file in Path(place).rglob("*.py"))
+    elif spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+        yield Path(spec.origin)
