@@ -24,30 +24,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.checkpoint import training_state
-from megatron_bridge.checkpoint.beside_training import ShardSave
+from megatron_bridge.checkpoint.training_state import ShardSave
+from megatron_bridge.hf.folders import export_policy
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.build import build_chunks, choose_layers
 from megatron_bridge.model.te_precision import Layers, warm_up_passes
-from megatron_bridge.parallel.layout import Layout, initialize
-from megatron_bridge.parallel.layout_checks import check_layout
+from megatron_bridge.parallel.layout import Layout, check_layout, initialize
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.step import passes
 from megatron_bridge.step.expert_replay import ExpertReplay, replayer
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_emulation, weights_changed
-from megatron_bridge.step.learning_rate import LearningRates
-from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
-from megatron_bridge.step.mismatch import MismatchMeter
-from megatron_bridge.step.optimizer import follow_recipe, reduced_gradient_norm, step_with_clipping, wrap_and_optimize
-from megatron_bridge.step.response_tokens import by_token, known_logprobs, seen_tokens
-from megatron_bridge.step.shares import split_of, sum_of_shares
-from megatron_bridge.weight_sync.export import export_policy
-from megatron_bridge.weights import convert
+from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches, split_of, sum_of_shares
+from megatron_bridge.step.optimizer import (
+    LearningRates,
+    follow_recipe,
+    reduced_gradient_norm,
+    step_with_clipping,
+    wrap_and_optimize,
+)
+from megatron_bridge.step.passes import Gathered
+from megatron_bridge.weights import export_hf, load_hf
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.batch import Batch, Share
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import NonFiniteError
 from pipeline.ports.learner import Update
 from precision.formats.quant_map import QuantMap
+from precision.mismatch.statistics import ALONE, Mismatch, Ranks, StepTokens
 from precision.objectives.base import Objective, Prepared, ScoredStep
 from precision.ratios import MAX_LOG_RATIO
 
@@ -96,7 +99,7 @@ class MegatronLearner:
             layers=self.layers,
             precision=learner.precision,
         )
-        convert.load_hf(chunks, self.model_config, model_folder)
+        load_hf(chunks, self.model_config, model_folder)
         self.model, self.optimizer = wrap_and_optimize(chunks, learner)
         self.emulation: Fp8Emulation | None = None
         """The formats that every pass, of scoring and of training, emulates; see `emulate`."""
@@ -151,6 +154,16 @@ class MegatronLearner:
     def is_rank_zero(self) -> bool:
         """True on global rank 0."""
         return dist.get_rank() == 0
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return dist.get_rank()
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return dist.get_world_size()
 
     @property
     def num_data_ranks(self) -> int:
@@ -257,7 +270,7 @@ class MegatronLearner:
             self.optimizer,
             step=self.step,
             layout=self.layout,
-            all_of=self._rank_zero.all_of,
+            gather=self._rank_zero.gather,
         )
 
     def save(self, directory: Path) -> None:
@@ -274,7 +287,7 @@ class MegatronLearner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
-        return convert.export_hf(self.model, self.model_config)
+        return export_hf(self.model, self.model_config)
 
     def export(
         self, directory: Path, fence: Callable[[], None] = unfenced, beside: Callable[[Path], None] | None = None
@@ -290,6 +303,10 @@ class MegatronLearner:
     def everywhere(self, action: Callable[[], None]) -> None:
         """Run an action on every rank; when it fails on one, all raise that error."""
         self._rank_zero.everywhere(action)
+
+    def all_of(self, look: Callable[[], bool]) -> bool:
+        """Whether all ranks say so. When one fails, all raise that error."""
+        return all(self._rank_zero.gather(look))
 
     def barrier(self) -> None:
         """Wait for every rank, no longer than learner.step_deadline_s."""
@@ -431,3 +448,83 @@ def _finite_or_refused(work: Callable[[], Result], batch: Batch) -> Result:
         return work()
     except FloatingPointError as error:
         raise NonFiniteError(f"batch {batch.index}: {error}") from error
+
+
+def by_token(batch: Batch, advantages: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[responses] of one advantage a sample, or one a token. Raises ValueError on any other number of them."""
+    if len(advantages) == batch.num_samples:
+        advantages = np.repeat(advantages, batch.response_lengths)
+    elif len(advantages) != batch.num_response_tokens:
+        raise ValueError(
+            f"{len(advantages)} advantages for {batch.num_samples} samples and {batch.num_response_tokens} "
+            "response tokens; give one for each sample or one for each token"
+        )
+    return np.asarray(advantages, np.float32)
+
+
+def seen_tokens(batch: Batch, trained: NDArray[np.bool_] | None) -> Tensor:
+    """bool [responses]: sampled tokens of the samples that were run through the model."""
+    seen = batch.loss_mask
+    return torch.from_numpy(seen if trained is None else seen & np.repeat(trained, batch.response_lengths))
+
+
+def known_logprobs(
+    gathered: Gathered,
+    batch: Batch,
+    trained: NDArray[np.bool_] | None,
+    scored: Tensor | NDArray[np.float32] | None,
+) -> Tensor:
+    """float32 [responses], on the device, at the weights before the step; NaN where neither pass looked."""
+    found = gathered.logprobs
+    if trained is None:
+        return found
+    looked = torch.from_numpy(np.repeat(trained, batch.response_lengths)).to(found.device)
+    return torch.where(looked, found, torch.as_tensor(torch.nan if scored is None else scored, device=found.device))
+
+
+class MismatchMeter:
+    """Called once an optimizer step. It remembers the last one: in the second update on a batch the policy is no longer
+    of the version that the batch is counted by, so all its tokens count as one version older."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None
+        """Batch and step of the last call."""
+
+    def __call__(
+        self, gathered: Gathered, batch: Batch, advantages: NDArray[np.float32], seen: Tensor, *, step: int
+    ) -> Mismatch:
+        """Statistics of the tokens that are `seen`, bool [responses] on the device. `advantages` is [samples] or
+        [responses], `step` the number of optimizer steps taken before this one.
+
+        Raises FloatingPointError on an unusable log-ratio, ValueError when no token is seen.
+        """
+        device, later_update = gathered.logprobs.device, self._last == (batch.index, step - 1)
+        self._last = (batch.index, step)
+
+        def tensor(values: NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        return Mismatch.of_step(
+            StepTokens(
+                learner_logprobs=gathered.logprobs,
+                rollout_logprobs=tensor(batch.rollout_logprobs),
+                seen=seen,
+                advantages=tensor(by_token(batch, advantages)),
+                entropy=gathered.entropy,
+                age=tensor(batch.index + int(later_update) - batch.policy_version),
+                offsets=tensor(batch.response_offsets),
+            ),
+            all_ranks(),
+        )
+
+
+def all_ranks() -> Ranks:
+    """Those of the default process group; this process alone where there is none."""
+    if not dist.is_initialized():
+        return ALONE
+    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), sum=_sum)
+
+
+def _sum(values: Tensor) -> Tensor:
+    dist.all_reduce(values)
+    return values

@@ -23,8 +23,8 @@ _OURS = "evenkeel"
 
 
 def pip_install(*distributions: str) -> str:
-    """`pip install 'torch>=2.11' mbridge==0.15.1`: each as the core or the first extra of pyproject.toml asks for it.
-    By its name alone where none does, or where our package's metadata are not at hand."""
+    """`pip install 'torch>=2.11' einops`: each as the core or the first extra of pyproject.toml asks for it. By its
+    name alone where none does, or where our package's metadata are not at hand."""
     known = _requirements()
     return " ".join(["pip install", *(shlex.quote(known.get(canonicalize_name(one), one)) for one in distributions)])
 
@@ -45,7 +45,6 @@ def _requirements() -> dict[str, str]:
 
 EXTRA_OF = {
     "einops": "learner",
-    "mbridge": "learner",
     "megatron": "learner",
     "torch": "learner",
     "transformers": "learner",

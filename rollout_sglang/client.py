@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,35 +20,44 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline import spans
 from pipeline.config.sections import MOST_KEPT
 from pipeline.data.batch import Completion
-from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersionError, FatalError
+from pipeline.errors import (
+    BadAnswerError,
+    EngineUnavailableError,
+    EngineVersionError,
+    FatalError,
+    RecipeError,
+    RetryableError,
+)
 from pipeline.ports.engines import Sampling
+from pipeline.ports.weights import TensorSpec
 from precision.formats.audit import Held
 from precision.settings import problem_of
-from precision.text import one_line
-from rollout_sglang.answers.off_loop import read_answer
-from rollout_sglang.answers.samples import (
+from precision.text import one_line, quoted
+from rollout_sglang.answers import (
     SAMPLE_BYTES,
     Asked,
     SampleReader,
     aborted_completion,
     completion_reader,
+    input_logprobs,
+    read_answer,
     scoring_bytes,
+    tempered_totals,
 )
-from rollout_sglang.answers.scores import input_logprobs, tempered_totals
 from rollout_sglang.protocol import (
+    ABORTED,
     INVALIDATED,
     UNKNOWN_ENGINE,
     UNVERIFIED,
     Checksums,
+    DialectOf,
     Generated,
     ModelInfo,
     Tokenized,
     Updated,
     claimed_version,
 )
-from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
 from rollout_sglang.transport import LOOK_DEADLINE_S, Exchange, Lost, Transport
-from rollout_sglang.weights.staging import Stage
 
 FORMATS, STATISTICS = "formats", "statistics"
 """As in rollout_sglang.server.format_report, which loads torch."""
@@ -356,3 +369,126 @@ def _parse(adapter: TypeAdapter[T], answer: httpx.Response) -> T:
             f"{answer.request.url} answered something else than SGLang's protocol ({problem_of(error)}); "
             "check the version of the server"
         ) from None
+
+
+PREFIX = "stage "
+"""As in rollout_sglang.cpu.staging, which loads torch."""
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.004, 0.05
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where one server takes its next weights. Methods raise EngineUnavailableError as Transport.call does, and
+    EngineVersionError when weights could not be staged, or a later weight update has overtaken this one."""
+
+    transport: Transport
+    control_deadline_s: float
+
+    async def begin(self) -> bool:
+        """Forget what was staged before. False where the server cannot stage."""
+        return await self._order({"do": "begin"}) is not None
+
+    async def is_member(self, group: str) -> bool:
+        """Whether the server has this process group."""
+        return (await self._known({"do": "member", "group": group}))["member"] == "True"
+
+    async def receive(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        """Take part in one broadcast of these tensors, flattened; returns when they are loaded."""
+        names, dtypes, shapes = zip(*((one.name, one.dtype, list(one.shape)) for one in tensors), strict=True)
+        await self._known({"do": "group", "group": group, "names": names, "dtypes": dtypes, "shapes": shapes})
+        await self._done(deadline_s)
+
+    async def receive_shared(self, bucket: str, deadline_s: float) -> None:
+        """Take a bucket (base64) from memory of another process; returns when that memory is let go."""
+        await self._known({"do": "bucket", "bucket": bucket})
+        await self._done(deadline_s)
+
+    async def finish(self, folder: Path, deadline_s: float) -> None:
+        """Wait until all is loaded and hashed, under the name of the folder that it is, or will be, of."""
+        await self._known({"do": "finish", "folder": str(folder.absolute())})
+        await self._done(deadline_s)
+
+    async def folder(self, folder: Path, deadline_s: float) -> bool:
+        """Load and hash a folder. False where the server cannot stage."""
+        if await self._order({"do": "folder", "folder": str(folder.absolute())}) is None:
+            return False
+        await self._done(deadline_s)
+        return True
+
+    async def _done(self, deadline_s: float) -> None:
+        poll_s = _FIRST_POLL_S
+        try:
+            async with asyncio.timeout(deadline_s):
+                while (await self._known({"do": "wait"}))["pending"] != "0":
+                    await asyncio.sleep(poll_s)
+                    poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
+        except TimeoutError:
+            raise EngineUnavailableError(
+                f"{self.transport.url} did not stage the weights within {deadline_s:g} s; it hangs or is overloaded"
+            ) from None
+
+    async def _known(self, order: dict[str, Any]) -> dict[str, str]:
+        state = await self._order(order)
+        if state is None:
+            raise EngineVersionError(f"{self.transport.url} does not stage weights any more; it was started again")
+        return state
+
+    async def _order(self, order: dict[str, Any]) -> dict[str, str] | None:
+        """The state of the slowest of the engine's ranks; None where the server knows no such order."""
+        answer = await self.transport.call(
+            "POST",
+            "/weights_checker",
+            deadline_s=self.control_deadline_s,
+            json={"action": PREFIX + json.dumps(order)},
+            accept=(400, 404),
+            repeatable=False,
+        )
+        if answer.status_code == 404:
+            return None
+        try:
+            found = Checksums.model_validate_json(answer.content)
+            states = [rank.checksums for rank in found.ranks]
+            failures = [state["failure"] for state in states if state["failure"]]
+            slowest = max(states, key=lambda state: int(state["pending"]), default=None)
+        except (ValidationError, KeyError, ValueError):
+            raise EngineUnavailableError(
+                f"{self.transport.url}/weights_checker answered something else than was asked; check the server"
+            ) from None
+        if failures:
+            raise EngineVersionError(f"{self.transport.url} cannot stage weights: {one_line(failures[0], 300)}")
+        return slowest if found.success else None
+
+
+class TeacherServers:
+    """Asks them in turn; an attempt that failed is followed by one at another server."""
+
+    def __init__(self, urls: Sequence[str], api_key: str | None, *, request_deadline_s: float) -> None:
+        self._clients = [
+            EngineClient(url, api_key, index=index, request_deadline_s=request_deadline_s)
+            for index, url in enumerate(urls)
+        ]
+        self._turns = cycle(self._clients)
+
+    async def logprobs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """See pipeline.ports.teacher.Teacher. Raises FatalError when a server finds the call itself wrong, too."""
+        try:
+            return await next(self._turns).response_logprobs(prompt, responses)
+        except RetryableError as error:
+            raise EngineUnavailableError(f"the teacher did not score a group: {error}") from error
+
+    async def require_same_tokenizer(self, texts: Mapping[str, Sequence[int]]) -> None:
+        """Raises RecipeError unless every server makes the ids of each text that the student's tokenizer makes of it,
+        and EngineUnavailableError when one cannot be asked."""
+        for client in self._clients:
+            for text, ids in texts.items():
+                theirs = await client.tokenize(text)
+                if theirs != list(ids):
+                    raise RecipeError(
+                        f"the teacher at {client.url} has another tokenizer than model.path: of {quoted(text)} it "
+                        f"makes {theirs[:8]}…, the student {list(ids)[:8]}…; distill from a model of the same tokenizer"
+                    )
+
+    async def close(self) -> None:
+        """Release the connections."""
+        for client in self._clients:
+            await client.close()

@@ -11,20 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from pipeline.data.membership import Listed, Member, Membership
 from pipeline.errors import EngineUnavailableError, FatalError, RetryableError
 from precision.text import one_line
-from rollout_sglang.answers.record import DIRECT_S, MOST_BAD, WINDOW, AnswerRecord
 from rollout_sglang.client import EngineClient
-from rollout_sglang.gathering import all_of
-from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, claimed_version
-from rollout_sglang.router import RouterClient
-from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S
+from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, Workers, claimed_version
+from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S, Transport
 
 T = TypeVar("T")
 OnChange = Callable[..., None]
@@ -51,6 +52,39 @@ class EngineState:
     """Why it is quarantined."""
     since: float | None = None
     """When it was quarantined, in seconds since 1970."""
+
+
+@dataclass
+class AnswerRecord:
+    """Of one engine."""
+
+    last: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Whether each of the last answers was good."""
+    times: int = 0
+    """How often it was left out for its answers."""
+    until: float = 0.0
+    """When it may come back, by time.monotonic."""
+
+    @property
+    def may_return(self) -> bool:
+        """Whether it may be verified and get requests again."""
+        return time.monotonic() >= self.until
+
+    def good(self) -> None:
+        """It answered what was asked."""
+        self.last.append(True)
+        if self.times and len(self.last) == WINDOW and all(self.last):
+            self.times = 0
+
+    def bad(self) -> bool:
+        """It answered badly. Returns whether it is to be left out now."""
+        self.last.append(False)
+        if self.last.count(False) < MOST_BAD:
+            return False
+        self.last.clear()
+        self.until = time.monotonic() + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.times)
+        self.times += 1
+        return True
 
 
 @dataclass(eq=False)
@@ -384,3 +418,102 @@ async def serves(engine: PooledEngine, oldest_allowed: int | None) -> bool:
     """Whether an engine answers a look now, and serves that version or a later one, verified; None: any."""
     served, _ = await look(engine)
     return served is not None and (oldest_allowed is None or served >= oldest_allowed)
+
+
+WINDOW = 32
+MOST_BAD = 3
+"""A broken engine costs three requests. One that errs in one answer of a hundred stays: three among 32 happen to it in
+0.4 % of windows."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 300.0
+DIRECT_S = 60.0
+"""The router does not say which engine answered. For so long after a bad answer through it, engines are asked directly,
+so that the one at fault is found."""
+
+
+ROUTING_DEADLINE_S = 10.0
+"""Longest wait until the router has added or removed a worker, which it does in the background."""
+NO_TOKENIZER = os.devnull
+"""The router reads a tokenizer for each engine, and nobody uses it: from this path or, without one, from the engine's
+folder of weights. Where that is gone by then, it would ask huggingface.co for it, whatever HF_HUB_OFFLINE says."""
+_POLL_S = 0.05
+_CALL_DEADLINE_S = 5.0
+
+
+class RouterClient:
+    """Membership of a running router. Methods raise EngineUnavailableError when the router does not answer."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url.rstrip("/")
+        self._api_key = api_key
+        self._transport = Transport(url, api_key)
+
+    async def workers(self) -> Mapping[str, str]:
+        """Engine URL → the router's id, for engines that it sends requests to."""
+        answer = await self._transport.call("GET", "/workers", deadline_s=_CALL_DEADLINE_S)
+        try:
+            listed = Workers.model_validate_json(answer.content).workers
+        except ValidationError as error:
+            raise EngineUnavailableError(f"{self.url}/workers answered something else than a router: {error}") from None
+        return {worker.url.rstrip("/"): worker.id for worker in listed if worker.is_healthy}
+
+    async def ready(self) -> bool:
+        """Whether the router answers and has an engine to send requests to."""
+        try:
+            await self._transport.call("GET", "/readiness", deadline_s=_CALL_DEADLINE_S)
+        except (EngineUnavailableError, FatalError):
+            return False
+        return True
+
+    async def admit(self, engine_url: str) -> None:
+        """Send requests to this engine too; returns once the router does. An engine that is known stays as it is."""
+        if engine_url in await self.workers():
+            return
+        request = {"url": engine_url, "api_key": self._api_key, "labels": {"tokenizer_path": NO_TOKENIZER}}
+        await self._transport.call("POST", "/workers", deadline_s=_CALL_DEADLINE_S, json=request)
+        await self._await_routing(engine_url, present=True)
+
+    async def remove(self, engine_url: str) -> None:
+        """Send this engine no more requests; returns once the router does not."""
+        worker_id = (await self.workers()).get(engine_url)
+        if worker_id is None:
+            return
+        await self._transport.call("DELETE", f"/workers/{worker_id}", deadline_s=_CALL_DEADLINE_S, accept=(404,))
+        await self._await_routing(engine_url, present=False)
+
+    async def close(self) -> None:
+        """Release the connections."""
+        await self._transport.close()
+
+    async def _await_routing(self, engine_url: str, *, present: bool) -> None:
+        ends = time.monotonic() + ROUTING_DEADLINE_S
+        while (engine_url in await self.workers()) != present:
+            if time.monotonic() > ends:
+                raise EngineUnavailableError(
+                    f"router {self.url} did not {'add' if present else 'remove'} {engine_url} within "
+                    f"{ROUTING_DEADLINE_S:g} s; see its log"
+                )
+            await asyncio.sleep(_POLL_S)
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all calls. A failure cancels none of the others: the first error is raised when all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+def summarize(version: int, results: Sequence[dict[str, float] | str]) -> dict[str, float]:
+    """What a weight update took, over all engines: the largest of each number, but engines_checked is a count.
+
+    A result is an engine's numbers or why it failed. Raises EngineUnavailableError when all failed.
+    """
+    taken = [result for result in results if isinstance(result, dict)]
+    if not taken:
+        raise EngineUnavailableError(
+            f"no engine of {len(results)} took version {version}; {'; '.join(map(str, results))}"
+        )
+    total = {name: max(one[name] for one in taken) for name in taken[0]}
+    return total | {"engines_checked": sum(one["engines_checked"] for one in taken)}

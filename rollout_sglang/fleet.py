@@ -6,26 +6,32 @@ goes on (rollout_sglang.engine_pool). Two processes give weights to the same eng
 collector resyncs. Each of their updates has a number, and engines refuse the lower one (weights.update_lease).
 
     generate   waits for an admitted engine; an engine that fails is quarantined and the next one asked; one that is
-               well otherwise, only after several bad answers (rollout_sglang.answers.record)
+               well otherwise, only after several bad answers (rollout_sglang.engine_pool)
     load       number → all engines take the weights at once → each is verified → those that fail are quarantined
     resync     number → quarantined engines that claim the version of this run are verified, the others are given its
                weights, unless another process has given a later version
-    monitored  looks at all engines once a second, and resyncs those that came, or came back (rollout_sglang.monitor)
+    monitored  looks at all engines once a second, and resyncs those that came, or came back (rollout_sglang.fleet)
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, NotRequired, TypedDict, TypeVar, Unpack
 
 from pipeline.data.batch import Completion
+from pipeline.data.checksums import verify_folder
+from pipeline.data.deltas import is_whole, read_link
 from pipeline.data.membership import Member, Membership
+from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
+from pipeline.data.run_directory import numbered
 from pipeline.errors import (
     BadAnswerError,
     EngineHungError,
@@ -35,18 +41,16 @@ from pipeline.errors import (
     FatalError,
     RequestFailedError,
     RetryableError,
+    SupersededError,
 )
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import ComingCheck, WeightCheck
 from pipeline.spans import Stopwatch
-from rollout_sglang.engine_pool import EnginePool, EngineState, PooledEngine, look, serves
-from rollout_sglang.gathering import all_of, summarize
-from rollout_sglang.monitor import Monitor
-from rollout_sglang.target import FleetSettings, Target
-from rollout_sglang.transport import LOOK_DEADLINE_S
+from rollout_sglang.engine_pool import EnginePool, EngineState, OnChange, PooledEngine, all_of, look, serves, summarize
+from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S
 from rollout_sglang.weight_verifier import WeightVerifier, invalidate
-from rollout_sglang.weights.prepared import prepared
-from rollout_sglang.weights.update_lease import UpdateKind
+from rollout_sglang.weights.replica import replica_name
+from rollout_sglang.weights.update_lease import UpdateKind, Updates
 
 ATTEMPTS = 4
 """Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
@@ -406,3 +410,229 @@ class Fleet:
         measured = await self._verifier.verify(engine.client, version, check, formats_are_known=is_known)
         engine.formats = check.formats
         return measured
+
+
+@dataclass(frozen=True)
+class Target:
+    """The version that every engine should serve, where its weights lie, and how it is verified that an engine holds
+    them."""
+
+    version: int
+    directory: Path
+    check: WeightCheck | None
+
+    @staticmethod
+    def read(version: int, directory: Path, known: Target | None = None) -> Target:
+        """That of a policy folder, with the check in it. Where no digests tell whether an engine holds these weights,
+        the files are compared with their checksums, unless it is the target that was `known` before. Raises StoreError
+        for a folder that is damaged, or that of another version."""
+        target = Target(version, directory, WeightCheck.load(directory, version))
+        if target != known and target.check is not None and not target.has_digests:
+            verify_folder(directory, "stop the run and repair it: `evenkeel repair`")
+        return target
+
+    @property
+    def coming(self) -> ComingCheck:
+        """The check, all of which is there."""
+        return ComingCheck.known(self.version, self.check)
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether checksums alone tell the version's weights from all others."""
+        return self.check is not None and bool(self.check.digests)
+
+    def of_map(self, engine: Member) -> Target:
+        """The same for one engine, in the formats of the quant map that it was started with.
+
+        Raises EngineVersionError where the version was published after the last engine with that map had gone.
+        """
+        if not engine.quant_map:
+            return self
+        older = older_folder(self.directory, engine.quant_map)
+        if older.is_dir():
+            return Target(self.version, older, WeightCheck.load(older, self.version))
+        newest = self._quant_map
+        if newest not in ("", engine.quant_map):  # empty where the folder behind a broadcast was not written yet
+            raise EngineVersionError(
+                f"engine {engine.index} at {engine.url} was started with quant map {engine.quant_map}, and version "
+                f"{self.version} is there for map {newest} alone; it is started again with that when it is its turn"
+            )
+        return self
+
+    @cached_property
+    def _quant_map(self) -> str:
+        """Digest of the map of the folder, read once for all engines."""
+        return digest_of(read_quant_map(self.directory))
+
+
+class FleetSettings(TypedDict):
+    """What a Fleet takes beside the run's engines."""
+
+    updates: Updates
+    api_key: str | None
+    request_deadline_s: float
+    """Longest wait for an answer, and for an engine to come back."""
+    load_deadline_s: float
+    """Longest wait for an engine to serve new weights."""
+    keeps_kv: NotRequired[bool]
+    """Whether requests under way go on over the keys and values of the old weights; default: they are read again."""
+    on_change: OnChange | None
+
+
+PERIOD_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+"""Between two attempts to resync an engine that fails each time; the first pauses are shorter."""
+_log = logging.getLogger(__name__)
+
+
+class Monitor:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        updates: Updates,
+        resync: Callable[[Sequence[PooledEngine]], Awaitable[None]],
+        published: Callable[[], int],
+    ) -> None:
+        """`resync` gives the published version to engines and verifies them."""
+        self._pool = pool
+        self._updates = updates
+        self._resync = resync
+        self._published = published
+        self._resyncing: asyncio.Task[None] | None = None
+        self._syncing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        try:
+            while True:
+                try:
+                    await self.look()
+                except (SupersededError, asyncio.CancelledError):
+                    raise
+                except (EvenKeelError, OSError) as error:
+                    _log.warning("a look at the engines failed, the next one follows: %s", error)
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            beside = [task for task in (self._resyncing, self._syncing) if task is not None]
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+
+    async def look(self) -> None:
+        """Look once. Raises what the last resync raised."""
+        if self._resyncing is not None and self._resyncing.done():
+            resyncing, self._resyncing = self._resyncing, None
+            resyncing.result()
+        await self._pool.refresh()
+        settled = await asyncio.to_thread(self._settled)
+        engines = self._pool.engines
+        began = time.monotonic()
+        await asyncio.gather(*(look(engine) for engine in engines if not engine.member.silent))
+        wrong = dict[PooledEngine, str]()
+        if settled is not None and self._updates.newest() == settled[0]:
+            seen = [engine for engine in engines if engine.answered >= began and engine.served != settled[1]]
+            wrong = {engine: f"it serves version {engine.served}, expected {settled[1]}" for engine in seen}
+        for engine in engines:
+            await self._judge(engine, wrong.get(engine))
+        answering = [e for e in self._pool.returnable if e.answered >= began and e.try_at <= time.monotonic()]
+        if answering and self._resyncing is None:
+            self._resyncing = asyncio.create_task(self._try_to_resync(answering))
+        if self._syncing is None or self._syncing.done():  # beside it: a router that hangs delays no look
+            self._syncing = asyncio.create_task(self._pool.sync_router())
+
+    def _settled(self) -> tuple[int, int] | None:
+        """Return the newest update and the version that engines should serve; None while one is under way."""
+        settled = self._updates.settled()
+        if settled is None:
+            return None
+        # Versions only rise: a lower one is what an update that saw a cached listing has remembered.
+        return settled[0], max(self._published(), settled[1] or 0)
+
+    async def _judge(self, engine: PooledEngine, wrong: str | None) -> None:
+        if engine.trouble:
+            admitted, reason = engine.quarantined is None, engine.trouble
+            if engine.quarantined != reason:
+                await self._pool.quarantine(engine, reason)
+            if admitted:
+                self._pool.abandon(engine, reason)
+        if engine.quarantined is not None:
+            return
+        silent_s = time.monotonic() - engine.answered
+        if silent_s > SILENCE_S:
+            reason = f"it has answered nothing for {silent_s:.0f} s"
+            await self._pool.quarantine(engine, reason)
+            self._pool.abandon(engine, reason)
+        elif wrong is not None:
+            await self._pool.quarantine(engine, wrong)
+            self._pool.abandon(engine, wrong)  # a publish that lost it left it paused: it would not answer
+
+    async def _try_to_resync(self, engines: Sequence[PooledEngine]) -> None:
+        try:
+            await self._resync(engines)
+        except (RetryableError, OSError) as error:
+            _log.warning("%d engines could not be resynced, they are tried again: %s", len(engines), error)
+        finally:
+            for engine in engines:
+                if engine.quarantined is not None:
+                    engine.failures += 1
+                    engine.try_at = time.monotonic() + min(_LONGEST_PAUSE_S, 2.0 ** min(engine.failures, 6) / 2)
+
+
+_POLL_S = 0.05
+
+
+async def prepared(
+    pool: EnginePool, engine: PooledEngine, target: Target, deadline_s: float
+) -> tuple[Target, dict[str, float]]:
+    """The target as the engine loads it, once that is there and staged, where the engine can; and prepare_s and
+    stage_s, how long that was waited for.
+
+    Raises EngineVersionError when the engine's replica cannot be made, is beyond the target, or does not come in time,
+    and as Target.of_map does.
+    """
+    watch = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version)
+    member = engine.member
+    own = await asyncio.to_thread(target.of_map, member)
+    if member.replicas:
+        name = await asyncio.to_thread(_name_of, own)
+        own = replace(own, directory=await _replica(pool, member, own.version, name, deadline_s))
+    elif not is_whole(own.directory):
+        raise EngineVersionError(
+            f"engine {engine.index} at {engine.url} has no replica, and {own.directory} holds only what changed; start "
+            "it by `evenkeel role engine`, or publish by another channel (weights.channel)"
+        )
+    watch.lap("prepare_s")
+    if engine.quarantined is None:  # else it serves nobody, and may be paused
+        with suppress(EngineUnavailableError, EngineVersionError):  # loading it, paused, says what is wrong
+            await engine.client.stage(own.directory, deadline_s=deadline_s)
+    watch.lap("stage_s")
+    return own, watch.seconds
+
+
+def _name_of(target: Target) -> str:
+    return replica_name(target.version, read_link(target.directory.parent, target.version).state)
+
+
+async def _replica(pool: EnginePool, member: Member, version: int, name: str, deadline_s: float) -> Path:
+    """The engine's folder of that name, once it is announced."""
+    whose, ends = f"engine {member.index} at {member.url}", time.monotonic() + deadline_s
+    while True:
+        now = await asyncio.to_thread(pool.listed, member) or member
+        folders = {Path(path).name: Path(path) for path in now.replicas}
+        if name in folders:
+            return folders[name]
+        stuck, _, reason = now.stuck.partition(": ")
+        if stuck in (name, numbered(version)):
+            raise EngineVersionError(f"{whose} cannot make its replica {name}: {reason}")
+        if folders and max(folders).partition("-")[0] > numbered(version):
+            raise EngineVersionError(
+                f"{whose} has a replica of {max(folders)}, beyond {name}; it waits for the publish"
+            )
+        if time.monotonic() > ends:
+            raise EngineVersionError(
+                f"{whose} did not make its replica {name} within {deadline_s:g} s (it has {', '.join(folders)}); see "
+                "the log of its role"
+            )
+        await asyncio.sleep(_POLL_S)

@@ -6,12 +6,14 @@ Types are strict: `true` and "5" are no numbers, 5.0 is no integer, and no numbe
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pipeline.errors import EngineVersionError
+from pipeline.errors import EngineUnavailableError, EngineVersionError
 from precision.text import quoted
+from rollout_sglang.transport import Transport
 
 UNKNOWN_ENGINE = 2**16 - 1
 """Index of the engine of a completion that came through a router, which does not say who answered."""
@@ -168,3 +170,90 @@ def claimed_version(weight_version: str) -> int | None:
     """The policy version that an engine claims to hold, verified or not; None when it is none of ours."""
     name = weight_version.removeprefix(UNVERIFIED)
     return int(name) if _VERSION.fullmatch(name) else None
+
+
+SPANS_SINCE = (0, 5, 19)
+SESSIONS_SINCE = (0, 5, 21)
+EXPERTS_SINCE = (0, 5, 23)
+_SESSIONS_SINCE = ".".join(map(str, SESSIONS_SINCE))
+ABORTED = 499
+"""Status of a request that was aborted before the engine took it up; 0.5.17 only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """What one server can do, as far as versions differ."""
+
+    version: str
+    pause: Literal["retract", "abort"]
+    """How it is paused for new weights."""
+    sessions: bool
+    """Whether updates by tensors stand between begin_weight_update and end_weight_update."""
+    records_experts: bool
+    """Whether it can say which experts each token went to."""
+    quantizes: bool
+    """Whether the engine quantizes the weights that it is given (`--quantization`)."""
+    overlaps: bool
+    """Whether it notes what a step has sampled while the next one computes: a server stopped in place has then sampled
+    one token of each request that it has not noted. It does, unless started with --disable-overlap-schedule."""
+
+    stages: bool
+    """Whether it may be asked to take weights while it serves."""
+
+    @property
+    def no_tensors(self) -> str:
+        """Why the engine cannot be sent tensors; empty when it can."""
+        if self.sessions or not self.quantizes:
+            return ""
+        return (
+            f"SGLang {self.version} cannot be sent tensors for weights that it quantizes itself, {_SESSIONS_SINCE} "
+            "can; use weights.channel disk, rollout.precision fp8_block, or a newer SGLang"
+        )
+
+
+class ServerInfo(BaseModel):
+    """GET /server_info, as far as it is read here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: Annotated[str, Field(max_length=100)]
+    quantization: Annotated[str, Field(max_length=100)] | None = None
+    disable_overlap_schedule: bool = False
+    device: Annotated[str, Field(max_length=100)] | None = None
+
+
+def dialect_of(info: ServerInfo) -> Dialect:
+    """A version that is no release (`0.0.0.dev0`, a build from source) counts as the newest."""
+    found = re.match(r"([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})", info.version)
+    number = tuple(map(int, found.groups())) if found else (0, 0, 0)
+    released = number if any(number) else EXPERTS_SINCE
+    return Dialect(
+        version=info.version,
+        pause="retract" if released >= SPANS_SINCE else "abort",
+        sessions=released >= SESSIONS_SINCE,
+        records_experts=released >= EXPERTS_SINCE,
+        quantizes=info.quantization is not None,
+        overlaps=not info.disable_overlap_schedule,
+        stages=info.device == "cpu",
+    )
+
+
+class DialectOf:
+    """The dialect of the server behind a transport; the server is asked once."""
+
+    def __init__(self, transport: Transport, deadline_s: float) -> None:
+        self._transport = transport
+        self._deadline_s = deadline_s
+        self._found: Dialect | None = None
+
+    async def __call__(self) -> Dialect:
+        """Raises EngineUnavailableError when the server does not say."""
+        if self._found is None:
+            answer = await self._transport.call("GET", "/server_info", deadline_s=self._deadline_s)
+            try:
+                self._found = dialect_of(ServerInfo.model_validate_json(answer.content))
+            except ValidationError:
+                raise EngineUnavailableError(
+                    f"{self._transport.url}/server_info names no version of SGLang; see what listens there"
+                ) from None
+        return self._found

@@ -14,7 +14,7 @@ from launch.build.components import build_prompts, build_quant_map, build_sampli
 from launch.build.engines import engine_dtype
 from launch.run.one_engine import OneEngine
 from megatron_bridge.hf.model_config import read_hf_config
-from megatron_bridge.hf.tensor_folder import TensorFolder
+from megatron_bridge.hf.tensor_files import TensorFolder
 from pipeline.analysis.mismatch.measured import Audit, Misheld
 from pipeline.data.batch import Completion, KeptSets, Prompt
 from pipeline.data.routed_experts import RoutedExperts

@@ -44,9 +44,9 @@ from launch.build.engines import check_engines, checksums_of, engine_dtype
 from launch.run.preflight import preflight, seed_policy
 from launch.run.processes import child_environment, run_ranks, torchrun
 from launch.run.replay import learned_otherwise
+from megatron_bridge.hf.folders import write_policy
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from megatron_bridge.hf.tensor_folder import TensorFolder
-from megatron_bridge.hf.writer import write_policy
+from megatron_bridge.hf.tensor_files import TensorFolder
 from pipeline.analysis.mismatch.findings import findings, verdict
 from pipeline.analysis.mismatch.measured import Audit, Measured, Setting
 from pipeline.analysis.mismatch.page import write_page

@@ -38,14 +38,13 @@ from launch.attribution.rows import MOST_MODULES, SCORES_FILE, ScoringJob, read_
 from launch.build.components import build_quant_map
 from launch.build.learner import build_learner
 from launch.run.processes import run_child
-from megatron_bridge.hf.tensor_folder import TensorFolder
+from megatron_bridge.hf.tensor_files import TensorFolder
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import is_fp8
-from megatron_bridge.step.changed_weights import NamedTensors, changed, rounded, scaled
 from megatron_bridge.step.fp8_emulation import emulated, weights_changed
+from megatron_bridge.step.host_weights import NamedTensors, changed, rounded, scaled
 from megatron_bridge.step.micro_batches import TokenRows
-from megatron_bridge.weights.convert import load_hf
-from megatron_bridge.weights.name_map import NameMap
+from megatron_bridge.weights import NameMap, load_hf
 from pipeline.child_process import die_with_parent
 from pipeline.data.batch import KeptSets
 from pipeline.data.routed_experts import RoutedExperts

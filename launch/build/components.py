@@ -25,7 +25,7 @@ from pipeline.tasks.data import check_template
 from pipeline.tasks.mixture import MixedOrder, Mixture, PromptOrder, fitting, order_of
 from pipeline.tasks.tokenizer import Tokenizer, check_written
 from pipeline.trainer.loop import Scoring
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from precision.objectives.base import Objective
 from precision.reference import near
 from precision.text import quoted

@@ -22,15 +22,15 @@ from pipeline.data.quant_maps import NumberedMaps, digest_of
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import NonFiniteError
 from precision.controller.policy import Ladder
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from precision.ratios import MAX_LOG_RATIO, loss_of, token_ess
 from precision.torch_on_use import Tensor
-from rollout_sglang.presence import Presence, look_with
+from rollout_sglang.server.liveness import Presence, look_with
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
     from megatron_bridge.step.micro_batches import TokenRows
-    from megatron_bridge.weight_sync.map_transition import MapTransition
+    from megatron_bridge.weight_sync.streaming import MapTransition
     from precision.formats.quant_map import QuantMap
 
 MIN_SAMPLES = 16
@@ -169,7 +169,7 @@ class EmulationMeter:
 
     def _losses(self, batch: Batch, quant_maps: Sequence[QuantMap]) -> list[float]:
         """-ln ESS with each map emulated, over the sampled tokens of some samples. Raises NonFiniteError."""
-        from megatron_bridge.step.sensitivity import row_scorer
+        from megatron_bridge.step.host_weights import row_scorer
 
         rows, chosen = evidence_of(batch, self.num_tokens)
         score = row_scorer(self.learner, rows)

@@ -22,14 +22,13 @@ from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.gpu_needs import DATA_PARALLEL, OWN_PLACES, PIPELINE_PARALLEL, option
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.engine_pool import OnChange
-from rollout_sglang.fleet import Fleet
+from rollout_sglang.fleet import Fleet, FleetSettings
+from rollout_sglang.protocol import ServerInfo, dialect_of
 from rollout_sglang.server.rollout_python import require_sglang
-from rollout_sglang.server.sglang_compat import ServerInfo, dialect_of
 from rollout_sglang.server.start import EngineSpec, has_cuda
-from rollout_sglang.target import FleetSettings
 from rollout_sglang.weights.update_lease import Updates
 
 if TYPE_CHECKING:

@@ -20,14 +20,12 @@ from launch.build.control import older_maps
 from launch.build.engines import build_fleet, checksums_maker, engine_dtype, fleet_settings
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
-from megatron_bridge.step.learning_rate import LearningRates, RateSpan
-from megatron_bridge.weight_sync.deltas.channel import DeltaChannel
-from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
+from megatron_bridge.step.optimizer import LearningRates, RateSpan
+from megatron_bridge.weight_sync.delta import DeltaChannel
+from megatron_bridge.weight_sync.disk import DiskChannel, ProbeScorer, WeightCheckPlan
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
-from megatron_bridge.weight_sync.map_transition import MapTransition
-from megatron_bridge.weight_sync.probe import ProbeScorer
-from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
-from megatron_bridge.weight_sync.streaming import StreamedChannel
+from megatron_bridge.weight_sync.streaming import MapTransition, StreamedChannel
+from megatron_bridge.weight_sync.transport import ProcessGroupTransport
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.background import noted_in
 from pipeline.config.recipe import Recipe
@@ -48,8 +46,7 @@ from rollout_sglang.server.start import has_cuda
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 
 if TYPE_CHECKING:
-    from megatron_bridge.step.kept_versions import KeptVersions
-    from megatron_bridge.step.reference import ReferencePolicy
+    from megatron_bridge.step.host_weights import KeptVersions, ReferencePolicy
 
 
 MAX_GAP_NATS: dict[RolloutPrecision, float] = {
@@ -191,7 +188,7 @@ def build_versions(recipe: Recipe, learner: MegatronLearner) -> KeptVersions | N
     than the learner's: in sync there is no such one, and a stage is scored at its beginning."""
     if not recipe.num_kept_versions:
         return None
-    from megatron_bridge.step.kept_versions import KeptVersions  # which brings Megatron-Core
+    from megatron_bridge.step.host_weights import KeptVersions
 
     return KeptVersions(learner, lag=recipe.num_kept_versions)
 
@@ -200,7 +197,7 @@ def build_reference(run: RunDirectory, recipe: Recipe, learner: MegatronLearner)
     """What the loss holds the policy near. Collective."""
     if recipe.reference is None:
         return None
-    from megatron_bridge.step.reference import ReferencePolicy  # which brings Megatron-Core
+    from megatron_bridge.step.host_weights import ReferencePolicy
 
     folder = recipe.reference.path or recipe.model.path
     require_same_reference(run, learner, folder)

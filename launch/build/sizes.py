@@ -8,11 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
+from megatron_bridge.parallel.layout import check_layout, check_longest_sample
 from pipeline.config.algorithm import check_mixture
 from pipeline.config.recipe import Recipe
 from pipeline.errors import FatalError, RecipeError
-from rollout_sglang.server.block_shapes import check_block_shapes
+from rollout_sglang.server.capacity import check_block_shapes
 
 HfConfig = Mapping[str, Any]
 

@@ -18,9 +18,8 @@ from pipeline.errors import EngineUnavailableError, ModelError, RecipeError
 from pipeline.rewards.pool import FailureWatch
 from pipeline.rollout.group_sampler import TeacherScores
 from pipeline.tasks.tokenizer import Tokenizer
-from rollout_sglang.server.process import ServerProcess, free_port
-from rollout_sglang.server.start import EngineSpec, start
-from rollout_sglang.teacher import TeacherServers
+from rollout_sglang.client import TeacherServers
+from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port, start
 
 _TRIED_PROMPTS = 4
 

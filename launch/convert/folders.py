@@ -35,8 +35,7 @@ from launch.terminal import counted
 from megatron_bridge.hf.folders import check_free, complete_folder, describe_folder, new_folder
 from megatron_bridge.hf.headers import DTYPES, check_weights, tensor_headers
 from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config
-from megatron_bridge.parallel.layout import Layout, initialize
-from megatron_bridge.parallel.layout_checks import check_layout
+from megatron_bridge.parallel.layout import Layout, check_layout, initialize
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection, layout_name
 from pipeline.data.checksums import verify_folder
@@ -65,7 +64,7 @@ def hf_to_megatron(
     source: Path, out: Path, *, tensor: int, pipeline: int, expert: int, dtype: Number, verify_logprobs: bool
 ) -> dict[str, Any]:
     """HF folder → weights-only distributed checkpoint. Raises ModelError, LayoutError, CorruptCheckpointError."""
-    from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
+    from megatron_bridge.checkpoint.dcp import CheckpointIndex
 
     started = time.monotonic()
     check_free(out)
@@ -96,9 +95,8 @@ def hf_to_megatron(
 
 def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dict[str, Any]:
     """Checkpoint of `hf_to_megatron`, or of a run, → HF folder, one tensor after another."""
-    from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
-    from megatron_bridge.checkpoint.dcp_to_hf import stored_dtype, stream_hf_tensors
-    from megatron_bridge.hf.shard_writer import check_written, whole_tensors, write_shards
+    from megatron_bridge.checkpoint.dcp import CheckpointIndex, stored_dtype, stream_hf_tensors
+    from megatron_bridge.hf.tensor_files import check_written, whole_tensors, write_shards
 
     started = time.monotonic()
     check_free(out)
@@ -125,7 +123,7 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dic
 def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bool) -> dict[str, Any]:
     """HF folder → FP8 HF folder for stock SGLang, in bounded memory. Raises ModelError, NonFiniteError."""
     from megatron_bridge.hf.fp8 import output_bytes, write_fp8_folder
-    from megatron_bridge.hf.shard_writer import check_written
+    from megatron_bridge.hf.tensor_files import check_written
 
     started = time.monotonic()
     check_free(out)
@@ -168,7 +166,7 @@ def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]
 
 def _require_tied(source: Path) -> None:
     """An LM head that a tied model stores as well may be left out only if it is the embedding."""
-    from megatron_bridge.hf.tensor_folder import TensorFolder
+    from megatron_bridge.hf.tensor_files import TensorFolder
 
     folder = TensorFolder(source)
     if folder.digest("lm_head.weight") != folder.digest("model.embed_tokens.weight"):
@@ -194,7 +192,7 @@ def chosen_dtype(source: Path, dtype: Number) -> str:
 def fp8_map(hf_config: dict[str, Any], config: ModelConfig, layout: Fp8Layout) -> QuantMap:
     """Which weights are quantized. Raises ModelError for widths that blocks cannot cut."""
     from precision.formats.quant_map import QuantMap
-    from rollout_sglang.server.block_shapes import check_block_shapes
+    from rollout_sglang.server.capacity import check_block_shapes
 
     experts = config.experts
     if layout == "block128":
@@ -254,8 +252,8 @@ def compare_with_source(index: Any, config: ModelConfig, source: Path, advance: 
     """Read a checkpoint back and compare every HF tensor, bit by bit, with the source in the checkpoint's dtype."""
     import torch
 
-    from megatron_bridge.checkpoint.dcp_to_hf import stream_hf_tensors
-    from megatron_bridge.hf.tensor_folder import TensorFolder
+    from megatron_bridge.checkpoint.dcp import stream_hf_tensors
+    from megatron_bridge.hf.tensor_files import TensorFolder
 
     wanted = TensorFolder(source)
     seen = set()
@@ -405,13 +403,13 @@ def _learner(hf: Path) -> Any:
 def _score_megatron(learner: Any, hf: Path, checkpoint: Path, rows: list[list[int]]) -> dict[str, Any]:
     import torch
 
-    from megatron_bridge.checkpoint import weights_only
+    from megatron_bridge.checkpoint.training_state import load_weights
 
     chunks = [chunk.module for chunk in learner.model]
     with torch.no_grad():
         for parameter in (p for chunk in chunks for p in chunk.parameters()):
             parameter.fill_(float("nan"))  # what the checkpoint does not fill must not go unnoticed
-    weights_only.load(checkpoint, chunks)
+    load_weights(checkpoint, chunks)
     ours, theirs = learner.score_tokens(rows), transformers_scores(hf, None, rows)
     return dict(max_gap_nats=float(_gaps(ours, theirs).max()), tokens=len(_gaps(ours, theirs)))
 
@@ -472,7 +470,7 @@ def _dequantized_model(hf_config: Any, folder: Path, quant: Any) -> Any:
 
 
 def _quantize_input(rollout_format: Any) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
-    from precision.formats.by_format import fake_quantize_activation_as
+    from precision.formats.formats import fake_quantize_activation_as
 
     return lambda _, inputs: (fake_quantize_activation_as(inputs[0], rollout_format), *inputs[1:])
 
@@ -505,9 +503,9 @@ def _write_share(job: dict[str, Any]) -> None:
     """Load this rank's share of the HF folder, and save it with the other ranks."""
     import torch
 
-    from megatron_bridge.checkpoint import weights_only
+    from megatron_bridge.checkpoint.training_state import save_weights
     from megatron_bridge.model.build import build_chunks
-    from megatron_bridge.weights.convert import load_hf
+    from megatron_bridge.weights import load_hf
 
     section = LearnerSection.model_validate(job["learner"])
     layout, source = Layout.of(section), Path(job["source"])
@@ -515,7 +513,7 @@ def _write_share(job: dict[str, Any]) -> None:
     config = ModelConfig.from_hf(read_hf_config(source))
     chunks = build_chunks(config, layout, getattr(torch, DTYPES[job["dtype"]]), 1.0)
     load_hf(chunks, config, source)
-    weights_only.save(Path(job["out"]), chunks)
+    save_weights(Path(job["out"]), chunks)
 
 
 if __name__ == "__main__":

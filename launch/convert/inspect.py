@@ -136,7 +136,7 @@ def _problems(folder: Path, headers: Mapping[str, TensorHeader]) -> list[str]:
 
 
 def _read_checkpoint(folder: Path) -> Contents:
-    from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
+    from megatron_bridge.checkpoint.dcp import CheckpointIndex
 
     index = CheckpointIndex(folder)
     names = {dtype: name for name, dtype in DTYPES.items()}

@@ -33,7 +33,7 @@ CALIBRATION_ROWS, ROW_TOKENS = 32, 128
 def hf_to_modelopt(source: Path, out: Path, *, calibration: Path | None) -> dict[str, Any]:
     """HF folder → FP8 folder with calibrated, static scales. Raises ModelError."""
     from megatron_bridge.hf.modelopt import SCALES, check_scales, store_export
-    from megatron_bridge.hf.shard_writer import check_written
+    from megatron_bridge.hf.tensor_files import check_written
     from precision.formats.quant_map import QuantMap
 
     started = time.monotonic()

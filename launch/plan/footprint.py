@@ -78,7 +78,7 @@ class Workload:
     """Whether there are buckets while a step trains: the channel sends beside training, or keeps its buffer."""
     emulates_at_publish: bool = False
     """Whether each publish rounds all matrices once more as engines hold them, to measure what that does
-    (megatron_bridge.weight_sync.probe)."""
+    (megatron_bridge.weight_sync.disk)."""
     allowance: Allowance = Allowance()
 
     @classmethod

@@ -109,7 +109,7 @@ def cluster_needs(planner: Planner, *, gpus_per_learner_host: int, gpus_per_engi
 
 def _learner(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
     """A save copies the shard of each rank to host memory before it writes it, and gathers nothing
-    (megatron_bridge.checkpoint.optimizer_shares). What is published lies there too, until its folder is written."""
+    (megatron_bridge.checkpoint.training_state). What is published lies there too, until its folder is written."""
     stages = footprints(planner.config, planner.recipe.learner, planner.workload(planner.recipe.learner))
     # Host copies of the reference's share, and of that of older versions (megatron_bridge.step).
     copies = (planner.recipe.reference is not None) + planner.recipe.num_kept_versions
@@ -125,7 +125,7 @@ def _learner(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
 
 
 def _snapshot_bytes(planner: Planner, gpus: int) -> float:
-    """Every rank that sends to an engine keeps its stage's share of a version (megatron_bridge.weight_sync.snapshot);
+    """Every rank that sends to an engine keeps its stage's share of a version (megatron_bridge.weight_sync.streaming);
     as many of them as can be on one host. By disk, one process reads or writes the whole policy."""
     recipe, stages = planner.recipe, planner.recipe.learner.pipeline_parallel
     if recipe.weights.channel == "disk":

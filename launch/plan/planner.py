@@ -30,7 +30,7 @@ from launch.plan.costs import (
 )
 from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints, worst_footprint
 from megatron_bridge.hf.model_config import ModelConfig, read_config
-from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
+from megatron_bridge.parallel.layout import check_layout, check_longest_sample
 from pipeline.config.algorithm import check_gpu_serves
 from pipeline.config.loader import SHIPPED, find_recipe, load_recipe
 from pipeline.config.recipe import LearnerSection, Recipe, layout_name

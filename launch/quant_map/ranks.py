@@ -20,7 +20,7 @@ from launch.build.learner import build_learner
 from launch.quant_map.suggest import RecordedRows, ScoredRow, judged, token_rows
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.step.sensitivity import row_scorer
+from megatron_bridge.step.host_weights import row_scorer
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
 from pipeline.data.files import write_atomically
@@ -28,8 +28,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import ModelError
 from pipeline.trainer.checkpoints import Checkpoints
-from precision.formats.quant_map import QuantMap
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMap, QuantMapFile
 from precision.mismatch.sensitivity import layer_groups
 
 FP8_BYTES = 1

@@ -29,8 +29,7 @@ from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError
-from precision.formats.quant_map import QuantMap
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMap, QuantMapFile
 from precision.mismatch.sensitivity import Score, promote_greedily, rank_groups
 from precision.mismatch.statistics import Gap
 from precision.torch_on_use import Tensor, torch

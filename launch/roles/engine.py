@@ -44,11 +44,9 @@ from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, StoreError, SupersededError
 from pipeline.ports.weights import verify_policy
-from rollout_sglang.presence import Look, Presence, look_with
-from rollout_sglang.server.liveness import Liveness
-from rollout_sglang.server.process import ServerProcess
-from rollout_sglang.server.start import EngineSpec, before_port, server_url, start, start_router
-from rollout_sglang.weights.replica_keeper import ReplicaKeeper
+from rollout_sglang.server.liveness import Liveness, Look, Presence, look_with
+from rollout_sglang.server.start import EngineSpec, ServerProcess, before_port, server_url, start, start_router
+from rollout_sglang.weights.replica import ReplicaKeeper
 
 DEFAULT_PORT = 30000
 """Of engine 0, where neither --port nor rollout.port says another; engine i has the i-th after it."""

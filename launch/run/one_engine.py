@@ -17,7 +17,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.weights import ComingCheck, WeightCheck, verify_policy
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server import start as server
-from rollout_sglang.server.process import ServerProcess, free_port
+from rollout_sglang.server.start import ServerProcess, free_port
 from rollout_sglang.weight_verifier import WeightVerifier
 from rollout_sglang.weights.update_lease import fresh_number
 

@@ -33,8 +33,7 @@ from pipeline.ports.weights import WeightCheck
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.audit import formats_of
 from precision.text import listed, quoted
-from rollout_sglang.server.process import check_port_free
-from rollout_sglang.server.start import has_cuda
+from rollout_sglang.server.start import check_port_free, has_cuda
 
 _MARKS = re.compile("think|thought|reason|answer|solution|tool", re.IGNORECASE)
 """In the name of a special token that a reward of the format may look for, unlike those of roles and ends."""
@@ -128,8 +127,8 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     if run.is_published():
         return
     from launch.build.engines import checksums_of
-    from megatron_bridge.hf.tensor_folder import TensorFolder
-    from megatron_bridge.hf.writer import write_policy
+    from megatron_bridge.hf.folders import write_policy
+    from megatron_bridge.hf.tensor_files import TensorFolder
 
     source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
     tensors, quant = TensorFolder(source).tensors(), build_quant_map(recipe)

@@ -24,7 +24,7 @@ from launch.run.processes import child_environment, run_child, run_ranks, saying
 from launch.terminal import counted, going_on
 from megatron_bridge.hf.folders import check_free
 from megatron_bridge.hf.model_config import read_hf_config
-from megatron_bridge.parallel.layout_checks import check_layout
+from megatron_bridge.parallel.layout import check_layout
 from pipeline.analysis.run_log import SFT_FILE
 from pipeline.child_process import die_with_parent, see_own_classes
 from pipeline.config.loader import load_recipe, overridden_keys, recipe_from

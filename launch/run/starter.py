@@ -19,8 +19,7 @@ from pipeline.config.sections import RolloutSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import MachineError, RecipeError, RetryableError
 from pipeline.gpu_needs import OWN_PLACES, GpuNeeds, option
-from rollout_sglang.server.process import free_ports
-from rollout_sglang.server.start import num_gpus
+from rollout_sglang.server.start import free_ports, num_gpus
 
 StartedRole = Literal["learner", "collector", "engine", "router"]
 

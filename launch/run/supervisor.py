@@ -33,7 +33,7 @@ from pipeline.data.files import remove_leftovers
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, DiskFullError, FatalError, SupersededError
-from rollout_sglang.server.process import ERROR_NAMED
+from rollout_sglang.server.start import ERROR_NAMED
 
 POLL_S = 0.25
 SERVERS_GRACE_S = 3.0

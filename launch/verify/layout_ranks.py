@@ -16,8 +16,7 @@ from launch.run.processes import run_child
 from launch.verify.layouts import MAX_ROW
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
-from megatron_bridge.parallel.layout_checks import check_layout
+from megatron_bridge.parallel.layout import Layout, check_layout, initialize, leave_layout
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.batch import Batch, LogprobContract, Response, given_batch

@@ -9,7 +9,12 @@ foreign classes before Megatron loads it. `common.pt`, tensors and the state of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import pickle
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,17 +22,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_bridge.checkpoint.beside_training import ShardSave, storages_of
-from megatron_bridge.checkpoint.damage import damage_as
-from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
-from megatron_bridge.checkpoint.optimizer_shares import share_optimizer_state
-from megatron_bridge.checkpoint.shard_writers import write_in_threads
-from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_weights
+from megatron_bridge.checkpoint.dcp import CheckpointIndex, StoredTensor
 from megatron_bridge.parallel.layout import Layout
+from pipeline import spans
+from pipeline.background import in_background, is_over
+from pipeline.data.checksums import Fingerprint, fingerprints
 from pipeline.data.files import machine_failure
-from pipeline.errors import CorruptCheckpointError
+from pipeline.errors import CorruptCheckpointError, StoreError
 from precision.text import one_line
 
 _RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -40,10 +49,10 @@ def begin_save(
     *,
     step: int,
     layout: Layout,
-    all_of: Callable[[Callable[[], bool]], bool],
+    gather: Callable[[Callable[[], Any]], list[Any]],
 ) -> ShardSave:
     """Write weights, optimizer state, step and RNG state, as they are now, into an empty directory. Collective.
-    `all_of` as in ShardSave."""
+    `gather` as in ShardSave."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -54,7 +63,7 @@ def begin_save(
     write_in_threads()
     in_training = storages_of(state)
     return ShardSave(
-        dist_checkpointing.save(state, str(directory), async_sharded_save=True), all_of, in_training=in_training
+        dist_checkpointing.save(state, str(directory), async_sharded_save=True), gather, in_training=in_training
     )
 
 
@@ -207,3 +216,348 @@ def _restore_rng(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def save_weights(directory: Path, chunks: Sequence[Any]) -> None:
+    """Write the weights of the model chunks (not wrapped in DDP) into an empty directory. Collective."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    write_in_threads()
+    dist_checkpointing.save(sharded_weights(chunks), str(directory))
+
+
+def load_weights(directory: Path, chunks: Sequence[Any]) -> None:
+    """Fill the model chunks from a weights-only checkpoint, or from the weights of a run's. Collective.
+
+    Stored values are cast to the chunks' dtype. Raises CorruptCheckpointError.
+    """
+    index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
+    with damage_as(
+        lambda why: (
+            f"{directory} does not hold this model's weights ({why}); look at it with `evenkeel convert inspect`"
+        )
+    ):
+        loaded = dist_checkpointing.load(sharded_weights(chunks, index.tensors), str(directory))
+    with torch.no_grad():
+        for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
+            fill(chunk, loaded[key])
+
+
+def sharded_weights(
+    chunks: Sequence[Any], stored: Mapping[str, StoredTensor] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Chunk key → parameter name → where it lies in a checkpoint: in the one that holds `stored`, or in a new one."""
+    found = {}
+    for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
+        state = {name: entry for name, entry in chunk.sharded_state_dict().items() if not _is_extra(name)}
+        for entry in state.values():
+            if stored is not None and isinstance(entry, ShardedTensor):
+                entry.key = _stored_key(entry.key, stored)
+        found[key] = state
+    return found
+
+
+def fill(chunk: Any, state: Mapping[str, Any]) -> None:
+    """Copy loaded values into a chunk that is not wrapped in DDP. Raises CorruptCheckpointError if some are missing."""
+    missing, unexpected = chunk.load_state_dict(state, strict=False)
+    wrong = [name for name in (*missing, *unexpected) if not _is_extra(name)]
+    if wrong:
+        raise CorruptCheckpointError(
+            f"{len(wrong)} names of the checkpoint's weights are not those of this model, the first {wrong[0]}; "
+            "give the checkpoint of this model"
+        )
+
+
+def _is_extra(name: str) -> bool:
+    return "._extra_state" in name  # TE's grouped linears add a number
+
+
+_MIXTURE_NORMS = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+"""The norm before a mixture, as Megatron's own layers and TE's name it in checkpoints. All else has one name."""
+
+
+def _stored_key(key: str, stored: Mapping[str, StoredTensor]) -> str:
+    for own, other in (_MIXTURE_NORMS, _MIXTURE_NORMS[::-1]):
+        renamed = key.removesuffix(own) + other
+        if key.endswith(own) and key not in stored and renamed in stored:
+            return renamed
+    return key
+
+
+def chunk_keys(chunks: Sequence[Any]) -> list[str]:
+    """Megatron's names of a rank's chunks.
+
+    They count in this process only: a checkpoint names tensors by their layer in the whole model, so that virtual
+    stages reshard like any others.
+    """
+    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+
+
+_OF_DAMAGE = (CheckpointingException, OSError, KeyError, EOFError, pickle.UnpicklingError)
+_SAID_OF_DAMAGE = ("PytorchStreamReader", "corrupt", "size mismatch")
+"""By a RuntimeError of torch.load, or of load_state_dict."""
+_SHORT = (MemoryError, torch.OutOfMemoryError)
+
+
+@contextmanager
+def damage_as(message: Callable[[str], str]) -> Iterator[None]:
+    """Raises CorruptCheckpointError for damage that is met while a checkpoint is loaded; `message` is given why."""
+    try:
+        yield
+    except CheckpointException as error:  # a BaseException, with what each rank met while it read
+        met = [failure for failure, _ in error.failures.values()]
+        if blameless := [one for one in met if _is_blameless(one)]:
+            raise blameless[0] from error
+        raise CorruptCheckpointError(message(one_line(met[0], 300))) from error
+    except _OF_DAMAGE as error:
+        if _is_blameless(error):
+            raise
+        raise CorruptCheckpointError(message(one_line(error, 300))) from error
+    except RuntimeError as error:
+        if not any(said in str(error) for said in _SAID_OF_DAMAGE):
+            raise
+        raise CorruptCheckpointError(message(one_line(error, 300))) from error
+
+
+def _is_blameless(error: BaseException) -> bool:
+    """Whether a machine made the error, and not what was written."""
+    return isinstance(error, _SHORT) or "CUDA error" in str(error) or machine_failure(error) is not None
+
+
+class ShardSave:
+    """A save that goes on while the learner trains, of one rank: implements pipeline.ports.learner.SaveUnderWay.
+
+        main thread   plan ─▶ copy to host memory ─▶ train ─▶ train ─▶ "are all written?" ─▶ index of the shards
+        writer thread                             └─▶ write, fsync and hash this rank's shards ─┘
+
+    Megatron-Core prepares such a save as a request: a function that writes, and functions that complete the folder once
+    all ranks have written. The copy takes as much host memory as the rank's share of the checkpoint, until it is
+    written.
+    """
+
+    def __init__(
+        self, request: Any, gather: Callable[[Callable[[], Any]], list[Any]], *, in_training: frozenset[int]
+    ) -> None:
+        """`request` is Megatron-Core's AsyncRequest; `gather` is collective: every rank's result, a JSON value.
+        `in_training` are the `storages_of` what training goes on with."""
+        self.hashed: dict[str, Fingerprint] = {}
+        self._gather = gather
+        self._complete = list(request.finalize_fns)
+        arguments = list(request.async_fn_args)
+        files = {key: Path(path) for path, key, _ in arguments[1]} if arguments else {}
+        if request.preload_fn is not None:
+            arguments[1] = _copied(request.async_fn_args[1], in_training)
+            for _, _, (_, tensors) in request.async_fn_args[1]:
+                tensors.clear()  # Megatron's writer keeps them until all ranks have written
+
+        def write() -> dict[str, Any]:
+            if request.async_fn is None:  # this rank holds nothing that another one does not write
+                return {}
+            with spans.span("save", "write"):
+                request.async_fn(*arguments, **request.async_fn_kwargs)
+                arguments.clear()  # the copy's memory
+            found = dict(zip(files, fingerprints(list(files.values())), strict=True))
+            if missing := [name for name, one in found.items() if one is None]:
+                raise StoreError(f"{files[missing[0]]} vanished while it was saved; see who removes it")
+            return found
+
+        self._written = in_background(write, "shards")
+
+    def advance(self, wait_s: float) -> bool:
+        """See SaveUnderWay."""
+        shares = self._gather(lambda: self._written.result() if is_over(self._written, wait_s) else None)
+        if None in shares:
+            return False
+        self.hashed = {name: Fingerprint(*found) for share in shares for name, found in share.items()}
+        for complete in self._complete:
+            complete()
+        return True
+
+
+def storages_of(state: Any) -> frozenset[int]:
+    """Where the tensors of a sharded state have their numbers."""
+    data = (entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor | ShardedTensorFactory))
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in data)
+
+
+def _copied(buckets: list[Any], in_training: frozenset[int]) -> list[Any]:
+    """Buckets in host memory, whose tensors no optimizer step changes.
+
+    Megatron's own `preload_fn` copies into pinned memory, which torch rounds up to powers of two and never gives back:
+    that may be as much again as the checkpoint. This copy takes longer, and what it needs, and that for a while.
+    """
+    return [
+        (path, key, (texts, [(item, _own(tensor, in_training)) for item, tensor in tensors]))
+        for path, key, (texts, tensors) in buckets
+    ]
+
+
+def _own(tensor: torch.Tensor, in_training: frozenset[int]) -> torch.Tensor:
+    """A part of a larger tensor on the host is a copy already."""
+    if tensor.device.type != "cpu":
+        return tensor.to("cpu")
+    return tensor.clone() if tensor.untyped_storage().data_ptr() in in_training else tensor
+
+
+_Writer = filesystem_async.FileSystemWriterAsync
+
+
+class _Outcome:
+    """Both queues that Megatron's writer is given, for one writer: what it wrote, or what it met."""
+
+    value: tuple[int, Any]
+
+    def put(self, value: tuple[int, Any]) -> None:
+        self.value = value
+
+    def get(self) -> None:
+        """A writer says that it is done by taking one entry."""
+
+    def task_done(self) -> None:
+        """See `get`."""
+
+
+def write_in_threads() -> None:
+    """From now on, a save of this process forks nothing. One that blocks hands its results over inside this process:
+    left alone, Megatron starts a manager process for them, too."""
+    filesystem_async._results_queue = queue.SimpleQueue()
+    _Writer.write_preloaded_data_multiproc = staticmethod(_write_all)
+
+
+def _write_all(
+    transforms: Sequence[Any], use_msc: bool, _rank: int, buckets: Sequence[Any], results: queue.SimpleQueue[Any]
+) -> None:
+    """In place of Megatron's function of these arguments. `results` gets what each bucket's writer returns, by its
+    number. Raises the first error that one met, which Megatron would lose on its way to rank 0."""
+    options = {"use_msc": True} if use_msc else {}
+
+    def write(number: int) -> tuple[int, Any]:
+        outcome = _Outcome()
+        _Writer.write_preloaded_data(transforms, number, buckets[number], outcome, outcome, True, **options)
+        return outcome.value
+
+    with ThreadPoolExecutor(max(1, len(buckets)), thread_name_prefix="shard-writer") as threads:
+        written = dict(threads.map(write, range(len(buckets))))
+    for found in written.values():
+        if isinstance(found, Exception):
+            raise found
+    results.put(written)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where it begins in a tensor, and how long it is, in each dimension."""
+
+
+def share_optimizer_state() -> None:
+    """From now on, the fully reshardable format of this process has each rank's own share."""
+    DistributedOptimizer.sharded_param_state_fully_reshardable = _own_share
+    DistributedOptimizer.load_parameter_state_from_fully_reshardable = _take_share
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The elements from `start` up to `stop` of a tensor of this shape, counted row by row, as boxes in that order."""
+    if start >= stop:
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # of the whole rows, and after them
+    if first > last:  # all within one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    for begin, size in boxes_of_range(shape[1:], start, stop):
+        yield (row, *begin), (1, *size)
+
+
+def _own_share(
+    self: Any,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    metadata: Any = None,  # noqa: ARG001
+) -> dict[int, dict[str, list[ShardedTensor]]]:
+    """In place of Megatron's method of these arguments: parameter's number → kind of state → boxes of this rank's range
+    of it, in its order. Loaded boxes get memory of their own on the host."""
+    places = {entry.data: entry for entry in nested_values(model_sharded_state_dict) if _is_of_parameter(entry)}
+    share = {}
+    for number, (parameter, start, stop) in enumerate(_held_ranges(self)):
+        parts = _parts(places[parameter])
+        share[number] = {
+            kind: [
+                box
+                for part, offset in parts
+                for box in _sharded_boxes(kind, part, offset, flat, start, stop, with_data=not is_loading)
+            ]
+            for kind, flat in _state_tensors(self, parameter).items()
+        }
+    return share
+
+
+@torch.no_grad()
+def _take_share(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
+    """In place of Megatron's method: copy what was loaded for `_own_share` into the optimizer."""
+    for number, (parameter, _, _) in enumerate(_held_ranges(self)):
+        for kind, flat in _state_tensors(self, parameter).items():
+            flat.copy_(torch.cat([box.flatten() for box in loaded[number][kind]]))
+
+
+def _held_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
+    """Each parameter of which this rank keeps state, and the range of its flattened elements."""
+    for buckets in optimizer.gbuf_ranges:
+        for bucket in (one for of_dtype in buckets.values() for one in of_dtype):
+            for parameter, ranges in bucket["param_map"].items():
+                yield parameter, ranges["param"].start, ranges["param"].end
+
+
+def _state_tensors(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Main copy and moments [elements of the range]. Steps are with the groups (see training_state)."""
+    found: dict[str, Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
+    return {kind: tensor.detach() for kind, tensor in found.items() if kind != "step"}
+
+
+def _is_of_parameter(entry: Any) -> bool:
+    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
+
+
+def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]]:
+    """The parts of a parameter that a checkpoint has in different places, such as gate and up of an MLP; each with
+    the number of the parameter's elements before it. Raises ValueError for a part that is not a run of elements."""
+    if isinstance(entry, ShardedTensor):
+        return [(entry, 0)]
+    whole, parts = entry.data, list(nested_values(entry.build()))
+    for part in parts:
+        shared = part.data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        if not (shared and part.data.is_contiguous()):
+            raise ValueError(f"{part.key} is stored in another order than the optimizer's; its state cannot be shared")
+    placed = [(part, part.data.storage_offset() - whole.storage_offset()) for part in parts]
+    return sorted(placed, key=lambda one: one[1])
+
+
+def _sharded_boxes(
+    kind: str, part: ShardedTensor, offset: int, flat: Tensor, start: int, stop: int, *, with_data: bool
+) -> Iterator[ShardedTensor]:
+    """What the range from `start` to `stop` of a parameter, with the state `flat` [stop - start], has of `part`, whose
+    elements begin at `offset` of the parameter."""
+    at = max(start, offset)
+    shape = tuple(part.local_shape)
+    more = (0,) * part.prepend_axis_num
+    for begin, size in boxes_of_range(shape, at - offset, min(stop - offset, math.prod(shape))):
+        number = math.prod(size)
+        size = (*(1 for _ in more), *size)
+        yield ShardedTensor(
+            key=f"optimizer.state.{kind}.{part.key}",
+            data=flat[at - start : at - start + number].view(size) if with_data else None,
+            dtype=flat.dtype,
+            local_shape=size,
+            global_shape=part.global_shape,
+            global_offset=tuple(map(sum, zip(part.global_offset, (*more, *begin), strict=True))),
+            axis_fragmentations=None,  # no regular grid
+            replica_id=(*part.replica_id[:2], 0),  # no two data parallel ranks have the same elements
+            allow_shape_mismatch=part.allow_shape_mismatch,
+        )
+        at += number

@@ -9,15 +9,26 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from megatron_bridge.hf.model_config import read_hf_config
+from megatron_bridge.hf.tensor_files import SHARD_BYTES, Manifest, whole_tensors, write_shards
+from megatron_bridge.parallel.rank_sync import RankZero, taking
+from pipeline.background import tell_when_done
 from pipeline.data.checksums import list_checksums, sync_files
-from pipeline.data.files import fsync_directory, is_temporary, temporary_name
+from pipeline.data.files import fsync_directory, is_temporary, require_space, size_of, temporary_name
+from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import EvenKeelError, ModelError
+from pipeline.ports.weights import ChecksumRecorder
+from precision.formats.quant_map import QuantMap
+from precision.formats.streams import quantize_state
 
 COMPANION_FILES = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
@@ -128,3 +139,149 @@ def _last_written(folder: Path) -> float:
     with suppress(FileNotFoundError):
         return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
     return math.inf
+
+
+def write_policy(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    source_folder: Path,
+    target: Path,
+    quant: QuantMap | None,
+    *,
+    digests: ChecksumRecorder | None = None,
+    beside: Callable[[Path], None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    fence: Callable[[], None] = unfenced,
+) -> None:
+    """Write `named_tensors` (HF names, the whole model) as the policy folder `target`, replacing one that is there.
+
+    config.json and the tokenizer come from `source_folder`; `quant` converts weights to the rollout's formats, and
+    `digests` observes what is written. `beside` writes more files into the folder before it gets its name, which
+    stand in place of those of `source_folder`.
+    manifest.json holds `{"tensors": …}`, a `shard_writer.Manifest`. Needs no Megatron and no process group.
+    """
+    weights = write_weights(named_tensors, source_folder, target, quant, digests=digests, shard_bytes=shard_bytes)
+    weights.complete(beside, fence)
+
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    """The weights of a policy folder that has no name yet."""
+
+    temporary: Path
+    target: Path
+    manifest: Manifest
+    source_folder: Path
+    quant: QuantMap | None
+
+    def complete(self, beside: Callable[[Path], None] | None, fence: Callable[[], None] = unfenced) -> None:
+        """Add what `write_policy` says, and give the folder its name. All of it is read and synced, which may take
+        many minutes. It is removed on failure."""
+        try:
+            if beside is not None:
+                beside(self.temporary)
+            complete_policy(self.temporary, self.target, self.manifest, self.source_folder, self.quant, fence)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """On a full disk it would be in its own way."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def write_weights(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    source_folder: Path,
+    target: Path,
+    quant: QuantMap | None,
+    *,
+    digests: ChecksumRecorder | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> WrittenWeights:
+    """The first part of `write_policy`."""
+    require_space(target.parent, expected_bytes(target, source_folder, quant), f"the weights in {target.name}")
+    temporary = temporary_name(target)
+    temporary.mkdir(parents=True)
+    stream = named_tensors if quant is None else quantize_state(named_tensors, quant)
+    if digests is not None:
+        stream = digests.watch(stream)
+    try:
+        manifest = write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return WrittenWeights(temporary, target, manifest, source_folder, quant)
+
+
+def complete_delta(
+    temporary: Path,
+    target: Path,
+    manifest: Mapping[str, Mapping[str, Any]],
+    quant: QuantMap | None,
+    fence: Callable[[], None],
+) -> None:
+    """As `complete_policy`, for a folder that holds only what changed (pipeline.data.deltas)."""
+    if quant is not None:
+        write_quant_map(temporary, quant.to_file())
+    write_manifest(temporary, manifest)
+    replace_folder(temporary, target, fence)
+
+
+def expected_bytes(target: Path, source_folder: Path, quant: QuantMap | None) -> int:
+    """As many as the largest version before has (a delta is smaller than what is written whole); of the first, those of
+    the source. Quantized ones are not known before."""
+    before = [path for path in target.parent.glob("[0-9]*") if path.is_dir() and target.name.isdigit()]
+    if before:
+        return max(size_of(path) for path in before)
+    return sum(path.stat().st_size for path in source_folder.glob("*.safetensors")) if quant is None else 0
+
+
+def complete_policy(
+    temporary: Path,
+    target: Path,
+    manifest: Mapping[str, Mapping[str, Any]],
+    source_folder: Path,
+    quant: QuantMap | None,
+    fence: Callable[[], None],
+) -> None:
+    """Add everything but the weights to a folder that holds the shards of `manifest`, sync it, give it its name."""
+    quantization = None
+    if quant is not None:
+        quantization = quant.to_hf_quantization_config()
+        write_quant_map(temporary, quant.to_file())
+    complete_folder(temporary, source_folder, read_hf_config(source_folder), manifest, quantization)
+    replace_folder(temporary, target, fence)
+
+
+def export_policy(
+    tensors: Iterator[tuple[str, Tensor]],
+    model_folder: Path,
+    folder: Path,
+    rank_zero: RankZero,
+    *,
+    fence: Callable[[], None],
+    quant: QuantMap | None = None,
+    digests: ChecksumRecorder | None = None,
+    beside: Callable[[Path], None] | None = None,
+) -> None:
+    """Write named HF tensors, with config and tokenizer of `model_folder`, as the policy folder `folder`; `digests` and
+    `beside` as in `write_policy`.
+
+    Collective: each tensor is gathered from all ranks when it is asked for, so every rank exhausts `tensors`. What
+    fails on one rank is raised on every rank, after all ranks have finished gathering. Then rank 0 hashes and syncs the
+    whole folder, which for a large model takes longer than the others may wait in one collective.
+    """
+    written: list[WrittenWeights] = []
+
+    def take() -> None:
+        with taking(tensors):
+            if rank_zero.is_rank_zero:
+                written.append(write_weights(tensors, model_folder, folder, quant, digests=digests))
+
+    try:
+        rank_zero.everywhere(take)
+    except BaseException:
+        for weights in written:
+            weights.remove()
+        raise
+    tell_when_done(rank_zero, lambda: written[0].complete(beside, fence))

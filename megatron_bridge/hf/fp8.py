@@ -19,9 +19,16 @@ from torch import Tensor
 
 from megatron_bridge.hf.folders import complete_folder
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from megatron_bridge.hf.shard_writer import SHARD_BYTES, Manifest, Pieces, write_shards
-from megatron_bridge.hf.tensor_folder import PIECE_BYTES, TensorFolder
-from megatron_bridge.hf.tensor_specs import num_bytes, torch_dtype
+from megatron_bridge.hf.tensor_files import (
+    PIECE_BYTES,
+    SHARD_BYTES,
+    Manifest,
+    Pieces,
+    TensorFolder,
+    num_bytes,
+    torch_dtype,
+    write_shards,
+)
 from pipeline.ports.weights import TensorSpec
 from precision.formats.formats import E4M3, dequantize_block, quantize_block, scale_of, to_e4m3
 from precision.formats.quant_map import QuantMap

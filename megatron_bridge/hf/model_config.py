@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.data.files import MODEL_JSON_BYTES, read_at_most
 from pipeline.errors import ModelError
-from precision.formats.stacks import STACKS, qkv_rows
+from precision.formats.rollout_format import STACKS, qkv_rows
 from precision.text import parse_object, quoted
 
 _MOST = 2**31 - 1
@@ -25,6 +25,33 @@ _LEFT_OUT: dict[str, dict[str, int]] = {
     "Qwen2ForCausalLM": dict(num_key_value_heads=32),
 }
 """What transformers and SGLang take where a config.json leaves a key out; null and Llama's say other things."""
+
+
+MEGATRON_ENDS = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+"""Megatron-Core's parameters outside the layers → Hugging Face tensors."""
+MEGATRON_LAYER: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"), ("input_layernorm.weight",)),
+    (("self_attention.linear_qkv.weight",), tuple(f"self_attn.{part}.weight" for part in STACKS["qkv_proj"])),
+    (("self_attention.linear_qkv.bias",), tuple(f"self_attn.{part}.bias" for part in STACKS["qkv_proj"])),
+    (("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
+    (("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
+    (("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",)),
+    (("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"), ("post_attention_layernorm.weight",)),
+    (("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    (("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",)),
+    (("mlp.router.weight",), ("mlp.gate.weight",)),
+)
+"""Within a layer: Megatron-Core's names of a parameter, that of TE's layers first (TE fuses norms into the linear that
+follows), and the Hugging Face tensors that it holds one after the other."""
+MEGATRON_EXPERT = {
+    "linear_fc1.weight": ("gate_proj.weight", "up_proj.weight"),
+    "linear_fc2.weight": ("down_proj.weight",),
+}
+"""The same within an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from megatron_bridge.hf.folders import complete_folder
-from megatron_bridge.hf.shard_writer import Manifest, write_shards
-from megatron_bridge.hf.tensor_folder import TensorFolder
-from megatron_bridge.hf.tensor_specs import torch_dtype
+from megatron_bridge.hf.tensor_files import Manifest, TensorFolder, torch_dtype, write_shards
 from pipeline.errors import ModelError
 from precision.formats.formats import E4M3
 from precision.formats.quant_map import QuantMap

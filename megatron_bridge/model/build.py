@@ -24,10 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.model.logprobs import vocab_parallel_logprobs
-from megatron_bridge.model.logprobs_kept import KeptRows
+from megatron_bridge.model.logprobs import KeptRows, vocab_parallel_logprobs
 from megatron_bridge.model.packed_attention import PackedAttention
-from megatron_bridge.model.te_precision import Layers, fp8_arguments, is_fp8, require_fp8
+from megatron_bridge.model.te_precision import BLOCK_MULTIPLE, GEMM_MULTIPLE, Layers, fp8_arguments, is_fp8
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.recipe import LearnerPrecision
 from pipeline.errors import ModelError
@@ -308,3 +307,43 @@ def _block_spec(config: TransformerConfig, model_config: ModelConfig, virtual_st
     attention.core_attention = PackedAttention
     num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def require_fp8(precision: LearnerPrecision, layers: Layers, config: ModelConfig, layout: Layout) -> None:
+    """Raise ModelError where this process cannot train this model in FP8."""
+    wanted = (9, 0) if precision == "fp8_block" else (8, 9)
+    if not torch.cuda.is_available():
+        found = "there is no CUDA device"
+    elif layers != "transformer_engine":
+        found = "the layers are Megatron's own"
+    elif torch.cuda.get_device_capability() < wanted:
+        found = f"the GPU has compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}"
+    else:
+        _check_sizes(precision, config, layout)
+        return
+    raise ModelError(
+        f"learner.precision is {precision}, which needs Transformer Engine layers on a GPU of compute capability "
+        f"{'.'.join(map(str, wanted))} or more, but {found}; use such a machine with Transformer Engine, or bf16, "
+        "with learner.fp8_emulation=true to train under the rollout's FP8 all the same"
+    )
+
+
+def _check_sizes(precision: LearnerPrecision, config: ModelConfig, layout: Layout) -> None:
+    rows = config.qkv_rows
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "query width / tensor_parallel": rows[0] // layout.tensor,
+        "query, key and value width / tensor_parallel": sum(rows) // layout.tensor,
+    }
+    if config.experts is None:
+        sizes["intermediate_size / tensor_parallel"] = config.ffn_size // layout.tensor
+    else:
+        sizes["moe_intermediate_size / expert_tensor_parallel"] = config.experts.ffn_size // layout.expert_tensor
+    for name, size in sizes.items():
+        blocks = precision == "fp8_block" and layout.sequence and name == "hidden_size"
+        multiple = BLOCK_MULTIPLE if blocks else GEMM_MULTIPLE
+        if size % multiple:
+            raise ModelError(
+                f"learner.precision is {precision}, but the model's {name} is {size}, not a multiple of {multiple}; "
+                "use bf16, or smaller parallel sizes"
+            )

@@ -20,16 +20,18 @@ a row make its results NaN.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bridge.model import logprobs_kept, logprobs_torch
-from megatron_bridge.model.logprobs_kept import KeptRows
+from pipeline.data.batch import KeptSets
 
 
 def vocab_parallel_logprobs(
@@ -94,11 +96,11 @@ class _LogProbs(torch.autograd.Function):
         if kept is None:
             peak, sums = _back_end(logits).statistics(rows, wanted, temperature)
         else:
-            peak, sums = logprobs_kept.statistics(rows, wanted, temperature, kept, first)
+            peak, sums = kept_statistics(rows, wanted, temperature, kept, first)
         if group is not None and dist.get_world_size(group) > 1:
             top = peak.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            sums = rebase(peak, sums, top, logprobs_torch.is_local(wanted, vocab))
+            sums = rebase(peak, sums, top, is_local(wanted, vocab))
             dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
             peak = top
         log_sum = sums[0].log()
@@ -122,7 +124,7 @@ class _LogProbs(torch.autograd.Function):
         if settings.kept is None:
             _back_end(logits).write_gradient(*arguments)
         else:
-            logprobs_kept.write_gradient(*arguments, settings.kept, settings.first_token)
+            write_kept_gradient(*arguments, settings.kept, settings.first_token)
         return target.view_as(logits), None, None, None, None, None
 
 
@@ -134,7 +136,160 @@ def _rows(logits: Tensor) -> Tensor:
 
 def _back_end(logits: Tensor) -> ModuleType:
     if not logits.is_cuda or logits.dtype is torch.float64:
-        return logprobs_torch
+        return sys.modules[__name__]
     from megatron_bridge.model import logprobs_triton  # only where there is Triton
 
     return logprobs_triton
+
+
+LOWEST = -1e30
+"""Stands in for -inf where 0 × -inf or inf - inf would follow; its exponential is 0."""
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Elements of a chunk in full precision: 16 MiB of float32."""
+
+
+def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """What `logprobs` asks of a back end: `rows` [tokens, vocab/tp] and `wanted` int64 [tokens]."""
+    vocab = rows.shape[-1]
+    peak = (rows.amax(-1).to(full_precision(rows)) / temperature).clamp_(min=LOWEST)
+    sums = peak.new_zeros(3, len(rows))
+    for part in _chunks(len(rows), vocab):
+        shifted = _copied(rows[part]).div_(temperature).sub_(peak[part, None])
+        sums[1, part] = _pick(shifted, wanted[part])
+        weight = shifted.exp()
+        sums[0, part] = weight.sum(-1)
+        sums[2, part] = weight.mul_(shifted.clamp_(min=LOWEST)).sum(-1)
+    return peak, sums
+
+
+def write_gradient(
+    rows: Tensor, wanted: Tensor, normalizer: Tensor, scale: Tensor, temperature: float, target: Tensor
+) -> None:
+    """Fill `target` [tokens, vocab/tp], which may be `rows`, with scale × ([v = wanted] - exp(z / T - normalizer)).
+
+    `normalizer` and `scale` are [tokens]; rows of scale 0 become 0, whatever their logits.
+    """
+    vocab = rows.shape[-1]
+    for part in _chunks(len(rows), vocab):
+        probability = _copied(rows[part]).div_(temperature).sub_(normalizer[part, None]).exp_()
+        gradient = probability.mul_(-scale[part, None])
+        here = is_local(wanted[part], vocab)
+        gradient.scatter_add_(1, wanted[part].clamp(0, vocab - 1)[:, None], torch.where(here, scale[part], 0)[:, None])
+        target[part] = gradient.masked_fill_((scale[part] == 0)[:, None], 0).to(rows.dtype)
+
+
+def is_local(wanted: Tensor, vocab: int) -> Tensor:
+    """Whether this rank's slice of `vocab` tokens has the wanted one, which is counted from the slice's first."""
+    return (wanted >= 0) & (wanted < vocab)
+
+
+def full_precision(rows: Tensor) -> torch.dtype:
+    """What sums over these logits are taken in: float32, or float64 for float64."""
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def _copied(rows: Tensor) -> Tensor:
+    return rows.to(full_precision(rows), copy=True)
+
+
+def _pick(shifted: Tensor, wanted: Tensor) -> Tensor:
+    """[rows] the shifted logit of the wanted token, 0 where another rank holds it."""
+    vocab = shifted.shape[-1]
+    picked = shifted.gather(1, wanted.clamp(0, vocab - 1)[:, None])[:, 0]
+    return torch.where(is_local(wanted, vocab), picked, 0)
+
+
+def _chunks(num_rows: int, vocab: int) -> Iterator[slice]:
+    step = max(1, _CHUNK_ELEMENTS // vocab)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRows:
+    """The kept set of each row of logits; rows without one (a prompt, padding) have an empty set."""
+
+    owner: Tensor
+    """int64 [kept] the row of each entry, ascending."""
+    tokens: Tensor
+    """int64 [kept] global token ids."""
+    counts: Tensor
+    """int64 [rows] entries of each row."""
+
+    @staticmethod
+    def of(sets: KeptSets) -> KeptRows:
+        """On the host, one row a set."""
+        return KeptRows(
+            owner=torch.from_numpy(np.repeat(np.arange(len(sets)), sets.counts)),
+            tokens=torch.from_numpy(sets.tokens.astype(np.int64)),
+            counts=torch.from_numpy(sets.counts),
+        )
+
+    def to(self, device: torch.device | str) -> KeptRows:
+        """The same sets on another device."""
+        return KeptRows(owner=self.owner.to(device), tokens=self.tokens.to(device), counts=self.counts.to(device))
+
+
+def kept_statistics(
+    rows: Tensor, wanted: Tensor, temperature: float, kept: KeptRows, first_token: int
+) -> tuple[Tensor, Tensor]:
+    """As `logprobs_torch.statistics`, over the kept tokens: `rows` [tokens, vocab/tp], of which the first column is the
+    token `first_token`; `wanted` int64 [tokens] is counted from there. Rows without a kept token here have sums of 0.
+    """
+    vocab = rows.shape[-1]
+    values = torch.where(_is_here(kept, first_token, vocab), _logits(rows, kept, first_token) / temperature, -torch.inf)
+    peak = values.new_full((len(rows),), LOWEST).scatter_reduce(0, kept.owner, values, "amax")
+    shifted = values - peak[kept.owner]
+    weight = shifted.exp()
+    token = rows.gather(1, wanted.clamp(0, vocab - 1)[:, None])[:, 0].to(values.dtype) / temperature - peak
+    sums = torch.stack(
+        (
+            _row_sums(weight, kept),
+            torch.where(is_local(wanted, vocab), token, 0),
+            _row_sums(weight * shifted.clamp(min=LOWEST), kept),
+        )
+    )
+    return peak, sums
+
+
+def write_kept_gradient(
+    rows: Tensor,
+    wanted: Tensor,
+    normalizer: Tensor,
+    scale: Tensor,
+    temperature: float,
+    target: Tensor,
+    kept: KeptRows,
+    first_token: int,
+) -> None:
+    """As `logprobs_torch.write_gradient`: scale × ([v = wanted] - exp(z / T - normalizer)) on kept tokens, 0 on others.
+
+    `target` may be `rows`.
+    """
+    vocab = rows.shape[-1]
+    factor = scale[kept.owner]
+    probability = (_logits(rows, kept, first_token) / temperature - normalizer[kept.owner]).exp()
+    chosen = (kept.tokens - first_token == wanted[kept.owner]).to(probability.dtype)
+    gradient = torch.where(_is_here(kept, first_token, vocab) & (factor != 0), factor * (chosen - probability), 0)
+    target.zero_()
+    # Entries of other ranks add 0 to some column of their row. Summing keeps that harmless, in any order.
+    target.index_put_((kept.owner, _columns(kept, first_token, vocab)), gradient.to(target.dtype), accumulate=True)
+
+
+def _columns(kept: KeptRows, first_token: int, vocab: int) -> Tensor:
+    return (kept.tokens - first_token).clamp(0, vocab - 1)
+
+
+def _is_here(kept: KeptRows, first_token: int, vocab: int) -> Tensor:
+    return is_local(kept.tokens - first_token, vocab)
+
+
+def _logits(rows: Tensor, kept: KeptRows, first_token: int) -> Tensor:
+    """[kept] in full precision; of entries of other ranks, any column's."""
+    return rows[kept.owner, _columns(kept, first_token, rows.shape[-1])].to(full_precision(rows))
+
+
+def _row_sums(values: Tensor, kept: KeptRows) -> Tensor:
+    """[rows] in the entries' order, which a scattered sum on a GPU would not keep."""
+    return torch.segment_reduce(values, "sum", lengths=kept.counts, unsafe=True)

@@ -22,11 +22,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config.recipe import LearnerPrecision
-from pipeline.errors import ModelError
 
 if TYPE_CHECKING:
-    from megatron_bridge.hf.model_config import ModelConfig
-    from megatron_bridge.parallel.layout import Layout
+    pass
 
 Layers = Literal["transformer_engine", "megatron"]
 
@@ -75,45 +73,3 @@ def warm_up_passes(precision: LearnerPrecision) -> int:
     behind one product (the MLP's inner gradient), the third those behind attention.
     """
     return 3 if precision == "fp8_delayed" else 0
-
-
-def require_fp8(precision: LearnerPrecision, layers: Layers, config: ModelConfig, layout: Layout) -> None:
-    """Raise ModelError where this process cannot train this model in FP8."""
-    import torch
-
-    wanted = (9, 0) if precision == "fp8_block" else (8, 9)
-    if not torch.cuda.is_available():
-        found = "there is no CUDA device"
-    elif layers != "transformer_engine":
-        found = "the layers are Megatron's own"
-    elif torch.cuda.get_device_capability() < wanted:
-        found = f"the GPU has compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}"
-    else:
-        _check_sizes(precision, config, layout)
-        return
-    raise ModelError(
-        f"learner.precision is {precision}, which needs Transformer Engine layers on a GPU of compute capability "
-        f"{'.'.join(map(str, wanted))} or more, but {found}; use such a machine with Transformer Engine, or bf16, "
-        "with learner.fp8_emulation=true to train under the rollout's FP8 all the same"
-    )
-
-
-def _check_sizes(precision: LearnerPrecision, config: ModelConfig, layout: Layout) -> None:
-    rows = config.qkv_rows
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "query width / tensor_parallel": rows[0] // layout.tensor,
-        "query, key and value width / tensor_parallel": sum(rows) // layout.tensor,
-    }
-    if config.experts is None:
-        sizes["intermediate_size / tensor_parallel"] = config.ffn_size // layout.tensor
-    else:
-        sizes["moe_intermediate_size / expert_tensor_parallel"] = config.experts.ffn_size // layout.expert_tensor
-    for name, size in sizes.items():
-        blocks = precision == "fp8_block" and layout.sequence and name == "hidden_size"
-        multiple = BLOCK_MULTIPLE if blocks else GEMM_MULTIPLE
-        if size % multiple:
-            raise ModelError(
-                f"learner.precision is {precision}, but the model's {name} is {size}, not a multiple of {multiple}; "
-                "use bf16, or smaller parallel sizes"
-            )

@@ -40,8 +40,6 @@ _LATE_IMPORTS = (
     "megatron.core.transformer.moe.moe_utils",
     "megatron.core.transformer.moe.token_dispatcher",
     "megatron.core.transformer.utils",
-    "mbridge.core.llm_bridge",
-    "mbridge.core.util",
 )
 
 
@@ -55,7 +53,7 @@ def install() -> bool:
         importlib.import_module(name)
     stand_in = _torch_stand_in()
     for name, module in list(sys.modules.items()):
-        if name.startswith(("megatron.core", "mbridge.")) and getattr(module, "torch", None) is torch:
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = stand_in  # type: ignore[attr-defined]
     _patch_tensor()
     _patch_rng()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import pipeline.errors as errors
 
@@ -88,9 +90,9 @@ class RankZero:
         results = self._rank_sync.all_gather_result(lambda: action() if self.is_rank_zero else None)
         return results[0]  # type: ignore[return-value]
 
-    def all_of(self, look: Callable[[], bool]) -> bool:
-        """Whether all ranks say so. When one fails, all raise that error."""
-        return all(self._rank_sync.all_gather_result(look))
+    def gather(self, action: Callable[[], T]) -> list[T]:
+        """Every rank's result (a JSON value), on every rank. When one fails, all raise that error."""
+        return self._rank_sync.all_gather_result(action)
 
     def everywhere(self, action: Callable[[], None]) -> None:
         """Run the action on every rank. When it fails on one, all raise that error."""
@@ -102,3 +104,24 @@ def _rebuilt(rank: int, name: str, message: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, errors.EvenKeelError):
         return kind(message)
     return RuntimeError(f"rank {rank} failed with {name}: {message}; its log has the traceback")
+
+
+@contextmanager
+def exhausted(stream: Iterator[Any]) -> Iterator[None]:
+    """Around what reads a stream: whatever happens to it, this rank takes part in all gathers, as the others do."""
+    try:
+        yield
+    finally:
+        for _ in stream:
+            pass
+
+
+@contextmanager
+def taking(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+    """Around what takes gathered `tensors` to publish them: they are exhausted at the end, whatever happens. Raises
+    NonFiniteError for weights that are not finite."""
+    with exhausted(tensors):
+        try:
+            yield
+        except FloatingPointError as error:
+            raise errors.NonFiniteError(f"weights cannot be published: {error}") from error

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
-from megatron_bridge.step.micro_batches import MicroBatch, Plan, TokenRows
-from megatron_bridge.step.shares import sum_over_copies
+from megatron_bridge.step.micro_batches import MicroBatch, Plan, TokenRows, sum_over_copies
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import ExpertReplayError
 

@@ -30,13 +30,19 @@ from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.te_precision import Layers
-from megatron_bridge.parallel.gathered import exhausted
-from megatron_bridge.weights.convert import gather_shards, join_slices
-from megatron_bridge.weights.name_map import NameMap, ShardCoords, TensorSlice, layers_of, parameter_names
+from megatron_bridge.parallel.rank_sync import exhausted
+from megatron_bridge.weights import (
+    NameMap,
+    ShardCoords,
+    TensorSlice,
+    gather_shards,
+    join_slices,
+    layers_of,
+    parameter_names,
+)
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import ModelError, NonFiniteError
-from precision.formats.by_format import fake_quantize_activation_as
-from precision.formats.formats import straight_through
+from precision.formats.formats import fake_quantize_activation_as, straight_through
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state

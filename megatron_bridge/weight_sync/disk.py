@@ -10,23 +10,31 @@ version published and complete.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_bridge.hf.folders import export_policy
 from megatron_bridge.parallel.rank_sync import RankZero
-from megatron_bridge.weight_sync.export import export_policy, prune
-from megatron_bridge.weight_sync.probe import ProbeScorer
+from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.background import in_background, is_over
+from pipeline.data.deltas import needed
+from pipeline.data.files import remove_folder
 from pipeline.data.quant_maps import digest_of, older_folder
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.ports.engines import Engines
 from pipeline.ports.weights import ChecksumRecorder, Probe, WeightCheck
 from pipeline.spans import Stopwatch
 from precision.formats.audit import formats_of
 from precision.formats.quant_map import QuantMap
+from precision.mismatch.statistics import gap
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
@@ -160,3 +168,76 @@ class DiskChannel:
         with watch.phase("prune_s"):
             prune(self._run.policies, version, self._keep)
         return {**seconds, **watch.seconds, "engines_paused_s": paused_s}
+
+
+def prune(policies: Path, published: int, keep: int) -> None:
+    """Delete all but the published policy, the `keep` newest before it, and those that they are made from.
+
+    Newer ones stay: they are from a future that a resumed run will write again.
+    """
+    older = [version for version in numbered_folders(policies) if version < published]
+    kept = needed(policies, [*older[max(0, len(older) - keep) :], published])
+    doomed = [version for version in older if version not in kept]
+    for version in reversed(doomed):  # a delta goes before what it was made from
+        remove_folder(policies / numbered(version))
+
+
+def joined_digests(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mapping[str, str], ...]:
+    """The digests of all shares of a policy, for each rank of an engine; a share that is empty has none."""
+    known = [share for share in shares if share]
+    return tuple(
+        {name: digest for part in ranks for name, digest in part.items()} for ranks in zip(*known, strict=True)
+    )
+
+
+Scores = list[NDArray[np.float32]]
+
+
+class ProbeScorer:
+    """Scores the probe's rows, and remembers what they were at the publish before."""
+
+    def __init__(self, learner: MegatronLearner) -> None:
+        self._learner = learner
+        self._former: Scores | None = None
+
+    def score(
+        self, rows: tuple[tuple[int, ...], ...], max_mean_gap_nats: float, quant: QuantMap | None
+    ) -> tuple[Probe, dict[str, float]]:
+        """The probe at the present weights, and probe_staleness_nats (from the second publish on),
+        probe_quantization_nats (mean absolute) and probe_quantization_ess, where they can be known. Collective.
+
+        Formats are emulated in Megatron's own layers alone. It costs a rounding of the quantized weights and one pass.
+        """
+        plain = self._learner.score_tokens(rows, temperature=1.0)
+        quantized = self._quantized(rows, plain, quant)
+        measured: dict[str, float] = {}
+        if self._former is not None:
+            measured["probe_staleness_nats"] = gap(_flat(plain), _flat(self._former)).mean_abs
+        if quantized is not None and quantized is not plain:
+            formats = gap(_flat(plain), _flat(quantized))
+            measured |= {"probe_quantization_nats": formats.mean_abs, "probe_quantization_ess": formats.ess}
+        self._former = plain
+        probe = Probe(
+            rows=rows,
+            logprobs=_values(plain),
+            quantized=() if quantized is None else _values(quantized),
+            max_mean_gap_nats=max_mean_gap_nats,
+        )
+        return probe, measured
+
+    def _quantized(self, rows: Sequence[Sequence[int]], plain: Scores, quant: QuantMap | None) -> Scores | None:
+        """`plain` itself where the learner computes as the map says already; None where it cannot."""
+        if quant is None or not quant.formats or self._learner.emulation is not None:
+            return plain
+        if self._learner.layers != "megatron":
+            return None
+        with emulated(self._learner, quant):
+            return self._learner.score_tokens(rows, temperature=1.0)
+
+
+def _flat(scores: Scores) -> Tensor:
+    return torch.from_numpy(np.concatenate(scores).astype(np.float64))
+
+
+def _values(scores: Scores) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row.tolist()) for row in scores)

@@ -25,9 +25,13 @@ publish begins, and before any checkpoint of a later version is written.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -36,28 +40,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
-from megatron_bridge.hf.writer import complete_policy, expected_bytes
-from megatron_bridge.parallel.rank_sync import RankSync
-from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests
-from megatron_bridge.weight_sync.buckets import bucket_size, pack
-from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
-from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
-from megatron_bridge.weight_sync.export import joined_digests, prune, taking
-from megatron_bridge.weight_sync.probe import ProbeScorer
-from megatron_bridge.weight_sync.snapshot import HostSnapshot
-from megatron_bridge.weight_sync.transport import WeightTransport
-from megatron_bridge.weights import convert
+from megatron_bridge.hf.folders import complete_policy, expected_bytes
+from megatron_bridge.hf.tensor_files import whole_tensors, write_shards
+from megatron_bridge.parallel.rank_sync import RankSync, taking
+from megatron_bridge.step.host_weights import PinnedMemory
+from megatron_bridge.weight_sync.disk import (
+    CONTROL_S,
+    DiskChannel,
+    ProbeScorer,
+    WeightCheckPlan,
+    joined_digests,
+    prune,
+)
+from megatron_bridge.weight_sync.transport import EventLoopThread, WeightTransport, bucket_size, pack
+from megatron_bridge.weights import export_stage, stage_tensors
 from pipeline import spans
 from pipeline.background import in_background, is_over
-from pipeline.data.files import require_space, temporary_name
+from pipeline.data.files import FIRST_POLL_S, require_space, slower, temporary_name, write_atomically
 from pipeline.data.membership import Member
+from pipeline.data.quant_maps import digest_of
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineUnavailableError
+from pipeline.errors import DeadlineExceededError, EngineUnavailableError
 from pipeline.ports.weights import ComingCheck, Probe, WeightCheck, WeightUpdateReport, WeightUpdateSession
 from pipeline.spans import Stopwatch
 from precision.formats.quant_map import QuantMap
-from precision.formats.quantize import quantize_block
 from precision.formats.streams import quantize_state
 
 if TYPE_CHECKING:
@@ -206,13 +214,13 @@ class StreamedChannel:
 
     def _take(self, watch: Stopwatch) -> Exception | None:
         """Fill the snapshot; what failed. Every rank of the stage exhausts the gathers, whatever happens."""
-        tensors = watch.timed("gather_s", convert.export_stage(self._learner.model, self._learner.model_config))
+        tensors = watch.timed("gather_s", export_stage(self._learner.model, self._learner.model_config))
         try:
             with taking(tensors):
                 if self._stage_rank < self._senders:
                     stream = tensors
                     if self._share is not None:
-                        stream = watch.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
+                        stream = watch.timed("quantize_s", quantize_state(tensors, self._share))
                     for name, tensor in stream:
                         with watch.phase("keep_s"):
                             self._snapshot.add(name, tensor)
@@ -380,4 +388,200 @@ class StreamedChannel:
 
 def _modules(learner: MegatronLearner) -> Iterator[str]:
     """Names of the modules of this rank's pipeline stage."""
-    return (name.removesuffix(".weight") for name in convert.stage_tensors(learner.model, learner.model_config))
+    return (name.removesuffix(".weight") for name in stage_tensors(learner.model, learner.model_config))
+
+
+class HostSnapshot:
+    """Named tensors, in the order in which they were added. One thread adds, any number read."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        """`pinned` memory is copied to and from a GPU at full speed."""
+        self._pinned = PinnedMemory(pinned)
+        self._memory: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+        """A tensor may change its format and change it back."""
+        self._tensors: list[tuple[str, Tensor]] = []
+        self._complete = True
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+
+    def begin(self) -> None:
+        """Begin another version. Nothing may read the last one any more."""
+        with self._changed:
+            self._tensors, self._complete, self._failure = [], False, None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor; the caller may then change it."""
+        kind = (name, tensor.shape, tensor.dtype)
+        if (copy := self._memory.get(kind)) is None:
+            copy = self._memory[kind] = self._pinned.empty(tensor.shape, tensor.dtype)
+        copy.copy_(tensor.detach())
+        with self._changed:
+            self._tensors.append((name, copy))
+            self._changed.notify_all()
+
+    def end(self, failure: Exception | None = None) -> None:
+        """No more tensors come; with a failure, not all have come, and every reader raises it."""
+        with self._changed:
+            self._complete, self._failure = True, failure
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, to the end; those that have not come are waited for. Do not change them."""
+        position = 0
+        while True:
+            with self._changed:
+                while len(self._tensors) == position and not self._complete:
+                    self._changed.wait()
+                if self._failure is not None:
+                    raise self._failure
+                if position == len(self._tensors):
+                    return
+                item = self._tensors[position]
+            position += 1
+            yield item
+
+    def wait(self) -> None:
+        """Returns once it is complete. Raises what ended it."""
+        for _ in self:
+            pass
+
+
+class FolderWriter:
+    """One stage's share of one version, which is published already."""
+
+    def __init__(
+        self,
+        temporary: Path,
+        stage: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        complete: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin to write `tensors`, which must not change meanwhile. `temporary` is the folder that all stages write
+        into; whoever comes first makes it, and whoever fails removes it. `complete` runs in the thread after the last
+        shard (rank 0)."""
+        self._temporary = temporary
+        self._stage = stage
+        self._tensors = tensors
+        self._complete = complete
+        self._failure: Exception | None = None
+        self._seconds = 0.0
+        self._thread = threading.Thread(target=self._write, name=f"policy-folder-{stage}", daemon=True)
+        self._thread.start()
+
+    def wait(self, deadline_s: float) -> float:
+        """Seconds that the writing took, once it is over. Raises DeadlineExceededError, and what stopped it."""
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            raise DeadlineExceededError(
+                f"{self._temporary} was not written within {deadline_s:g} s; see whether its disk is slow or full"
+            )
+        if self._failure is not None:
+            raise self._failure
+        return self._seconds
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        try:
+            self._temporary.mkdir(parents=True, exist_ok=True)
+            prefix = f"model-stage{self._stage:02}"
+            manifest = write_shards(whole_tensors(self._tensors), self._temporary, prefix=prefix)
+            write_atomically(stage_file(self._temporary, self._stage), json.dumps(manifest))
+            if self._complete is not None:
+                self._complete()
+            self._seconds = time.monotonic() - began
+        except Exception as error:  # noqa: BLE001 (raised by wait, in the main thread)
+            shutil.rmtree(self._temporary, ignore_errors=True)  # what gets no name must not fill the disk
+            self._failure = error
+
+
+def stage_file(temporary: Path, stage: int) -> Path:
+    """Where a stage leaves its manifest once its shards are written."""
+    return temporary / f"stage-{stage:02}.json"
+
+
+def gather_manifests(temporary: Path, num_stages: int, deadline_s: float) -> dict[str, Any]:
+    """The manifest of all stages, removed from the folder. Raises DeadlineExceededError when one never ends."""
+    ends = time.monotonic() + deadline_s
+    manifest: dict[str, Any] = {}
+    for stage in range(num_stages):
+        path = stage_file(temporary, stage)
+        pause_s = FIRST_POLL_S
+        while path.name not in os.listdir(temporary):  # the stage may be on another host: see pipeline.data.store
+            if time.monotonic() > ends:
+                raise DeadlineExceededError(f"{path} did not appear within {deadline_s:g} s; see that stage's log")
+            time.sleep(pause_s)
+            pause_s = slower(pause_s)
+        manifest |= json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
+    return manifest
+
+
+class MapTransition:
+    """Implements pipeline.ports.weights.WeightChannel over a run's channel and a disk channel, which may be the
+    same. Every method but `close` is collective."""
+
+    def __init__(
+        self,
+        usual: DiskChannel | StreamedChannel,
+        disk: DiskChannel,
+        quant: QuantMap | None,
+        older_maps: Callable[[str], Sequence[QuantMap]],
+    ) -> None:
+        """`older_maps` returns the maps that announced engines have, but for the one with the digest that it is given;
+        the same on all ranks."""
+        self._usual = usual
+        self._disk = disk
+        self._quant = quant
+        self._older_maps = older_maps
+        self._active: DiskChannel | StreamedChannel = usual
+        """Which publishes, or did so last."""
+        self._maps_served = 1.0
+
+    def use_map(self, quant: QuantMap | None) -> None:
+        """Publish in these formats from now on."""
+        if quant != self._quant:
+            self._quant = quant
+            for channel in {id(channel): channel for channel in (self._usual, self._disk)}.values():
+                channel.set_map(quant)
+
+    def publish(self, version: int) -> dict[str, float]:
+        """See WeightChannel. Also measured: quant_maps_served."""
+        self.begin(version, learner_waits=True)
+        return self.finish()
+
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:
+        """See WeightChannel."""
+        older = self._choose()
+        if older:
+            self._disk.begin(version, older, learner_waits=learner_waits)
+        else:
+            self._usual.begin(version, learner_waits=learner_waits)
+
+    def is_over(self, wait_s: float) -> bool:
+        """See WeightChannel."""
+        return self._active.is_over(wait_s)
+
+    def finish(self) -> dict[str, float]:
+        """See WeightChannel; measured as `publish` says."""
+        return self._with_maps(self._active.finish())
+
+    def _choose(self) -> Sequence[QuantMap]:
+        """The maps that some engines have still; afterwards `_active` is the channel for them."""
+        older = [] if self._quant is None else self._older_maps(digest_of(self._quant.to_file()))
+        if older:
+            self._usual.wait_for_folder()
+        self._active, self._maps_served = (self._disk if older else self._usual), 1.0 + len(older)
+        return older
+
+    def _with_maps(self, measured: dict[str, float]) -> dict[str, float]:
+        return {**measured, "quant_maps_served": self._maps_served} if measured else {}
+
+    def wait_for_folder(self) -> None:
+        """See WeightChannel."""
+        self._usual.wait_for_folder()
+
+    def close(self) -> None:
+        """See WeightChannel."""
+        self._usual.close()
+        if self._disk is not self._usual:
+            self._disk.close()

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
+import threading
+import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from megatron_bridge.weight_sync.buckets import Bucket
-from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
+from megatron_bridge.hf.tensor_files import spec_of
 from pipeline.data.membership import Member
-from pipeline.ports.weights import WeightUpdateSession
+from pipeline.errors import DeadlineExceededError, EngineUnavailableError, RetryableError
+from pipeline.ports.weights import ProcessGroupSpec, TensorSpec, WeightUpdateSession
 
 BUCKET_DEADLINE_S = 60.0
 """An engine that takes longer for one bucket is taken to hang. The other engines of its sender wait for it."""
@@ -115,3 +129,377 @@ class WeightTransport(ABC):
 
     def _bucket_deadline_s(self, engine: int) -> float:
         return min(BUCKET_DEADLINE_S, self._left_s[engine])
+
+
+PIECES = 8
+"""What is packed first and what is loaded last has nothing beside it: at most an eighth each."""
+SMALLEST_BYTES = 16 << 20
+"""Each bucket costs an engine one call, but eight were faster than one. The least size is chosen, not
+measured: glibc in the engines hands out a buffer of up to 32 MiB again, and takes a larger one from the system each
+time, page by page."""
+
+
+def bucket_size(share_bytes: int, largest_bytes: int) -> int:
+    """In how large buckets `share_bytes` are sent, so that gathering, packing, sending and loading go on side by side;
+    0 bytes are not known."""
+    if not share_bytes:
+        return largest_bytes
+    return min(largest_bytes, max(SMALLEST_BYTES, share_bytes // PIECES))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that are sent in one transfer."""
+
+    tensors: tuple[TensorSpec, ...]
+    data: Tensor
+    """uint8 [bytes]: the tensors' bytes in C order, one after the other."""
+
+
+def pack(
+    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, new_buffer: Callable[[int], Tensor]
+) -> Iterator[Bucket]:
+    """Buckets of at most `bucket_bytes`, in the order of the stream; a larger tensor has one of its own.
+
+    `new_buffer` gives uint8 [at least so many bytes] for each bucket. It may give the same again once the next bucket
+    is asked for. A tensor's bytes are copied, once, before the next tensor is asked for: an exporter may reuse its
+    memory.
+    """
+    specs: list[TensorSpec] = []
+    buffer, size = torch.empty(0, dtype=torch.uint8), 0
+    for name, tensor in named_tensors:
+        source = tensor.detach().contiguous().flatten().view(torch.uint8)
+        # The receiver views its bytes as tensors, so each must start at a multiple of its element's size.
+        if specs and (size + len(source) > bucket_bytes or size % tensor.itemsize):
+            yield Bucket(tuple(specs), buffer[:size])
+            specs, size = [], 0
+        if not specs:
+            buffer = new_buffer(max(bucket_bytes, len(source)))
+        _copy(source, buffer[size : size + len(source)])
+        specs.append(spec_of(name, tensor))
+        size += len(source)
+    if specs:
+        yield Bucket(tuple(specs), buffer[:size])
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """In host memory by this thread alone: torch would share each tensor out among its threads, which the engine's
+    loading, the hashing and the probe need."""
+    if source.device.type == target.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
+
+
+CLOSE_DEADLINE_S = 10.0
+
+T = TypeVar("T")
+
+
+class EventLoopThread:
+    """Runs coroutines on one event loop until `close`. The thread is a daemon: it need not finish its work when the
+    process ends."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin to run a coroutine; the future gets its result. Cancelling the future cancels the coroutine."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. There is no deadline here: the coroutine must have one."""
+        return self.start(work).result()
+
+    def close(self) -> None:
+        """Cancel what runs and close the loop; nothing can be started any more. A second call changes nothing.
+
+        Raises DeadlineExceededError when a coroutine does not end.
+        """
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
+            raise DeadlineExceededError(
+                f"the {self._thread.name} thread did not end in {CLOSE_DEADLINE_S:g} s; one of its calls blocks"
+            )
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # which cancels, awaits and closes at its end
+            runner.run(self._until_ended())
+
+    async def _until_ended(self) -> None:
+        await self._ended.wait()
+
+
+ARRIVAL_DEADLINE_S = 60.0
+"""Longest wait for an engine to join a group. An engine joins between two of its steps."""
+_POLL_S = 0.001
+_NEVER = timedelta(days=30)
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT_LOCK = threading.Lock()
+
+
+class EngineGroup:
+    """This rank is rank 0; the engine's ranks are 1, 2, …"""
+
+    def __init__(self, name: str, backend: Any) -> None:
+        self.name = name
+        self._backend = backend
+        self._begun: Future[Any] | None = None
+        """The last broadcast, once the backend has begun it."""
+
+    def broadcast(self, data: Tensor, deadline_s: float) -> None:
+        """Begin to send `data`, which must not change until `done` is true. What fails here is raised by `done`.
+
+        The first broadcast over NCCL makes the communicator, and there waits for the engine without any deadline. So it
+        begins in a thread of its own, after what the present stream has been given to do.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=deadline_s)
+        stream = torch.cuda.current_stream(data.device) if data.is_cuda else None
+
+        def begin() -> Any:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                return self._backend.broadcast([data], options)
+
+        self._begun = _in_abandonable_thread(begin, f"broadcast-{self.name}")
+
+    def done(self) -> bool:
+        """Whether the last broadcast has ended. Raises EngineUnavailableError when it failed."""
+        if self._begun is None or not self.idle:
+            return False
+        try:
+            self._begun.result().wait()
+        except RuntimeError as error:  # what torch raises for a connection that broke or timed out
+            raise EngineUnavailableError(f"broadcast in group {self.name} broke: {_first_line(error)}") from None
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way. A gloo group dropped before that waits for it, and the interpreter with it."""
+        begun = self._begun
+        if begun is None:
+            return True
+        return begun.done() and (begun.exception() is not None or bool(begun.result().is_completed()))
+
+    def abort(self) -> None:
+        """Give up what is under way. The group cannot be used again."""
+        self._backend.abort()
+
+
+def connect(
+    url: str,
+    ranks: int,
+    device: torch.device,
+    invite: Callable[[ProcessGroupSpec, float], Future[None]],
+    deadline_s: float,
+) -> EngineGroup:
+    """A fresh group with the `ranks` ranks of the engine at `url`; `invite` asks the engine to join.
+
+    Fresh names and ports: an engine that was restarted, or given up half-way, never meets an old group.
+    Raises RetryableError when the engine does not join in time.
+    """
+    ends = time.monotonic() + min(deadline_s, ARRIVAL_DEADLINE_S)
+    backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
+    name = f"evenkeel-{uuid.uuid4().hex[:12]}"
+    address = _address_towards(url)
+    store = _listen(address, 1 + ranks, ends)
+    group_spec = ProcessGroupSpec(group=name, address=address, port=store.port, backend=backend)
+    invited = invite(group_spec, max(0.1, ends - time.monotonic()))
+    try:
+        _await_arrival(store, invited, ends)
+        # The prefixes of torch.distributed: the caller's, the group's, the device's.
+        prefixed = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        group = EngineGroup(name, _backend(backend, prefixed, 1 + ranks, ends))
+        invited.result(max(0.1, ends - time.monotonic()))
+    except (RuntimeError, TimeoutError) as error:  # torch's and the future's
+        raise EngineUnavailableError(f"no process group with the engine at {url}: {_first_line(error)}") from None
+    finally:
+        invited.cancel()
+    return group
+
+
+def _backend(name: str, store: Any, size: int, ends: float) -> Any:
+    if name == "gloo":
+        return dist.ProcessGroupGloo(store, 0, size, timedelta(seconds=max(0.1, ends - time.monotonic())))
+    options = dist.ProcessGroupNCCL.Options()
+    # Deadlines are ours: torch's own answer to a late or broken NCCL group is to end the process.
+    options._timeout = _NEVER
+    with _environment(_ERROR_HANDLING, "0"):
+        return dist.ProcessGroupNCCL(store, 0, size, options)
+
+
+def _in_abandonable_thread(action: Callable[[], Any], name: str) -> Future[Any]:
+    """What the action returns or raises, if it ever does: the process can end before."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # noqa: BLE001 (raised by who asks for the result)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _listen(address: str, size: int, ends: float) -> Any:
+    """A store on a free port of that address alone (torch's own socket would listen on every address)."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family)
+    listener.bind((address, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    wait = timedelta(seconds=max(0.1, ends - time.monotonic()))
+    return TCPStore(
+        address, port, size, is_master=True, timeout=wait, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _await_arrival(store: Any, invited: Future[None], ends: float) -> None:
+    """Wait until the engine writes to the store. Forming the group would wait out its whole deadline for an engine that
+    refused or died; here a refusal ends the wait at once."""
+    while not store.num_keys():
+        if invited.done():
+            invited.result()
+        if time.monotonic() > ends:
+            raise DeadlineExceededError("the engine did not join the process group in time; see its log")
+        time.sleep(_POLL_S)
+
+
+def _address_towards(url: str) -> str:
+    """This machine's address as the engine sees it: the source address of packets to it."""
+    parts = urlsplit(url)
+    found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(found[4])  # sends nothing: a datagram socket only chooses its route
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """For one thread at a time: groups with several engines are made at once, and all threads have one environment."""
+    with _ENVIRONMENT_LOCK:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@dataclass(eq=False)
+class ProcessGroupTransport(WeightTransport):
+    """Each engine has a group of its own: one that dies or hangs breaks nothing but its own."""
+
+    _groups: dict[int, EngineGroup] = field(init=False, default_factory=dict)
+    _members: dict[int, Member] = field(init=False, default_factory=dict)
+    """The engines that the groups are with."""
+    _broken: list[EngineGroup] = field(init=False, default_factory=list)
+    _kept: deque[Tensor] = field(init=False, default_factory=deque)
+    """Buffers, the one that was given longest ago first."""
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """See WeightTransport."""
+        return tuple(self._groups)
+
+    def new_buffer(self, num_bytes: int) -> Tensor:
+        """Two take turns: one is packed while the other is sent. On a GPU torch's allocator keeps memory, for training
+        too; elsewhere fresh memory would cost as much as the copy into it."""
+        if self._device.type == "cuda":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        kept = self._kept.popleft() if len(self._kept) == 2 else None
+        if kept is None or len(kept) < num_bytes:
+            kept = torch.empty(num_bytes, dtype=torch.uint8)
+        self._kept.append(kept)
+        return kept
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for engine in self.engines:
+            self._drop(engine)
+
+    def _meet(self, engines: Sequence[Member]) -> None:
+        """Have a group with every engine. A group with one that has left, moved or was started again is given up."""
+        self._broken = [group for group in self._broken if not group.idle]
+        members = {engine.index: engine for engine in engines}
+        for engine in [engine for engine in self._groups if self._members[engine] != members.get(engine)]:
+            self._drop(engine)
+        self._members = members
+        if members:
+            with ThreadPoolExecutor(len(members), "engine-group") as threads:
+                list(threads.map(self._have_group, members))
+
+    def _begin(self, bucket: Bucket) -> dict[int, Future[Transfer]]:
+        return {engine: self._send_to(engine, group, bucket) for engine, group in self._groups.items()}
+
+    def _send_to(self, engine: int, group: EngineGroup, bucket: Bucket) -> Future[Transfer]:
+        deadline_s, began = self._bucket_deadline_s(engine), time.monotonic()
+        call = self._event_loop.start(self._session.receive(engine, group.name, bucket.tensors, deadline_s))
+        group.broadcast(bucket.data, deadline_s)  # asked for in this thread: on a GPU after what its stream copies
+        return self._event_loop.start(watch(group, call, began, deadline_s))
+
+    def _have_group(self, engine: int) -> None:
+        try:
+            group = self._groups.get(engine)
+            if group is not None and not self._event_loop.run(self._session.is_member(engine, group.name)):
+                self._drop(engine)  # it was restarted
+            if engine not in self._groups:
+                self._groups[engine] = self._connect(engine)
+        except RetryableError as error:
+            self._fail(engine, str(error))
+
+    def _connect(self, engine: int) -> EngineGroup:
+        def invite(group_spec: ProcessGroupSpec, deadline_s: float) -> Future[None]:
+            return self._event_loop.start(self._session.join(engine, group_spec, deadline_s))
+
+        return connect(
+            self._session.url(engine), self._session.ranks_per_engine, self._device, invite, self._left_s[engine]
+        )
+
+    def _fail(self, engine: int, why: str) -> None:
+        self.failures[engine] = why
+        self._kept.clear()  # a broadcast that is given up may still read what it was to send
+        self._drop(engine)
+
+    def _drop(self, engine: int) -> None:
+        group = self._groups.pop(engine, None)
+        if group is not None:
+            group.abort()
+            self._broken.append(group)
+            self._event_loop.start(self._session.leave(engine, group.name))
+
+
+async def watch(group: EngineGroup, call: Future[None], began: float, deadline_s: float) -> Transfer:
+    """See a bucket to its end: the broadcast in `group`, and the call in which the engine takes part in it. A failure
+    of one half ends both. `began` is a time.monotonic()."""
+    failure, sent = None, began
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not group.done():
+                if call.done():
+                    call.result()
+                await asyncio.sleep(_POLL_S)
+            sent = time.monotonic()
+            await asyncio.wrap_future(call)
+    except RetryableError as error:
+        failure = str(error)
+    except TimeoutError:
+        failure = "it did not load a bucket in time; the engine hangs or is overloaded"
+    finally:
+        call.cancel()
+    return Transfer(seconds=time.monotonic() - began, wire_s=sent - began, failure=failure)

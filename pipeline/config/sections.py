@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from precision.formats.rollout_format import RolloutFormat
 from precision.ratios import LrByLag
 from precision.settings import Settings

@@ -59,7 +59,7 @@ _DIGITS = {"sha256", "shape", "dtype", "bytes"}
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.unsignedinteger[Any]]
 Manifest = Mapping[str, Mapping[str, Any]]
-"""Tensor → what a manifest says about it (megatron_bridge.hf.shard_writer)."""
+"""Tensor → what a manifest says about it (megatron_bridge.hf.tensor_files)."""
 
 
 class Places(NamedTuple):

@@ -20,7 +20,7 @@ from pipeline.data.checksums import read_sealed, write_sealed
 from pipeline.data.files import make_folder
 from pipeline.data.run_directory import numbered_files
 from pipeline.errors import StoreError
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 
 QUANT_MAP_FILE = "quant_map.yaml"
 _REMEDY = "remove it and start the learner again, which writes it from its control records"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.batch import Batch, Share
+from pipeline.data.checksums import Fingerprint
 from pipeline.data.run_directory import unfenced
 from precision.mismatch.statistics import Mismatch
 from precision.torch_on_use import Tensor
@@ -44,6 +45,11 @@ class Update:
 class SaveUnderWay(Protocol):
     """What a learner writes beside its training."""
 
+    @property
+    def hashed(self) -> Mapping[str, Fingerprint]:
+        """Files of the folder by name, hashed and made durable by the ranks that wrote them; once all is written."""
+        ...
+
     def advance(self, wait_s: float) -> bool:
         """Whether everything is written; each rank waits for its own share no longer than `wait_s`. Collective, and not
         to be called again once it was. Raises on every rank what stopped any."""
@@ -56,6 +62,16 @@ class Learner(Protocol):
     @property
     def is_rank_zero(self) -> bool:
         """True on the one rank that writes metrics and events."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank, from 0."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
         ...
 
     @property
@@ -131,6 +147,10 @@ class Learner(Protocol):
 
     def everywhere(self, action: Callable[[], None]) -> None:
         """Run an action on every rank. When it fails on one, all raise that error, so that none waits for it."""
+        ...
+
+    def all_of(self, look: Callable[[], bool]) -> bool:
+        """Whether all ranks say so. When one fails, all raise that error."""
         ...
 
     def barrier(self) -> None:

@@ -1,21 +1,23 @@
 """Checkpoints are folders that get their name when they are complete.
 
-    .000012.HOST-RANDOM.tmp   every rank writes its shards, from a copy in host memory, while training goes on; then a
-                              thread of rank 0 adds the loop's state, makes all files durable, and adds COMMIT: the
-                              step, and size and SHA-256 of every file; with a checksum of its own
+    .000012.HOST-RANDOM.tmp   every rank writes and hashes its shards, from a copy in host memory, while training goes
+                              on; then a thread of rank 0 adds the loop's state, makes all files durable, and adds
+                              COMMIT: the step, and size and SHA-256 of every file; with a checksum of its own
     000012                    the same folder, moved onto a name that must be free
     000012/versions/000010    an older version that the learner kept, as an HF folder (kept_versions)
 
 One save is under way at most. Whether it has got on is agreed by all ranks between two steps: `advance`.
 
 Of two learners that save one step, one a superseded one, the first to move its folder wins and the other keeps that. A
-folder whose files do not match COMMIT is refused by name.
+folder whose files do not match COMMIT is refused by name: before it is loaded, each rank compares the shards that the
+rank of its number has written, and an equal part of the other files.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import threading
 import time
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline import spans
-from pipeline.background import ANSWER_S, LongAction, tell_when_done
+from pipeline.background import ANSWER_S, LongAction, in_background, is_over, tell_when_done
 from pipeline.data.checksums import (
     MAX_BYTES,
     Fingerprint,
@@ -60,6 +62,8 @@ from precision.text import quoted
 
 COMMIT = "COMMIT"
 _LOOP_STATE = "loop_state.json"
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+"""Megatron names a shard by the rank that wrote it."""
 
 
 class Saved(NamedTuple):
@@ -166,6 +170,9 @@ class Checkpoints:
         step, state = newest
         folder = self.directory / numbered(step)
         learner.everywhere(lambda: await_visible(folder / COMMIT))
+        verified = in_background(lambda: verify(folder, step, (learner.rank, learner.num_ranks)), "verify")
+        while not learner.all_of(lambda: is_over(verified, ANSWER_S) and verified.result() is None):
+            pass
         learner.load(folder)
         if versions is not None:
             versions.load(folder / FOLDER)
@@ -189,7 +196,7 @@ class Checkpoints:
         folder, step = save.folder, save.step
         write_sealed_json(folder / _LOOP_STATE, save.state)
         with spans.span("save", "commit", step=step):
-            commit(folder, step)
+            commit(folder, step, save.shards.hashed)
         target = self.directory / numbered(step)
         self.fence()
         if not save.decided.acquire(blocking=False):
@@ -206,45 +213,61 @@ class Checkpoints:
             remove_folder(self.directory / numbered(old))
 
     def _newest(self) -> tuple[int, dict[str, float]] | None:
-        """Step and state of the newest checkpoint, verified."""
+        """Step and state of the newest checkpoint, whose files have the sizes that COMMIT says."""
         look_anew(self.directory)  # an older checkpoint would do as well, for twice the work
         committed = committed_steps(self.directory)
         if not committed:
             return None
         folder = self.directory / numbered(committed[-1])
-        verify(folder, committed[-1])
+        _commit_of_whole_files(folder, committed[-1])
         return committed[-1], _read_state(folder)
 
 
-def commit(folder: Path, step: int) -> None:
-    """Mark a complete checkpoint folder, once all that is in it is durable. Raises CorruptCheckpointError when a file
-    vanishes meanwhile."""
+def commit(folder: Path, step: int, hashed: Mapping[str, Fingerprint] | None = None) -> None:
+    """Mark a complete checkpoint folder. `hashed` are files that the ranks that wrote them have hashed and made
+    durable; all others are read and made durable here. Raises CorruptCheckpointError when a file vanishes meanwhile."""
+    found = dict(hashed or {})
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != COMMIT)
-    sync_files([*files, *sorted({folder, *(file.parent for file in files)})])
-    content = {}
-    for file, one in zip(files, fingerprints(files), strict=True):
-        if one is None:
+    own = [file for file in files if str(file.relative_to(folder)) not in found]
+    sync_files([*own, *sorted({folder, *(file.parent for file in own)})])
+    for name, one in found.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != one.num_bytes:
+            raise CorruptCheckpointError(f"{folder / name} vanished or changed before its checkpoint was committed")
+    for file, read in zip(own, fingerprints(own), strict=True):
+        if read is None:
             raise CorruptCheckpointError(f"{file} vanished while its checkpoint was committed; start the run again")
-        content[str(file.relative_to(folder))] = dict(bytes=one.num_bytes, sha256=one.sha256)
+        found[str(file.relative_to(folder))] = read
+    content = {name: dict(bytes=one.num_bytes, sha256=one.sha256) for name, one in sorted(found.items())}
     write_sealed(folder / COMMIT, json.dumps(dict(step=step, files=content), indent=1) + "\n")
 
 
-def verify(folder: Path, step: int | None = None) -> None:
-    """Check every file against COMMIT, and COMMIT's step against `step`. Raises CorruptCheckpointError naming the first
-    that differs."""
-    committed = read_commit(folder)
-    remedy = _remedy(folder)
-    if step is not None and committed.step != step:
-        raise CorruptCheckpointError(f"{folder} holds the checkpoint of step {committed.step}; {remedy}")
-    names = list(committed.files)
-    for name in names:  # first, and at once: to read all of them may take an hour
-        path = folder / name
-        if path.is_file() and path.stat().st_size != committed.files[name].num_bytes:
-            raise CorruptCheckpointError(f"{folder / name} does not match its checkpoint's COMMIT (changed); {remedy}")
+def verify(folder: Path, step: int | None = None, rank: tuple[int, int] = (0, 1)) -> None:
+    """Check every file against COMMIT, and COMMIT's step against `step`; the sizes of all, the bytes of those that fall
+    to a `rank` of so many. Raises CorruptCheckpointError naming the first that differs."""
+    committed = _commit_of_whole_files(folder, step)
+    shards = {name: int(match[1]) for name in committed.files if (match := _SHARD.match(name))}
+    others = sorted(committed.files.keys() - shards.keys())
+    number, num_ranks = rank
+    names = [name for name, writer in shards.items() if writer % num_ranks == number] + others[number::num_ranks]
     for name, found in zip(names, fingerprints([folder / name for name in names]), strict=True):
         if found != committed.files[name]:
             what = "missing" if found is None else "changed"
-            raise CorruptCheckpointError(f"{folder / name} does not match its checkpoint's COMMIT ({what}); {remedy}")
+            raise CorruptCheckpointError(
+                f"{folder / name} does not match its checkpoint's COMMIT ({what}); {_remedy(folder)}"
+            )
+
+
+def _commit_of_whole_files(folder: Path, step: int | None) -> Commit:
+    """COMMIT, whose step and sizes are right: to read all files may take an hour."""
+    committed = read_commit(folder)
+    if step is not None and committed.step != step:
+        raise CorruptCheckpointError(f"{folder} holds the checkpoint of step {committed.step}; {_remedy(folder)}")
+    for name, one in committed.files.items():
+        if (folder / name).is_file() and (folder / name).stat().st_size != one.num_bytes:
+            raise CorruptCheckpointError(
+                f"{folder / name} does not match its checkpoint's COMMIT (changed); {_remedy(folder)}"
+            )
+    return committed
 
 
 def _remedy(folder: Path) -> str:

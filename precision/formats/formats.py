@@ -1,4 +1,4 @@
-"""e4m3 quantization per tensor, row and block, the same for the engine's emulation and the learner's.
+"""Quantize weights and activations; the engine's emulation and the learner's use the same functions.
 
 e4m3 ("fn": no infinities, largest value 448, 3 mantissa bits) has a half-ulp of at most 2^-4 of the value down to
 2^-6, and steps of 2^-9 below. A scale maps the largest magnitude of a tensor, block or group to 448:
@@ -8,17 +8,34 @@ e4m3 ("fn": no infinities, largest value 448, 3 mantissa bits) has a half-ulp of
 Values are clamped before the cast, because devices differ in what the cast alone makes of larger ones (NaN, or 448).
 Input is checked to be finite besides. Layouts are those of Hugging Face checkpoints: a block scale is called
 `weight_scale_inv` there, although values are multiplied by it.
+
+Two smaller formats are emulated in float32, which holds their values exactly (no torch dtype holds e3m2, and none of
+e2m1 can be cast to). Neither has infinities or NaN; values that are too large saturate.
+
+    e3m2   0, ±.0625 … ±28    2 mantissa bits, steps of 2^-4 below 2^-2    (OCP Microscaling Formats 1.0, table 5)
+    e2m1   0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives                   (the same, table 4)
+
+    one scale        amax / largest, for a matrix, or for a token of the activations
+    NVFP4            s = amax / (6 · 448) in float32, for a matrix or a token; s₁₆ = e4m3(amax₁₆ / (6 s)) for 16 values;
+                     w' = e2m1(w / (s₁₆ s)) · (s₁₆ s): the scales of ModelOpt's NVFP4QTensor, bit for bit
+    MXFP4            2^⌈log2(amax₃₂ / 6)⌉ for 32 values: nothing saturates, as ModelOpt has it and as our MXFP8
+
+Engines calibrate the float32 scale of NVFP4's activations beforehand. Here each token has its own, so that the rounding
+of a token depends neither on a calibration nor on the tokens beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precision.formats.rollout_format import BLOCK, MX_GROUP
+from precision.formats.rollout_format import ACTIVATION_GROUP, BLOCK, MX_GROUP, NV_GROUP, RolloutFormat
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -26,6 +43,11 @@ E8M0 = torch.float8_e8m0fnu
 """A power of two: the 8 exponent bits of a float32."""
 SCALE_FLOOR = 1e-12
 """Keeps tensors of zeros from dividing by zero."""
+SMALLEST_E4M3 = 2.0**-9
+"""The smallest positive value: a scale of zero would make zeros, or NaN, of what it scales."""
+_EXPONENT = 0x7F800000
+"""The exponent bits of a float32."""
+Rounding = Callable[[Tensor], Tensor]
 
 
 def to_e4m3(values: Tensor) -> Tensor:
@@ -220,3 +242,118 @@ def require_matrix(weight: Tensor) -> None:
         raise ValueError(
             f"block scales need a matrix [out, in], got shape {tuple(weight.shape)}; split stacked experts"
         )
+
+
+@dataclass(frozen=True)
+class SmallFloat:
+    """A format without infinities and NaN."""
+
+    mantissa_bits: int
+    smallest_exponent: int
+    """Of a normal value."""
+    largest: float
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """float32, the nearest values of the format, ties to even, saturating; the sign of a zero stays. Finite input
+        is the caller's duty."""
+        clamped = values.float().clamp(-self.largest, self.largest)
+        binade = (clamped.view(torch.int32) & _EXPONENT).view(torch.float32)  # 2^⌊log2 |x|⌋
+        step = binade.clamp(min=2.0**self.smallest_exponent) * 2.0**-self.mantissa_bits
+        return torch.round(clamped / step) * step
+
+
+E3M2 = SmallFloat(mantissa_bits=2, smallest_exponent=-2, largest=28.0)
+E2M1 = SmallFloat(mantissa_bits=1, smallest_exponent=0, largest=6.0)
+
+
+def fake_quantize_matrix(weight: Tensor, kind: SmallFloat) -> Tensor:
+    """Round with one scale for all and back, in `weight`'s dtype; gradients pass straight through.
+
+    Raises FloatingPointError on non-finite input, ValueError for an empty tensor.
+    """
+    require_values(weight)
+    return _scaled(weight, weight.detach().abs().amax(), kind)
+
+
+def fake_quantize_tokens(activation: Tensor, kind: SmallFloat) -> Tensor:
+    """Round [..., channels] with one scale a token and back, in its dtype; gradients pass straight through.
+
+    Raises FloatingPointError on non-finite input.
+    """
+    if not activation.numel():
+        return activation
+    return _scaled(activation, activation.detach().abs().amax(dim=-1, keepdim=True), kind)
+
+
+def fake_quantize_nvfp4_matrix(weight: Tensor) -> Tensor:
+    """NVFP4 with one float32 scale for all of `weight` [..., K], and back, in its dtype. Raises as
+    `fake_quantize_matrix`."""
+    require_values(weight)
+    return _nvfp4(weight, weight.detach().abs().amax())
+
+
+def fake_quantize_nvfp4_tokens(activation: Tensor) -> Tensor:
+    """NVFP4 with one float32 scale for each token of [..., channels], and back, in its dtype. Raises as
+    `fake_quantize_tokens`."""
+    if not activation.numel():
+        return activation
+    return _nvfp4(activation, activation.detach().abs().amax(dim=-1, keepdim=True))
+
+
+def fake_quantize_mxfp4(values: Tensor) -> Tensor:
+    """Round [..., K] in groups of 32 and back, in its dtype; gradients pass straight through. Raises
+    FloatingPointError on non-finite input."""
+    if not values.numel():
+        return values
+    groups = groups_of(values, MX_GROUP)
+    scale = mx_scale(groups.abs().amax(dim=-1, keepdim=True), E2M1.largest)
+    restored = (E2M1.rounded(groups / scale) * scale).flatten(-2)[..., : values.shape[-1]]
+    return straight_through(values, restored)
+
+
+def _scaled(values: Tensor, amax: Tensor, kind: SmallFloat) -> Tensor:
+    scale = scale_of(amax, kind.largest)
+    return straight_through(values, kind.rounded(values.detach().float() / scale) * scale)
+
+
+def _nvfp4(values: Tensor, amax: Tensor) -> Tensor:
+    """`amax` [] or [..., 1]: what shares a float32 scale."""
+    whole = scale_of(amax, E2M1.largest * E4M3_MAX).reshape(*amax.shape, 1)  # [1], or [..., 1, 1] before groups
+    groups = groups_of(values, NV_GROUP)
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    require_finite(largest)
+    ratio = largest / (E2M1.largest * whole)
+    ratio = torch.where(ratio == 0, 1.0, ratio).clamp(SMALLEST_E4M3, E4M3_MAX)
+    scale = ratio.to(E4M3).float() * whole
+    restored = (E2M1.rounded(groups / scale) * scale).flatten(-2)[..., : values.shape[-1]]
+    return straight_through(values, restored)
+
+
+FAKE_QUANTIZE: Mapping[RolloutFormat, Rounding] = {
+    RolloutFormat.FP8_BLOCK: fake_quantize_block,
+    RolloutFormat.FP8_CHANNEL: fake_quantize_channel,
+    RolloutFormat.MXFP8: fake_quantize_mxfp8,
+    RolloutFormat.EMULATED_FP6: partial(fake_quantize_matrix, kind=E3M2),
+    RolloutFormat.EMULATED_FP4: partial(fake_quantize_matrix, kind=E2M1),
+    RolloutFormat.EMULATED_NVFP4: fake_quantize_nvfp4_matrix,
+    RolloutFormat.EMULATED_MXFP4: fake_quantize_mxfp4,
+}
+"""Of a weight [out, in], for the formats in which each matrix is quantized for itself, stacked or not: all but
+fp8_tensor."""
+
+_ACTIVATIONS: Mapping[RolloutFormat, Rounding] = {
+    RolloutFormat.FP8_TENSOR: fake_quantize_activation,
+    RolloutFormat.FP8_BLOCK: partial(fake_quantize_activation, group=ACTIVATION_GROUP),
+    RolloutFormat.FP8_CHANNEL: fake_quantize_activation,
+    RolloutFormat.MXFP8: fake_quantize_mxfp8,
+    RolloutFormat.EMULATED_FP6: partial(fake_quantize_tokens, kind=E3M2),
+    RolloutFormat.EMULATED_FP4: partial(fake_quantize_tokens, kind=E2M1),
+    RolloutFormat.EMULATED_NVFP4: fake_quantize_nvfp4_tokens,
+    RolloutFormat.EMULATED_MXFP4: fake_quantize_mxfp4,
+}
+
+
+def fake_quantize_activation_as(activation: Tensor, rollout_format: RolloutFormat) -> Tensor:
+    """`activation` [..., channels] as the matrix product of an engine with that format sees it, same dtype. Raises
+    FloatingPointError on non-finite input."""
+    return _ACTIVATIONS[rollout_format](activation)

@@ -12,25 +12,31 @@ for each shard. Each expert of a mixture is stacked by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from precision.formats.by_format import FAKE_QUANTIZE
-from precision.formats.formats import fake_quantize_tensor, quantize_block, scale_of
+from precision.formats import formats
+from precision.formats.formats import FAKE_QUANTIZE, fake_quantize_tensor, scale_of
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 
 _WEIGHT = ".weight"
-BlockQuantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""An implementation of `precision.formats.formats.quantize_block` for 128x128 blocks, the same bit for bit."""
 
 
-def quantize_state(
-    named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap, quantizer: BlockQuantizer = quantize_block
-) -> Iterator[tuple[str, Tensor]]:
+def quantize_block(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize `weight` [N, K] in 128x128 blocks on the device that holds it: by a kernel on a GPU, with the same bits
+    as `precision.formats.formats.quantize_block`."""
+    if not weight.is_cuda:
+        return formats.quantize_block(weight)
+    from precision.formats import quantize_triton  # only where there is Triton
+
+    return quantize_triton.quantize_block(weight)
+
+
+def quantize_state(named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap) -> Iterator[tuple[str, Tensor]]:
     """Stream HF (name, tensor) pairs into what the engine loads, in the same order.
 
     fp8_block modules yield `<module>.weight` (e4m3) and `<module>.weight_scale_inv` (f32), those of an emulated format
@@ -48,7 +54,7 @@ def quantize_state(
         rollout_format = quant_map.formats.get(module) if name.endswith(_WEIGHT) else None
         if rollout_format is RolloutFormat.FP8_BLOCK:
             with _naming(name):
-                quantized, scale_inv = quantizer(tensor)
+                quantized, scale_inv = quantize_block(tensor)
             yield name, quantized
             yield f"{module}.weight_scale_inv", scale_inv
         elif rollout_format is not None and rollout_format.is_emulated:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from rollout_sglang.server.launch_server import register_hooks, serve
 
@@ -36,16 +37,23 @@ def prepare() -> None:
     install_stubs()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rollout_sglang.cpu import attention, dense_forward, emulated, fp8, routed_experts, staging
+    from rollout_sglang.cpu import forward, quantized, staging
 
     register_hooks()
-    fp8.register_hooks()
-    emulated.register_hooks()
-    attention.register_hooks()
-    dense_forward.register_hooks()
-    routed_experts.register_hooks()
+    quantized.register_hooks()
+    forward.register_hooks()
     staging.register_hooks()
+    HookRegistry.register("sglang.srt.state_capturer.base.BaseHostCache.__init__", _allow_cpu, HookType.BEFORE)
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
+
+
+def _allow_cpu(*_: Any, **__: Any) -> None:
+    """SGLang keeps its record of routed experts (`--enable-return-routed-experts`) in host memory that it registers
+    with CUDA. Here there is nothing to register it with: plain memory is the same."""
+    import torch
+    from sglang.srt.state_capturer.base import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, **_: torch.zeros(dims, dtype=dtype, device=device)
 
 
 def _fork_children(*_: object) -> None:

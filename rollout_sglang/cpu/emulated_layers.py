@@ -1,4 +1,4 @@
-"""SGLang's classes for a policy in an emulated format (rollout_sglang.cpu.emulated). Imports SGLang: a server does,
+"""SGLang's classes for a policy in an emulated format (rollout_sglang.cpu.quantized). Imports SGLang: a server does,
 once it is equipped."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from torch import Tensor
 
-from precision.formats.by_format import fake_quantize_activation_as
+from precision.formats.formats import fake_quantize_activation_as
 from precision.formats.rollout_format import EMULATED_METHOD, RolloutFormat
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from precision.formats.audit import KV_CACHE, Held
-from precision.formats.rollout_format import BLOCK
-from precision.formats.stacks import STACKS
+from precision.formats.rollout_format import BLOCK, STACKS
 from precision.formats.weight_statistics import scale_statistics, sum_of_squares
 
 FORMATS, STATISTICS = "formats", "statistics"
@@ -101,7 +100,7 @@ def _parts(name: str, module: Any) -> Iterator[tuple[str, _Values]]:
     before, _, own = name.rpartition(".")
     sizes = list(getattr(module, "output_partition_sizes", ()))
     weight, scales = _by_rows(module.weight.data, sum(sizes)), _scales(module, "weight")
-    exact = getattr(module, "dequantized_weight", None)  # the CPU's, see rollout_sglang.cpu.fp8
+    exact = getattr(module, "dequantized_weight", None)  # the CPU's, see rollout_sglang.cpu.quantized
     if own not in STACKS or len(sizes) != len(STACKS[own]) or weight.shape[0] != sum(sizes):
         yield name, _Values(weight, scales, exact)
         return

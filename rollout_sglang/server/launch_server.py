@@ -1,27 +1,46 @@
 """Start stock SGLang: `EVENKEEL_API_KEY=… python -m rollout_sglang.server.launch_server <SGLang's own arguments>`.
 
 It is `python -m sglang.launch_server`, except that the API key comes from the environment, because every user of the
-machine can read a command line, and that its weights are fenced (rollout_sglang.server.update_fence).
+machine can read a command line, and that its weights are fenced (rollout_sglang.server.update_fence). And:
+
+No process of an engine outlives its server. SGLang's schedulers ask the kernel to end them with their parent, but a
+parent that died before they asked is missed: with spawn that is after seconds of imports, and what stays behind holds
+the memory of a GPU. Each process tells its children by the environment who it is, and each child compares.
+
+An engine gives up a broadcast whose sender is gone without a word. SGLang joins a sender's process group with torch's
+timeout of half an hour: so long would an engine take nothing from the successor of a learner whose host was frozen. On
+a CPU the call fails and the engine goes on; with NCCL torch ends the engine's process, which is started again.
+
+The ranks of an engine meet at one address, not at every address of the machine. A scheduler of SGLang makes a torch
+store for them: at PORT + 100 … 1000 of its HTTP port, on all addresses, open to whoever reaches it. Here the socket is
+bound at the address that the ranks are told. An engine of one rank needs no port that others know: it takes a free one,
+so it never has the port that another engine was promised.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from precision.text import without
-from rollout_sglang.server.parentage import be_a_parent, be_a_spawned_child
-from rollout_sglang.server.torch_groups import bind_stores, bound_groups
+from pipeline.child_process import die_with_parent
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
 HEALTH_SAMPLES_VARIABLE = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 """/health says whether the server is up; one that must sample would wait behind a long prefill, and for ever on an
 engine that is paused for an update."""
+PARENT_VARIABLE = "EVENKEEL_SERVER_PARENT"
+"""The process that spawns or forks those that read it."""
+GROUP_TIMEOUT_S = 75.0
+"""A little more than a sender waits for one bucket (megatron_bridge.weight_sync.transport.BUCKET_DEADLINE_S)."""
+_forking_in_main: list[bool] = [False]
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -34,6 +53,8 @@ def arguments_with_key(argv: Sequence[str]) -> list[str]:
 
 def hide_in_logs(secret: str) -> None:
     """From now on, log stars in place of `secret`, here and in forked processes: SGLang logs its arguments."""
+    from precision.text import without  # PyYAML: every SGLang has it, an interpreter that is only asked may not
+
     make = logging.getLogRecordFactory()
 
     def make_without_secret(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -75,8 +96,9 @@ def register_hooks() -> None:
     """What is changed of SGLang on every device. Call it in each of its processes, before it applies its hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    bound_groups()
-    bind_stores()
+    HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", _with_timeout, HookType.BEFORE)
+    # Private (torch 2.13). With a release that has none SGLang logs that a hook failed, and listens as before.
+    HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _bound, HookType.AROUND)
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _report_formats, HookType.AROUND)
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", note_shared_memory, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", finish_copies, HookType.AFTER)
@@ -105,6 +127,62 @@ def _report_formats(*arguments: Any, **options: Any) -> Any:
     from rollout_sglang.server import format_report  # torch: not before somebody asks
 
     return format_report.handle(*arguments, **options)
+
+
+def be_a_parent() -> None:
+    """Call it in the server's first process: children that it forks or spawns from now on die with it, and theirs with
+    them."""
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.register_at_fork(before=_before_fork, after_in_child=_in_forked_child)
+
+
+def be_a_spawned_child() -> None:
+    """Call it first in a child that multiprocessing has spawned."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is not None:
+        die_with_parent(int(parent))
+    be_a_parent()
+
+
+def _before_fork() -> None:
+    # The kernel watches the thread that forks: a child of a thread that ends would be ended.
+    _forking_in_main[0] = threading.current_thread() is threading.main_thread()
+
+
+def _in_forked_child() -> None:
+    if _forking_in_main[0]:
+        die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+
+
+def _with_timeout(*arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return arguments, {"timeout": timedelta(seconds=GROUP_TIMEOUT_S)} | options
+
+
+def _bound(
+    original: Callable[..., Any],
+    hostname: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout: Any,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    if rank != 0:
+        return original(hostname, port, rank, world_size, timeout, *arguments, **options)
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    family, _, _, _, place = socket.getaddrinfo(hostname, port if world_size > 1 else 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(1024)
+        bound = listener.getsockname()[1]
+        own = listener.detach()
+    return TCPStore(
+        hostname, bound, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=own
+    )
 
 
 if __name__ == "__mp_main__":  # a scheduler, spawned by SGLang

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from precision.formats.formats import E4M3, dequantize_block
-from precision.formats.stacks import STACKS
+from precision.formats.rollout_format import STACKS
 
 VOCABULARY_MULTIPLE = 64
 """Engines pad the rows of embedding and head to this, with zeros (layers/vocab_parallel_embedding.py)."""

@@ -13,19 +13,25 @@ here, and nothing that a kill leaves behind is ever loaded: the next start of th
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
+import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeline.data.deltas import STATE_DIGITS, Bytes, Link, chain_to
+from pipeline.child_process import make_scratch, remove_scratch
+from pipeline.data.deltas import MANIFEST_FILE, STATE_DIGITS, Bytes, Link, chain_to, read_link
 from pipeline.data.files import require_space, size_of, temporary_name
-from pipeline.data.run_directory import numbered
-from pipeline.errors import StoreError
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
+from pipeline.errors import EvenKeelError, StoreError, SupersededError
 from precision.text import one_line, parse_object, quoted
+from rollout_sglang.server.start import EngineSpec
 
 _KEPT = 2
 _OF_THE_VERSION = ("SHA256SUMS", "manifest.json", "weight_check.json")
@@ -190,3 +196,90 @@ def _check_place(name: str, begin: object, end: object, num_bytes: int) -> None:
 
 def _sha256(data: Bytes) -> str:
     return hashlib.sha256(data.data).hexdigest()
+
+
+LOOK_S = 0.1
+RETRY_S = 5.0
+"""How often it is tried again to make what could not be made: a file system may have shown it late."""
+_ATTEMPTS = 20
+
+
+class ReplicaKeeper:
+    """Of one start of an engine."""
+
+    def __init__(self, run: RunDirectory, announce: Callable[..., None]) -> None:
+        """`announce` is told `replicas`, the folders, and `stuck`, why there is no newer one
+        (pipeline.data.membership.Announcement)."""
+        self._run = run
+        self._announce = announce
+        self._folder = make_scratch("replica")
+        self._replica = Replica(run.policies, self._folder, self._changed)
+        self._seen: tuple[int, int, int] | None = None
+        """The newest version, and which file its manifest was, when it was made or tried last."""
+        self._again = 0.0
+        """When that is tried again, by time.monotonic."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="replica", daemon=True)
+
+    def first(self, newest: Callable[[], EngineSpec]) -> EngineSpec:
+        """`newest()`, with the replica of its weights. Raises StoreError."""
+        spec = newest()
+        for _ in range(_ATTEMPTS):
+            try:
+                return replace(spec, model=self._replica.make(spec.version))
+            except EvenKeelError as error:
+                before, spec = spec, newest()
+                if not isinstance(error, StoreError) or spec.version == before.version:
+                    self.close()
+                    raise  # or else the old policy was deleted meanwhile
+        self.close()
+        raise StoreError(f"{spec.model}, and those before it, were deleted while they were copied; raise weights.keep")
+
+    def begin(self) -> None:
+        """Follow the run from now on: the engine has loaded its first replica. May be called again."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop following, and remove the folders. May be called twice."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        remove_scratch(self._folder)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            try:
+                self._look()
+            except SupersededError as error:
+                print(f"the replica is not kept any longer: {error}", flush=True)
+                return
+            except EvenKeelError as error:  # the run's file system did not answer; the role goes on as well
+                print(f"warning: {error}; the replica is looked at again", flush=True)
+
+    def _look(self) -> None:
+        """Make the newest version, unless that was done."""
+        with suppress(OSError, ValueError):  # ValueError: there is none
+            version = max(numbered_folders(self._run.policies))
+            written = (self._run.policy_directory(version) / MANIFEST_FILE).stat()
+            seen = (version, written.st_ino, written.st_mtime_ns)
+            if seen == self._seen and time.monotonic() < self._again:
+                return
+            self._seen, self._again = seen, math.inf
+            try:
+                self._replica.make(version)
+            except SupersededError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, nobody must wait for this replica
+                self._again = time.monotonic() + RETRY_S
+                why = str(error) if isinstance(error, EvenKeelError | OSError) else repr(error)
+                self._announce(stuck=f"{self._name(version)}: {one_line(why, 1000)}")
+
+    def _name(self, version: int) -> str:
+        try:
+            return replica_name(version, read_link(self._run.policies, version).state)
+        except StoreError:
+            return numbered(version)
+
+    def _changed(self, folders: Sequence[Path]) -> None:
+        self._announce(replicas=tuple(map(str, folders)), stuck="")

@@ -35,12 +35,10 @@ from torch import Tensor
 from launch.convert.new_model import new_model
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import leave_layout
-from megatron_bridge.weight_sync.deltas.published_share import PublishedShare
+from megatron_bridge.weight_sync.delta import PublishedShare
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.data.deltas import Delta, DeltaWriter
-from precision.formats.quant_map import QuantMap
-from precision.formats.quant_map_file import QuantMapFile
-from precision.formats.quantize import quantize_block
+from precision.formats.quant_map import QuantMap, QuantMapFile
 from precision.formats.streams import quantize_state
 from precision.objectives.p3o import P3O
 from tests.bench.learner import make_batch
@@ -109,7 +107,7 @@ class _Followed:
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         weights = self._learner.named_weights()
-        return weights if self._quant is None else quantize_state(weights, self._quant, quantize_block)
+        return weights if self._quant is None else quantize_state(weights, self._quant)
 
 
 def _seconds(action: Any) -> float:

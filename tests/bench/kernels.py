@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_bridge.model import logprobs_torch
+from megatron_bridge.model import logprobs
 from precision.formats import formats
 from tests.gpu import timing
 
@@ -72,19 +72,19 @@ class Bench:
 
         logits = (3 * torch.randn(TOKENS, VOCABULARY, device="cuda", dtype=torch.bfloat16)).contiguous()
         wanted = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
-        peak, sums = logprobs_torch.statistics(logits, wanted, TEMPERATURE)
+        peak, sums = logprobs.statistics(logits, wanted, TEMPERATURE)
         normalizer, scale = peak + sums[0].log(), torch.ones_like(peak)
         few = torch.where(torch.arange(TOKENS, device="cuda") % 8 == 0, scale, 0)
 
         def gradient(module: Any, upstream: Tensor) -> None:
             module.write_gradient(logits, wanted, normalizer, upstream, TEMPERATURE, logits)
 
-        torch_s = timing.seconds(lambda: logprobs_torch.statistics(logits, wanted, TEMPERATURE))
+        torch_s = timing.seconds(lambda: logprobs.statistics(logits, wanted, TEMPERATURE))
         for lanes, warps in VOCABULARY_VARIANTS:
             with variant(logprobs_triton, _LANES=lanes, _WARPS=warps):
                 forward = lambda: logprobs_triton.statistics(logits, wanted, TEMPERATURE)  # noqa: E731
                 yield self.row("statistics", f"{lanes}/{warps}", logits.nbytes, forward, torch_s)
-        torch_s = timing.seconds(lambda: gradient(logprobs_torch, scale))
+        torch_s = timing.seconds(lambda: gradient(logprobs, scale))
         for lanes, warps in VOCABULARY_VARIANTS:
             with variant(logprobs_triton, _LANES=lanes, _WARPS=warps):
                 both = 2 * logits.nbytes

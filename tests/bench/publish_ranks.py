@@ -13,8 +13,8 @@ import torch
 from launch.build.learner import build_channel, build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.weight_sync.buckets import Bucket, pack
 from megatron_bridge.weight_sync.streaming import StreamedChannel
+from megatron_bridge.weight_sync.transport import Bucket, pack
 from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.weights import WeightChannel

@@ -17,8 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from precision.formats.by_format import FAKE_QUANTIZE, fake_quantize_activation_as
-from precision.formats.formats import fake_quantize_tensor, quantize_block
+from precision.formats.formats import FAKE_QUANTIZE, fake_quantize_activation_as, fake_quantize_tensor, quantize_block
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.server.start import EngineSpec

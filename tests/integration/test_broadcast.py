@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 from launch.convert.new_model import new_model
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.run_directory import RunDirectory
-from rollout_sglang.server.process import ServerProcess
-from rollout_sglang.server.start import EngineSpec, free_port
+from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port
 from rollout_sglang.server.update_fence import UPDATE_HEADER
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.receiving_double import ReceivingDouble

@@ -24,8 +24,7 @@ from launch.convert.inspect import inspect_folder
 from launch.convert.new_model import new_model
 from megatron_bridge.hf.headers import weight_files
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.hf.shard_writer import write_shards
-from megatron_bridge.hf.tensor_specs import num_bytes
+from megatron_bridge.hf.tensor_files import num_bytes, write_shards
 from pipeline.config.loader import load_recipe
 from pipeline.config.sections import RolloutPrecision
 from pipeline.data.run_directory import RunDirectory

@@ -24,10 +24,9 @@ from pipeline.errors import EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import WeightCheck
 from rollout_sglang.client import EngineClient
-from rollout_sglang.router import RouterClient
-from rollout_sglang.server.process import free_ports
+from rollout_sglang.engine_pool import RouterClient
 from rollout_sglang.server.rollout_python import require_sglang
-from rollout_sglang.server.start import free_port, start_router
+from rollout_sglang.server.start import free_port, free_ports, start_router
 from rollout_sglang.server.update_fence import UPDATE_HEADER
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.sglang_double import EngineDouble, Release

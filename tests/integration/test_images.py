@@ -53,7 +53,7 @@ ROLLOUT = Image(
         *(f"launch.roles.{role}" for role in ("engine", "router", "collector")),
         *("launch.run.metrics", "math_verify", "rollout_sglang.server.launch_server"),
     ),
-    foreign=("megatron", "mbridge", "transformer_engine"),
+    foreign=("megatron", "transformer_engine"),
 )
 IMAGES = (LEARNER, ROLLOUT)
 images = pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)

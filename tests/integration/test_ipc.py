@@ -16,18 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_bridge.hf.tensor_folder import TensorFolder
-from megatron_bridge.hf.writer import write_policy
-from megatron_bridge.weight_sync.buckets import Bucket, pack
-from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
+from megatron_bridge.hf.folders import write_policy
+from megatron_bridge.hf.tensor_files import TensorFolder
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
+from megatron_bridge.weight_sync.transport import Bucket, EventLoopThread, pack
 from pipeline.config.sections import RolloutPrecision
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import WeightCheck, WeightUpdateReport
 from precision.formats.quant_map import QuantMap
 from precision.formats.streams import quantize_state
-from rollout_sglang.server.process import ServerProcess
-from rollout_sglang.server.start import EngineSpec, free_port
+from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble

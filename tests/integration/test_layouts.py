@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launch.verify.layouts import QUANTITIES, Case, compare, read, run_cases, write_model
-from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
-from megatron_bridge.checkpoint.dcp_to_hf import stream_hf_tensors
+from megatron_bridge.checkpoint.dcp import CheckpointIndex, stream_hf_tensors
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.config.recipe import LearnerSection, layout_name, parse_layout
 from pipeline.errors import RecipeError

@@ -17,7 +17,7 @@ from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.ports.weights import WeightCheck
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from tests.chaos.flips.flip import KINDS, try_flip
 from tests.chaos.flips.runs import complete
 from tests.support.engine_forks import forked_engines

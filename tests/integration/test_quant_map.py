@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launch.attribution.engine import audit_engine
-from megatron_bridge.hf.tensor_folder import TensorFolder
-from megatron_bridge.hf.writer import write_policy
+from megatron_bridge.hf.folders import write_policy
+from megatron_bridge.hf.tensor_files import TensorFolder
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.weights import WeightCheck
 from precision.formats.audit import Finding, formats_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.convert.new_model import new_model
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from tests.support.outliers import plant_outlier_channels
 from tests.support.runs import evenkeel
 

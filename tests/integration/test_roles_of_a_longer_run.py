@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.data.event_log import read_metrics
 from pipeline.data.run_directory import RunDirectory
-from rollout_sglang.server.process import free_ports
+from rollout_sglang.server.start import free_ports
 from tests.support.engine_forks import forked_engines
 from tests.support.runs import environment, evenkeel_json, make_model, make_recipe
 

@@ -8,8 +8,8 @@ import pytest
 from pipeline.errors import EngineVersionError, RetryableError
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.update_fence import UPDATE_HEADER, access
-from rollout_sglang.weights.receiver import Receiver
 from rollout_sglang.weights.update_lease import fresh_number
+from rollout_sglang.weights.weight_update import Receiver
 from tests.support.engines import KEY, TinyEngine, TinyEngines, load
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_bridge.hf.tensor_folder import TensorFolder
-from megatron_bridge.hf.writer import write_policy
+from megatron_bridge.hf.folders import write_policy
+from megatron_bridge.hf.tensor_files import TensorFolder
 from pipeline.config.sections import RolloutPrecision
 from pipeline.data.batch import Completion
 from pipeline.errors import EngineUnavailableError

@@ -103,7 +103,7 @@ def test_stages_share_the_tensors_without_overlap_and_their_ranks_agree_on_the_o
 def test_the_parameters_of_the_real_ranks_are_a_bijection(found: dict[str, list[dict[str, Any]]], layout: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron-Core warns about packages that a CPU does not have
-        from megatron_bridge.weights.name_map import ShardCoords
+        from megatron_bridge.weights import ShardCoords
         from tests.support.name_bijection import RankParameters, check_bijection
 
     shape = ModelConfig.from_hf(MODELS[LAYOUTS[layout][0]])

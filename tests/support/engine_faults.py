@@ -64,22 +64,22 @@ def _after_loading(module: str, change: Callable[[Any], None]) -> None:
 
 
 def _weights_only() -> None:
-    from rollout_sglang.cpu import fp8
+    from rollout_sglang.cpu import quantized
 
-    fp8.fake_quantize_activation = lambda activation, group=None: activation
+    quantized.fake_quantize_activation = lambda activation, group=None: activation
 
 
 def _decode_attention() -> None:
     from precision.formats.formats import fake_quantize_tensor
-    from rollout_sglang.cpu import attention
+    from rollout_sglang.cpu import forward
 
-    right = attention.attention
+    right = forward.attention
 
     def wrong(query: Any, keys: Any, values: Any, mask: Any, scale: Any) -> Any:
         one_new_token = query.shape[1] == 1
         return right(query, keys, fake_quantize_tensor(values) if one_new_token else values, mask, scale)
 
-    attention.attention = wrong
+    forward.attention = wrong
 
 
 def _temperature(factor: str) -> None:

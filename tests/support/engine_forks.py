@@ -33,8 +33,8 @@ from launch.run.processes import end_tree
 from pipeline.child_process import die_with_parent
 from pipeline.errors import EngineStartError
 from rollout_sglang.server import start as product
-from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.rollout_python import rollout_python
+from rollout_sglang.server.start import ServerProcess
 from tests.support.learner_forks import ForkedLearner
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from pipeline.config.sections import RolloutPrecision
 from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.client import EngineClient
-from rollout_sglang.server.process import ServerProcess
-from rollout_sglang.server.start import EngineSpec, free_port
+from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.tiny_model import reference_logprobs, reference_model, write_block_checkpoint, write_checkpoint
 from tests.support.engine_forks import start_engine

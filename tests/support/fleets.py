@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.data.membership import Membership
-from rollout_sglang.fleet import Fleet
-from rollout_sglang.target import FleetSettings
+from rollout_sglang.fleet import Fleet, FleetSettings
 from rollout_sglang.weights.update_lease import STALE_S, Updates
 
 

@@ -21,7 +21,7 @@ from typing import NoReturn
 from launch.roles import learner as product
 from launch.run.processes import end_tree
 from pipeline.child_process import die_with_parent
-from rollout_sglang.server.process import free_ports
+from rollout_sglang.server.start import free_ports
 from tests.support.rank_programs import parse, run_program
 from tests.support.ranks import forkserver_context
 

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.weights.name_map import OUTPUT_LAYER, NameMap, ShardCoords, TensorSlice, parameter_names
+from megatron_bridge.weights import OUTPUT_LAYER, NameMap, ShardCoords, TensorSlice, parameter_names
 from pipeline.errors import ModelError
 
 _COPY = " (copy of the last stage)"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
+
+from pipeline.data.checksums import Fingerprint
 
 T = TypeVar("T")
 
@@ -13,13 +16,16 @@ class OneRank:
     """Rank 0 of 1."""
 
     is_rank_zero = True
-    num_data_ranks = 1
+    rank, num_ranks, num_data_ranks = 0, 1, 1
 
     def tell(self, action: Callable[[], T]) -> T:
         return action()
 
     def everywhere(self, action: Callable[[], None]) -> None:
         action()
+
+    def all_of(self, look: Callable[[], bool]) -> bool:
+        return look()
 
     def barrier(self) -> None:
         pass
@@ -34,7 +40,9 @@ class OneRank:
 
 
 class Written:
-    """A save that is over."""
+    """A save that is over, of which nothing is hashed yet."""
+
+    hashed: Mapping[str, Fingerprint] = MappingProxyType({})
 
     def advance(self, wait_s: float) -> bool:
         return True

@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_bridge.weight_sync.buckets import pack
-from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
-from megatron_bridge.weight_sync.transport import WeightTransport
+from megatron_bridge.weight_sync.transport import EventLoopThread, WeightTransport, pack
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.support.fleets import members, settings

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
-from precision.formats import quantize, quantize_triton
+from precision.formats import quantize_triton, streams
 from precision.formats.quantize_triton import quantize_block
 from tests.support.weight_cases import NON_FINITE, OTHER_BLOCKS, WEIGHTS, gaussian, small
 
@@ -41,7 +41,7 @@ def main(path: str) -> None:
         results[f"{name} block"] = quantize_block(make())
     results |= {f"small {block}": quantize_block(small(), block) for block in OTHER_BLOCKS}
     with mock.patch.object(quantize_triton, "quantize_block", wraps=quantize_block) as kernel:
-        results["chosen"] = quantize.quantize_block(gaussian(130, 5).as_subclass(OnGpu))
+        results["chosen"] = streams.quantize_block(gaussian(130, 5).as_subclass(OnGpu))
     assert kernel.call_count == 1
     errors = {f"block {name}": message(lambda make=make: quantize_block(make())) for name, make in NON_FINITE.items()}
     errors |= {"empty": message(lambda: quantize_block(torch.ones(0, 4)))}

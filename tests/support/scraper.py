@@ -10,7 +10,7 @@ from typing import Self
 import httpx
 
 from pipeline.errors import PortInUseError
-from rollout_sglang.server.process import check_port_free, free_port
+from rollout_sglang.server.start import check_port_free, free_port
 from tests.support.promql import shown
 
 PERIOD_S = 0.25

@@ -13,7 +13,7 @@ from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps
 from pipeline.data.run_directory import RunDirectory
 from precision.controller.records import Evidence, State
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from tests.support.runs import evenkeel, make_model, make_recipe
 
 STEPS = 4

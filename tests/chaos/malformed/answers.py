@@ -28,7 +28,7 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, StoreError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
-from rollout_sglang.router import RouterClient
+from rollout_sglang.engine_pool import RouterClient
 from tests.chaos.malformed.mutations import NASTY, judged_line, mutated_bytes, mutated_data
 from tests.doubles.bad_answers import BAD_ANSWERS
 from tests.support.recorded_answers import PROMPT, SCORED, recorded

@@ -60,7 +60,7 @@ class Learner(OneRank):
         shutil.copytree(self._state, directory, dirs_exist_ok=True)
 
     def load(self, directory: Path) -> None:
-        from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
+        from megatron_bridge.checkpoint.dcp import CheckpointIndex
 
         index = CheckpointIndex(directory)
         for name in index.tensors:

@@ -183,7 +183,7 @@ class SimulatedChannel:
         self.wait_for_folder()
 
     def _prune(self, published: int) -> None:
-        """As megatron_bridge.weight_sync.export.prune, which needs torch."""
+        """As megatron_bridge.weight_sync.disk.prune, which needs torch."""
         import shutil
 
         older = [version for version in numbered_folders(self._run.policies) if version < published]

@@ -31,7 +31,7 @@ def is_there() -> bool:
 
 
 def _patch_engine(fp8: Any) -> None:
-    """In rollout_sglang.cpu.fp8: know each layer's name, and make its input's rounding worse."""
+    """In rollout_sglang.cpu.quantized: know each layer's name, and make its input's rounding worse."""
     factor, modules = _fault()
     register = fp8.register_hooks
 
@@ -80,7 +80,7 @@ def _patch_learner(emulation: Any) -> None:
     emulation.Fp8Emulation._quantized, emulation._quantize_input = named, worse
 
 
-_PATCHES = {"rollout_sglang.cpu.fp8": _patch_engine, "megatron_bridge.step.fp8_emulation": _patch_learner}
+_PATCHES = {"rollout_sglang.cpu.quantized": _patch_engine, "megatron_bridge.step.fp8_emulation": _patch_learner}
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -48,7 +48,7 @@ def _variants(scale: Scale) -> Figures:
 def _one(scale: Scale) -> Figures:
     import torch
 
-    from megatron_bridge.model import logprobs_torch
+    from megatron_bridge.model import logprobs
     from tests.gpu import timing
 
     tokens, vocabulary = scale.of((8192, 151_936), (64, 1000))
@@ -65,7 +65,7 @@ def _one(scale: Scale) -> Figures:
     scale.keep(backward_ms=backward_s * 1e3, backward_over_read_write=backward_s / (2 * read_s))
     extra = timing.peak_extra_bytes(lambda: score_and_return(logits, labels))
     scale.keep(extra_share=extra / logits.nbytes)
-    chunked_s = timing.seconds(lambda: logprobs_torch.statistics(logits[:, 0], labels[:, 0], TEMPERATURE))
+    chunked_s = timing.seconds(lambda: logprobs.statistics(logits[:, 0], labels[:, 0], TEMPERATURE))
     return scale.keep(torch_over_read=chunked_s / read_s, torch_ms=chunked_s * 1e3)
 
 

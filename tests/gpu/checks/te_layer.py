@@ -63,7 +63,7 @@ def compare(subject: Any, rows: int, length: int) -> Figures:
 
     from megatron_bridge.model.build import build_chunks
     from megatron_bridge.model.te_precision import warm_up_passes
-    from megatron_bridge.weights.convert import load_hf
+    from megatron_bridge.weights import load_hf
     from tests.gpu.learners import one_micro_batch
     from tests.gpu.timing import relative_error
 
@@ -83,7 +83,7 @@ def compare(subject: Any, rows: int, length: int) -> Figures:
 def layer_pass(subject: Any, chunk: Any, micro_batch: Any) -> tuple[Any, dict[str, Any]]:
     """What layer 0 of a chunk adds to its input, and the gradients of its parameters by stage name."""
     from megatron_bridge.step.passes import packed_rows
-    from megatron_bridge.weights.name_map import NameMap, parameter_names
+    from megatron_bridge.weights import NameMap, parameter_names
 
     inner = getattr(chunk, "module", chunk)
     seen: list[Any] = []

@@ -128,7 +128,7 @@ def save_gradients(subject: Any, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from megatron_bridge.weights.name_map import NameMap, parameter_names
+    from megatron_bridge.weights import NameMap, parameter_names
 
     found = {}
     for name, parameter in parameter_names(subject.model, NameMap(subject.model_config)):

@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize
-from megatron_bridge.weight_sync.buckets import Bucket, pack
-from megatron_bridge.weight_sync.disk import WeightCheckPlan
-from megatron_bridge.weight_sync.probe import ProbeScorer
-from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
+from megatron_bridge.weight_sync.disk import ProbeScorer, WeightCheckPlan
 from megatron_bridge.weight_sync.streaming import StreamedChannel
+from megatron_bridge.weight_sync.transport import Bucket, ProcessGroupTransport, pack
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError

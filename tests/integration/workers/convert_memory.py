@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from launch.convert.folders import hf_to_fp8
-from megatron_bridge.hf import fp8, shard_writer  # noqa: F401 (imported before memory is looked at)
+from megatron_bridge.hf import fp8, tensor_files  # noqa: F401 (imported before memory is looked at)
 
 
 def resident_bytes(field: str) -> int:

@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.model.logprobs import vocab_parallel_logprobs
-from megatron_bridge.model.logprobs_kept import KeptRows
+from megatron_bridge.model.logprobs import KeptRows, vocab_parallel_logprobs
 from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.step.fp8_emulation import emulated
-from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
-from megatron_bridge.weight_sync.probe import ProbeScorer
+from megatron_bridge.weight_sync.disk import DiskChannel, ProbeScorer, WeightCheckPlan
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.data.batch import Batch, KeptSets, LogprobContract, Response, given_batch
 from pipeline.data.run_directory import RunDirectory

@@ -15,7 +15,7 @@ from launch.build.components import build_objective
 from launch.verify.layout_ranks import make_batch, weights
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
-from megatron_bridge.step.reference import ReferencePolicy
+from megatron_bridge.step.host_weights import ReferencePolicy
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe, parse_layout
 from pipeline.data.batch import Batch

@@ -15,10 +15,18 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.build import build_chunks
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.step.fp8_emulation import _quantize_input, emulated
-from megatron_bridge.weights.convert import export_hf, export_stage, load_hf, load_named, stage_tensors
-from megatron_bridge.weights.name_map import NameMap, ShardCoords, parameter_names
+from megatron_bridge.weights import (
+    NameMap,
+    ShardCoords,
+    export_hf,
+    export_stage,
+    load_hf,
+    load_named,
+    parameter_names,
+    stage_tensors,
+)
 from pipeline.config.recipe import LearnerSection
-from precision.formats.by_format import fake_quantize_activation_as
+from precision.formats.formats import fake_quantize_activation_as
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.supervised import Supervised

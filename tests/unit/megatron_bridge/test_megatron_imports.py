@@ -1,4 +1,4 @@
-"""What Megatron-Core and mbridge are kept from importing, and that nobody else is."""
+"""Megatron-Core is kept from importing what a learner never uses, and nobody else is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import sys
 
 import pytest
 
-import megatron_bridge
-from megatron_bridge.megatron_imports import WRITERS
+from megatron_bridge import WRITERS
 from tests.support.runs import ROOT, environment
-
-assert megatron_bridge, "it hides them"
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -23,7 +20,7 @@ def test_only_megatron_does_not_find_a_writer(writer: str, monkeypatch: pytest.M
     assert importlib.util.find_spec(writer) is not None
 
 
-def test_a_learner_on_a_cpu_loads_no_compiler_and_no_model_that_it_is_not() -> None:
+def test_a_learner_on_a_cpu_loads_no_compiler() -> None:
     code = "import sys, megatron_bridge.learner; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -35,5 +32,5 @@ def test_a_learner_on_a_cpu_loads_no_compiler_and_no_model_that_it_is_not() -> N
     )
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = set(done.stdout.split())
-    assert "mbridge.models.qwen2moe" in loaded
-    assert not loaded & {"mbridge.models.glm4_vl", "torch._dynamo", "torch._inductor"}
+    assert "megatron.core" in loaded
+    assert not loaded & {"torch._dynamo", "torch._inductor"}

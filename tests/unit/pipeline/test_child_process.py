@@ -84,7 +84,7 @@ def test_nobody_waits_for_ever_for_a_child_that_cannot_be_killed(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux is asked")
-@pytest.mark.parametrize("kind", ["pipeline.child_process.ChildProcess", "rollout_sglang.server.process.ServerProcess"])
+@pytest.mark.parametrize("kind", ["pipeline.child_process.ChildProcess", "rollout_sglang.server.start.ServerProcess"])
 def test_no_child_outlives_a_parent_that_is_killed(tmp_path: Path, kind: str) -> None:
     module, _, name = kind.rpartition(".")
     further = "" if name == "ChildProcess" else "ready_url='http://127.0.0.1:1/', secret=None,"

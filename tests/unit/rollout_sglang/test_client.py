@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import json
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -15,12 +17,13 @@ from numpy.typing import NDArray
 from pipeline.config.sections import MOST_KEPT
 from pipeline.data.batch import Completion
 from pipeline.data.routed_experts import ExpertShape
-from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
+from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError, RecipeError
 from pipeline.ports.engines import Sampling
-from rollout_sglang.answers.samples import token_versions
-from rollout_sglang.answers.scores import input_logprobs
-from rollout_sglang.client import EngineClient
+from pipeline.ports.weights import TensorSpec
+from rollout_sglang.answers import input_logprobs, token_versions
+from rollout_sglang.client import PREFIX, EngineClient, Stage, TeacherServers
 from rollout_sglang.protocol import MetaInfo, policy_version
+from rollout_sglang.transport import Transport
 from tests.doubles.sglang_double import LARGEST_MASK, PARAMETER, EngineDouble, GenerateFault, checksum_of
 
 T = TypeVar("T")
@@ -418,3 +421,125 @@ def test_what_would_end_an_engine_is_not_sent(engine: EngineDouble, prompt: list
         with pytest.raises(FatalError, match=said):
             run(client_of(engine), call)
     assert "POST /generate" not in engine.calls
+
+
+TENSOR = TensorSpec(name="model.norm.weight", dtype="bfloat16", shape=(4,))
+FOLDER = Path("/policy/000013")
+
+
+class Server:
+    """Answers orders in turn, by (status, states of its ranks)."""
+
+    url = "http://engine"
+
+    def __init__(self, *answers: tuple[int, Sequence[dict[str, str]]]) -> None:
+        self._answers = list(answers)
+        self.orders: list[dict[str, Any]] = []
+
+    async def call(self, method: str, path: str, **options: Any) -> httpx.Response:
+        assert (method, path, options["repeatable"]) == ("POST", "/weights_checker", False)
+        self.orders.append(json.loads(options["json"]["action"].removeprefix(PREFIX)))
+        status, states = self._answers.pop(0)
+        ranks = [
+            dict(checksums=state, per_gpu_checksum="", parallelism_info=dict(tp_rank=rank, tp_size=len(states)))
+            for rank, state in enumerate(states)
+        ]
+        return httpx.Response(status, json=dict(success=status == 200, message="said so", ranks=ranks))
+
+
+def ask(server: Server, act: Callable[[Stage], Coroutine[Any, Any, T]]) -> T:
+    return asyncio.run(act(Stage(cast(Transport, server), 5.0)))
+
+
+def state(pending: int = 0, failure: str = "") -> dict[str, str]:
+    return dict(pending=str(pending), failure=failure)
+
+
+@pytest.mark.parametrize("status", [400, 404])
+def test_a_server_that_cannot_stage_says_so(status: int) -> None:
+    assert ask(Server((status, ())), lambda stage: stage.begin()) is False
+    assert ask(Server((status, ())), lambda stage: stage.folder(FOLDER, 5.0)) is False
+
+
+def test_a_folder_is_staged_when_the_slowest_rank_is_done() -> None:
+    server = Server((200, [state(), state(1)]), (200, [state(), state(1)]), (200, [state(), state()]))
+    assert ask(server, lambda stage: stage.folder(FOLDER, 5.0)) is True
+    assert server.orders == [dict(do="folder", folder=str(FOLDER)), dict(do="wait"), dict(do="wait")]
+
+
+def test_a_broadcast_is_waited_for() -> None:
+    server = Server((200, [state(1)]), (200, [state(1)]), (200, [state()]))
+    ask(server, lambda stage: stage.receive("group", [TENSOR], 5.0))
+    assert server.orders[0] == dict(
+        do="group", group="group", names=["model.norm.weight"], dtypes=["bfloat16"], shapes=[[4]]
+    )
+    assert not server._answers
+
+
+def test_what_one_rank_cannot_stage_is_an_error() -> None:
+    server = Server((200, [state(1), state(1)]), (200, [state(), state(0, "KeyError: no parameter")]))
+    with pytest.raises(EngineVersionError, match="no parameter"):
+        ask(server, lambda stage: stage.finish(FOLDER, 5.0))
+
+
+def test_a_server_that_was_started_again_is_found_out() -> None:
+    """Another one may answer at its address, which knows no such order."""
+    with pytest.raises(EngineVersionError, match="started again"):
+        ask(Server((400, ())), lambda stage: stage.receive_shared("AAAA", 5.0))
+
+
+def test_waiting_has_a_deadline() -> None:
+    server = Server(*[(200, [state(1)])] * 100)
+    with pytest.raises(EngineUnavailableError, match=r"within 0\.1 s"):
+        ask(server, lambda stage: stage.finish(FOLDER, 0.1))
+
+
+@pytest.mark.parametrize("strange", [dict(model="abc"), dict(pending="many", failure="")])
+def test_an_answer_about_something_else_is_refused(strange: dict[str, str]) -> None:
+    with pytest.raises(EngineUnavailableError, match="something else"):
+        ask(Server((200, [strange])), lambda stage: stage.begin())
+
+
+def test_membership_is_asked_without_an_update() -> None:
+    assert ask(Server((200, [state() | dict(member="True")])), lambda stage: stage.is_member("group"))
+    assert not ask(Server((200, [state() | dict(member="False")])), lambda stage: stage.is_member("group"))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[EngineDouble, EngineDouble]]:
+    with EngineDouble(api_key="key") as first, EngineDouble(api_key="key") as second:
+        yield first, second
+
+
+def servers_of(*doubles: EngineDouble) -> TeacherServers:
+    return TeacherServers([double.url for double in doubles], "key", request_deadline_s=5.0)
+
+
+def test_one_that_fails_is_followed_by_another(pair: tuple[EngineDouble, EngineDouble]) -> None:
+    pair[0].generate_faults = ["500"]
+
+    async def ask() -> list[list[float]]:
+        servers = servers_of(*pair)
+        try:
+            with pytest.raises(EngineUnavailableError, match="the teacher did not score a group"):
+                await servers.logprobs([5], [[1]])
+            return [scored.tolist() for scored in await servers.logprobs([5], [[1], [2, 3]])]
+        finally:
+            await servers.close()
+
+    assert asyncio.run(ask()) == [[-2 / 8], [-3 / 8, -4 / 8]]
+
+
+def test_each_server_must_have_the_students_tokenizer(pair: tuple[EngineDouble, EngineDouble]) -> None:
+    async def check() -> None:
+        servers = servers_of(*pair)
+        try:
+            await servers.require_same_tokenizer({"12=": [49, 50, 61]})
+        finally:
+            await servers.close()
+
+    asyncio.run(check())
+    pair[1].shifted_ids = 1
+    with pytest.raises(RecipeError, match=r"has another tokenizer than model\.path") as refused:
+        asyncio.run(check())
+    assert pair[1].url in str(refused.value)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.membership import Member, Membership
-from rollout_sglang.engine_pool import EnginePool
-from rollout_sglang.router import RouterClient
+from rollout_sglang.engine_pool import EnginePool, RouterClient
 from tests.support.fleets import members
 
 URL = "http://127.0.0.1:1"

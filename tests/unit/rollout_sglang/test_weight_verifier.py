@@ -18,8 +18,7 @@ from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import ComingCheck, Probe, WeightCheck
 from rollout_sglang.client import EngineClient
-from rollout_sglang.fleet import Fleet
-from rollout_sglang.target import Target
+from rollout_sglang.fleet import Fleet, Target
 from rollout_sglang.weight_verifier import verify_checksums
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.sglang_double import PARAMETER, RELEASES, Damage, EngineDouble, checksum_of

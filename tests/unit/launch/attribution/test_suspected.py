@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from launch.attribution.score_ranks import _other_maps, effects
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.step.changed_weights import NamedTensors, changed, rounded, scaled
 from megatron_bridge.step.fp8_emulation import emulated
-from megatron_bridge.weight_sync.probe import ProbeScorer
+from megatron_bridge.step.host_weights import NamedTensors, changed, rounded, scaled
+from megatron_bridge.weight_sync.disk import ProbeScorer
 from pipeline.config.recipe import LearnerSection
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat

@@ -227,7 +227,7 @@ def meter_that_sees(gap: float, monkeypatch: pytest.MonkeyPatch) -> EmulationMet
         moved = plain - gap * (torch.arange(len(plain)) % 2)
         return lambda quant_map: plain if quant_map is None else moved
 
-    monkeypatch.setattr("megatron_bridge.step.sensitivity.row_scorer", row_scorer)
+    monkeypatch.setattr("megatron_bridge.step.host_weights.row_scorer", row_scorer)
     return EmulationMeter(Learner(), QuantMap.for_decoder(2, RolloutFormat.FP8_BLOCK), 64)  # type: ignore[arg-type]
 
 

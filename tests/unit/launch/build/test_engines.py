@@ -17,7 +17,7 @@ from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, StoreError
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from rollout_sglang.server.start import command
 
 

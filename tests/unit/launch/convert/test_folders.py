@@ -22,7 +22,7 @@ from megatron_bridge.hf.fp8 import dequantized_tensors, write_fp8_folder
 from megatron_bridge.hf.headers import weight_files
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.hf.modelopt import check_scales
-from megatron_bridge.hf.shard_writer import check_written
+from megatron_bridge.hf.tensor_files import check_written
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, LayoutError, ModelError
 from precision.formats.formats import quantize_tensor
 from precision.formats.streams import fake_quantize_state, quantize_state
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_holds_another_value_is_a_bug_by_name(
     new_model(tmp_path / "hf", layers=1)
     config = ModelConfig.from_hf(read_hf_config(tmp_path / "hf"))
     stored = load_file(tmp_path / "hf" / "model.safetensors")
-    monkeypatch.setattr("megatron_bridge.checkpoint.dcp_to_hf.stream_hf_tensors", lambda *_: iter(stored.items()))
+    monkeypatch.setattr("megatron_bridge.checkpoint.dcp.stream_hf_tensors", lambda *_: iter(stored.items()))
     compare_with_source(None, config, tmp_path / "hf", lambda _: None)
     stored["model.norm.weight"][0] += 1e-6
     with pytest.raises(ModelError, match=r"model\.norm\.weight came out with other values"):

@@ -25,7 +25,7 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume import go_on_with
 from precision.controller.records import State
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from precision.reference import ReferenceSection
 from tests.support.runs import evenkeel
 from tests.support.whole_runs import damage, whole_run

@@ -34,8 +34,7 @@ from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import ModelError, RecipeError
-from precision.formats.quant_map import QuantMap
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMap, QuantMapFile
 
 QUANT = QuantMap.for_decoder(2, "fp8_block")
 NAMES = list(QUANT.groups)

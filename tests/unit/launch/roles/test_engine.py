@@ -36,8 +36,7 @@ from pipeline.errors import (
 )
 from pipeline.ports.weights import WeightCheck
 from pipeline.resume import go_on_with
-from rollout_sglang.server.process import ServerProcess, free_port
-from rollout_sglang.server.start import EngineSpec
+from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port
 
 
 class Server:

@@ -12,7 +12,7 @@ import pytest
 
 from launch.roles import heartbeat
 from launch.roles.heartbeat import Ending, Peer, Peers, _Line
-from rollout_sglang.server.process import free_port
+from rollout_sglang.server.start import free_port
 
 HOST, KEY, EPOCH = "127.0.0.1", "a key", 3
 

@@ -18,8 +18,8 @@ from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import EngineVersionError
 from pipeline.ports.weights import WeightCheck
 from precision.controller.records import Evidence, State
-from precision.formats.quant_map_file import QuantMapFile
-from rollout_sglang.target import Target
+from precision.formats.quant_map import QuantMapFile
+from rollout_sglang.fleet import Target
 
 OLD, NEW = QuantMapFile(base="fp8_block"), QuantMapFile(base="fp8_block", exceptions={"model.layers.0.x": "full"})
 OLD_MAP, NEW_MAP = digest_of(OLD), digest_of(NEW)
@@ -147,7 +147,7 @@ def test_the_map_of_a_version_is_read_once_for_all_engines(run: RunDirectory, mo
         read.append(folder)
         return read_quant_map(folder)
 
-    monkeypatch.setattr("rollout_sglang.target.read_quant_map", reading)
+    monkeypatch.setattr("rollout_sglang.fleet.read_quant_map", reading)
     for index in range(3):
         target.of_map(Member(index, f"http://{index}", 1, NEW_MAP))
     assert read == [target.directory]

@@ -28,8 +28,8 @@ def recipe_of(folder: Path, model: Path, **sections: dict[str, object]) -> Recip
 
 def test_packages_of_the_learner(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_learner_here(recipe_of(tmp_path, model))
-    monkeypatch.setattr("pipeline.importing.find_spec", lambda package: None if package == "mbridge" else package)
-    with pytest.raises(MachineError, match=r"has no mbridge, which the learner needs: pip install mbridge==0.15.1 "):
+    monkeypatch.setattr("pipeline.importing.find_spec", lambda package: None if package == "einops" else package)
+    with pytest.raises(MachineError, match=r"has no einops, which the learner needs: pip install 'einops>=0.8' "):
         check_learner_here(recipe_of(tmp_path, model))
 
 

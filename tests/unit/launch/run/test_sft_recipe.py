@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.run.sft import read_recipe, sft_recipe, warmup_of
-from megatron_bridge.step.learning_rate import learning_rate
+from megatron_bridge.step.optimizer import learning_rate
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError

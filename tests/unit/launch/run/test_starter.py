@@ -17,7 +17,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import PortInUseError
-from rollout_sglang.server.process import free_port
+from rollout_sglang.server.start import free_port
 
 
 def a_recipe(root: Path, **rollout: object) -> Recipe:

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from launch.verify.layout_ranks import TEMPERATURE, train, weights
 from launch.verify.layouts import write_model
-from megatron_bridge.checkpoint import training_state, weights_only
-from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
+from megatron_bridge.checkpoint import training_state
+from megatron_bridge.checkpoint.dcp import CheckpointIndex
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.build import PolicyModel
 from pipeline.config.recipe import LearnerPrecision, LearnerSection, OptimizerSection
@@ -156,12 +156,12 @@ def test_weights_that_are_not_there_are_named(model: Path) -> None:
     with learner(model) as trained:
         chunk = trained.model[0].module
         state = dict(chunk.state_dict())
-        weights_only.fill(chunk, state)
+        training_state.fill(chunk, state)
         del state["decoder.layers.3.self_attention.linear_proj.weight"]
         with pytest.raises(
             CorruptCheckpointError, match=r"1 names .*, the first decoder\.layers\.3\.self_attention\.linear_proj"
         ):
-            weights_only.fill(chunk, state)
+            training_state.fill(chunk, state)
 
 
 def state(groups: int, **found: Any) -> dict[str, Any]:

@@ -14,8 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
-from megatron_bridge.checkpoint.dcp_to_hf import find_sources, stream_hf_tensors
+from megatron_bridge.checkpoint.dcp import CheckpointIndex, StoredTensor, find_sources, stream_hf_tensors
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import CorruptCheckpointError
 

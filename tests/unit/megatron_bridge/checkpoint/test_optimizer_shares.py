@@ -1,4 +1,4 @@
-"""Data parallel ranks write their own shares: the same tensors as whole ones, in the memory of a share."""
+"""Each data parallel rank saves its own share of the optimizer's state, and any layout loads it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from launch.convert.new_model import new_model
 from launch.verify.layout_ranks import TEMPERATURE, train, weights
-from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
-from megatron_bridge.checkpoint.optimizer_shares import boxes_of_range
+from megatron_bridge.checkpoint.dcp import CheckpointIndex
+from megatron_bridge.checkpoint.training_state import boxes_of_range
 from precision.objectives.p3o import P3O
 from tests.support.checkpoint_ranks import save_both_forms, section
 from tests.support.learners import learner_here

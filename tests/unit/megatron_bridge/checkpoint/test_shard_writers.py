@@ -15,9 +15,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from launch.verify.layout_ranks import TEMPERATURE, train, weights
 from launch.verify.layouts import write_model
-from megatron_bridge.checkpoint import weights_only
+from megatron_bridge.checkpoint import training_state
 from megatron_bridge.learner import MegatronLearner
 from pipeline.config.recipe import LearnerSection, OptimizerSection
+from pipeline.data.checksums import fingerprints
 from precision.objectives.p3o import P3O
 from tests.support.learners import learner_here
 
@@ -46,14 +47,14 @@ def test_a_save_forks_nothing_and_loads_again(tmp_path: Path, monkeypatch: pytes
         train(trained, 0)
         monkeypatch.setattr(os, "fork", fork)
         trained.save(tmp_path / "saved")
-        weights_only.save(tmp_path / "weights", [chunk.module for chunk in trained.model])
+        training_state.save_weights(tmp_path / "weights", [chunk.module for chunk in trained.model])
         monkeypatch.undo()
         alone = weights(trained)
         assert len(list((tmp_path / "saved").glob("*.distcp"))) >= 2, "several files, as Megatron's processes write"
         train(trained, 1)
         expected = weights(trained)
     with learner(tmp_path / "model") as again:
-        weights_only.load(tmp_path / "weights", [chunk.module for chunk in again.model])
+        training_state.load_weights(tmp_path / "weights", [chunk.module for chunk in again.model])
         assert (weights(again) == alone).all()
         again.load(tmp_path / "saved")
         train(again, 1)
@@ -104,6 +105,8 @@ def test_what_is_trained_meanwhile_is_not_in_the_checkpoint(
         trained_on.set()
         while not under_way.advance(3.0):
             pass
+        shards = sorted((tmp_path / "saved").glob("*.distcp"))
+        assert under_way.hashed == {file.name: one for file, one in zip(shards, fingerprints(shards), strict=True)}
         assert not (weights(trained) == saved).all()
     with learner(tmp_path / "model", distributed) as again:
         again.load(tmp_path / "saved")

@@ -15,13 +15,12 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-from megatron_bridge.checkpoint.dcp_reader import StoredTensor
-from megatron_bridge.checkpoint.dcp_to_hf import find_sources
-from megatron_bridge.checkpoint.weights_only import _is_extra, sharded_weights
+from megatron_bridge.checkpoint.dcp import StoredTensor, find_sources
+from megatron_bridge.checkpoint.training_state import _is_extra, sharded_weights
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import build_chunks
 from megatron_bridge.parallel.layout import Layout, initialize
-from megatron_bridge.weights.name_map import NameMap, ShardCoords
+from megatron_bridge.weights import NameMap, ShardCoords
 from pipeline.errors import ModelError
 from tests.support.name_bijection import RankParameters, check_bijection
 from tests.support.world import leave_world

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
+import os
 import pickle
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from launch.verify.layout_ranks import TEMPERATURE, train, weights
 from launch.verify.layouts import write_model
+from megatron_bridge.checkpoint import dcp
+from megatron_bridge.checkpoint.dcp import CheckpointIndex
+from megatron_bridge.checkpoint.training_state import ShardSave, damage_as, storages_of
 from megatron_bridge.learner import MegatronLearner
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import CorruptCheckpointError
@@ -146,3 +157,87 @@ def test_what_is_no_checkpoint_is_refused_and_not_unpickled(
         loaded.load(tmp_path / "damaged")
     assert not (tmp_path / "touched").exists()
     loaded.load(whole)
+
+
+def test_only_what_training_changes_is_copied_and_nothing_is_kept_twice(tmp_path: Path) -> None:
+    """Megatron-Core's writer keeps its buckets until all ranks have written."""
+    file = tmp_path / "key"
+    file.write_bytes(b"written")
+    live, private = torch.zeros(4), torch.ones(3)
+    state = {"a": [ShardedTensor.from_rank_offsets("a", live)], "b": 7}
+    buckets = [(str(file), "key", ([], [("live", live[:2].view(2, 1)), ("private", private)]))]
+    written: list[Any] = []
+    request = SimpleNamespace(
+        preload_fn=lambda: [(path, key, (texts, list(tensors))) for path, key, (texts, tensors) in buckets],
+        async_fn=lambda rank, given, results: written.extend(given),
+        async_fn_args=[0, buckets, None],
+        async_fn_kwargs={},
+        finalize_fns=[],
+    )
+    save = ShardSave(request, lambda says: [says()], in_training=storages_of(state))
+    live += 1
+    while not save.advance(3.0):
+        pass
+    ((path, key, (texts, tensors)),) = written
+    assert (path, key, texts) == (str(file), "key", [])
+    assert save.hashed == {"key": (7, hashlib.sha256(b"written").hexdigest())}
+    (_, first), (_, second) = tensors
+    assert torch.equal(first, torch.zeros(2, 1))
+    assert second is private
+    assert buckets == [(str(file), "key", ([], []))]
+
+
+DAMAGE = [
+    CheckpointingException("Object shard rng not found"),
+    KeyError("decoder.layers.w"),
+    EOFError("Ran out of input"),
+    pickle.UnpicklingError("invalid load key"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory"),
+    RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory"),
+]
+BLAMELESS = [
+    OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+    OSError(errno.EIO, os.strerror(errno.EIO)),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+]
+KILLED = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection reset by peer [10.0.0.7]:51312")
+
+
+def met_by_a_rank(error: Exception) -> CheckpointException:
+    """As torch reports it on every rank."""
+    return CheckpointException("read", {1: (error, traceback.StackSummary())})
+
+
+@pytest.mark.parametrize("error", [*DAMAGE, *map(met_by_a_rank, DAMAGE)], ids=repr)
+def test_damage_names_the_folder(error: BaseException) -> None:
+    with (
+        pytest.raises(CorruptCheckpointError, match="000012 is damaged"),
+        damage_as(lambda why: f"000012 is damaged ({why})"),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("error", [*BLAMELESS, KILLED], ids=repr)
+def test_a_rank_that_was_killed_or_a_machine_that_fails_is_no_damage(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, damage_as(str):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", BLAMELESS, ids=repr)
+def test_what_the_machine_of_one_rank_met_is_no_damage(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, damage_as(str):
+        raise met_by_a_rank(error)
+    assert raised.value is error
+
+
+def test_an_index_that_a_mount_cannot_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stale(pickle.Unpickler):  # noqa: S301
+        def load(self) -> None:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    (tmp_path / dcp.INDEX_FILE).write_bytes(pickle.dumps({}))
+    monkeypatch.setattr(dcp, "_IndexUnpickler", Stale)
+    with pytest.raises(OSError, match="Stale file handle"):
+        CheckpointIndex(tmp_path)

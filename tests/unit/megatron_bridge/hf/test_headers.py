@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_bridge.hf.folders import describe_folder
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.hf.tensor_folder import TensorFolder
+from megatron_bridge.hf.tensor_files import TensorFolder
 from pipeline.errors import ModelError
 from tests.support.odd_files import huge_at, pipe_at
 

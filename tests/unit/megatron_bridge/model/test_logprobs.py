@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_bridge.model import logprobs_torch
+from megatron_bridge.model import logprobs as logprobs_module
 from megatron_bridge.model.logprobs import vocab_parallel_logprobs
 from tests.support.vocab_cases import CASES, assert_gradient, assert_values
 
@@ -34,7 +34,7 @@ def test_by_hand() -> None:
 def test_values_and_gradient_do_not_depend_on_chunks(
     monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, temperature: float
 ) -> None:
-    monkeypatch.setattr(logprobs_torch, "_CHUNK_ELEMENTS", rows_per_chunk * 11)
+    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", rows_per_chunk * 11)
     generator = torch.Generator().manual_seed(1)
     logits = (5 * torch.randn(7, 2, 11, generator=generator, dtype=torch.float64)).requires_grad_()
     tokens = torch.randint(0, 11, (7, 2), generator=generator)

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.model import logprobs as logprobs_module
-from megatron_bridge.model import logprobs_kept
-from megatron_bridge.model.logprobs import rebase, vocab_parallel_logprobs
-from megatron_bridge.model.logprobs_kept import KeptRows
-from megatron_bridge.model.logprobs_torch import is_local
+from megatron_bridge.model.logprobs import KeptRows, is_local, rebase, vocab_parallel_logprobs
 from pipeline.data.batch import KeptSets
 
 VOCAB, SEQUENCE, BATCH = 13, 7, 2
@@ -135,7 +132,7 @@ def test_slices_of_the_vocabulary_add_up(num_slices: int) -> None:
     logits, tokens, weight, sets = inputs()
     rows, wanted, kept, width = logits.flatten(0, 1), tokens.reshape(-1), KeptRows.of(sets), VOCAB // num_slices
     parts = [rows[:, first : first + width] for first in range(0, VOCAB, width)]
-    found = [logprobs_kept.statistics(p, wanted - i * width, 0.7, kept, i * width) for i, p in enumerate(parts)]
+    found = [logprobs_module.kept_statistics(p, wanted - i * width, 0.7, kept, i * width) for i, p in enumerate(parts)]
     top = torch.stack([peak for peak, _ in found]).amax(0)
     here = [is_local(wanted - i * width, width) for i in range(num_slices)]
     sums = sum(rebase(peak, one, top, mine) for (peak, one), mine in zip(found, here, strict=True))
@@ -149,7 +146,7 @@ def test_slices_of_the_vocabulary_add_up(num_slices: int) -> None:
     for i, part in enumerate(parts):
         target = torch.full_like(part, math.nan)
         arguments = (part, wanted - i * width, top + sums[0].log(), weight.reshape(-1) / 0.7, 0.7, target)
-        logprobs_kept.write_gradient(*arguments, kept, i * width)
+        logprobs_module.write_kept_gradient(*arguments, kept, i * width)
         gradient.append(target)
     torch.testing.assert_close(torch.cat(gradient, 1), exact.grad, rtol=0, atol=1e-12)
 

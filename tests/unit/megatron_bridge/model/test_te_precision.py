@@ -14,10 +14,9 @@ from megatron.core.fp8_utils import get_fp8_align_size
 import megatron_bridge
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model import build
-from megatron_bridge.model.build import build_chunks, choose_layers, transformer_config
-from megatron_bridge.model.te_precision import fp8_arguments, is_fp8, require_fp8, token_multiple, warm_up_passes
-from megatron_bridge.parallel.layout import Layout
-from megatron_bridge.parallel.layout_checks import check_longest_sample
+from megatron_bridge.model.build import build_chunks, choose_layers, require_fp8, transformer_config
+from megatron_bridge.model.te_precision import fp8_arguments, is_fp8, token_multiple, warm_up_passes
+from megatron_bridge.parallel.layout import Layout, check_longest_sample
 from pipeline.config.recipe import LearnerPrecision, LearnerSection
 from pipeline.errors import LayoutError, ModelError
 

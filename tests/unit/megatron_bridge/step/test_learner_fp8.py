@@ -16,7 +16,7 @@ from launch.verify.layout_ranks import TEMPERATURE, make_batch, train, weights
 from launch.verify.layouts import write_model
 from megatron_bridge import learner as learner_module
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.step import passes, shares
+from megatron_bridge.step import micro_batches, passes
 from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import ModelError
@@ -78,7 +78,7 @@ def test_padding_changes_neither_loss_nor_gradients(
         totals.add(int(micro_batch.row_ends[-1]))
         return original(micro_batch, device)
 
-    monkeypatch.setattr(shares, "token_multiple", lambda precision: multiple)
+    monkeypatch.setattr(micro_batches, "token_multiple", lambda precision: multiple)
     monkeypatch.setattr(passes, "packed_rows", watched)
     padded = after_two_steps(models / model)
     assert totals

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_bridge.step.mismatch import MismatchMeter
+from launch.attribution.rows import SampledRows, ScoringJob, read_experts, responses_of, tokens_of, write_experts
+from launch.attribution.score_ranks import _version_scores
+from launch.verify.layout_ranks import TEMPERATURE, make_batch, random_experts
+from launch.verify.layouts import write_model
+from megatron_bridge.learner import MegatronLearner, MismatchMeter
 from megatron_bridge.step.passes import Gathered
+from pipeline.config.recipe import LearnerSection
+from precision.supervised import Supervised
 from tests.support.batches import batch_of_rewards
+from tests.support.learners import learner_here
 
 
 def ages(meter: MismatchMeter, batch_index: int, step: int) -> list[str]:
@@ -46,3 +55,56 @@ def test_one_advantage_too_many_is_refused() -> None:
     seen = torch.ones(batch.num_response_tokens, dtype=torch.bool)
     with pytest.raises(ValueError, match="give one for each sample or one for each token"):
         MismatchMeter()(gathered, batch, np.zeros(1, np.float32), seen, step=0)
+
+
+# Megatron-Core calls much of itself and of torch deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[MegatronLearner]:
+    write_model(tmp_path / "model", experts=True)
+    with learner_here(
+        tmp_path / "model",
+        LearnerSection(precision="fp32"),
+        Supervised(),
+        temperature=TEMPERATURE,
+        seed=0,
+        total_steps=1,
+    ) as created:
+        yield created
+
+
+def test_routing_lies_between_the_learners_own_experts_and_the_engines(
+    learner: MegatronLearner, tmp_path: Path
+) -> None:
+    plain = make_batch(0, learner.model_config.vocab_size)
+    experts = random_experts(plain, learner.model_config, seed=1, unknown=0.2)
+    live, replayed = learner.logprobs(plain), learner.logprobs(replace(plain, experts=experts))
+    rows = SampledRows(
+        tokens=[plain.sample_tokens(sample).tolist() for sample in range(plain.num_samples)],
+        prompt_lengths=plain.prompt_lengths.tolist(),
+        decode=plain.rollout_logprobs.astype(np.float64),
+        experts=experts,
+    )
+    found = _version_scores(learner, ScoringJob(**responses_of(rows)), None, experts)
+    np.testing.assert_array_equal(found["then"], live.astype(np.float64))
+    np.testing.assert_array_equal(found["routed"], replayed.astype(np.float64))
+    # A learner that trains with them has no routing term.
+    trained = _version_scores(learner, ScoringJob(**responses_of(rows), replayed=True), None, experts)
+    np.testing.assert_array_equal(trained["then"], replayed.astype(np.float64))
+    np.testing.assert_array_equal(trained["routed"], trained["then"])
+    some = [1, 4, 5]
+    chosen = experts[tokens_of(rows.tokens, some)]
+    part = _version_scores(learner, ScoringJob(**responses_of(rows)).part(some), None, chosen)
+    here = np.isin(rows.row, some)
+    np.testing.assert_allclose(part["routed"], found["routed"][here], atol=1e-5)
+    trained_part = _version_scores(learner, ScoringJob(**responses_of(rows), replayed=True).part(some), None, chosen)
+    np.testing.assert_allclose(trained_part["then"], trained["then"][here], atol=1e-5)
+    assert "routed" not in _version_scores(learner, ScoringJob(**responses_of(rows)), None, None)
+    write_experts(tmp_path, experts)
+    again = read_experts(tmp_path)
+    assert again is not None
+    np.testing.assert_array_equal(again.ids, experts.ids)

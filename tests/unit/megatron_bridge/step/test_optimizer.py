@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bridge.step.learning_rate import LearningRates, RateSpan, learning_rate
-from megatron_bridge.step.optimizer import follow_recipe
+from megatron_bridge.step.optimizer import LearningRates, RateSpan, follow_recipe, learning_rate
 from pipeline.config.recipe import OptimizerSection
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_bridge.hf import folders
-from megatron_bridge.weight_sync.export import export_policy
+from megatron_bridge.hf.folders import export_policy
 from pipeline.data.run_directory import unfenced
 
 

@@ -21,10 +21,9 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from megatron_bridge.weight_sync import shared_buffer
-from megatron_bridge.weight_sync.buckets import Bucket, pack
-from megatron_bridge.weight_sync.ipc_transport import IpcTransport, flattened_bucket
-from megatron_bridge.weight_sync.shared_buffer import Call, SharedBuffer, cuda_arguments
+from megatron_bridge.weight_sync import ipc_transport
+from megatron_bridge.weight_sync.ipc_transport import Call, IpcTransport, SharedBuffer, cuda_arguments, flattened_bucket
+from megatron_bridge.weight_sync.transport import Bucket, pack
 from pipeline.data.membership import Member
 from pipeline.errors import FatalError
 from tests.doubles.receiving_double import ReceivingDouble, SafeUnpickler
@@ -33,7 +32,7 @@ from tests.support.publishing import BUCKET_BYTES, Publish, publisher, same, wei
 CPU = torch.device("cpu")
 SENDER = """
 import sys, torch
-from megatron_bridge.weight_sync.shared_buffer import SharedBuffer
+from megatron_bridge.weight_sync.ipc_transport import SharedBuffer
 buffer = SharedBuffer(1 << 16, torch.device("cpu"))
 buffer.lend(1 << 16, readers=3)  # which never come
 print(buffer.file, flush=True)
@@ -198,7 +197,7 @@ def test_what_is_written_later_is_seen_by_who_has_it_open() -> None:
 
 
 def test_no_room_is_an_error_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_buffer.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    monkeypatch.setattr(ipc_transport.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     with pytest.raises(FatalError, match=r"64 MiB free, 65 MiB are needed .* weights.bucket_mib"):
         SharedBuffer((64 << 20) + 1, CPU)
 
@@ -220,10 +219,10 @@ def test_a_sender_that_was_killed_leaves_nothing_behind() -> None:
 
 LENDS = """
 import os, torch
-from megatron_bridge.weight_sync.shared_buffer import SharedBuffer
-from pipeline import child_process
+from megatron_bridge.weight_sync.ipc_transport import SharedBuffer
+from pipeline import scratch
 import tempfile
-tempfile.tempdir = str(child_process.make_scratch("learner"))
+tempfile.tempdir = str(scratch.make_scratch("learner"))
 buffer = SharedBuffer(1 << 20, torch.device("cpu"))
 print(buffer.file, flush=True)
 for child in open(f"/proc/self/task/{os.getpid()}/children").read().split():  # the guard, and torch's own

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
-from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
+from megatron_bridge.weight_sync.transport import ProcessGroupTransport
 from tests.doubles.receiving_double import BucketFault, ReceivingDouble
 from tests.support.publishing import DEADLINE_S, Publish, publisher, same, weights
 

@@ -10,7 +10,7 @@ import yaml
 from pipeline.config.loader import differing_keys, load_recipe, recipe_from
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
-from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 
 DOWN = "model.layers.1.mlp.down_proj"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from pipeline.data.checksums import fingerprints, list_checksums, write_sealed
 from pipeline.data.epochs import claim
 from pipeline.data.files import is_temporary
 from pipeline.errors import CorruptCheckpointError, DiskFullError, StoreError, SupersededError
-from pipeline.trainer.checkpoints import COMMIT, Checkpoints, commit
+from pipeline.trainer.checkpoints import COMMIT, Checkpoints, commit, verify
 from tests.support.one_rank import OneRank
 
 
@@ -144,6 +145,8 @@ class Slow(Learner):
 class _Pieces:
     def __init__(self, directory: Path, weights: str, pieces: int, fails_at: int | None) -> None:
         self._directory, self._weights, self._pieces, self._fails_at = directory, weights, pieces, fails_at
+
+    hashed: Any = {}  # noqa: RUF012
 
     def advance(self, wait_s: float) -> bool:
         if self._pieces == self._fails_at:
@@ -299,3 +302,71 @@ def test_what_cannot_be_deleted_ends_no_learner(tmp_path: Path, monkeypatch: pyt
     assert checkpoints.restore(learner) == (12, {})
     checkpoints.remove_partial(learner)
     assert names(tmp_path) == ["000012"], "the next start deletes it"
+
+
+class Ranked(Learner):
+    """Rank `rank` of 3, which writes what all have written and hashed."""
+
+    num_ranks = 3
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def begin_save(self, directory: Path) -> Any:
+        shards = [directory / f"__{rank}_0.distcp" for rank in range(5)]
+        for shard in shards:
+            shard.write_text(shard.name)
+        (directory / ".metadata").write_text("index")
+        save = super().begin_save(directory)
+        save.hashed = {shard.name: one for shard, one in zip(shards, fingerprints(shards), strict=True)}
+        return save
+
+
+def test_rank_zero_reads_no_shard_that_its_writer_has_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def noted(files: Any) -> Any:
+        read.extend(file.name for file in files)
+        return fingerprints(files)
+
+    monkeypatch.setattr("pipeline.trainer.checkpoints.fingerprints", noted)
+    learner: Any = Ranked()
+    Checkpoints(tmp_path, keep=1).save(learner, 4, {"entropy": 1.0})
+    assert sorted(read) == [".metadata", "loop_state.json", "shard"]
+    monkeypatch.undo()
+    verify(tmp_path / "000004", 4)
+
+
+def test_a_flipped_byte_in_the_shard_of_any_rank_is_found_by_one_rank(tmp_path: Path) -> None:
+    learner: Any = Ranked()
+    Checkpoints(tmp_path, keep=1).save(learner, 4, {})
+    folder = tmp_path / "000004"
+    for file in sorted(path for path in folder.iterdir() if path.name != COMMIT):
+        whole = file.read_bytes()
+        file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        finders = []
+        for rank in range(3):
+            try:
+                Checkpoints(tmp_path, keep=1).restore(Ranked(rank))  # type: ignore[arg-type]
+            except CorruptCheckpointError as error:
+                finders.append((rank, file.name in str(error)))
+        if match := re.match(r"__(\d)_", file.name):
+            assert finders == [(int(match[1]) % 3, True)], "the rank of the writer's number"
+        else:
+            assert len(finders) == (3 if file.name == "loop_state.json" else 1), "a state is read by rank 0 alone"
+        file.write_bytes(whole)
+    assert [Checkpoints(tmp_path, keep=1).restore(Ranked(rank)) for rank in range(3)] == [(4, {})] * 3  # type: ignore[arg-type]
+
+
+def test_a_shard_that_vanishes_after_it_was_hashed_fails_the_commit(tmp_path: Path) -> None:
+    class Vanishing(Ranked):
+        def begin_save(self, directory: Path) -> Any:
+            save = super().begin_save(directory)
+            (directory / "__3_0.distcp").unlink()
+            return save
+
+    learner: Any = Vanishing()
+    with pytest.raises(CorruptCheckpointError, match=r"__3_0\.distcp vanished or changed"):
+        Checkpoints(tmp_path, keep=1).save(learner, 4, {})
+    assert names(tmp_path) == []

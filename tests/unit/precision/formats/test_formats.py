@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.formats.by_format import fake_quantize_activation_as
 from precision.formats.formats import (
     E4M3,
     E4M3_MAX,
@@ -19,6 +18,7 @@ from precision.formats.formats import (
     dequantize_channel,
     dequantize_tensor,
     fake_quantize_activation,
+    fake_quantize_activation_as,
     fake_quantize_block,
     fake_quantize_channel,
     fake_quantize_mxfp8,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from precision.formats import formats, quantize
-from precision.formats.quant_map import QuantMap
-from precision.formats.streams import quantize_state
+from precision.formats import formats, streams
 from tests.support.triton_folder import run_with_triton
 from tests.support.weight_cases import NON_FINITE, OTHER_BLOCKS, WEIGHTS, gaussian, grid_and_ties, small
 
@@ -74,34 +71,9 @@ def test_other_refusals(errors: dict[str, str]) -> None:
 
 def test_weights_on_a_cpu_are_quantized_by_torch() -> None:
     weight = WEIGHTS["ragged"]()
-    for found, wanted in zip(quantize.quantize_block(weight), formats.quantize_block(weight), strict=True):
+    for found, wanted in zip(streams.quantize_block(weight), formats.quantize_block(weight), strict=True):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_weights_on_a_gpu_are_quantized_by_the_kernel(file: Path) -> None:
     assert_same_bits(file, "chosen", formats.quantize_block(gaussian(130, 5)))
-
-
-def test_published_weights_are_quantized_by_the_chosen_implementation() -> None:
-    seen: list[tuple[int, ...]] = []
-
-    def chosen(weight: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(tuple(weight.shape))
-        return formats.quantize_block(weight)
-
-    quant = QuantMap.for_decoder(1, "fp8_block").restricted(["model.layers.0.mlp.down_proj"])
-    stream = [("model.layers.0.mlp.down_proj.weight", torch.ones(4, 6)), ("model.norm.weight", torch.ones(6))]
-    published = dict(quantize_state(stream, quant, chosen))
-    assert seen == [(4, 6)]
-    assert set(published) == {name for name, _ in stream} | {"model.layers.0.mlp.down_proj.weight_scale_inv"}
-
-
-@pytest.mark.parametrize("module", ["hf/writer", "weight_sync/streaming"])
-def test_both_channels_choose_by_device(module: str) -> None:
-    """A channel that forgot would be slow on a GPU and the same everywhere else: only its call can show it."""
-    source = (Path(__file__).parents[4] / "megatron_bridge" / f"{module}.py").read_text()
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    mine = [call for call in calls if getattr(call.func, "id", None) == "quantize_state"]
-    assert mine
-    assert all([ast.unparse(argument) for argument in call.args][2:] == ["quantize_block"] for call in mine)
-    assert "from precision.formats.quantize import quantize_block\n" in source

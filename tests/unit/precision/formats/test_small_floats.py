@@ -11,19 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.formats.by_format import FAKE_QUANTIZE, fake_quantize_activation_as
-from precision.formats.formats import SCALE_FLOOR
-from precision.formats.rollout_format import RolloutFormat
-from precision.formats.small_floats import (
+from precision.formats.formats import (
     E2M1,
     E3M2,
+    FAKE_QUANTIZE,
+    SCALE_FLOOR,
     SmallFloat,
+    fake_quantize_activation_as,
     fake_quantize_matrix,
     fake_quantize_mxfp4,
     fake_quantize_nvfp4_matrix,
     fake_quantize_nvfp4_tokens,
     fake_quantize_tokens,
 )
+from precision.formats.rollout_format import RolloutFormat
 from tests.support.examples import examples
 
 EMULATED = [name for name in RolloutFormat if name.is_emulated]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_sglang.cpu import dense_forward
-from rollout_sglang.cpu.attention import _decode, _extend, attention, request_rows, step_of
+from rollout_sglang.cpu import forward
+from rollout_sglang.cpu.forward import _decode, _extend, attention, request_rows, step_of
 
 HIDDEN, FFN, HEADS, KV_HEADS, SIZE, EPS = 24, 40, 4, 2, 8, 1e-6
 
@@ -165,7 +165,7 @@ def test_the_last_bit_is_that_of_the_operations_one_by_one(
     context = ModuleType("sglang.srt.model_executor.forward_context")
     context.get_attn_backend = lambda: backend_of(caches, table)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, context.__name__, context)
-    found = dense_forward._forward(refused, model, tokens, positions, batch)
+    found = forward._forward(refused, model, tokens, positions, batch)
     assert torch.equal(found, one_by_one(model, tokens, batch, copies, table))
     for mine, theirs in zip(caches, copies, strict=True):
         assert torch.equal(mine[0], theirs[0])
@@ -217,13 +217,13 @@ def of_another_release(model: Any) -> None:
     [quantized, with_bias, in_bfloat16, sharded, staged, captured, windowed, turned_in_pairs, of_another_release],
 )
 def test_other_models_are_left_to_sglang(model: SimpleNamespace, other: Any) -> None:
-    assert dense_forward.is_plain(model)
+    assert forward.is_plain(model)
     del model.even_keel_plain
     other(model)
     batch = SimpleNamespace(forward_mode=Mode.DECODE)
-    assert dense_forward._forward(lambda *_, **__: "SGLang's", model, None, None, batch) == "SGLang's"  # type: ignore[arg-type]
+    assert forward._forward(lambda *_, **__: "SGLang's", model, None, None, batch) == "SGLang's"  # type: ignore[arg-type]
 
 
 def test_steps_of_other_kinds_are_left_to_sglang(model: SimpleNamespace) -> None:
     batch = SimpleNamespace(forward_mode=Mode.TARGET_VERIFY)
-    assert dense_forward._forward(lambda *_, **__: "SGLang's", model, None, None, batch) == "SGLang's"  # type: ignore[arg-type]
+    assert forward._forward(lambda *_, **__: "SGLang's", model, None, None, batch) == "SGLang's"  # type: ignore[arg-type]

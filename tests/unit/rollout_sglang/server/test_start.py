@@ -23,8 +23,8 @@ import pytest
 
 from pipeline import child_process
 from pipeline.errors import EngineStartError, ModelError, PortInUseError, RecipeError
-from rollout_sglang.server import launch_server, process, start
-from rollout_sglang.server.block_shapes import check_block_shapes
+from rollout_sglang.server import launch_server, start
+from rollout_sglang.server.capacity import check_block_shapes
 from rollout_sglang.server.launch_server import (
     API_KEY_VARIABLE,
     HEALTH_SAMPLES_VARIABLE,
@@ -32,8 +32,16 @@ from rollout_sglang.server.launch_server import (
     hide_in_logs,
     note_shared_memory,
 )
-from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
-from rollout_sglang.server.start import EngineSpec, command, router_command, server_environment
+from rollout_sglang.server.start import (
+    EngineSpec,
+    ServerProcess,
+    check_port_free,
+    command,
+    free_port,
+    free_ports,
+    router_command,
+    server_environment,
+)
 from tests.support.odd_files import huge_at, pipe_at
 
 QWEN3_8B = {
@@ -292,7 +300,7 @@ def test_a_taken_port_is_named() -> None:
 
 def test_free_ports_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also those of a router and of its metrics."""
-    monkeypatch.setattr(process, "FREE_PORTS", range(20_000, 20_104))
+    monkeypatch.setattr(start, "FREE_PORTS", range(20_000, 20_104))
     found = free_ports(4)
     assert len(set(found)) == 4
     monkeypatch.setattr(start, "free_ports", lambda count: found[:count])
@@ -321,7 +329,7 @@ def test_too_few_free_ports_are_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     def taken(port: int) -> None:
         raise PortInUseError(str(port))
 
-    monkeypatch.setattr(process, "check_port_free", taken)
+    monkeypatch.setattr(start, "check_port_free", taken)
     with pytest.raises(PortInUseError, match=r"103 ports .* 0 are free, 3 are needed; set rollout\.port"):
         free_ports(3)
 

@@ -17,9 +17,8 @@ from rollout_sglang.client import EngineClient
 from rollout_sglang.engine_pool import PooledEngine
 from rollout_sglang.fleet import AGAIN_DEADLINE_S, Fleet
 from rollout_sglang.transport import LOOK_DEADLINE_S
-from rollout_sglang.weights.receiver import Receiver
 from rollout_sglang.weights.update_lease import Updates, fresh_number
-from rollout_sglang.weights.weight_update import FleetUpdateSession
+from rollout_sglang.weights.weight_update import FleetUpdateSession, Receiver
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.sglang_double import RELEASES
 from tests.support.fleets import fleet_of, members, settings

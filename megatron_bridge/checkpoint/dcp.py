@@ -1,0 +1,343 @@
+"""Reads a Megatron distributed checkpoint (torch_dist) tensor by tensor, without a model or process groups.
+
+`.metadata` says which boxes of each tensor lie where in the `*.distcp` files. It is a pickle, so only the classes that
+such an index is made of are let through; the boxes themselves, and objects that are no tensors, are read with
+`weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_bridge.hf.model_config import MEGATRON_ENDS, MEGATRON_EXPERT, MEGATRON_LAYER, ModelConfig
+from pipeline.data.files import machine_failure
+from pipeline.errors import CorruptCheckpointError
+from precision.text import one_line, quoted
+
+INDEX_FILE = ".metadata"
+_MOST = 2**62
+_FILE_NAME = re.compile(r"[\w.-]+\.distcp")
+
+_ALLOWED = {
+    "torch": frozenset({"Size"}),
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    # Megatron-Core keeps the plans of the save in the index as well; they are not read.
+    "torch.distributed.checkpoint.planner": frozenset({"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "pathlib": frozenset({"PosixPath"}),
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: str
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Box:
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: _Place
+
+    def reaches(self, lead: tuple[int, ...]) -> bool:
+        """Whether it holds values at these indices of the first dimensions."""
+        return all(at <= i < at + size for i, at, size in zip(lead, self.offsets, self.sizes, strict=False))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of the checkpoint: its whole shape, and the boxes that it was written in."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[_Box, ...]
+
+
+class CheckpointIndex:
+    """The tensors of a checkpoint folder, by Megatron's names. Raises CorruptCheckpointError for a damaged folder, and
+    OSError when the machine fails to read it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tensors, self._objects = _read(directory)
+        self._check_files()
+
+    def read(self, name: str, lead: tuple[int, ...] = ()) -> Tensor:
+        """Tensor `name`, at the indices `lead` of its first dimensions, on the CPU."""
+        stored = self.tensors[name]
+        shape = stored.shape[len(lead) :]
+        boxes = [box for box in stored.boxes if box.reaches(lead)]
+        held = sum(math.prod(box.sizes[len(lead) :]) for box in boxes)
+        if held != math.prod(shape):  # asked before there is memory for what no file holds
+            raise CorruptCheckpointError(
+                f"{self.directory}: the boxes of {name} hold {held} of its {math.prod(shape)} values; save it again"
+            )
+        result = torch.empty(shape, dtype=stored.dtype)
+        for box in boxes:
+            part = self._load_box(box, stored.dtype)
+            for index, at in zip(lead, box.offsets, strict=False):
+                part = part[index - at]
+            place = tuple(slice(at, at + size) for at, size in zip(box.offsets[len(lead) :], part.shape, strict=True))
+            result[place] = part
+        return result
+
+    def read_object(self, name: str) -> Any:
+        """What was saved under a name that is no tensor's: numbers, texts, tensors, and lists and dicts of them."""
+        if name not in self._objects:
+            raise CorruptCheckpointError(f"{self.directory} holds no {quoted(name)}; use another checkpoint")
+        return self._load(self._objects[name])
+
+    def _load_box(self, box: _Box, dtype: torch.dtype) -> Tensor:
+        tensor = self._load(box.place)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != box.sizes or tensor.dtype != dtype:
+            raise CorruptCheckpointError(
+                f"{self.directory / box.place.file} holds something else than its index says at byte {box.place.start}"
+            )
+        return tensor
+
+    def _load(self, place: _Place) -> Any:
+        path = self.directory / place.file
+        try:
+            with path.open("rb") as file:
+                file.seek(place.start)
+                return torch.load(io.BytesIO(file.read(place.num_bytes)), map_location="cpu", weights_only=True)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if machine_failure(error) is not None:
+                raise
+            raise CorruptCheckpointError(
+                f"{path} is damaged at byte {place.start} ({one_line(error, 200)}); use another checkpoint"
+            ) from error
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        boxes = (box.place for stored in self.tensors.values() for box in stored.boxes)
+        for place in (*boxes, *self._objects.values()):
+            ends[place.file] = max(ends.get(place.file, 0), place.start + place.num_bytes)
+        for name, end in ends.items():
+            path = self.directory / name
+            found = path.stat().st_size if path.is_file() else 0
+            if found < end:
+                raise CorruptCheckpointError(
+                    f"{path} has {found} bytes, its index needs {end}; copy the checkpoint again or use another one"
+                )
+        for name, stored in self.tensors.items():
+            if any(stored.dtype.itemsize * math.prod(box.sizes) > box.place.num_bytes for box in stored.boxes):
+                raise CorruptCheckpointError(
+                    f"{self.directory / INDEX_FILE} claims more values for {name} than its bytes hold; use another "
+                    "checkpoint"
+                )
+
+
+class _IndexUnpickler(pickle.Unpickler):  # noqa: S301 (it finds only what is allowed)
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(importlib.import_module(module), name, None) if module in _ALLOWED else None
+        if name in _ALLOWED.get(module, ()) or (module == "torch" and isinstance(found, torch.dtype)):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into the index of a checkpoint")
+
+
+def _read(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, _Place]]:
+    """Tensors, and the places of all else, by name."""
+    path = directory / INDEX_FILE
+    try:
+        with path.open("rb") as file:
+            metadata = _IndexUnpickler(file).load()
+        places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        entries = metadata.state_dict_metadata.items()
+        return {
+            name: _stored(entry, {tuple(chunk.offsets): places[name, tuple(chunk.offsets)] for chunk in entry.chunks})
+            for name, entry in entries
+            if hasattr(entry, "chunks")
+        }, {name: _place(places[name, ()]) for name, entry in entries if not hasattr(entry, "chunks")}
+    except FileNotFoundError:
+        raise CorruptCheckpointError(
+            f"{directory} has no {INDEX_FILE}: it is no distributed checkpoint; name the folder that was saved"
+        ) from None
+    except Exception as error:  # a damaged pickle raises whatever its opcodes come to, MemoryError too
+        if machine_failure(error) is not None:
+            raise
+        raise CorruptCheckpointError(
+            f"{path} is not the index of a distributed checkpoint ({type(error).__name__}: {one_line(error, 200)}); "
+            "use another checkpoint"
+        ) from error
+
+
+def _stored(entry: Any, places: dict[tuple[int, ...], Any]) -> StoredTensor:
+    """Raises ValueError for numbers that no tensor has."""
+    dtype = entry.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a dtype is {quoted(dtype)}")
+    shape = _numbers(entry.size)
+    boxes = tuple(_box(chunk, places[tuple(chunk.offsets)]) for chunk in entry.chunks)
+    for box in boxes:
+        ends = (at + size for at, size in zip(box.offsets, box.sizes, strict=True))
+        if len(box.sizes) != len(shape) or any(end > whole for end, whole in zip(ends, shape, strict=True)):
+            raise ValueError(f"a box of {box.sizes} at {box.offsets} is not within {shape}")
+        if math.prod(box.sizes) * dtype.itemsize > box.place.num_bytes:
+            raise ValueError(f"a box of {box.sizes} has {box.place.num_bytes} bytes")
+    return StoredTensor(shape=shape, dtype=dtype, boxes=boxes)
+
+
+def _box(chunk: Any, info: Any) -> _Box:
+    return _Box(_numbers(chunk.offsets), _numbers(chunk.sizes), _place(info))
+
+
+def _place(info: Any) -> _Place:
+    name = info.relative_path
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or info.transform_descriptors:
+        raise ValueError(f"unexpected storage of a value: {quoted(info)}")
+    return _Place(name, *_numbers((info.offset, info.length)))
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(isinstance(value, int) and 0 <= value < _MOST for value in found):
+        raise ValueError(f"sizes or places are {quoted(found)}")
+    return found
+
+
+_MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+
+_VOCABULARY = (MEGATRON_ENDS["embedding.word_embeddings.weight"], MEGATRON_ENDS["output_layer.weight"])
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the HF tensors `names` lie: in `key`, at the indices `lead` of its first dimensions."""
+
+    key: str
+    lead: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def find_sources(directory: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> list[Source]:
+    """Every HF tensor of the model exactly once, in layer order.
+
+    Raises CorruptCheckpointError naming what is missing, of another shape, or part of no such model.
+    """
+    tensors = config.tensors()
+    problems: list[str] = []
+    sources = []
+    for keys, names in _wanted(config):
+        if any(name not in tensors for name in names):
+            continue  # not part of this architecture
+        source = _locate(stored, keys, names)
+        if source is None:
+            problems.append(f"{keys[0][0]} is missing ({', '.join(names)})")
+            continue
+        sources.append(source)
+        expected = (sum(tensors[name][0] for name in names), *tensors[names[0]][1:])
+        found = stored[source.key].shape[len(source.lead) :]
+        if names[0] in _VOCABULARY and found[:1] > expected[:1]:
+            found = (expected[0], *found[1:])  # padded, as tensor parallel learners have it
+        if found != expected:
+            problems.append(f"{source.key} has shape {list(found)}, expected {list(expected)} ({', '.join(names)})")
+    problems += _left_over(stored, sources, config)
+    if problems:
+        shown = "; ".join(dict.fromkeys(problems[:5])) + (f"; and {len(problems) - 5} more" if problems[5:] else "")
+        raise CorruptCheckpointError(
+            f"{directory} does not hold the {config.architecture} that its config.json describes: {shown}; "
+            "give the checkpoint of this model"
+        )
+    return sources
+
+
+def stream_hf_tensors(index: CheckpointIndex, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Every HF tensor of a checkpoint by name, in its stored dtype; at most one of Megatron's tensors in memory."""
+    for source in find_sources(index.directory, index.tensors, config):
+        yield from _split(index.read(source.key, source.lead), source.names, config)
+
+
+def stored_dtype(index: CheckpointIndex) -> torch.dtype:
+    """The dtype of the model's weights. Raises CorruptCheckpointError when there are several."""
+    kinds = {entry.dtype for name, entry in index.tensors.items() if name.startswith(_MODEL_PREFIXES)}
+    if len(kinds) != 1:
+        raise CorruptCheckpointError(
+            f"{index.directory} holds weights of {len(kinds)} dtypes ({', '.join(sorted(map(str, kinds)))}), expected "
+            "one; give a checkpoint that this program wrote"
+        )
+    return kinds.pop()
+
+
+def _wanted(config: ModelConfig) -> Iterator[tuple[list[tuple[str, tuple[int, ...]]], tuple[str, ...]]]:
+    """[(key, lead) of each place where it may be], HF names."""
+    yield [("embedding.word_embeddings.weight", ())], (MEGATRON_ENDS["embedding.word_embeddings.weight"],)
+    num_experts = 0 if config.experts is None else config.experts.count
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for suffixes, names in MEGATRON_LAYER:
+            yield _places(suffixes, layer, ()), tuple(prefix + name for name in names)
+        for expert in range(num_experts):
+            for suffix, names in MEGATRON_EXPERT.items():
+                places = _places((f"mlp.experts.experts.{suffix}",), layer, (expert,))
+                yield places, tuple(f"{prefix}mlp.experts.{expert}.{name}" for name in names)
+    for key in ("decoder.final_layernorm.weight", "output_layer.weight"):
+        yield [(key, ())], (MEGATRON_ENDS[key],)
+
+
+def _places(suffixes: tuple[str, ...], layer: int, expert: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Layers that are all alike are stacked, others are numbered."""
+    stacked = [(f"decoder.layers.{suffix}", (layer, *expert)) for suffix in suffixes]
+    return stacked + [(f"decoder.layers.{layer}.{suffix}", expert) for suffix in suffixes]
+
+
+def _locate(
+    stored: Mapping[str, StoredTensor], places: list[tuple[str, tuple[int, ...]]], names: tuple[str, ...]
+) -> Source | None:
+    for key, lead in places:
+        if key in stored and all(i < size for i, size in zip(lead, stored[key].shape, strict=False)):
+            return Source(key, lead, names)
+    return None
+
+
+def _left_over(stored: Mapping[str, StoredTensor], sources: list[Source], config: ModelConfig) -> list[str]:
+    used: dict[str, int] = {}
+    for source in sources:
+        used[source.key] = max(used.get(source.key, 0), source.lead[0] + 1 if source.lead else 0)
+    problems = [f"{key} is not part of it" for key in stored if key.startswith(_MODEL_PREFIXES) and key not in used]
+    # Only a stack of layers is long enough to hide a layer too many; numbered layers show up by name.
+    return problems + [
+        f"{key} stacks {stored[key].shape[0]} layers, expected {config.num_layers}"
+        for key, count in used.items()
+        if count and not key.split(".")[2].isdigit() and stored[key].shape[0] != config.num_layers
+    ]
+
+
+def _split(tensor: Tensor, names: tuple[str, ...], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    if len(names) == 3:
+        # [kv heads × (query heads of each + key + value) × head_dim, …]
+        group = config.num_heads // config.num_kv_heads
+        heads = tensor.reshape(config.num_kv_heads, group + 2, config.head_dim, *tensor.shape[1:])
+        parts = (heads[:, :group], heads[:, group : group + 1], heads[:, group + 1 :])
+        yield from zip(names, (part.reshape(-1, *tensor.shape[1:]) for part in parts), strict=True)
+    elif len(names) == 2:
+        yield from zip(names, tensor.chunk(2), strict=True)
+    else:
+        yield names[0], tensor[: config.vocab_size] if names[0] in _VOCABULARY else tensor

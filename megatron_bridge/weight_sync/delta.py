@@ -1,0 +1,349 @@
+"""The delta weight channel: what changed since the last version is written, and the engines overwrite it.
+
+    every rank    gather ─▶ quantize ─▶ compare with what was published ─▶ policy/000013/delta-00002.bin
+    rank 0            manifest, delta.json, check ─▶ rename ─▶ Engines.load ─▶ PUBLISHED ─▶ prune
+    engine's role                                   └─▶ replica of 13, while the engine serves
+
+The bytes that are published are compared, not the weights: after a small step most of them are as they were, all the
+more in FP8. What is written are the new bytes at their places, so applying them twice changes nothing, and the manifest
+says what every tensor must be afterwards (pipeline.data.deltas).
+
+A version is whole when there is nothing to compare it with, every `whole_every` versions, when the changes take nearly
+as many bytes, and when an engine says that it cannot make its replica. An engine that starts begins with the newest
+whole one. When no engine takes a delta, the same version is published again, whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_bridge.hf.folders import complete_delta, complete_policy, expected_bytes
+from megatron_bridge.hf.tensor_files import Manifest, manifest_entry, spec_of, whole_tensors, write_shards
+from megatron_bridge.parallel.rank_sync import RankSync, taking
+from megatron_bridge.weight_sync.disk import CONTROL_S, ProbeScorer, WeightCheckPlan, joined_digests, prune
+from megatron_bridge.weights import export_stage, stage_tensors
+from pipeline.background import in_background, is_over
+from pipeline.data.deltas import Bytes, Delta, DeltaWriter, list_of, payload_name, payload_of, state_of
+from pipeline.data.files import require_space, temporary_name
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EngineUnavailableError
+from pipeline.ports.engines import Engines
+from pipeline.ports.weights import Probe, WeightCheck
+from pipeline.spans import Stopwatch
+from precision.formats.quant_map import QuantMap
+from precision.formats.streams import quantize_state
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+
+DENSE = 0.75
+"""From this share of the whole bytes on, what changed is not written: unpacking it takes longer than reading the rest
+(docs/precision.md)."""
+_log = logging.getLogger(__name__)
+
+
+class DeltaChannel:
+    """Implements pipeline.ports.weights.WeightChannel. Construction is collective."""
+
+    def __init__(
+        self,
+        learner: MegatronLearner,
+        engines: Engines,
+        run: RunDirectory,
+        quant: QuantMap | None,
+        plan: WeightCheckPlan,
+        probe: ProbeScorer,
+        *,
+        keep: int,
+        whole_every: int,
+        deadline_s: float,
+    ) -> None:
+        """`keep` older policies stay on disk beside the published one, with those that they are made from. `deadline_s`
+        is what an engine has for its replica, and again for loading it."""
+        self._learner = learner
+        self._engines = engines
+        self._run = run
+        self._quant = quant
+        self._plan = plan
+        self._probe = probe
+        self._keep = keep
+        self._whole_every = whole_every
+        self._rank_sync = RankSync(3 * deadline_s + CONTROL_S)
+        self._rank = self._rank_sync.rank
+        names = stage_tensors(learner.model, learner.model_config)
+        stages = self._rank_sync.all_gather_json(parallel_state.get_pipeline_model_parallel_rank())
+        ranks = [rank for rank, stage in enumerate(stages) if stage == stages[self._rank]]
+        self._names = share_of(names, learner.model_config.tensors(), ranks.index(self._rank), len(ranks))
+        self._share = PublishedShare()
+        self._shared_map = None if quant is None else quant.restricted(n.removesuffix(".weight") for n in self._names)
+        self._base: tuple[int, str] | None = None
+        """Version and state of what the share holds; None while that was not published."""
+        self._delivery: Future[dict[str, float]] | None = None
+        self._whole = 0
+        """The newest version that is whole."""
+        self._whole_bytes = 0
+        """Of the last version, over all ranks; 0 before the first."""
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Give the engines the learner's present weights under the name `version`. Collective.
+
+        Returns score_s, export_s (gather, quantize, compare), write_s, prune_s, publish_s (total) in seconds,
+        delta_density (share of the numbers that changed; 1 where nothing was compared), published_bytes (what engines
+        read), whole_bytes, published_whole (1 or 0), what ProbeScorer.score measures and what Engines.load reports; {}
+        but on rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
+        """
+        self.begin(version)
+        return self.finish()
+
+    def begin(self, version: int, *, learner_waits: bool = False) -> None:  # noqa: ARG002
+        """See WeightChannel: every rank keeps its share, whether the learner waits or not."""
+        watch = Stopwatch(lane="publish", version=version)
+        probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
+        watch.lap("score_s")
+        begun = self._tell(lambda: self._begin(version))
+        temporary = self._run.policies / begun["temporary"]
+        base, self._base = (self._base if begun["compares"] else None), None
+        with self._removed_on_failure(temporary):
+            shares = self._rank_sync.all_gather_result(lambda: self._take(temporary, base is not None))
+        watch.lap("export_s")
+        self._delivery = in_background(
+            lambda: terms | self._deliver(version, watch, probe, base, begun, shares), "delivery"
+        )
+
+    def is_over(self, wait_s: float) -> bool:
+        """See WeightChannel."""
+        return is_over(self._delivery, wait_s)
+
+    def finish(self) -> dict[str, float]:
+        """See WeightChannel; measured as `publish` says."""
+        delivery, self._delivery = self._delivery, None
+        measured = {} if delivery is None else delivery.result()
+        return {} if self._rank else measured
+
+    def _deliver(
+        self,
+        version: int,
+        watch: Stopwatch,
+        probe: Probe,
+        base: tuple[int, str] | None,
+        begun: dict[str, Any],
+        shares: list[dict[str, Any]],
+    ) -> dict[str, float]:
+        """On every rank, in a thread of its own: from the shares to PUBLISHED."""
+        temporary, is_whole = self._run.policies / begun["temporary"], begun["is_whole"]
+        sizes = {name: sum(share[name] for share in shares) for name in ("bytes", "delta_bytes", "numbers", "changed")}
+        self._whole_bytes = sizes["bytes"]
+        if base is None or sizes["delta_bytes"] > DENSE * sizes["bytes"]:
+            base, is_whole = None, True
+        check = WeightCheck(
+            version=version,
+            probe=probe,
+            digests=joined_digests(share["digests"] for share in shares),
+            formats=self._plan.formats(self._quant),
+        )
+        delta = None if base is None else _delta_of(version, base, shares)
+        state = self._write(temporary, check, delta, is_whole)
+        watch.lap("write_s")
+        seconds = self._tell(lambda: self._load(check, is_whole))
+        if seconds is None:
+            again = self._tell(lambda: temporary_name(self._run.policy_directory(version)).name)
+            delta, is_whole = None, True
+            state = self._write(self._run.policies / again, check, delta, is_whole)
+            seconds = self._tell(lambda: self._load(check, is_whole))
+        self._base, self._whole = (version, state), version if is_whole else self._whole
+        return {
+            **watch.seconds,
+            **seconds,
+            "publish_s": watch.total_s,
+            "delta_density": 1.0 if delta is None else sizes["changed"] / sizes["numbers"],
+            "published_bytes": float(sizes["bytes" if delta is None else "delta_bytes"]),
+            "whole_bytes": float(sizes["bytes"]),
+            "published_whole": float(is_whole),
+        }
+
+    def wait_for_folder(self) -> None:
+        """Returns at once: `finish` waits until the folder is complete."""
+
+    def close(self) -> None:
+        """See WeightChannel."""
+        asyncio.run(self._engines.close())
+
+    def _tell(self, action: Any) -> Any:
+        """What rank 0's action returns, on every rank."""
+        return self._rank_sync.all_gather_result(lambda: None if self._rank else action())[0]
+
+    def _begin(self, version: int) -> dict[str, Any]:
+        compares = self._base is not None and self._base[0] == self._run.published_version()
+        stuck = any(engine.stuck for engine in self._run.membership().engines())
+        folder = self._run.policy_directory(version)
+        num_bytes = self._whole_bytes or expected_bytes(folder, self._learner.model_folder, self._quant)
+        require_space(self._run.policies, num_bytes, f"version {version}")
+        return dict(
+            temporary=temporary_name(folder).name,
+            compares=compares,
+            is_whole=not compares or stuck or version - self._whole >= self._whole_every,
+        )
+
+    def _take(self, temporary: Path, compares: bool) -> dict[str, Any]:
+        """Take this rank's share of the next version. Every rank exhausts the gathers, whatever happens."""
+        temporary.mkdir(parents=True, exist_ok=True)
+        writer = DeltaWriter(temporary, self._rank) if compares else None
+        digests = None if self._plan.new_checksums is None else self._plan.new_checksums()
+        tensors = export_stage(self._learner.model, self._learner.model_config)
+        stream: Iterator[tuple[str, Tensor]] = ((name, one) for name, one in tensors if name in self._names)
+        if self._shared_map is not None:
+            stream = quantize_state(stream, self._shared_map)
+        with taking(tensors):
+            self._share.take(stream if digests is None else digests.watch(stream), writer)
+        return dict(
+            bytes=self._share.num_bytes,
+            numbers=self._share.num_numbers,
+            delta_bytes=0 if writer is None else writer.num_bytes,
+            changed=0 if writer is None else writer.num_changed,
+            widths={} if writer is None else writer.widths,
+            payloads={} if writer is None else {n: [list_of(p) for p in runs] for n, runs in writer.payloads.items()},
+            digests=() if digests is None else digests.digests(),
+        )
+
+    def _write(self, temporary: Path, check: WeightCheck, delta: Delta | None, is_whole: bool) -> str:
+        """Complete the version's folder and give it its name. Returns the state of its weights."""
+
+        def share() -> Manifest:
+            temporary.mkdir(parents=True, exist_ok=True)
+            if delta is None:
+                (temporary / payload_name(self._rank)).unlink(missing_ok=True)
+            return self._share.write_whole(temporary, self._rank) if is_whole else self._share.manifest()
+
+        manifest: Manifest = {}
+
+        def complete() -> None:
+            check.save(temporary)
+            if delta is not None:
+                delta.save(temporary)
+            folder, fence = self._run.policy_directory(check.version), self._run.fence
+            if is_whole:
+                complete_policy(temporary, folder, manifest, self._learner.model_folder, self._quant, fence)
+            else:
+                complete_delta(temporary, folder, manifest, self._quant, fence)
+
+        with self._removed_on_failure(temporary):
+            for part in self._rank_sync.all_gather_result(share):
+                manifest |= part
+            self._tell(complete)
+        return state_of(manifest)
+
+    @contextmanager
+    def _removed_on_failure(self, temporary: Path) -> Iterator[None]:
+        """Around what all ranks fail together: none writes any more. On a full disk the folder would be in its own
+        way."""
+        try:
+            yield
+        except BaseException:
+            if not self._rank:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _load(self, check: WeightCheck, is_whole: bool) -> dict[str, float] | None:
+        """Have the engines load the version, and name it. None when none took a delta."""
+        version = check.version
+        try:
+            seconds = asyncio.run(self._engines.load(version, self._run.policy_directory(version), check))
+        except EngineUnavailableError as error:
+            if is_whole:
+                raise
+            _log.warning("version %d is published again, whole: %s", version, error)
+            return None
+        self._run.set_published(version)
+        watch = Stopwatch()
+        with watch.phase("prune_s"):
+            prune(self._run.policies, version, self._keep)
+        return {**seconds, **watch.seconds}
+
+
+def _delta_of(version: int, base: tuple[int, str], shares: list[dict[str, Any]]) -> Delta:
+    widths, payloads = dict[str, int](), dict[str, Any]()
+    for share in shares:
+        widths |= share["widths"]
+        payloads |= {name: [payload_of(one) for one in runs] for name, runs in share["payloads"].items()}
+    return Delta(version=version, base=base[0], base_state=base[1], widths=widths, payloads=payloads)
+
+
+_EXPERTS = ".experts"
+
+
+class PublishedShare:
+    """One rank's share."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._sha256: dict[str, str] = {}
+
+    def take(self, stream: Iterable[tuple[str, Tensor]], writer: DeltaWriter | None) -> None:
+        """Take the tensors of the next version, in the formats that are published. `writer` gets what changed of those
+        that were published last; without one these do not matter."""
+        for name, tensor in stream:
+            new = tensor.detach().to("cpu", copy=True).contiguous()
+            old = self._tensors.get(name)
+            if writer is None or old is None or writer.add(name, _bytes_of(old), _bytes_of(new), new.itemsize):
+                self._sha256[name] = hashlib.sha256(_bytes_of(new).data).hexdigest()
+            self._tensors[name] = new
+
+    def arrays(self) -> dict[str, Bytes]:
+        """The bytes of every tensor."""
+        return {name: _bytes_of(tensor) for name, tensor in self._tensors.items()}
+
+    def width(self, name: str) -> int:
+        """Bytes of one number of a tensor."""
+        return self._tensors[name].itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def num_numbers(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.numel() for tensor in self._tensors.values())
+
+    def manifest(self) -> Manifest:
+        """Every tensor, for a folder that holds only what changed."""
+        specs = {name: spec_of(name, tensor) for name, tensor in self._tensors.items()}
+        return {name: manifest_entry(spec, "", self._sha256[name]) for name, spec in specs.items()}
+
+    def write_whole(self, folder: Path, rank: int) -> Manifest:
+        """Write every tensor, as `model-rank00002-…`."""
+        return write_shards(whole_tensors(self._tensors.items()), folder, prefix=f"model-rank{rank:05}")
+
+
+def share_of(names: Sequence[str], shapes: Mapping[str, Sequence[int]], rank: int, num_ranks: int) -> frozenset[str]:
+    """Which tensors of a stage a rank of it sends, the same division on every rank: what an engine stacks into one
+    parameter stays together, and each such group goes to whoever has least so far."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        module = name.rpartition(".")[0].rpartition(".")[0]
+        groups.setdefault(module.partition(_EXPERTS)[0], []).append(name)
+    sizes = {group: sum(math.prod(shapes[name]) for name in members) for group, members in groups.items()}
+    loads, mine = [0] * num_ranks, list[str]()
+    for group in sorted(groups, key=lambda one: (-sizes[one], one)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[group]
+        mine += groups[group] if least == rank else []
+    return frozenset(mine)
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    return tensor.flatten().view(torch.uint8).numpy()

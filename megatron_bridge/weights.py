@@ -1,0 +1,343 @@
+"""HF safetensors ⇄ Megatron-Core parameters: both directions walk the parameters and move the slices of `name_map`.
+
+Loading needs no communication: every rank reads its own slices, one parameter at a time. Exporting gathers one
+parameter at a time over the ranks that share it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_bridge.hf.headers import check_weights
+from megatron_bridge.hf.model_config import MEGATRON_ENDS, MEGATRON_EXPERT, MEGATRON_LAYER, ModelConfig
+from megatron_bridge.hf.tensor_files import TensorFolder
+from megatron_bridge.parallel.rank_sync import all_gather_json
+from pipeline.errors import ModelError
+from precision.formats.rollout_format import qkv_rows
+
+
+def load_hf(chunks: Sequence[Any], config: ModelConfig, folder: Path) -> None:
+    """Copy this rank's share of an HF folder into its model chunks, converting to their dtype.
+
+    Raises ModelError naming every tensor that is missing, unexpected or of another shape, before anything is copied.
+    """
+    check_weights(folder, config)
+    tensors = TensorFolder(folder)
+    _load(chunks, config, lambda tensor_slice: tensors.slice(tensor_slice.name, tensor_slice.index))
+
+
+def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy this rank's share of whole HF tensors, each as it comes, into its model chunks; none is kept.
+
+    They may be made from `export_hf` of the same chunks: it reads no row of a parameter after it has yielded the tensor
+    of that row. Raises ValueError naming a tensor that never came.
+    """
+    names, coords = NameMap(config), ShardCoords.here()
+    wanted: dict[str, list[tuple[Tensor, TensorSlice]]] = {}
+    for name, parameter in parameter_names(chunks, names):
+        row = 0
+        for tensor_slice in names.slices(name, coords):
+            height = tensor_slice.size[0]
+            wanted.setdefault(tensor_slice.name, []).append((parameter.detach().narrow(0, row, height), tensor_slice))
+            row += height
+        parameter.detach()[row:] = 0.0  # what pads a vocabulary
+    for name, tensor in tensors:
+        for part, tensor_slice in wanted.pop(name, ()):
+            part.copy_(tensor[tensor_slice.index])
+    if wanted:
+        raise ValueError(f"{len(wanted)} tensors never came, the first {min(wanted)}; give every tensor of the model")
+
+
+def export_hf(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Every HF tensor of the whole model, by name, in the model's dtype. Collective: every rank must exhaust it.
+
+    Chunks may be wrapped (DDP). The tensors may share memory with the parameters: copy those that you keep.
+    """
+    names, coords = NameMap(config), ShardCoords.here()
+    own = dict(parameter_names(chunks, names))
+    group = parallel_state.get_pipeline_model_parallel_group()
+    device = next(iter(own.values())).device
+    here = dist.get_rank(group)
+    listed = [(name, str(parameter.dtype).removeprefix("torch.")) for name, parameter in own.items()]
+    for stage, entries in enumerate(all_gather_json(listed, group, device)):
+        for name, dtype in entries:
+            shard = (
+                own[name].detach()
+                if stage == here
+                else torch.empty(names.size(name, coords), dtype=getattr(torch, dtype)).to(device)
+            )
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(shard, src=dist.get_global_rank(group, stage), group=group)
+            yield from _whole_tensors(names, name, shard, coords)
+
+
+def export_stage(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Every HF tensor of this rank's pipeline stage, whole, by name, in the model's dtype; the same sequence on every
+    rank of the stage. Tied embeddings come from the first stage only.
+
+    Collective over the ranks of the stage, which must all exhaust it; stages do not wait for one another. Tensors may
+    share memory with the parameters: copy those that you keep.
+    """
+    names, coords = NameMap(config), ShardCoords.here()
+    for name, parameter in parameter_names(chunks, names):
+        yield from _whole_tensors(names, name, parameter.detach(), coords)
+
+
+def stage_tensors(chunks: Sequence[Any], config: ModelConfig) -> list[str]:
+    """Names of what `export_stage` will yield, in its order. No communication."""
+    names, coords = NameMap(config), ShardCoords.here()
+    listed = [
+        tensor_slice.name
+        for name, _ in parameter_names(chunks, names)
+        if not _is_copy(names, name)
+        for other in _sharing(names, name, coords)
+        for tensor_slice in names.slices(name, other)
+    ]
+    return list(dict.fromkeys(listed))
+
+
+def _load(chunks: Sequence[Any], config: ModelConfig, read: Callable[[TensorSlice], Tensor]) -> None:
+    names, coords = NameMap(config), ShardCoords.here()
+    with torch.no_grad():
+        for name, parameter in parameter_names(chunks, names):
+            row = 0
+            for tensor_slice in names.slices(name, coords):
+                height = tensor_slice.size[0]
+                if height:  # of the vocabulary a rank may have nothing but padding
+                    parameter.narrow(0, row, height).copy_(read(tensor_slice))
+                row += height
+            parameter[row:] = 0.0  # what pads a vocabulary
+
+
+def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords) -> Iterator[tuple[str, Tensor]]:
+    """The HF tensors that a parameter's shards make up, gathered over the ranks of the stage that share it."""
+    if _is_copy(names, name):
+        return
+    slices = [names.slices(name, other) for other in _sharing(names, name, coords)]
+    if len(slices) == 1 or all(held == slices[0] for held in slices):
+        slices, shards = slices[:1], [shard]
+    else:
+        expert = names.is_expert(name)
+        shards = gather_shards(
+            shard,
+            parallel_state.get_expert_tensor_and_model_parallel_group()
+            if expert
+            else parallel_state.get_tensor_model_parallel_group(),
+        )
+    yield from join_slices(names, slices, shards).items()
+
+
+def join_slices(names: NameMap, slices: Sequence[Sequence[TensorSlice]], shards: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The whole HF tensors, by name, of which shard i is the stack of `slices[i]`. Views of a shard where one holds a
+    tensor whole."""
+    whole: dict[str, Tensor] = {}
+    for held, tensor in zip(slices, shards, strict=True):
+        row = 0
+        for tensor_slice in held:
+            part = tensor.narrow(0, row, tensor_slice.size[0])
+            row += tensor_slice.size[0]
+            if tensor_slice.size == names.tensors[tensor_slice.name]:
+                whole[tensor_slice.name] = part
+            else:
+                if tensor_slice.name not in whole:
+                    whole[tensor_slice.name] = part.new_empty(names.tensors[tensor_slice.name])
+                whole[tensor_slice.name][tensor_slice.index] = part
+    return whole
+
+
+def _is_copy(names: NameMap, name: str) -> bool:
+    """Whether this parameter repeats the embedding of the first stage: the output layer of a tied model."""
+    return name == OUTPUT_LAYER and names.config.tied_embeddings
+
+
+def _sharing(names: NameMap, name: str, coords: ShardCoords) -> list[ShardCoords]:
+    """The coordinates of the ranks that the parameter is gathered over, in their order in the group."""
+    if names.is_expert(name):
+        # Megatron numbers expert tensor parallel ranks first, then expert parallel ones.
+        return [
+            ShardCoords(
+                expert_rank=rank // coords.expert_tensor_size,
+                expert_size=coords.expert_size,
+                expert_tensor_rank=rank % coords.expert_tensor_size,
+                expert_tensor_size=coords.expert_tensor_size,
+            )
+            for rank in range(coords.expert_size * coords.expert_tensor_size)
+        ]
+    return [ShardCoords(tensor_rank=rank, tensor_size=coords.tensor_size) for rank in range(coords.tensor_size)]
+
+
+def gather_shards(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's shard, in the order of the group. Collective."""
+    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return shards
+
+
+_LAYER_NAMES = {name: hf_names for names, hf_names in MEGATRON_LAYER for name in names}
+_GROUPED_EXPERT = re.compile(r".*\.mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
+_SINGLE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardCoords:
+    """A rank's position in, and the size of, each group that splits parameters: what decides which slices it holds."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    expert_rank: int = 0
+    expert_size: int = 1
+    expert_tensor_rank: int = 0
+    expert_tensor_size: int = 1
+
+    @staticmethod
+    def here() -> ShardCoords:
+        """This process, by Megatron's parallel state."""
+        return ShardCoords(
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+            expert_rank=parallel_state.get_expert_model_parallel_rank(),
+            expert_size=parallel_state.get_expert_model_parallel_world_size(),
+            expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Part of a Hugging Face tensor: rows [start, stop) × columns [start, stop); `columns` is None for a vector."""
+
+    name: str
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Shape of the slice: (rows,) or (rows, columns)."""
+        rows = self.rows[1] - self.rows[0]
+        return (rows,) if self.columns is None else (rows, self.columns[1] - self.columns[0])
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index of the slice in the whole tensor."""
+        return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
+
+
+class NameMap:
+    """Megatron parameters ⇄ Hugging Face tensors of one model.
+
+    Parameters go by their *stage name*, which is the same on every rank of a pipeline stage: Megatron's own with the
+    layer counted over the whole model, the expert counted from the rank's first, and experts named as TE's grouped
+    linears are, `decoder.layers.7.mlp.experts.linear_fc1.weight3`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.tensors = config.tensors()
+
+    def stage_name(self, parameter: str, layers: Sequence[int]) -> str:
+        """The stage name of `named_parameters()`' name in a chunk that holds these `layers`, counted from 0."""
+        single = _SINGLE_EXPERT.fullmatch(parameter)
+        if single:
+            parameter = f"{single[1]}.{single[3]}{single[2]}"
+        return _LAYER.sub(lambda found: f"decoder.layers.{layers[int(found[1])]}.", parameter, count=1)
+
+    def is_expert(self, stage_name: str) -> bool:
+        """Whether the parameter belongs to one expert, so that expert parallel ranks hold others."""
+        return _GROUPED_EXPERT.fullmatch(stage_name) is not None
+
+    def slices(self, stage_name: str, coords: ShardCoords) -> tuple[TensorSlice, ...]:
+        """The slices that the rank at `coords` holds under this name, in the order of their rows.
+
+        Raises ModelError for a parameter that has no Hugging Face counterpart in this model.
+        """
+        names = self._hf_names(stage_name, coords)
+        rank, size = coords.tensor_rank, coords.tensor_size
+        if self.is_expert(stage_name):
+            rank, size = coords.expert_tensor_rank, coords.expert_tensor_size
+        if ".linear_qkv." in stage_name and "layer_norm" not in stage_name:
+            return tuple(self._qkv(names, rank, size))
+        if stage_name.startswith(("embedding.", "output_layer.")):
+            rows = self.size(stage_name, coords)[0]
+            start, stop = (min(at, self.config.vocab_size) for at in (rank * rows, (rank + 1) * rows))
+            return tuple(TensorSlice(name, (start, stop), self._columns(name)) for name in names)
+        if ".linear_fc1.weight" in stage_name:
+            return tuple(self._slice(name, rank, size, axis=0) for name in names)
+        if ".linear_fc2.weight" in stage_name or stage_name.endswith(".linear_proj.weight"):
+            return tuple(self._slice(name, rank, size, axis=1) for name in names)
+        return tuple(self._slice(name, 0, 1, axis=0) for name in names)
+
+    def size(self, stage_name: str, coords: ShardCoords) -> tuple[int, ...]:
+        """Shape of the parameter at `coords`. Those of the vocabulary may have more rows than their slice."""
+        if stage_name.startswith(("embedding.", "output_layer.")):
+            return self.config.vocabulary_rows(coords.tensor_size) // coords.tensor_size, self.config.hidden_size
+        slices = self.slices(stage_name, coords)
+        return (sum(tensor_slice.size[0] for tensor_slice in slices), *slices[0].size[1:])
+
+    def _hf_names(self, stage_name: str, coords: ShardCoords) -> tuple[str, ...]:
+        names, shown = tuple[str, ...](), stage_name
+        if stage_name == OUTPUT_LAYER and self.config.tied_embeddings:
+            names = ("model.embed_tokens.weight",)
+        elif stage_name in MEGATRON_ENDS:
+            names = (MEGATRON_ENDS[stage_name],)
+        elif (layer := _LAYER.match(stage_name)) is not None:
+            expert = _GROUPED_EXPERT.fullmatch(stage_name)
+            if expert is not None and self.config.experts is not None:
+                number = self.config.experts.count // coords.expert_size * coords.expert_rank + int(expert[2])
+                names = tuple(f"mlp.experts.{number}.{name}" for name in MEGATRON_EXPERT[expert[1]])
+                shown = f"{stage_name.removesuffix(expert[2])}{number}"
+            else:
+                names = _LAYER_NAMES.get(stage_name[layer.end() :], ())
+            names = tuple(f"model.layers.{layer[1]}.{name}" for name in names)
+        if not names or any(name not in self.tensors for name in names):
+            raise ModelError(
+                f"Megatron parameter {shown} has no counterpart among the Hugging Face tensors of "
+                f"{self.config.architecture} ({', '.join(names) or 'unknown name'}); expected one for each; build the "
+                "model from the same config.json"
+            )
+        return names
+
+    def _slice(self, name: str, rank: int, size: int, *, axis: int) -> TensorSlice:
+        """Share `rank` of `size` equal shares along one axis."""
+        spans = [(0, length) for length in self.tensors[name]]
+        share = spans[axis][1] // size
+        spans[axis] = (rank * share, (rank + 1) * share)
+        return TensorSlice(name, spans[0], spans[1] if len(spans) > 1 else None)
+
+    def _qkv(self, names: Sequence[str], rank: int, size: int) -> Iterator[TensorSlice]:
+        groups = self.config.num_kv_heads // size
+        heads = self.config.num_heads // self.config.num_kv_heads
+        rows = qkv_rows(heads, 1, self.config.head_dim)
+        for group in range(rank * groups, (rank + 1) * groups):
+            for name, count in zip(names, rows, strict=True):
+                yield TensorSlice(name, (group * count, (group + 1) * count), self._columns(name))
+
+    def _columns(self, name: str) -> tuple[int, int] | None:
+        size = self.tensors[name]
+        return (0, size[1]) if len(size) > 1 else None
+
+
+def parameter_names(chunks: Iterable[Any], names: NameMap) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(stage name, parameter) of every parameter of a rank's model chunks, wrapped or not, in their order."""
+    for chunk in chunks:
+        while hasattr(chunk, "module"):  # DDP
+            chunk = chunk.module
+        layers = layers_of(chunk)
+        for name, parameter in chunk.named_parameters():
+            yield names.stage_name(name, layers), parameter
+
+
+def layers_of(chunk: Any) -> list[int]:
+    """The decoder layers of an unwrapped model chunk, counted from 0 over the whole model."""
+    return [layer.layer_number - 1 for layer in chunk.decoder.layers]

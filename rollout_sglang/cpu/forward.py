@@ -1,0 +1,308 @@
+"""Compute a step of a CPU engine in few operations, through SGLang's own hook registry.
+
+SGLang's only attention backend for a CPU without its kernels (`torch_native`) loops over requests in Python, in every
+layer of every step: with 64 requests that loop is most of a small model's time. Here keys and values are gathered to
+the longest request, what a token does not see is masked, and one scaled_dot_product_attention does the rest. Short
+prompts are padded to the longest of their step; hundreds of them come after each update in async runs, where the cache
+is emptied and every sample in flight is read again.
+
+Which keys are gathered and which are masked is the same in every layer, so it is worked out once a step.
+
+A dense Qwen3 in float32 runs as its operations alone. A CPU has no graph that records a step once and repeats it: every
+operation of every step goes through Python. SGLang's layers call some 45 operations each, behind hooks for devices,
+formats and ways to share a layer that a CPU engine has not; with few requests that takes most of a step. `forward` has
+them in SGLang's order, so that every number is the same to the last bit. Models of any other kind or format go to
+SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+_BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+
+
+PADDED_PRODUCTS = 1 << 20
+"""Prompts of a step are taken together up to so many pairs of tokens, padding included: 16 MB for four heads. Few long
+ones lose nothing by the loop."""
+
+
+def register_hooks() -> None:
+    """Replace the loops over requests, and the walk through the layers. Once a process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_BACKEND}.init_forward_metadata", _begin_step, HookType.AFTER)
+    HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_decode", _decode, HookType.AROUND)
+    HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_extend", _extend, HookType.AROUND)
+    HookRegistry.register("sglang.srt.models.qwen3.Qwen3Model.forward", _forward, HookType.AROUND)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the keys and values of a step's requests lie, and which of them each new token sees."""
+
+    slots: Tensor
+    """[requests, longest] rows of the cache."""
+    mask: Tensor
+    """[requests, most new tokens, longest] 0 up to the token itself, -inf beyond. Not of booleans:
+    scaled_dot_product_attention would convert them in every layer."""
+    new: Tensor
+    """[requests, most new tokens] bool: false beyond the new tokens of a request."""
+
+
+def step_of(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, new_lens: Tensor | None = None) -> Step:
+    """From SGLang's tables: the row of each token of each request, the requests of this step, their lengths, and how
+    many of their tokens are new (None: one)."""
+    new_lens = torch.ones_like(seq_lens) if new_lens is None else new_lens
+    longest, most = int(seq_lens.max()), int(new_lens.max())
+    order = torch.arange(most)
+    own = (seq_lens - new_lens)[:, None] + order  # [requests, most] the place of each new token
+    beyond = torch.arange(longest) > own[..., None]
+    mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
+    return Step(req_to_token[req_pool_indices, :longest], mask, order < new_lens[:, None])
+
+
+def _begin_step(_: None, backend: Any, *__: Any, **___: Any) -> None:
+    """After the backend's own preparation of a step."""
+    backend.even_keel_step = None
+
+
+def step_at(backend: Any, *tables: Tensor) -> Step:
+    """Of this step, from what `step_of` takes; worked out by its first layer."""
+    if backend.even_keel_step is None:
+        backend.even_keel_step = step_of(*tables)
+    step: Step = backend.even_keel_step
+    return step
+
+
+def _decode(
+    original: Callable[..., Tensor],
+    backend: Any,
+    query: Tensor,
+    output: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    encoder_lens: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """SGLang's signature. Cross attention and sliding windows go to the original."""
+    if not _is_plain(encoder_lens, options):
+        arguments = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
+        return original(backend, *arguments, **options)
+    step = step_at(backend, req_to_token, req_pool_indices, seq_lens)
+    keys, values = (request_rows(cache, step.slots) for cache in (k_cache, v_cache))
+    output.copy_(attention(query[:, None], keys, values, step.mask, options.get("scaling"))[:, 0])
+    return output
+
+
+def _extend(
+    original: Callable[..., Tensor],
+    backend: Any,
+    query: Tensor,
+    output: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    extend_prefix_lens: Tensor,
+    extend_seq_lens: Tensor,
+    encoder_lens: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """SGLang's signature. Long prompts go to the original."""
+    places = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
+    if not _is_plain(encoder_lens, options) or not _is_short(extend_seq_lens, seq_lens):
+        return original(backend, *places, extend_prefix_lens, extend_seq_lens, encoder_lens, **options)
+    if len(query) == len(seq_lens):  # one token of each
+        return _decode(original, backend, *places, **options)
+    step = step_at(backend, req_to_token, req_pool_indices, seq_lens, extend_seq_lens)
+    keys, values = (request_rows(cache, step.slots) for cache in (k_cache, v_cache))
+    padded = query.new_zeros(*step.mask.shape[:2], *query.shape[1:])
+    padded[step.new] = query
+    output.copy_(attention(padded, keys, values, step.mask, options.get("scaling"))[step.new])
+    return output
+
+
+def _is_short(extend_seq_lens: Tensor, seq_lens: Tensor) -> bool:
+    """Whether all requests, each as long as the longest, are few enough products."""
+    return len(seq_lens) * int(extend_seq_lens.max()) * int(seq_lens.max()) <= PADDED_PRODUCTS
+
+
+def _is_plain(encoder_lens: Tensor | None, options: dict[str, Any]) -> bool:
+    return encoder_lens is None and options.get("sliding_window_size") is None
+
+
+def request_rows(cache: Tensor, slots: Tensor) -> Tensor:
+    """[*slots.shape, kv_heads, size] of a cache [rows, kv_heads, size]. Whole rows are copied: `cache[slots]` copies
+    number by number, which takes six times as long."""
+    return cache.flatten(1).index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:])
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Attention of as many new tokens for each request.
+
+    query [requests, new, heads, size]; keys and values [requests, longest, kv_heads, size]; mask [requests, new,
+    longest], added to the products. Returns [requests, new, heads, size].
+    """
+    requests, new, heads, size = query.shape
+    kv_heads = keys.shape[2]
+    shared = heads // kv_heads
+    # The query heads that share a key head stand side by side: they become that head's queries.
+    grouped = query.view(requests, new, kv_heads, shared, size).permute(0, 2, 3, 1, 4)
+    mixed = scaled_dot_product_attention(
+        grouped.reshape(requests, kv_heads, shared * new, size),
+        keys.transpose(1, 2).to(query.dtype),
+        values.transpose(1, 2).to(query.dtype),
+        attn_mask=mask.repeat(1, shared if new > 1 else 1, 1)[:, None].to(query.dtype),
+        scale=scale,
+    )
+    return mixed.view(requests, kv_heads, shared, new, -1).permute(0, 3, 1, 2, 4).reshape(requests, new, heads, -1)
+
+
+def _forward(
+    original: Callable[..., Any],
+    model: Any,
+    input_ids: Tensor,
+    positions: Tensor,
+    forward_batch: Any,
+    input_embeds: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """SGLang's signature."""
+    if forward_batch.forward_mode.name in ("DECODE", "EXTEND") and input_embeds is None and is_plain(model):
+        return forward(model, input_ids, positions, forward_batch)
+    return original(model, input_ids, positions, forward_batch, input_embeds, **options)
+
+
+def is_plain(model: Any) -> bool:
+    """Whether `forward` computes what the model's own forward would; asked of the model once."""
+    if not hasattr(model, "even_keel_plain"):
+        try:
+            model.even_keel_plain = _is_plain_model(model)
+        except AttributeError:  # the layers of another release of SGLang keep their parts elsewhere
+            model.even_keel_plain = False
+    return bool(model.even_keel_plain)
+
+
+def _is_plain_model(model: Any) -> bool:
+    return (
+        model.pp_group.world_size == 1
+        and not model.layers_to_capture
+        and all(_is_plain_layer(layer) for layer in model.layers)
+        and _is_plain_norm(model.norm)
+    )
+
+
+def _is_plain_layer(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    rotary = attention.rotary_emb
+    return (
+        all(_is_plain_linear(part) for part in linears)
+        and attention.num_heads == attention.total_num_heads
+        and attention.attn.sliding_window_size in (None, -1)
+        and type(rotary).__name__ == "RotaryEmbedding"
+        and rotary.is_neox_style
+        and rotary.rotary_dim == rotary.head_size == attention.head_dim
+        and type(mlp.act_fn).__name__ == "SiluAndMul"
+        and all(map(_is_plain_norm, (layer.attn_boundary.norm, layer.ffn_boundary.norm)))
+        and all(map(_is_plain_norm, (attention.q_norm, attention.k_norm)))
+    )
+
+
+def _is_plain_linear(part: Any) -> bool:
+    return (
+        type(part.quant_method).__name__ == "UnquantizedLinearMethod"
+        and part.bias is None
+        and part.weight.dtype == torch.float32
+    )
+
+
+def _is_plain_norm(norm: Any) -> bool:
+    return (
+        type(norm).__name__ == "RMSNorm"
+        and norm.weight.dtype == torch.float32
+        and norm.variance_size_override is None
+        and norm.override_orig_dtype is None
+    )
+
+
+@torch.no_grad()
+def forward(model: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
+    """[tokens, hidden] after the last norm, for the new tokens of each request, whose keys and values go to the
+    cache."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    backend = get_attn_backend()
+    rotation = Rotation.at(positions, model.layers[0].self_attn.rotary_emb)
+    hidden = model.embed_tokens(input_ids)
+    for layer in model.layers:
+        normed = _normed(hidden, layer.attn_boundary.norm)
+        hidden = hidden + _attended(layer.self_attn, normed, rotation, forward_batch, backend)
+        hidden = hidden + _fed_forward(layer.mlp, _normed(hidden, layer.ffn_boundary.norm))
+    return _normed(hidden, model.norm)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Of a step's positions, the same in every layer."""
+
+    cosine: Tensor
+    """[tokens, 1, head size / 2]"""
+    sine: Tensor
+    """[tokens, 1, head size / 2]"""
+
+    @staticmethod
+    def at(positions: Tensor, rotary: Any) -> Rotation:
+        cosine, sine = rotary.cos_sin_cache.index_select(0, positions.flatten()).unsqueeze(-2).chunk(2, dim=-1)
+        return Rotation(cosine, sine)
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """[tokens, heads, head size]. Two products, then their sum: fused, the last bit would differ."""
+        first, second = heads.chunk(2, dim=-1)
+        turned = torch.empty_like(heads)
+        upper, lower = turned.chunk(2, dim=-1)
+        torch.mul(first, self.cosine, out=upper).sub_(second * self.sine)
+        torch.mul(second, self.cosine, out=lower).add_(first * self.sine)
+        return turned
+
+
+def _normed(values: Tensor, norm: Any) -> Tensor:
+    return rms_norm(values, (norm.hidden_size,), norm.weight, norm.variance_epsilon)
+
+
+def _attended(part: Any, hidden: Tensor, rotation: Rotation, batch: Any, backend: Any) -> Tensor:
+    counts = [part.num_heads, part.num_kv_heads, part.num_kv_heads]
+    heads = linear(hidden, part.qkv_proj.weight).view(len(hidden), -1, part.head_dim)
+    query, key, value = torch.split(heads, counts, dim=1)
+    query = rotation.turned(_normed(query.contiguous(), part.q_norm))
+    key = rotation.turned(_normed(key.contiguous(), part.k_norm))
+    place, pool = part.attn.layer_id, backend.token_to_kv_pool
+    caches = (pool.get_key_buffer(place), pool.get_value_buffer(place))
+    for cache, new in zip(caches, (key, value), strict=True):
+        cache.index_copy_(0, batch.out_cache_loc, new)
+    tables = (backend.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
+    mixed = torch.empty_like(query)
+    if batch.forward_mode.is_decode():
+        backend._run_sdpa_forward_decode(query, mixed, *caches, *tables, scaling=part.attn.scaling)
+    else:
+        backend._run_sdpa_forward_extend(
+            *(query, mixed, *caches, *tables, batch.extend_prefix_lens, batch.extend_seq_lens),
+            **dict(scaling=part.attn.scaling, enable_gqa=part.num_heads != part.num_kv_heads, causal=True),
+        )
+    return linear(mixed.flatten(1), part.o_proj.weight)
+
+
+def _fed_forward(mlp: Any, hidden: Tensor) -> Tensor:
+    gate, up = linear(hidden, mlp.gate_up_proj.weight).chunk(2, dim=-1)
+    return linear(silu(gate).mul_(up), mlp.down_proj.weight)

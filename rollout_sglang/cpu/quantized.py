@@ -1,0 +1,96 @@
+"""Emulate quantized linear layers of SGLang on a CPU, through SGLang's own hook registry.
+
+SGLang's FP8 path asserts AMX or CUDA kernels. The emulation computes what they compute: e4m3 weights times e4m3
+activations, accumulated in the activation's dtype. It is exact in the formats and saves neither time nor memory.
+
+    fp8_tensor  `--quantization fp8` on a full-precision checkpoint: one scale for each matrix SGLang multiplies by
+                (q, k and v are one matrix, as are gate and up), one activation scale a token.
+    fp8_block   a checkpoint stored as e4m3 with `weight_scale_inv` for each 128×128 block, one activation scale a
+                token and 128 channels.
+    stored      a checkpoint stored as e4m3 with one `weight_scale` for each matrix of the checkpoint; a stack of
+                them keeps a scale for each part, as SGLang's CUTLASS path does. One activation scale a token.
+
+SGLang calls `process_weights_after_loading` after the first load and again after every update of the weights; that is
+where the dequantized weight is made, once. The parameters that SGLang's weight loaders fill are left as they are.
+
+Formats that no GPU path serves are emulated too: emulated_fp6, emulated_fp4, emulated_nvfp4 and emulated_mxfp4
+(precision.formats.rollout_format). The learner sends weights that are rounded already, in the engine's own dtype, so
+checksums are those of what was sent; the engine rounds the input of each linear layer (emulated_layers). The
+config.json of such a policy names the quant_method "evenkeel_emulated", which is added to SGLang's table here. An
+engine without this module knows no such method and refuses the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precision.formats.formats import dequantize_block, fake_quantize_activation, fake_quantize_tensor
+from precision.formats.rollout_format import EMULATED_METHOD
+
+_MODULE = "sglang.srt.layers.quantization.fp8"
+_METHOD = f"{_MODULE}.Fp8LinearMethod"
+_VERIFY = "sglang.srt.configs.model_config.ModelConfig._verify_quantization"
+
+
+def register_hooks() -> None:
+    """Replace the two methods of SGLang's FP8 linear layer that need kernels, and have SGLang know the emulated method
+    before it looks at a folder. Once a process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_METHOD}.process_weights_after_loading", _remember_dequantized, HookType.AROUND)
+    HookRegistry.register(f"{_METHOD}.apply", _apply, HookType.AROUND)
+    HookRegistry.register(f"{_MODULE}.Fp8Config.get_supported_act_dtypes", _and_float32, HookType.AFTER)
+    HookRegistry.register(_VERIFY, _add_method, HookType.BEFORE)
+
+
+def _and_float32(supported: list[torch.dtype], *_: object) -> list[torch.dtype]:
+    """Kernels take 16-bit activations only; the emulation is at its most exact in 32."""
+    return [*supported, torch.float32]
+
+
+def _remember_dequantized(_: Callable[..., None], method: Any, layer: nn.Module) -> None:
+    """Store on `layer` the weight [out, in] as the matrix product sees it, in the model's dtype."""
+    layer.dequantized_weight = dequantized(method, layer)
+
+
+@torch.no_grad()
+def dequantized(method: Any, layer: Any) -> Tensor:
+    """The weight of an FP8 layer after rounding to e4m3, [out, in], in the model's dtype.
+
+    Raises NotImplementedError for checkpoints with scales for activations.
+    """
+    weight: Tensor = layer.weight.data
+    if method.block_quant:
+        rows, columns = method.weight_block_size
+        values = dequantize_block(weight, layer.weight_scale_inv.data, (rows, columns))
+        return values.to(layer.orig_dtype)
+    if method.is_checkpoint_fp8_serialized:
+        if method.quant_config.activation_scheme != "dynamic":
+            raise NotImplementedError(
+                "the CPU engine quantizes activations as they come (activation_scheme dynamic), this checkpoint stores "
+                "a scale for them; serve one made by `evenkeel convert hf-to-fp8`, or use a GPU"
+            )
+        rows = torch.tensor(layer.logical_widths)
+        scale: Tensor = layer.weight_scale.data.repeat_interleave(rows)
+        return (weight.float() * scale[:, None]).to(layer.orig_dtype)
+    return fake_quantize_tensor(weight)
+
+
+def _apply(_: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    group = int(method.weight_block_size[1]) if method.block_quant else None
+    return F.linear(fake_quantize_activation(x, group), layer.dequantized_weight, bias)
+
+
+def _add_method(*_: object, **__: object) -> None:
+    from sglang.srt.layers import quantization
+
+    from rollout_sglang.cpu.emulated_layers import EmulatedConfig
+
+    quantization.QUANTIZATION_METHODS.setdefault(EMULATED_METHOD, EmulatedConfig)
+    # A table of its own for CPUs with AMX, which not all releases of SGLang have.
+    getattr(quantization, "CPU_QUANTIZATION_METHODS", {}).setdefault(EMULATED_METHOD, EmulatedConfig)

@@ -1,5 +1,0 @@
-"""LlamaForCausalLM, as SGLang implements it."""
-
-from sglang.srt.models.llama import LlamaForCausalLM
-
-EntryClass = LlamaForCausalLM

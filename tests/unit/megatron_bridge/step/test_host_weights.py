@@ -1,0 +1,135 @@
+"""Ranking layer groups of a real learner with a planted bad layer: a few channels that dwarf all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from launch.verify.layouts import write_model
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.step.host_weights import PinnedMemory, row_scorer
+from megatron_bridge.step.micro_batches import TokenRows
+from pipeline.config.recipe import LearnerSection
+from precision.formats.quant_map import QuantMap
+from precision.mismatch.sensitivity import promote_greedily, rank_groups
+from precision.supervised import Supervised
+from tests.support.learners import learner_here
+from tests.support.outliers import plant_outlier_channels
+
+# Megatron-Core calls much of itself and of torch deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
+
+BAD = {"model.layers.2.mlp.down_proj", "model.layers.2.mlp.gate_up_proj"}
+"""Blocks of up_proj hold large rows beside small ones, too."""
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronLearner]:
+    model = tmp_path_factory.mktemp("models") / "planted"
+    write_model(model, experts=False)
+    plant_outlier_channels(model, layer=2)
+    with learner_here(
+        model,
+        LearnerSection(precision="fp32", step_deadline_s=60),
+        Supervised(),
+        temperature=1.0,
+        seed=0,
+        total_steps=1,
+    ) as created:
+        yield created
+
+
+def rows(learner: MegatronLearner) -> TokenRows:
+    random = np.random.default_rng(0)
+    return TokenRows.whole([random.integers(0, learner.model_config.vocab_size, 33).tolist() for _ in range(8)])
+
+
+def test_a_planted_bad_layer_is_ranked_first_and_promoted_first(learner: MegatronLearner) -> None:
+    score = row_scorer(learner, rows(learner))
+    quant = QuantMap.for_decoder(learner.model_config.num_layers, "fp8_block")
+    ranked = rank_groups(score, quant)
+    assert {one.group.name for one in ranked[:2]} == BAD
+    assert ranked[1].damage > 10 * ranked[2].damage
+    promoted = sorted((one.promoted.k3, one.group.name) for one in ranked if one.promoted is not None)
+    assert promoted[0][1] in BAD
+    costs = {one.group.name: 1000 for one in ranked}
+    found = promote_greedily(score, quant, ranked, ess_floor=1 - 20 * ranked[2].damage, extra_bytes=costs)
+    assert found.reached
+    assert {step.group.name for step in found.path[:2]} == BAD
+    assert found.path[1].gap.k3 < found.start.k3 / 10
+
+
+def test_scores_are_restored_and_empty_maps_change_nothing(learner: MegatronLearner) -> None:
+    score = row_scorer(learner, rows(learner))
+    plain = score(None)
+    assert plain.shape == (8 * 32,)
+    assert not torch.equal(score(QuantMap.for_decoder(4, "fp8_tensor")), plain)
+    assert torch.equal(score(None), plain)
+    assert torch.equal(score(QuantMap.for_decoder(4, None)), plain)
+
+
+def test_a_learner_that_emulates_by_itself_is_scored_alike(learner: MegatronLearner) -> None:
+    score, quant = row_scorer(learner, rows(learner)), QuantMap.for_decoder(4, "fp8_block")
+    plain, quantized = score(None), score(quant)
+    learner.emulate(quant)
+    try:
+        assert torch.equal(score(None), plain)
+        assert torch.equal(score(quant), quantized)
+    finally:
+        learner.emulate(None)
+
+
+def test_a_learner_that_trains_emulated_is_scored_plainly_all_the_same(learner: MegatronLearner) -> None:
+    score, quant = row_scorer(learner, rows(learner)), QuantMap.for_decoder(4, "fp8_tensor")
+    plain, emulated = score(None), score(quant)
+    learner.emulate(quant)
+    try:
+        assert torch.equal(score(None), plain)
+        assert torch.equal(score(quant), emulated)
+        assert not torch.equal(plain, emulated)
+    finally:
+        learner.emulate(None)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> PinnedMemory:
+    """Blocks of 4 KiB."""
+
+    def new_block(_: PinnedMemory, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(PinnedMemory, "_new_block", new_block)
+    return PinnedMemory(pinned=True, block_bytes=4096)
+
+
+def test_tensors_have_memory_of_their_own(memory: PinnedMemory) -> None:
+    kinds = [((3, 5), torch.float32), ((), torch.bfloat16), ((0, 4), torch.float32), ((7,), torch.uint8)] * 3
+    made = [memory.empty(shape, dtype) for shape, dtype in kinds]
+    for value, tensor in enumerate(made):
+        tensor.fill_(value)
+    for value, (tensor, (shape, dtype)) in enumerate(zip(made, kinds, strict=True)):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert bool((tensor == value).all())
+
+
+def test_what_is_large_costs_no_second_of_itself(memory: PinnedMemory) -> None:
+    """Seven times 9 KiB would be seven times 16 when each is rounded up."""
+    sized = PinnedMemory(pinned=True, block_bytes=65536)
+    for _ in range(7):
+        sized.empty((9 * 1024,), torch.uint8)
+    assert sized.num_bytes == 65536
+    memory.empty((5000,), torch.uint8)
+    memory.empty((3000,), torch.uint8)  # into what is left of the block of 8 KiB
+    assert memory.num_bytes == 8192
+
+
+def test_without_a_gpu_tensors_are_plain() -> None:
+    memory = PinnedMemory(pinned=False)
+    assert memory.empty((2, 3), torch.float32).shape == (2, 3)
+    assert memory.num_bytes == 0

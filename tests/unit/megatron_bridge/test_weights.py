@@ -1,0 +1,289 @@
+"""The name map: slices by hand, what mbridge made of the same tensors, the bijection at the size of real models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.parallel.layout import check_layout
+from megatron_bridge.weights import NameMap, ShardCoords, TensorSlice
+from pipeline.config.recipe import LearnerSection
+from pipeline.errors import LayoutError, ModelError
+from tests.support.meta_models import build
+from tests.support.name_bijection import RankParameters, _require_tiling, check_bijection
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[3]
+
+MODELS = ROOT / "pipeline" / "recipes" / "models"
+QWEN3_32B: dict[str, Any] = json.loads((MODELS / "qwen3-32b" / "config.json").read_text())
+QWEN25_32B = QWEN3_32B | dict(
+    architectures=["Qwen2ForCausalLM"], intermediate_size=27648, num_attention_heads=40, vocab_size=152064
+)
+QWEN3_30B_A3B: dict[str, Any] = json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text())
+TINY = dict(
+    hidden_size=6,
+    intermediate_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    vocab_size=12,
+    max_position_embeddings=8,
+)
+TINY_BIASED = ModelConfig.from_hf(TINY | dict(architectures=["Qwen2ForCausalLM"]))
+TINY_EXPERTS = ModelConfig.from_hf(
+    TINY | dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4)
+)
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3-32B TP8": (QWEN3_32B, dict(tensor=8)),
+    "Qwen3-32B TP4 PP4": (QWEN3_32B, dict(tensor=4, pipeline=4)),
+    "Qwen3-32B TP8 PP2": (QWEN3_32B, dict(tensor=8, pipeline=2)),
+    "Qwen3-32B tied TP4 PP4 VPP2": (QWEN3_32B | dict(tie_word_embeddings=True), dict(tensor=4, pipeline=4, virtual=2)),
+    "Qwen2.5-32B TP8": (QWEN25_32B, dict(tensor=8)),
+    "Qwen2.5-32B TP4 PP4": (QWEN25_32B, dict(tensor=4, pipeline=4)),
+    "Qwen2.5-32B TP8 PP2": (QWEN25_32B, dict(tensor=8, pipeline=2)),
+    "Qwen3-30B-A3B TP4 PP4 EP4": (QWEN3_30B_A3B, dict(tensor=4, pipeline=4, expert=4, sequence=True)),
+    "Qwen3-30B-A3B TP4 EP8": (QWEN3_30B_A3B, dict(tensor=4, data=2, expert=8, sequence=True)),
+}
+LIKE_OTHERS = (
+    "Qwen3-32B TP4 PP4",
+    "Qwen3-32B TP8 PP2",
+    "Qwen2.5-32B TP4 PP4",
+    "Qwen2.5-32B TP8 PP2",
+    "Qwen3-30B-A3B TP4 PP4 EP4",
+)
+"""Cases whose layout or model another case has; `make test-slow` runs them."""
+BILLIONS = {"Qwen3-32B": 32_762_123_264, "Qwen2.5-32B": 32_763_876_352, "Qwen3-30B-A3B": 30_532_122_624}
+
+
+class Built(dict[str, list[RankParameters]]):
+    """case → what real Megatron models of every rank hold, built without memory when first asked for."""
+
+    def __missing__(self, case: str) -> list[RankParameters]:
+        [[self[case]]] = run_ranks(1, build, [CASES[case]])
+        return self[case]
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    return Built()
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in LIKE_OTHERS else []) for case in CASES]
+)
+def test_real_models_hold_every_number_exactly_once(built: Built, case: str) -> None:
+    config = ModelConfig.from_hf(CASES[case][0])
+    sizes = CASES[case][1]
+    assert len(built[case]) == sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("data", 1)
+    counted = check_bijection(config, built[case])
+    assert counted == config.num_parameters
+    if "tied" not in case:
+        assert counted == BILLIONS[case.split(" ")[0]]
+
+
+@pytest.mark.parametrize("case", ["Qwen3-32B TP8", "Qwen3-30B-A3B TP4 EP8"])
+def test_names_of_transformer_engine_layers_are_a_bijection_too(built: Built, case: str) -> None:
+    norm = ".mlp.linear_fc1.layer_norm_weight" if "A3B" not in case else ".pre_mlp_layernorm.weight"
+
+    def of_te(name: str) -> str:
+        fused = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        return fused.replace(".pre_mlp_layernorm.weight", norm)
+
+    ranks = [replace(rank, sizes={of_te(name): size for name, size in rank.sizes.items()}) for rank in built[case]]
+    check_bijection(ModelConfig.from_hf(CASES[case][0]), ranks)
+
+
+def test_tensor_parallel_8_does_not_divide_4_key_value_heads() -> None:
+    with pytest.raises(LayoutError, match="num_key_value_heads 4"):
+        check_layout(QWEN3_30B_A3B, LearnerSection(tensor_parallel=8, sequence_parallel=True))
+
+
+Sizes = dict[str, tuple[int, ...]]
+
+
+def _swap(first: str, second: str) -> Callable[[Sizes], Sizes]:
+    other = {first: second, second: first}
+    return lambda sizes: {other.get(name, name): size for name, size in sizes.items()}
+
+
+def _drop(start: str) -> Callable[[Sizes], Sizes]:
+    return lambda sizes: {name: size for name, size in sizes.items() if not name.startswith(start)}
+
+
+def _rename(old: str, new: str) -> Callable[[Sizes], Sizes]:
+    return lambda sizes: {name.replace(old, new): size for name, size in sizes.items()}
+
+
+LAYER = "decoder.layers.3."
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "ranks", "message"),
+    [
+        (
+            "Qwen3-32B TP8",
+            _swap(LAYER + "self_attention.linear_qkv.weight", LAYER + "self_attention.linear_proj.weight"),
+            range(8),
+            r"stage 0, tensor rank 0: decoder\.layers\.3\.self_attention\.linear_\w+\.weight has shape .* make",
+        ),
+        (
+            "Qwen3-32B TP8",
+            _swap("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.5.mlp.linear_fc1.weight"),
+            [6],
+            r"ranks list their parameters differently, first at decoder\.layers\.3\.mlp\.linear_fc1\.weight against "
+            r"decoder\.layers\.5\.mlp",
+        ),
+        ("Qwen3-32B TP8 PP2", _drop(LAYER), range(8), r"11 of 707 tensors .* the first model\.layers\.3\.input_layer"),
+        (
+            "Qwen3-32B TP8 PP2",
+            _rename("decoder.layers.40.", "decoder.layers.3."),
+            range(8, 16),
+            r"model\.layers\.3\.\S+ is held twice: by decoder\.layers\.3\.\S+ on pipeline stage 0 and by .* on stage 1",
+        ),
+        (
+            "Qwen3-32B TP8",
+            _rename("linear_fc2", "linear_fc3"),
+            range(8),
+            r"parameter decoder\.layers\.0\.mlp\.linear_fc3\.weight has no counterpart",
+        ),
+        (
+            "Qwen3-30B-A3B TP4 EP8",
+            _rename("mlp.experts.linear_fc1.weight3", "mlp.experts.linear_fc1.weight16"),
+            range(8),
+            r"decoder\.layers\.0\.mlp\.experts\.linear_fc1\.weight128 has no counterpart",
+        ),
+    ],
+)
+def test_a_broken_map_is_named(
+    built: Built,
+    case: str,
+    change: Callable[[Sizes], Sizes],
+    ranks: Any,
+    message: str,
+) -> None:
+    broken = [
+        replace(rank, sizes=change(dict(rank.sizes))) if number in ranks else rank
+        for number, rank in enumerate(built[case])
+    ]
+    with pytest.raises(ModelError, match=message) as refused:
+        check_bijection(ModelConfig.from_hf(CASES[case][0]), broken)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("missing", [0, 5])
+def test_a_missing_rank_is_a_gap(built: Built, missing: int) -> None:
+    ranks = [rank for number, rank in enumerate(built["Qwen3-32B TP8"]) if number != missing]
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight .* gaps or overlaps; expected each of its 777912320"):
+        check_bijection(ModelConfig.from_hf(QWEN3_32B), ranks)
+
+
+def test_two_ranks_that_claim_the_same_place_are_noticed(built: Built) -> None:
+    ranks = [*built["Qwen3-32B TP8"], built["Qwen3-32B TP8"][0]]
+    with pytest.raises(ModelError, match=r"held by \[1, 2\] ranks; expected equally many"):
+        check_bijection(ModelConfig.from_hf(QWEN3_32B), ranks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "whole"),
+    [
+        ([(0, 2), (2, 5)], True),
+        ([(0, 3), (2, 4)], False),  # five rows in sum, but row 2 twice and row 4 never
+        ([(0, 2), (3, 5)], False),
+        ([(1, 6)], False),
+    ],
+)
+def test_pieces_must_tile_the_tensor(rows: list[tuple[int, int]], whole: bool) -> None:
+    slices = Counter({TensorSlice("w", span, (0, 2)): 1 for span in rows})
+    if whole:
+        _require_tiling("w", slices, (5, 2))
+        return
+    with pytest.raises(ModelError, match=r"w \[5, 2\] .* gaps or overlaps; expected each of its 10 numbers"):
+        _require_tiling("w", slices, (5, 2))
+
+
+def test_pieces_by_hand() -> None:
+    names = NameMap(TINY_BIASED)
+    second = ShardCoords(tensor_rank=1, tensor_size=2)
+    qkv = "model.layers.1.self_attn."
+    # 2 key/value heads of size 2, each with 2 query heads: rank 1 has the second group.
+    assert names.slices("decoder.layers.1.self_attention.linear_qkv.weight", second) == (
+        TensorSlice(qkv + "q_proj.weight", (4, 8), (0, 6)),
+        TensorSlice(qkv + "k_proj.weight", (2, 4), (0, 6)),
+        TensorSlice(qkv + "v_proj.weight", (2, 4), (0, 6)),
+    )
+    assert names.slices("decoder.layers.1.self_attention.linear_qkv.bias", ShardCoords()) == (
+        TensorSlice(qkv + "q_proj.bias", (0, 4), None),
+        TensorSlice(qkv + "k_proj.bias", (0, 2), None),
+        TensorSlice(qkv + "v_proj.bias", (0, 2), None),
+        TensorSlice(qkv + "q_proj.bias", (4, 8), None),
+        TensorSlice(qkv + "k_proj.bias", (2, 4), None),
+        TensorSlice(qkv + "v_proj.bias", (2, 4), None),
+    )
+    assert names.slices("decoder.layers.0.mlp.linear_fc2.weight", second) == (
+        TensorSlice("model.layers.0.mlp.down_proj.weight", (0, 6), (4, 8)),
+    )
+    assert names.size("decoder.layers.0.mlp.linear_fc1.weight", second) == (8, 6)
+
+
+def test_experts_are_counted_from_the_ranks_first_and_cut_by_expert_tensor_ranks() -> None:
+    names = NameMap(TINY_EXPERTS)
+    local = names.stage_name("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", [1])
+    grouped = names.stage_name("decoder.layers.0.mlp.experts.linear_fc1.weight1", [1])
+    assert local == grouped == "decoder.layers.1.mlp.experts.linear_fc1.weight1"
+    coords = ShardCoords(tensor_rank=1, tensor_size=2, expert_rank=1, expert_size=2, expert_tensor_size=2)
+    assert names.slices(local, coords) == (
+        TensorSlice("model.layers.1.mlp.experts.3.gate_proj.weight", (0, 2), (0, 6)),
+        TensorSlice("model.layers.1.mlp.experts.3.up_proj.weight", (0, 2), (0, 6)),
+    )
+    assert names.slices("decoder.layers.1.mlp.router.weight", coords) == (
+        TensorSlice("model.layers.1.mlp.gate.weight", (0, 4), (0, 6)),
+    )
+
+
+AS_MBRIDGE_HAS_IT = {
+    "Qwen3ForCausalLM": "3f1c6946fc43bcae",
+    "Qwen3MoeForCausalLM": "f719f6be7d18bbb9",
+    "Qwen2ForCausalLM": "5c55095c9c01f2ce",
+    "LlamaForCausalLM": "dbdbe1155de2c31b",
+}
+"""What mbridge 0.15.1 made of the same tensors, recorded once: SHA-256 of the shards of two tensor parallel ranks."""
+
+
+@pytest.mark.parametrize("architecture", AS_MBRIDGE_HAS_IT)
+def test_every_rank_gets_what_mbridge_would_load(architecture: str) -> None:
+    sizes = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    sizes |= dict(intermediate_size=12, vocab_size=10, max_position_embeddings=64)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)
+    config = ModelConfig.from_hf(dict(architectures=[architecture], **sizes, **experts))
+    tensors, first = dict[str, Tensor](), 0
+    for name, size in config.tensors().items():
+        tensors[name] = torch.arange(first, first + math.prod(size), dtype=torch.float32).view(size)
+        first += math.prod(size)
+    layer = ["linear_qkv.layer_norm_weight", "linear_qkv.weight", "linear_proj.weight"]
+    layer += ["linear_qkv.bias"] * config.qkv_bias + ["q_layernorm.weight", "k_layernorm.weight"] * config.qk_norm
+    mlp = ["linear_fc1.layer_norm_weight", "linear_fc1.weight", "linear_fc2.weight"]
+    if config.experts:
+        mlp = ["router.weight", *(f"experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(4))]
+    parts = [f"self_attention.{part}" for part in layer] + ["pre_mlp_layernorm.weight"] * bool(config.experts)
+    parts += [f"mlp.{part}" for part in mlp]
+    stage = ["embedding.word_embeddings.weight", *(f"decoder.layers.{n}.{part}" for n in (0, 1) for part in parts)]
+    names, digest = NameMap(config), hashlib.sha256()
+    for name in [*stage, "decoder.final_layernorm.weight", "output_layer.weight"]:
+        for rank in range(2):
+            coords = ShardCoords(tensor_rank=rank, tensor_size=2, expert_tensor_rank=rank, expert_tensor_size=2)
+            digest.update(torch.cat([tensors[s.name][s.index] for s in names.slices(name, coords)]).numpy().tobytes())
+    assert digest.hexdigest()[:16] == AS_MBRIDGE_HAS_IT[architecture]
