@@ -43,23 +43,10 @@ def kubernetes(
     storage_class: Annotated[
         str | None, typer.Option(help="Of the new claim; it must allow ReadWriteMany. Default: the cluster's.")
     ] = None,
-    pvc_size: Annotated[str | None, typer.Option(help="Of the new claim, as 4Ti. Default: as planned.")] = None,
-    secret: Annotated[str, typer.Option(help="Secret that holds the engines' API key.")] = "evenkeel-api-key",
-    secret_key: Annotated[str, typer.Option(help="Its entry.")] = "api-key",
     engines: Annotated[Literal["jobset", "leaderworkerset"], typer.Option(help="What runs the engines.")] = "jobset",
-    topology_key: Annotated[
-        str, typer.Option(help="Label of nodes that are close to one another.")
-    ] = "topology.kubernetes.io/zone",
-    monitoring_namespace: Annotated[
-        str, typer.Option(help="Prometheus' namespace: it may read metrics.")
-    ] = "monitoring",
     monitors: Annotated[
         bool, typer.Option("--monitors", help="Write a ServiceMonitor and alerts, for Prometheus' operator.")
     ] = False,
-    monitor_label: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Of both, as release=kube-prometheus-stack; repeat."),
-    ] = None,
     run_as: Annotated[str, typer.Option(metavar="UID[:GID]", help="User of all pods and of their files.")] = "1000",
     download: Annotated[
         str | None,
@@ -80,12 +67,13 @@ def kubernetes(
     GPUs, memory, /dev/shm and grace periods come from the plan. Recipe and options are checked before anything is
     written. The Secret is yours to make; no key is in any file. The same recipe and options give the same bytes. Where
     --out holds the run's objects already, only what a cluster lets one change may differ from them. What else your
-    cluster wants (environment, node selectors, tolerations) goes into an overlay beside --out.
+    cluster wants (environment, node selectors, labels, zones) goes into an overlay beside --out.
 
     For example:  evenkeel launch kubernetes qwen3_32b --out k8s --queue train --learner-image … --rollout-image …
     """
     from launch.build.engines import check_extra_args
     from launch.plan.hosts import sizes_folder
+    from launch.schedulers.kubernetes.pods import SECRET, SECRET_FILE
     from launch.schedulers.kubernetes.render import KUSTOMIZATION, MODEL, check_changes, read, render, write
     from launch.schedulers.kubernetes.run import cluster_options, run_on_kubernetes
     from pipeline.config.loader import find_recipe, load_recipe
@@ -104,14 +92,8 @@ def kubernetes(
         mount=mount,
         pvc=pvc,
         storage_class=storage_class,
-        pvc_size=pvc_size,
-        secret=secret,
-        secret_key=secret_key,
         engines=engines,
-        topology_key=topology_key,
-        monitoring_namespace=monitoring_namespace,
         monitors=monitors,
-        monitor_labels=tuple(monitor_label or ()),
         run_as=run_as,
         download=download,
         restart=restart,
@@ -127,7 +109,7 @@ def kubernetes(
     write(files, out)
     if restart == "job":
         print(f"{_JOBSET}; without it, render with --restart jobset, since the run is refused: {_WITHOUT_GATE}")
-    key = f"kubectl -n {namespace} create secret generic {secret} --from-file={secret_key}=FILE"
+    key = f"kubectl -n {namespace} create secret generic {SECRET} --from-file={SECRET_FILE}=FILE"
     print(f"once, with a FILE that holds the API key:  {key}")
     if download:
         storage = "" if pvc else f"-f {out}/10-storage.yaml "

@@ -52,15 +52,15 @@ COMMAND = ["tini", "-e", str(SUPERSEDED_EXIT_CODE), "--"]
 """tini is PID 1: it reaps what roles leave behind and hands SIGTERM on. A role that was superseded is over, and the run
 goes on elsewhere: to Kubernetes that is success, so that nothing is started again."""
 RECIPE_FOLDER = "/etc/evenkeel/recipe"
-SECRET_FOLDER, SECRET_FILE = "/etc/evenkeel/secret", "api-key"
+SECRET, SECRET_FILE, SECRET_FOLDER = "evenkeel-api-key", "api-key", "/etc/evenkeel/secret"
 RECIPE = f"--recipe {RECIPE_FOLDER}/{RECIPE_FILE}"
 """Of every role: the learner begins the run with it, or goes on with it, and the others wait until it has."""
 KILL_MARGIN_S = 30
 """Between the end of a role's own grace and the kubelet's SIGKILL."""
 MOST_RESTARTS = 1000
 """Of all Jobs together, and of each pod that is replaced in its Job, in the whole life of a run."""
-NODE = "kubernetes.io/hostname"
-"""Label that every node has for itself."""
+NODE, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
+"""Labels that every node has: for itself, and for nodes that are close to one another."""
 _JOB_NODE = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _JOB_INDICES = {"EVENKEEL_INDEX": "metadata.labels['jobset.sigs.k8s.io/job-index']", "EVENKEEL_NODE": _JOB_NODE}
 """Environment variable → field of the pod that holds it."""
@@ -307,7 +307,7 @@ def _pod(
         securityContext=_CONTAINER_SECURITY,
         volumeMounts=[mount for _, mount in volumes],
     )
-    near: list[tuple[int, str | None, str]] = [(50, None, options.topology_key)]
+    near: list[tuple[int, str | None, str]] = [(50, None, ZONE)]
     if near_its_own:
         near.insert(0, (100, role, NODE))
     preferred = [
@@ -354,11 +354,10 @@ def _matching(run: RunOnKubernetes, role: str | None) -> Object:
 
 def _volumes(run: RunOnKubernetes, needs: HostNeeds) -> list[tuple[Object, Object]]:
     """Make each volume of a pod, with its mount."""
-    options = run.options
     # 256 is 0400; the kubelet adds reading by the group, since the file belongs to root.
-    key = dict(secretName=options.secret, defaultMode=256, items=[dict(key=options.secret_key, path=SECRET_FILE)])
+    key = dict(secretName=SECRET, defaultMode=256, items=[dict(key=SECRET_FILE, path=SECRET_FILE)])
     sources: dict[str, tuple[str, Object]] = {
-        "run": (options.mount, dict(persistentVolumeClaim=dict(claimName=run.claim))),
+        "run": (run.options.mount, dict(persistentVolumeClaim=dict(claimName=run.claim))),
         "api-key": (SECRET_FOLDER, dict(secret=key)),
         "tmp": ("/tmp", dict(emptyDir=dict(sizeLimit=_quantity(needs.tmp_bytes)))),
         "recipe": (RECIPE_FOLDER, dict(configMap=dict(name=run.config_map))),

@@ -39,12 +39,10 @@ _KEY = rf"({_DOMAIN}/)?{_PART}"
 _NAMESPACE = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
 _RDMA = re.compile(rf"({_KEY})=([1-9]\d*)")
-_LABEL = re.compile(rf"{_KEY}=({_PART})?")
 _RUN_AS = re.compile(r"([1-9]\d{0,8})(?::([1-9]\d{0,8}))?")
 _WORDS = {
     _NAME: "lower-case letters, digits, dashes and dots",
     _KEY: "NAME or DOMAIN/NAME, of letters, digits, dashes, dots and underscores",
-    _PART: "letters, digits, dashes, dots and underscores",
 }
 
 
@@ -69,20 +67,11 @@ class ClusterOptions(BaseModel):
     pvc: str | None = None
     """A claim that exists; otherwise one is rendered."""
     storage_class: str | None = None
-    pvc_size: str | None = Field(None, pattern=r"^[1-9]\d*[KMGTP]i?$")
-    """Default: from the plan."""
-    secret: str = "evenkeel-api-key"
-    secret_key: str = "api-key"
     engines: Literal["jobset", "leaderworkerset"] = "jobset"
     rdma: str | None = None
     """RESOURCE=COUNT of a whole node, for example rdma/hca=8."""
-    topology_key: str = "topology.kubernetes.io/zone"
-    """Pods of a run are placed close to one another by this label of nodes."""
-    monitoring_namespace: str = Field("monitoring", pattern=_NAMESPACE)
     monitors: bool = False
     """Write a ServiceMonitor and a PrometheusRule; a cluster without Prometheus' operator does not know those kinds."""
-    monitor_labels: tuple[str, ...] = ()
-    """KEY=VALUE of both, by which Prometheus' operator finds them."""
     run_as: str = "1000"
     """UID or UID:GID of all pods, and of what they write to the shared volume."""
     download: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")
@@ -91,31 +80,19 @@ class ClusterOptions(BaseModel):
     """What starts again when a Job fails: that Job, for which JobSet has an alpha gate, or all of the run."""
 
     @model_validator(mode="after")
-    def _names_are_allowed(self) -> Self:
-        """By Kubernetes, which would refuse them once the files are applied, or never find what they name."""
+    def _are_allowed(self) -> Self:
+        """Refuse what Kubernetes would, once the files are applied, or what names nothing that there is."""
         for field, pattern, value in (
             *(("queue", _NAME, self.queue), ("pvc", _NAME, self.pvc), ("storage_class", _NAME, self.storage_class)),
-            *(("secret", _NAME, self.secret), ("secret_key", _PART, self.secret_key)),
-            *(("gpu_resource", _KEY, self.gpu_resource), ("topology_key", _KEY, self.topology_key)),
+            ("gpu_resource", _KEY, self.gpu_resource),
         ):
             if value is not None and not re.fullmatch(pattern, value):
                 option = field.replace("_", "-")
                 raise ValueError(f"--{option} is {value!r}, expected {_WORDS[pattern]}; give it as the cluster has it")
-        for label in self.monitor_labels:
-            if not _LABEL.fullmatch(label):
-                raise ValueError(
-                    f"--monitor-label is {label!r}, expected KEY=VALUE, such as release=kube-prometheus-stack"
-                )
-        if self.monitor_labels and not self.monitors:
-            raise ValueError("--monitor-label is of what --monitors writes; give that too")
         if not _RUN_AS.fullmatch(self.run_as):
             raise ValueError(
                 f"--run-as is {self.run_as!r}, expected UID or UID:GID, such as 1000 or 5021:500, not root's"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _images_are_pinned(self) -> Self:
         for option, image in (("--learner-image", self.learner_image), ("--rollout-image", self.rollout_image)):
             if not re.fullmatch(r"[\w./:@-]+", image):
                 raise ValueError(f"{option} is {image!r}, expected the name of an image, without spaces")
@@ -124,16 +101,8 @@ class ClusterOptions(BaseModel):
                     f"{option} is {image!r}, expected NAME@sha256:… so that every start runs the same code; "
                     "give the digest, or --allow-tags"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _one_claim(self) -> Self:
-        if self.pvc and (self.storage_class or self.pvc_size):
-            raise ValueError("--pvc names a claim that exists; leave out --storage-class and --pvc-size")
-        return self
-
-    @model_validator(mode="after")
-    def _rdma_is_readable(self) -> Self:
+        if self.pvc and self.storage_class:
+            raise ValueError("--pvc names a claim that exists; leave out --storage-class")
         if self.rdma is not None and not _RDMA.fullmatch(self.rdma):
             raise ValueError(f"--rdma is {self.rdma!r}, expected RESOURCE=COUNT, for example rdma/hca=8")
         return self

@@ -53,7 +53,7 @@ def volume_claim(run: RunOnKubernetes) -> Object:
     spec = dict(
         accessModes=["ReadWriteMany"],
         storageClassName=run.options.storage_class,
-        resources=dict(requests=dict(storage=run.options.pvc_size or f"{math.ceil(needed / 2**30)}Gi")),
+        resources=dict(requests=dict(storage=f"{math.ceil(needed / 2**30)}Gi")),
     )
     return run.object("v1", "PersistentVolumeClaim", "run", spec=spec)
 
@@ -90,8 +90,7 @@ def network_policies(run: RunOnKubernetes) -> list[Object]:
         return {"from": sources, "ports": [port]}
 
     def scraped(*ports: int) -> Object:
-        namespace = {"kubernetes.io/metadata.name": run.options.monitoring_namespace}
-        source = dict(namespaceSelector=dict(matchLabels=namespace))
+        source = dict(namespaceSelector=dict(matchLabels={"kubernetes.io/metadata.name": "monitoring"}))
         return {"from": [source], "ports": [dict(port=port) for port in ports]}
 
     broadcast = run.recipe.weights.channel == "broadcast"
@@ -143,10 +142,7 @@ def monitors(run: RunOnKubernetes) -> list[Object]:
         endpoints.append(dict(port="http", path="/engine_metrics", interval="15s"))
     text = resources.files("launch.schedulers.kubernetes").joinpath("alerts.yaml").read_text(encoding="utf-8")
     spec = dict(selector=dict(matchLabels={RUN_LABEL: run.name}), endpoints=endpoints)
-    found = [
+    return [
         run.object("monitoring.coreos.com/v1", "ServiceMonitor", spec=spec),
         run.object("monitoring.coreos.com/v1", "PrometheusRule", spec=yaml.safe_load(text)),
     ]
-    for one in found:  # labels by which the operator finds what is meant for it
-        one["metadata"]["labels"] |= dict(label.split("=", 1) for label in run.options.monitor_labels)
-    return found

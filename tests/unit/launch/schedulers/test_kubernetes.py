@@ -145,7 +145,7 @@ def test_relative_paths_of_sources_and_of_the_reference_do_too() -> None:
         (lambda: rendered("weights.channel=ipc"), "use --set weights.channel=broadcast"),
         (lambda: rendered("rollout.engines=1", "rollout.urls=[http://e:1]"), "rollout.urls names engines that exist"),
         (lambda: rendered("run.name=32b"), "Kubernetes wants a letter first"),
-        (lambda: rendered(pvc="mine", pvc_size="1Ti"), "leave out --storage-class and --pvc-size"),
+        (lambda: rendered(pvc="mine", storage_class="a"), "leave out --storage-class"),
         (lambda: rendered(rdma="hca:8"), "expected RESOURCE=COUNT"),
     ],
 )
