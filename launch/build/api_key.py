@@ -1,4 +1,4 @@
-"""The run's API key, and the teacher's: from the environment, or from a file that only this user can read."""
+"""Read the run's API key, and the teacher's: from the environment, or from a file that only this user can read."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _GROUP_OR_OTHERS, _OTHERS = 0o077, 0o007
 
 
 def read_api_key(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The run's key, or None where there is none. Raises RecipeError when it is no key, or lies in a file that cannot
-    be read, or that others can read."""
+    """Return the run's key, or None where there is none. Raises RecipeError when it is no key, or lies in a file that
+    cannot be read, or that others can read."""
     return _read_key(environment, API_KEY_VARIABLE, API_KEY_FILE_VARIABLE)
 
 
 def read_teacher_key(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The teacher's, as read_api_key."""
+    """Return the teacher's key, as read_api_key does the run's."""
     return _read_key(environment, TEACHER_KEY_VARIABLE, TEACHER_KEY_FILE_VARIABLE)
 
 
 def without_teacher_key(environment: Mapping[str, str]) -> dict[str, str]:
-    """For roles that do not ask the teacher."""
+    """Take the teacher's key out of an environment, for roles that do not ask the teacher."""
     return {
         name: value
         for name, value in environment.items()
@@ -59,8 +59,8 @@ def _read_key(environment: Mapping[str, str], variable: str, file_variable: str)
 
 
 def _checked(text: str, where: str) -> str:
-    """The key without white space around it. Another character that no header may have makes an HTTP client refuse it
-    and quote it. Raises RecipeError, which does not show it."""
+    """Return the key without white space around it. Another character that no header may have makes an HTTP client
+    refuse it and quote it. Raises RecipeError, which does not show it."""
     key = text.strip()
     if not key or " " in key or not (key.isascii() and key.isprintable()):
         raise RecipeError(f"{where} holds no API key, expected printable ASCII without blanks; write one there")

@@ -1,4 +1,4 @@
-"""Names of hosts, the addresses that servers bind to, and the network interface behind an address."""
+"""Find the addresses that servers bind to, and the network interface behind an address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ eth10, too."""
 
 
 def bind_address(host: str, api_key: str | None, check: Callable[[], None] = lambda: None) -> str:
-    """The address that `host` resolves to, for servers of this machine to bind to.
+    """Return the address that `host` resolves to, for servers of this machine to bind to.
 
     Raises RecipeError when other hosts could not reach it, or when they could, and there is no API key; otherwise as
     `own_address` does.
@@ -42,7 +42,7 @@ def bind_address(host: str, api_key: str | None, check: Callable[[], None] = lam
 
 
 def own_address(host: str, check: Callable[[], None] = lambda: None, deadline_s: float = NAME_DEADLINE_S) -> str:
-    """An address of this machine that `host` resolves to.
+    """Wait for an address of this machine that `host` resolves to.
 
     The name of a pod appears in DNS a while after the pod has started, and until then it may lead to the pod before it.
     `check` is called while the name is waited for, and may raise. Raises DeadlineExceededError, and RecipeError for a
@@ -71,32 +71,32 @@ def own_address(host: str, check: Callable[[], None] = lambda: None, deadline_s:
 
 
 def first_address(host: str) -> str:
-    """What a name leads to, an IPv4 address if there is one. Raises OSError."""
+    """Return what a name leads to, an IPv4 address if there is one. Raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def own_address_towards(address: str) -> str:
-    """The address of this machine from which it reaches another one; nothing is sent. Raises OSError."""
+    """Return the address of this machine from which it reaches another one; nothing is sent. Raises OSError."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Tell whether only this machine reaches the address."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def interface_environment(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that make gloo and NCCL listen at `address`; none that the user has set, none for loopback: a learner
-    that is reached at loopback may yet send weights to engines on other hosts."""
+    """Make the variables that let gloo and NCCL listen at `address`; none that the user has set, none for loopback: a
+    learner that is reached at loopback may yet send weights to engines on other hosts."""
     return {} if is_loopback(address) else _told(address, environment)
 
 
 def loopback_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The same for a run that is on this machine alone: nothing of it need be reached from outside. Left to themselves,
-    gloo and NCCL listen at the address of this machine's name."""
+    """Make the same variables for a run that is on this machine alone: nothing of it need be reached from outside. Left
+    to themselves, gloo and NCCL listen at the address of this machine's name."""
     return _told(LOOPBACK, environment)
 
 
@@ -107,7 +107,7 @@ def _told(address: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has the address; None when none has."""
+    """Return the network interface that has the address; None when none has."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == address for entry in entries):
             return name

@@ -1,4 +1,4 @@
-"""What a role runs on: noted as an event at each of its starts, so that a report can say what a run was made with.
+"""Note what a role runs on as an event at each of its starts, so that a report can say what a run was made with.
 
 host, cores, GPUs · Python and packages · the commit of the sources; of the learner also how many ranks there are and
 what is needed to say how well they use their GPUs
@@ -41,7 +41,7 @@ _GIT_DEADLINE_S = 5.0
 
 
 def environment(gpus: Path = _GPUS, sources: Path = _SOURCES) -> dict[str, Any]:
-    """Host, hardware and software of this process. Calls no driver, so it cannot hang."""
+    """Describe host, hardware and software of this process. Calls no driver, so it cannot hang."""
     return dict(
         host=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
@@ -53,28 +53,28 @@ def environment(gpus: Path = _GPUS, sources: Path = _SOURCES) -> dict[str, Any]:
 
 
 def note_engine(run: RunDirectory, epoch: Epoch) -> None:
-    """Of an engine's host, with the SGLang that its server runs."""
+    """Note an engine's host, with the SGLang that its server runs."""
     found = environment()
     packages = {**found["packages"], "sglang": sglang_version() or "none"}
     EventLog(run.path, epoch.name).event("environment", role=epoch.folder.name, **{**found, "packages": packages})
 
 
 def learner_facts(config: ModelConfig, ranks: int, gpus: list[str]) -> dict[str, Any]:
-    """What the use of the GPUs is computed from. `peak_tflops` is missing where they are none, or not known."""
+    """Return what the use of the GPUs is computed from. `peak_tflops` is missing where they are none, or not known."""
     peak = peak_tflops(gpus)
     known = {} if peak is None else dict(peak_tflops=peak)
     return dict(ranks=ranks, active_parameters=active_parameters(config), **known)
 
 
 def peak_tflops(gpus: list[str]) -> float | None:
-    """Of one GPU; None where there is none, where they differ, or where the name is not known."""
+    """Return the peak of one GPU; None where there is none, where they differ, or where the name is not known."""
     if len(set(gpus)) != 1:
         return None
     return next((peak for part, peak in PEAK_TFLOPS if part.lower() in gpus[0].lower()), None)
 
 
 def commit_of(sources: Path) -> str | None:
-    """The commit that a checkout stands at, with `+` where files differ from it; None outside of one."""
+    """Return the commit that a checkout stands at, with `+` where files differ from it; None outside of one."""
     if not (sources / ".git").exists():
         return None
     try:
@@ -93,7 +93,7 @@ def _git(sources: Path, *arguments: str) -> str:
 
 
 def _gpu_names(folder: Path) -> list[str]:
-    """As the driver's files say, `NVIDIA H100 80GB HBM3` once for each."""
+    """Name the GPUs as the driver's files do, `NVIDIA H100 80GB HBM3` once for each."""
     found: Counter[str] = Counter()
     for path in sorted(folder.glob("*/information")):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

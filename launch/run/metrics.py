@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -33,6 +33,7 @@ from pipeline.data.event_log import EventKind, LogName, Observer, newest_line
 from pipeline.data.run_directory import RunDirectory, announced
 from pipeline.errors import EvenKeelError, PortInUseError, StoreError
 from precision.mismatch.alarms import RULES, alarms
+from rollout_sglang.engine_pool import EngineState
 
 Kind = Literal["gauge", "counter"]
 
@@ -46,6 +47,8 @@ class MetricName:
     help: str
     labels: tuple[str, ...] = ()
     """Beside `run`, which every metric has."""
+    field: str = ""
+    """Of a line of metrics, which the gauge shows or the counter adds up."""
 
     @property
     def kind(self) -> Kind:
@@ -60,43 +63,81 @@ WATCHERS = (*COLLECTOR, *SUPERVISOR)
 METRICS: tuple[MetricName, ...] = (
     MetricName("evenkeel_role_info", ALL, "Always 1; names the role.", ("role",)),
     MetricName("evenkeel_heartbeat_timestamp_seconds", ALL, "When the role last logged something (UTC, since 1970)."),
-    MetricName("evenkeel_last_step", LEARNER, "Index of the newest trained step."),
+    MetricName("evenkeel_last_step", LEARNER, "Index of the newest trained step.", field="step"),
     MetricName(
         "evenkeel_last_step_timestamp_seconds",
         LEARNER,
         "When that step ended; before the next, when the first start after it began.",
+        field="time",
     ),
     MetricName("evenkeel_steps_total", LEARNER, "Steps that this process has trained."),
     MetricName("evenkeel_steps_left", LEARNER, "Steps of the recipe after the newest one; 0 after the last."),
-    MetricName("evenkeel_tokens_total", LEARNER, "Response tokens that this process has trained on."),
-    MetricName("evenkeel_ess_ratio", LEARNER, "Effective sample size of the step, as a share of its tokens."),
-    MetricName("evenkeel_sequence_ess_ratio", LEARNER, "The same of whole sequences, as a share of them."),
-    MetricName("evenkeel_k1_kl_nats", LEARNER, "KL from engine to learner, a token: plain estimate, of either sign."),
-    MetricName("evenkeel_k3_kl_nats", LEARNER, "KL from engine to learner, a token: estimate k3."),
-    MetricName("evenkeel_log_ratio_abs_nats_mean", LEARNER, "Mean gap between the two sides' log-probabilities."),
-    MetricName("evenkeel_ratio_mean", LEARNER, "Mean of learner's over engine's probability, 1 in expectation."),
+    MetricName(
+        "evenkeel_tokens_total", LEARNER, "Response tokens that this process has trained on.", field="num_tokens"
+    ),
+    MetricName(
+        "evenkeel_ess_ratio", LEARNER, "Effective sample size of the step, as a share of its tokens.", field="ess"
+    ),
+    MetricName(
+        "evenkeel_sequence_ess_ratio", LEARNER, "The same of whole sequences, as a share of them.", field="sequence_ess"
+    ),
+    MetricName(
+        "evenkeel_k1_kl_nats",
+        LEARNER,
+        "KL from engine to learner, a token: plain estimate, of either sign.",
+        field="k1_kl",
+    ),
+    MetricName("evenkeel_k3_kl_nats", LEARNER, "KL from engine to learner, a token: estimate k3.", field="k3_kl"),
+    MetricName(
+        "evenkeel_log_ratio_abs_nats_mean",
+        LEARNER,
+        "Mean gap between the two sides' log-probabilities.",
+        field="log_ratio_abs_mean",
+    ),
+    MetricName(
+        "evenkeel_ratio_mean",
+        LEARNER,
+        "Mean of learner's over engine's probability, 1 in expectation.",
+        field="ratio_mean",
+    ),
     MetricName("evenkeel_bucket_ess_ratio", LEARNER, "ESS of a part of the step's tokens.", ("split", "bucket")),
     MetricName("evenkeel_bucket_k3_kl_nats", LEARNER, "k3 of a part of the step's tokens.", ("split", "bucket")),
     MetricName("evenkeel_bucket_token_ratio", LEARNER, "Share of the step's tokens.", ("split", "bucket")),
     MetricName("evenkeel_alarm", LEARNER, "1 while the newest step's statistic is out of bounds.", ("alarm",)),
     MetricName("evenkeel_alarm_value", LEARNER, "What the alarm watches, as it is compared.", ("alarm",)),
     MetricName("evenkeel_alarm_bound", LEARNER, "The bound that it is compared with, in this run.", ("alarm",)),
-    MetricName("evenkeel_reward_mean", LEARNER, "Mean reward of the step's samples."),
-    MetricName("evenkeel_solved_ratio", LEARNER, "Share of the step's samples that were solved."),
-    MetricName("evenkeel_lag_versions_mean", LEARNER, "Mean age of the step's tokens."),
-    MetricName("evenkeel_lag_versions_max", LEARNER, "Age of the step's oldest token."),
-    MetricName("evenkeel_truncated_ratio", LEARNER, "Share of samples that were cut at the longest length."),
-    MetricName("evenkeel_response_tokens_mean", LEARNER, "Mean length of a response."),
+    MetricName("evenkeel_reward_mean", LEARNER, "Mean reward of the step's samples.", field="reward_mean"),
+    MetricName("evenkeel_solved_ratio", LEARNER, "Share of the step's samples that were solved.", field="solve_rate"),
+    MetricName("evenkeel_lag_versions_mean", LEARNER, "Mean age of the step's tokens.", field="lag_mean"),
+    MetricName("evenkeel_lag_versions_max", LEARNER, "Age of the step's oldest token.", field="lag_max"),
+    MetricName(
+        "evenkeel_truncated_ratio",
+        LEARNER,
+        "Share of samples that were cut at the longest length.",
+        field="truncated_share",
+    ),
+    MetricName("evenkeel_response_tokens_mean", LEARNER, "Mean length of a response.", field="response_tokens_mean"),
     MetricName(
         "evenkeel_entropy_nats",
         LEARNER,
         "Mean entropy of the policy, a token; under top_p or top_k, of what they kept.",
+        field="entropy",
     ),
-    MetricName("evenkeel_gradient_norm", LEARNER, "Global gradient norm before it was clipped."),
+    MetricName("evenkeel_gradient_norm", LEARNER, "Global gradient norm before it was clipped.", field="grad_norm"),
     MetricName("evenkeel_phase_seconds", LEARNER, "Seconds of the step's phases.", ("phase",)),
     MetricName("evenkeel_publish_phase_seconds", LEARNER, "Seconds of the parts of the newest publish.", ("phase",)),
-    MetricName("evenkeel_verifier_failures_total", LEARNER, "Samples whose verifier failed or was killed."),
-    MetricName("evenkeel_teacher_failures_total", LEARNER, "Samples that the teacher of a distillation did not score."),
+    MetricName(
+        "evenkeel_verifier_failures_total",
+        LEARNER,
+        "Samples whose verifier failed or was killed.",
+        field="verifier_failures",
+    ),
+    MetricName(
+        "evenkeel_teacher_failures_total",
+        LEARNER,
+        "Samples that the teacher of a distillation did not score.",
+        field="teacher_failures",
+    ),
     MetricName("evenkeel_saved_step", LEARNER, "Step of the newest checkpoint."),
     MetricName("evenkeel_save_seconds", LEARNER, "Seconds that the newest checkpoint took."),
     MetricName("evenkeel_last_batch", COLLECTOR, "Index of the newest committed batch."),
@@ -151,36 +192,12 @@ METRICS_PORT_VARIABLE = "EVENKEEL_METRICS_PORT"
 METRICS_HOST_VARIABLE = "EVENKEEL_METRICS_HOST"
 
 
-OF_STEP = {
-    "step": "evenkeel_last_step",
-    "time": "evenkeel_last_step_timestamp_seconds",
-    "ess": "evenkeel_ess_ratio",
-    "sequence_ess": "evenkeel_sequence_ess_ratio",
-    "k1_kl": "evenkeel_k1_kl_nats",
-    "k3_kl": "evenkeel_k3_kl_nats",
-    "log_ratio_abs_mean": "evenkeel_log_ratio_abs_nats_mean",
-    "ratio_mean": "evenkeel_ratio_mean",
-    "reward_mean": "evenkeel_reward_mean",
-    "solve_rate": "evenkeel_solved_ratio",
-    "lag_mean": "evenkeel_lag_versions_mean",
-    "lag_max": "evenkeel_lag_versions_max",
-    "truncated_share": "evenkeel_truncated_ratio",
-    "response_tokens_mean": "evenkeel_response_tokens_mean",
-    "entropy": "evenkeel_entropy_nats",
-    "grad_norm": "evenkeel_gradient_norm",
-}
-"""Field of a line of metrics → gauge."""
 OF_BUCKET = {
     "share": "evenkeel_bucket_token_ratio",
     "ess": "evenkeel_bucket_ess_ratio",
     "k3_kl": "evenkeel_bucket_k3_kl_nats",
 }
 """Statistic of a bucket in a line's `mismatch` → gauge."""
-COUNTED_OF_STEP = {
-    "num_tokens": "evenkeel_tokens_total",
-    "verifier_failures": "evenkeel_verifier_failures_total",
-    "teacher_failures": "evenkeel_teacher_failures_total",
-}
 SINCE_START = tuple(metric.name for metric in METRICS if metric.name.endswith("_timestamp_seconds"))
 """Before the run's first step or batch they show when the process started: one that never gets there has no other
 sign."""
@@ -199,19 +216,6 @@ LEFT_OUT = {
     "solved_groups": "solved",
 }
 """Field of a `committed` event → why groups were left out."""
-
-
-class EngineState(Protocol):
-    """What a fleet knows of one engine."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def version(self) -> int | None: ...
-    @property
-    def quarantined(self) -> bool: ...
-    @property
-    def in_flight(self) -> int: ...
 
 
 class RunMetrics:
@@ -308,10 +312,9 @@ class RunMetrics:
         yield self._family("evenkeel_engine_in_flight_requests", [(label[one], one.in_flight) for one in engines])
 
     def _observe_step(self, line: Mapping[str, Any]) -> None:
-        for field, name in OF_STEP.items():
-            self._set(name, line.get(field))
-        for field, name in COUNTED_OF_STEP.items():
-            self._count(name, line.get(field))
+        for metric in METRICS:
+            if metric.field:
+                (self._count if metric.kind == "counter" else self._set)(metric.name, line.get(metric.field))
         self._count("evenkeel_steps_total")
         recipe = self._frozen_recipe()
         if isinstance(step := line.get("step"), int) and recipe is not None:

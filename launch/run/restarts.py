@@ -1,4 +1,4 @@
-"""How often in a row a job, or a role, was started without progress of its run.
+"""Count how often in a row a job, or a role, was started without progress of its run.
 
 Under `evenkeel train` and Slurm a supervisor counts what dies. On Kubernetes there is none, and Kubernetes cannot see
 progress: there each role counts its own starts. Progress forgives all earlier ones.
@@ -20,14 +20,14 @@ MAX_RESTARTS_VARIABLE = "EVENKEEL_MAX_RESTARTS"
 
 
 def progress(run: RunDirectory) -> tuple[int, ...]:
-    """What a further start goes on from: the published version, the newest checkpoint, batches and evaluations. A stage
-    of several steps publishes once, and saves meanwhile."""
+    """Return what a further start goes on from: the published version, the newest checkpoint, batches and evaluations.
+    A stage of several steps publishes once, and saves meanwhile."""
     published = run.published_version() if run.is_published() else -1
     return published, max(run.saved_steps(), default=-1), run.num_settled(), len(run.evaluated_versions())
 
 
 def in_a_row(path: Path, reached: tuple[int, ...]) -> int:
-    """What is noted there, if the run has not gone beyond `reached` since."""
+    """Return the count that is noted there, if the run has not gone beyond `reached` since."""
     try:
         found = read_sealed_json(path, "it is counted anew")
         return int(found["in_a_row"]) if found["reached"] == list(reached) else 0
@@ -36,7 +36,7 @@ def in_a_row(path: Path, reached: tuple[int, ...]) -> int:
 
 
 def note_in_a_row(path: Path, reached: tuple[int, ...], count: int) -> None:
-    """On a full disk nothing is counted."""
+    """Note the count; on a full disk nothing is."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sealed_json(path, dict(in_a_row=count, reached=reached))
@@ -60,7 +60,7 @@ def count_start(run: RunDirectory, role: str, environment: Mapping[str, str] = o
 
 
 def forget_start(run: RunDirectory, role: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Of a role that was asked to end: that it starts again is nobody's fault."""
+    """Take back the start of a role that was asked to end: that it starts again is nobody's fault."""
     if MAX_RESTARTS_VARIABLE in environment and environment.get("EVENKEEL_NODE", "0") == "0":
         with suppress(OSError, StoreError):
             path, reached = _path(run, role), progress(run)

@@ -1,4 +1,12 @@
-"""How a supervisor starts the roles of a run: as processes of this machine here, by srun under Slurm."""
+"""Start the roles of a run for its supervisor: as processes of this machine, each with GPUs of its own.
+
+    disk, delta, broadcast    learner's ranks | engine 0 | engine 1 | … | teacher
+    ipc                       learner's ranks                   | teacher
+                              engine 0 | engine 1 | …           |
+
+A role sees its own GPUs alone. With ipc an engine sees those of the learner and of the other engines behind its own,
+since it opens the learner's memory. On several hosts the scheduler, or whatever starts the roles, says what each sees.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +83,7 @@ class Starter(Protocol):
 
 
 def units_of(recipe: Recipe, learner_nodes: int = 1, engine_nodes: int = 1) -> list[Unit]:
-    """What is started for a run."""
+    """List what is started for a run."""
     engines = range(recipe.rollout.started_engines)
     return [
         *(Unit("engine", index, node) for index in engines for node in range(engine_nodes)),
@@ -86,7 +94,7 @@ def units_of(recipe: Recipe, learner_nodes: int = 1, engine_nodes: int = 1) -> l
 
 
 def role_command(run: RunDirectory, unit: Unit, *options: str) -> list[str]:
-    """The argv of a unit, in which `options` follow."""
+    """Make the argv of a unit, which ends with `options`."""
     place: list[str] = []
     if unit.role == "learner":
         place = [str(unit.node)]
@@ -97,12 +105,12 @@ def role_command(run: RunDirectory, unit: Unit, *options: str) -> list[str]:
 
 
 def unit_environment(unit: Unit, environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment a unit gets: the teacher's key is for the collector, which alone asks the teacher."""
+    """Take the teacher's key out of a unit's environment, but for the collector, which alone asks the teacher."""
     return dict(environment) if unit.role == "collector" else without_teacher_key(environment)
 
 
 def metrics_options(unit: Unit, supervisor: int | None) -> list[str]:
-    """With which a unit shows its metrics, where the supervisor has a port for its own."""
+    """Make the options by which a unit shows its metrics, where the supervisor has a port for its own."""
     if supervisor is None:
         return []
     if unit.role == "engine":
@@ -111,8 +119,8 @@ def metrics_options(unit: Unit, supervisor: int | None) -> list[str]:
 
 
 def metrics_ports(recipe: Recipe, supervisor: int | None) -> dict[str, int]:
-    """Role → the port at which it shows its metrics on this machine; none where the supervisor has no port for its own.
-    Engines show theirs where they serve."""
+    """Map each role to the port at which it shows its metrics on this machine; none where the supervisor has no port
+    for its own. Engines show theirs where they serve."""
     if supervisor is None:
         return {}
     started = {unit.role for unit in units_of(recipe)}
@@ -122,14 +130,14 @@ def metrics_ports(recipe: Recipe, supervisor: int | None) -> dict[str, int]:
 
 
 def ports_of(rollout: RolloutSection) -> range:
-    """The ports that a recipe names, those of the engines that are started and then the router's; none where any are
-    taken."""
+    """Return the ports that a recipe names, those of the engines that are started and then the router's; none where any
+    are taken."""
     first = rollout.port
     return range(0) if first is None else range(first, first + rollout.started_engines + rollout.starts_router)
 
 
 class LocalStarter:
-    """All on this machine, on loopback."""
+    """Starts all units on this machine, on loopback."""
 
     def __init__(
         self,
@@ -189,7 +197,7 @@ class GpuPlaces:
     """For the teacher that it starts; without one it sees what this process does."""
 
     def environment(self, role: str, index: int | None) -> dict[str, str]:
-        """What a role is told of its GPUs. `index`: of an engine."""
+        """Name a role's GPUs in its environment. `index`: of an engine."""
         own = dict(learner=self.learner, collector=self.collector).get(role, ())
         if role == "engine" and index is not None and self.engines:
             own = self.engines[index]
@@ -197,7 +205,7 @@ class GpuPlaces:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Names of the GPUs that this process may use, in order: its CUDA_VISIBLE_DEVICES, or their numbers."""
+    """Name the GPUs that this process may use, in order: its CUDA_VISIBLE_DEVICES, or their numbers."""
     named = os.environ.get(VISIBLE_VARIABLE)
     count = num_gpus()  # the driver stops at the first name that it does not know
     names = map(str, range(count)) if named is None else (name.strip() for name in named.split(","))
@@ -205,7 +213,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def gpu_places(recipe: Recipe, gpus: Sequence[str]) -> GpuPlaces:
-    """Where each role of a run goes on a machine with these GPUs; without any, all run on its CPU.
+    """Place each role of a run on a machine with these GPUs; without any, all run on its CPU.
 
     The same recipe and GPUs give the same places, so that a role is started again where it was. Raises MachineError
     where they are too few, RecipeError for extra_args that place a server themselves.

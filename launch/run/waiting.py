@@ -117,7 +117,7 @@ class Outage:
 
 
 def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: float) -> T:
-    """What `found` returns once it is not None. Raises DeadlineExceededError, or StoppedError."""
+    """Wait for what `found` returns once it is not None. Raises DeadlineExceededError, or StoppedError."""
     ends, told = time.monotonic() + deadline_s, False
     patience = Patience(print_notice, "this role", "the role that makes it (logs in RUN/logs)")
     while True:
@@ -135,13 +135,13 @@ def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: f
 
 
 def wait_for_policy(run: RunDirectory, recipe: Recipe, stop: Stop) -> None:
-    """Until a first policy is published, by the learner's first host."""
+    """Wait until a first policy is published, by the learner's first host."""
     deadline_s = recipe.rollout.start_deadline_s
     wait_for(stop, lambda: run.is_published() or None, f"a published policy in {run.policies}", deadline_s)
 
 
 def wait_for_engines(run: RunDirectory, recipe: Recipe, stop: Stop, count: int) -> None:
-    """Until `count` engines have announced themselves."""
+    """Wait until `count` engines have announced themselves."""
     wait_for(
         stop,
         lambda: len(announced(run, recipe)) >= count or None,
@@ -151,7 +151,7 @@ def wait_for_engines(run: RunDirectory, recipe: Recipe, stop: Stop, count: int) 
 
 
 def announced(run: RunDirectory, recipe: Recipe) -> list[Member]:
-    """Engines that are up as far as is known: announced by their newest start."""
+    """List the engines that are up as far as is known: announced by their newest start."""
     found = run.membership(recipe.rollout.urls).engines()
     if recipe.rollout.urls:
         return list(found)
@@ -159,7 +159,8 @@ def announced(run: RunDirectory, recipe: Recipe) -> list[Member]:
 
 
 def rank_epoch(run: Path) -> Epoch:
-    """The learner's start that this rank belongs to, as its agent has said. Raises StoreError without an agent."""
+    """Return the learner's start that this rank belongs to, as its agent has noted. Raises StoreError without an
+    agent."""
     number = os.environ.get(EPOCH_VARIABLE)
     if number is None:
         raise StoreError(
@@ -169,7 +170,7 @@ def rank_epoch(run: Path) -> Epoch:
 
 
 def grace_s() -> float:
-    """Seconds of EVENKEEL_GRACE_S. Raises RecipeError for what is no time."""
+    """Return the seconds of EVENKEEL_GRACE_S. Raises RecipeError for what is no time."""
     said = os.environ.get(GRACE_VARIABLE) or str(DEFAULT_GRACE_S)
     with suppress(ValueError):
         if 0 <= (seconds := float(said)) <= LONGEST_GRACE_S:
@@ -178,6 +179,6 @@ def grace_s() -> float:
 
 
 def log_file() -> Path | None:
-    """Where this role's output goes, if that is a file."""
+    """Return the file that this role's output goes to, if it is one."""
     named = os.environ.get(LOG_VARIABLE)
     return Path(named) if named else None

@@ -1,4 +1,4 @@
-"""The program in the batch script of `evenkeel launch slurm`: supervises one attempt of a run.
+"""Supervise one attempt of a run: the program in the batch script of `evenkeel launch slurm`.
 
     run finished                                  exit 0
     SIGUSR1, the time limit is near               roles end in order, the job is submitted again, exit 0
@@ -95,7 +95,7 @@ class Signals:
         self.first_at = time.monotonic() if self.first_at is None else self.first_at
 
     def left_s(self, grace_s: float) -> float:
-        """Of a notice of `grace_s`, what is left; what this program keeps of it where only the roles had it."""
+        """Return what is left of a notice of `grace_s`; what this program keeps of it where only the roles had it."""
         return OWN_S if self.first_at is None else max(0.0, self.first_at + grace_s - time.monotonic())
 
     @staticmethod
@@ -169,7 +169,7 @@ def api_key(job: BatchJob, name: str) -> Iterator[Path]:
 
 
 def role_environment(key: Path) -> dict[str, str]:
-    """Of the roles: the name of the file with the key, and never the key."""
+    """Make the environment of the roles: it names the file with the key, and never holds the key."""
     environment = {name: value for name, value in child_environment().items() if name != API_KEY_VARIABLE}
     return {**environment, API_KEY_FILE_VARIABLE: str(key.absolute())}
 
@@ -177,7 +177,8 @@ def role_environment(key: Path) -> dict[str, str]:
 def role_program(
     job: BatchJob, run: RunDirectory, shape: Shape, address_of: Callable[[str], str]
 ) -> Callable[[Unit, str], list[str]]:
-    """The command of a unit on a node. The learner begins the run with the rendered recipe, for which others wait."""
+    """Make the command of a unit on a node. The learner begins the run with the rendered recipe, for which others
+    wait."""
 
     def command(unit: Unit, host: str) -> list[str]:
         options = ["--recipe", str(job.folder / RECIPE), "--host", address_of(host)]
@@ -232,7 +233,7 @@ def attempt(job: BatchJob, allocation: Allocation, signals: Signals, key: Path) 
 
 
 def run_job(job: BatchJob, allocation: Allocation, signals: Signals) -> int:
-    """One attempt, and what follows from how it ended; returns the exit status of the batch script."""
+    """Run one attempt, and what follows from how it ended; returns the exit status of the batch script."""
     recipe = load_recipe(job.folder / RECIPE)  # once: at the end the file system may not answer
     before = progress(RunDirectory(recipe.directory))
     try:
@@ -262,8 +263,8 @@ def run_job(job: BatchJob, allocation: Allocation, signals: Signals) -> int:
 
 
 def has_moved(recipe: Recipe, before: tuple[int, ...]) -> bool:
-    """Whether the run has come further than `before`. So it is taken to be where the file system does not answer: the
-    next job finds that out."""
+    """Tell whether the run has come further than `before`. So it is taken to be where the file system does not answer:
+    the next job finds that out."""
     try:
         return progress(RunDirectory(recipe.directory)) != before
     except OSError as error:
@@ -272,8 +273,8 @@ def has_moved(recipe: Recipe, before: tuple[int, ...]) -> bool:
 
 
 def answered(order: Callable[[], T], within_s: float) -> T:
-    """What Slurm answers. Its controller may be away for a moment, for a restart: it is asked again, for `within_s` at
-    most. Raises SlurmError."""
+    """Return what Slurm answers. Its controller may be away for a moment, for a restart: it is asked again, for
+    `within_s` at most. Raises SlurmError."""
     ends = time.monotonic() + within_s
     while True:
         try:
@@ -286,8 +287,8 @@ def answered(order: Callable[[], T], within_s: float) -> T:
 
 
 def is_preempted(allocation: Allocation, within_s: float) -> bool:
-    """Whether Slurm preempts the job: by SIGTERM to the roles, or by the signal for the time limit. Not where it does
-    not say so: what is left of the notice is then for submitting the next job."""
+    """Ask whether Slurm preempts the job: by SIGTERM to the roles, or by the signal for the time limit. Not where it
+    does not say so: what is left of the notice is then for submitting the next job."""
     try:
         return answered(allocation.is_preempted, within_s)
     except SlurmError as error:

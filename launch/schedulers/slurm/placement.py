@@ -1,4 +1,4 @@
-"""Which role runs on which node: pure functions of the recipe and of the nodes that are up.
+"""Place roles on nodes: pure functions of the recipe and of the nodes that are up.
 
 A *unit* is what one job step runs: a node's share of the learner, an engine (or a node's share of one), the collector,
 the router. Placing is first fit in the order of the units, so the same nodes give the same places.
@@ -67,19 +67,19 @@ class Shape:
         )
 
     def units(self) -> list[Unit]:
-        """All of them, the learner first: its first node shares its fate with the batch script."""
+        """List all units, the learner first: its first node shares its fate with the batch script."""
         learner = [Unit("learner", node=node) for node in range(self.learner_nodes)]
         spans = range(self.engine_nodes)
         engines = [Unit("engine", index, node) for index in range(self.engines) for node in spans]
         return [*learner, Unit("collector"), *([Unit("router")] if self.router else []), *engines]
 
     def gpus(self, unit: Unit) -> int:
-        """Of one unit."""
+        """Return the GPUs of one unit."""
         return dict(learner=self.learner_gpus, engine=self.engine_gpus).get(unit.role, 0)
 
     @property
     def num_nodes(self) -> int:
-        """The fewest on which all units have room."""
+        """The fewest nodes on which all units have room."""
         nodes: list[str] = []
         while True:
             nodes.append(f"{len(nodes):06d}")
@@ -91,7 +91,7 @@ class Shape:
 
 
 def place(shape: Shape, up: Sequence[str], kept: Mapping[Unit, str]) -> dict[Unit, str]:
-    """A node of `up` for each unit. A unit of `kept` stays where it is, if that node is up; the others move.
+    """Give each unit a node of `up`. A unit of `kept` stays where it is, if that node is up; the others move.
 
     Units that span several nodes have a node each, so that no node's end takes two of them. Raises NoRoomError.
     """
@@ -103,7 +103,7 @@ def place(shape: Shape, up: Sequence[str], kept: Mapping[Unit, str]) -> dict[Uni
 
 
 def moved(shape: Shape, unit: Unit, nodes: Sequence[str], places: Mapping[Unit, str]) -> dict[Unit, str]:
-    """`places` with this unit on one of `nodes`, if one has room for it, and otherwise as they are."""
+    """Move a unit to one of `nodes`, if one has room for it; otherwise `places` stay as they are."""
     others = {other: node for other, node in places.items() if other != unit}
     try:
         return {**others, unit: _first_with_room(shape, unit, nodes, others)}
@@ -132,7 +132,7 @@ def _first_with_room(shape: Shape, unit: Unit, up: Sequence[str], places: Mappin
 
 
 def _same_group(one: Unit, other: Unit) -> bool:
-    """Whether both are parts of the same learner, or of the same engine."""
+    """Tell whether both are parts of the same learner, or of the same engine."""
     return (one.role, one.index) == (other.role, other.index) and one != other
 
 
