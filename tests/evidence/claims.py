@@ -122,7 +122,7 @@ def _verdict(question: Question, experiment: Experiment, results: Sequence[Resul
     if isinstance(question.claim.judge, COMPARING):
         arms += experiment.others(question.claim)
     runs = min(len(Arm.of(results, question.condition, arm).results) for arm in arms)
-    notes = [_figures(question, experiment, results), f"adjusted p {_p(min(p))}"]
+    notes = [_figures(question, experiment, results), f"p {_p(min(p))}"]
     if runs < len(experiment.seeds):
         notes.append(f"{runs} of {len(experiment.seeds)} seeds")
     if runs == 1:
@@ -192,12 +192,12 @@ def show(share: float) -> str:
 
 
 def with_interval(estimate: Estimate, *, sign: bool = False, share: bool = False) -> str:
-    """`0.123 (0.100 to 0.150)`, the interval of this comparison alone; without it where no spread was measured. That of
+    """`0.123 (0.100, 0.150)`, the interval of this comparison alone; without it where no spread was measured. That of
     a share, which lies between 0 and 1, is cut there."""
     form = "{:+.3f}" if sign else "{:.3f}"
     interval = np.clip(estimate.interval(), *((0.0, 1.0) if share else (-math.inf, math.inf)))
     value, low, high = (form.format(float(number) + 0.0) for number in (estimate.value, *interval))
-    return value if math.isinf(estimate.interval()[1]) else f"{value} ({low} to {high})"
+    return value if math.isinf(estimate.interval()[1]) else f"{value} ({low}, {high})"
 
 
 def quantity(value: float) -> str:

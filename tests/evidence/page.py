@@ -34,7 +34,7 @@ the first step of Holm's correction. *Seeds for*: how many each arm needs to see
 pass@k is held-out, sampled at T = 1 from the engine that serves the policy. The run is the unit: intervals are 95 % t
 intervals with the run-to-run variance pooled within an experiment. A run that diverged scores 0 from then on. Time to
 a level counts at published, evaluated versions. Every verdict rejects a one-sided hypothesis; Holm's correction over
-all {hypotheses} keeps the chance of any false verdict at or below {alpha:.0%} if the arms of an experiment scatter
+all {hypotheses} (p is adjusted by it) keeps the chance of any false verdict at or below {alpha:.0%} if the arms of an experiment scatter
 alike. The rules are in `tests/evidence/hypotheses.py`.
 """
 
@@ -71,7 +71,7 @@ def _head(
 
 def _power(matrix: Matrix, results: Mapping[str, Sequence[Result]], num_hypotheses: int) -> list[str]:
     """What each experiment can see of a difference at the end."""
-    wanted = (0.05, 0.10, 0.20)
+    wanted = (0.10,)
     header = ["experiment", "run-to-run SD", "degrees of freedom", "seeds", "visible"]
     lines = [_row([*header, *(f"seeds for {one:.2f}" for one in wanted)]), "|---" * (len(header) + len(wanted)) + "|"]
     alpha = ALPHA / max(num_hypotheses, 1)

@@ -116,7 +116,7 @@ class Score:
         return float(np.mean(self.ends))
 
     def __str__(self) -> str:
-        return "= " * self.stands_in + two(self.mean)
+        return "=" * self.stands_in + two(self.mean)
 
 
 @dataclass(frozen=True)
@@ -262,18 +262,17 @@ def _control(matrix: Matrix, results: Results) -> list[str]:
 
 def _cells(matrix: Matrix, table: RobustTable, early: RobustTable) -> list[str]:
     """The table of all scores."""
-    header = ["arm", *table.cells.values(), "worst", "worst share", f"worst share at {EARLY}"]
+    header = ["arm", *table.cells.values(), "worst share", f"worst share at {EARLY}"]
     lines = [markdown_row(header), "|---" * len(header) + "|"]
     for arm, row in table.scores.items():
         numbers = [str(row[cell]) if cell in row else _missing(matrix, arm, cell[0]) for cell in table.cells]
-        worst = min(one.mean for one in row.values())
         count = "" if arm in table.whole else f" ({len(row)} of {len(table.cells)} cells)"
         before = f"{early.worst_share(arm):.2f}{count}" if arm in early.scores else "–"
-        numbers += [f"{worst:.2f}", f"{table.worst_share(arm):.2f}{count}", before]
+        numbers += [f"{table.worst_share(arm):.2f}{count}", before]
         lines.append(markdown_row([table.titles[arm], *numbers]))
     spreads = [table.spread(cell) for cell in table.cells]
     known = [f"{float(spread.sd):.3f}" if spread.df > 0 else "–" for spread in spreads]
-    lines.append(markdown_row(["*run-to-run standard deviation*", *known, "", "", ""]))
+    lines.append(markdown_row(["*run-to-run standard deviation*", *known, "", ""]))
     return [
         *lines,
         "",

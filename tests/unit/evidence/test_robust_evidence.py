@@ -61,7 +61,7 @@ def test_what_is_the_same_without_lag_is_measured_once(matrix: Matrix) -> None:
     results = {"fresh": [result("t12", "cispo", 1, 6)], "lag8": [result("fp32", "cispo", 1, 2)]}
     scores = RobustTable.of(matrix, results).scores
     said = {arm: {place: str(score) for place, score in row.items()} for arm, row in scores.items()}
-    assert said["split"] == {("fresh", "t12"): "= .60"}
+    assert said["split"] == {("fresh", "t12"): "=.60"}
     assert said["cispo"] == {("fresh", "t12"): ".60", ("lag8", "fp32"): ".20"}
     assert "p3o" not in said
 
