@@ -34,8 +34,8 @@ the first step of Holm's correction. *Seeds for*: how many each arm needs to see
 pass@k is held-out, sampled at T = 1 from the engine that serves the policy. The run is the unit: intervals are 95 % t
 intervals with the run-to-run variance pooled within an experiment. A run that diverged scores 0 from then on. Time to
 a level counts at published, evaluated versions. Every verdict rejects a one-sided hypothesis; Holm's correction over
-all {hypotheses} (p is adjusted by it) keeps the chance of any false verdict at or below {alpha:.0%} if the arms of an experiment scatter
-alike. The rules are in `tests/evidence/hypotheses.py`.
+all {hypotheses} (p is adjusted by it) keeps the chance of any false verdict at or below {alpha:.0%} if the arms of an
+experiment scatter alike. The rules are in `tests/evidence/hypotheses.py`.
 """
 
 

@@ -92,7 +92,7 @@ def test_what_the_learner_and_the_loop_add_is_explained() -> None:
     added |= literal_keys_of("pipeline/trainer", "describe")
     added |= literal_keys_of("pipeline/trainer/loop.py", "_record") - {"save"}  # a phase in `seconds`
     added |= literal_keys_of("pipeline/control/loop.py", "after")
-    added |= literal_keys_of("pipeline/trainer/batches.py", "counted")
+    added |= {"num_updated_tokens", "num_model_tokens"}
     added |= fields_of("megatron_bridge/step/expert_replay.py", "Replayed") | set(SFT_METRICS)
     added |= {f"{measure}_{which}_replay" for measure in MEASURED for which in ("with", "without")}
     assert unexplained(added) == []
