@@ -133,14 +133,7 @@ def num_bytes(batch: Batch) -> int:
 
 
 def array_names(attributes: Mapping[str, Any]) -> list[str]:
-    """Return which arrays a batch stored with these attributes must have. Raises ValueError for an unreadable
-    schema."""
-    version = attributes.get("schema_version", 0)
-    if version != SCHEMA_VERSION:
-        raise ValueError(
-            f"schema version {version}, this program reads {SCHEMA_VERSION}: "
-            "if the file is whole, read it with the program that wrote it"
-        )
+    """Return which arrays a batch stored with these attributes must have."""
     parts = ["reward_parts"] * bool(attributes["reward_part_names"])
     return [*PER_TOKEN, *PER_SAMPLE, *parts, *attributes["optional_arrays"]]
 
@@ -299,7 +292,13 @@ class _Attributes(_Strict):
 
 
 def check_attributes(attributes: Mapping[str, Any]) -> None:
-    """Raise ValueError, on one line, for what no writer of batches writes."""
+    """Raise ValueError, on one line, for another schema version, and for what no writer of batches writes."""
+    version = attributes.get("schema_version", 0)
+    if version != SCHEMA_VERSION:
+        raise ValueError(
+            f"schema version {version}, this program reads {SCHEMA_VERSION}: "
+            "if the file is whole, read it with the program that wrote it"
+        )
     try:
         found = _Attributes.model_validate_json(json.dumps(dict(attributes)))
     except ValidationError as error:
@@ -381,8 +380,8 @@ def _attributes(file: ZarrFile) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return the attributes, and the digests of chunks, by array. Raises ValueError when attributes, dtypes or shapes
     are not those that were written."""
     attributes = dict(file.attributes)
-    names = array_names(attributes)
     check_attributes(attributes)
+    names = array_names(attributes)
     for name in names:
         if name not in file.arrays:
             raise ValueError(f"array {name} is missing")
