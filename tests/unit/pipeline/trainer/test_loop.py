@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -458,7 +459,7 @@ def test_a_skipped_step_that_rank_0_cannot_note_ends_every_rank(
 
 
 class SlowLog(EventLog):
-    """A disk that takes no line of metrics before it is let go."""
+    """A disk that takes no line of metrics before it is let go, and then a while for each."""
 
     def __init__(self, run: RunDirectory) -> None:
         super().__init__(run.path, "learner-000001")
@@ -466,6 +467,7 @@ class SlowLog(EventLog):
 
     def metrics(self, step: int, **fields: Any) -> None:
         assert self.goes_on.wait(20.0)
+        time.sleep(0.1)
         super().metrics(step, **fields)
 
 
