@@ -16,7 +16,6 @@ from launch.build.components import TaskPrompts, build_prompts, build_quant_map,
 from launch.build.engines import check_extra_args, check_map_dtype, engine_dtype
 from launch.build.sizes import check_sizes, checkpoint_bytes
 from launch.build.teacher import check_teacher
-from launch.run.metrics import LEARNER
 from launch.run.starter import metrics_ports, ports_of
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
@@ -28,7 +27,7 @@ from pipeline.data.files import require_space
 from pipeline.data.run_directory import RunDirectory
 from pipeline.demonstrations import unstopped_end
 from pipeline.errors import MachineError, PortInUseError, RecipeError
-from pipeline.importing import absent, how_to_install
+from pipeline.importing import LEARNER, absent, how_to_install
 from pipeline.ports.weights import WeightCheck
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.audit import formats_of
