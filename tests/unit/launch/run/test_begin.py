@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from launch.build.components import TaskPrompts
 from launch.run.preflight import asked_again, preflight, seed_policy, start_warnings
-from megatron_bridge.hf import writer
+from megatron_bridge.hf import folders
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
@@ -50,14 +50,14 @@ def test_one_thread_is_what_a_learners_agent_was_given_and_another_number_is_the
 ) -> None:
     torch.set_num_threads(given)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    run, write, seen = RunDirectory(recipe.directory), writer.write_policy, list[int]()
+    run, write, seen = RunDirectory(recipe.directory), folders.write_policy, list[int]()
     run.freeze(recipe)
 
     def written(*arguments: object, **options: object) -> None:
         seen.append(torch.get_num_threads())
         write(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(writer, "write_policy", written)
+    monkeypatch.setattr(folders, "write_policy", written)
     seed_policy(run, recipe)
     assert (seen, torch.get_num_threads()) == ([used], given)
     assert run.published_version() == 0
@@ -65,7 +65,7 @@ def test_one_thread_is_what_a_learners_agent_was_given_and_another_number_is_the
 
 def test_what_fails_leaves_the_threads_as_they_were(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(writer, "write_policy", lambda *_, **__: (_ for _ in ()).throw(OSError("disk")))
+    monkeypatch.setattr(folders, "write_policy", lambda *_, **__: (_ for _ in ()).throw(OSError("disk")))
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
     with pytest.raises(OSError, match="disk"):
