@@ -36,7 +36,7 @@ from launch.terminal import (
     emit_or_print,
     going_on,
 )
-from pipeline.child_process import see_own_classes
+from pipeline.child_process import append_working_folder_to_path
 from pipeline.errors import RecipeError
 
 app = typer.Typer(
@@ -479,7 +479,7 @@ def main() -> NoReturn:
 
 
 def _command() -> None:
-    see_own_classes()
+    append_working_folder_to_path()
     command = typer.main.get_command(app)
     if COMPLETION_VARIABLE in os.environ:
         command(prog_name="evenkeel")  # which answers, and exits

@@ -80,7 +80,7 @@ def log_text(log: Path, begin: int = 0) -> str:
     return data.decode(errors="replace")
 
 
-def see_own_classes() -> None:
+def append_working_folder_to_path() -> None:
     """Find the user's `package.module:Class` in the folder that the command was given in."""
     folder = os.getcwd()
     if folder not in sys.path:

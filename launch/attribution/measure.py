@@ -91,7 +91,8 @@ class Sides:
         quantized, routed = self._at_version("quantized"), self._at_version("routed")
         prefix = "layer."
         layers = sorted(int(name.removeprefix(prefix)) for name in self._names() if name.startswith(prefix))
-        tried = self._searched() & kept
+        searched = self._searched_rows() & (self.version == self.job.versions[-1].number)
+        tried = np.asarray(searched & kept)
         if self.job.searched and not any(name.startswith("effect.") for name in self.learner):
             remark = "The search for known faults failed, for want of memory perhaps; --no-locate leaves it out."
             setting = replace(setting, remarks=(*setting.remarks, remark))
@@ -141,9 +142,6 @@ class Sides:
 
     def _searched_rows(self) -> NDArray[np.bool_]:
         return np.asarray(np.isin(self.rows.row, self.job.searched))
-
-    def _searched(self) -> NDArray[np.bool_]:
-        return np.asarray(self._searched_rows() & (self.version == self.job.versions[-1].number))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from launch.build.learner import build_learner, build_rates, build_trainer
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from pipeline.background import tell_when_done
-from pipeline.child_process import die_with_parent, see_own_classes
+from pipeline.child_process import append_working_folder_to_path, die_with_parent
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore, refuse_to_pass_lost
@@ -102,7 +102,7 @@ def _bring_checkpoint(source: RunDirectory, run: RunDirectory, version: int) -> 
 
 if __name__ == "__main__":
     die_with_parent()
-    see_own_classes()
+    append_working_folder_to_path()
     directory = RunDirectory(Path(sys.argv[1]))
     versions = {int(version) for version in sys.argv[3].split(",")}
     run_child(directory, "replay", lambda: replay(directory, RunDirectory(Path(sys.argv[2])), versions))

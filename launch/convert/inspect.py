@@ -46,9 +46,12 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
     weights = {name: header for name, header in contents.tensors.items() if not _SCALE.search(name)}
     sizes = Counter[str]()
     for shape, dtype in contents.tensors.values():
-        sizes[dtype] += math.prod(shape) * _bits(dtype) // 8
+        bits = _BITS.get(dtype) or int("".join(filter(str.isdigit, dtype)) or 8)
+        sizes[dtype] += math.prod(shape) * bits // 8
     parameters = sum(math.prod(shape) for shape, _ in weights.values())
     quantized = sum(math.prod(shape) for shape, dtype in weights.values() if dtype in _EIGHT_BITS_OR_LESS)
+    # One row for all tensors that differ in layer or expert only.
+    rows = Counter((_NUMBER.sub("*", name), *header) for name, header in contents.tensors.items())
     return dict(
         kind=contents.kind,
         architecture=architecture_of(contents.config) or "unknown",
@@ -58,14 +61,8 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
         bytes_by_dtype=dict(sorted(sizes.items())),
         quantized_share=round(quantized / max(1, parameters), 4),
         files=contents.num_files,
-        shapes=_distinct(contents.tensors),
+        shapes=[dict(name=n, shape=list(shape), dtype=dtype, count=count) for (n, shape, dtype), count in rows.items()],
     )
-
-
-def _distinct(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> list[dict[str, Any]]:
-    """One row for all tensors that differ in layer or expert only."""
-    rows = Counter((_NUMBER.sub("*", name), shape, dtype) for name, (shape, dtype) in tensors.items())
-    return [dict(name=n, shape=list(shape), dtype=dtype, count=count) for (n, shape, dtype), count in rows.items()]
 
 
 def _read(folder: Path) -> Contents:
@@ -171,7 +168,3 @@ def _commit_problems(folder: Path) -> list[str]:
         for name, entry in files.items()
         if found.get(name) != entry.num_bytes
     ]
-
-
-def _bits(dtype: str) -> int:
-    return _BITS.get(dtype) or int("".join(filter(str.isdigit, dtype)) or 8)

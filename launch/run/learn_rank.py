@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pipeline.child_process import die_with_parent, see_own_classes
+from pipeline.child_process import append_working_folder_to_path, die_with_parent
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     from launch.run.waiting import EPOCH_VARIABLE, rank_epoch
     from pipeline.data.run_directory import RunDirectory
 
-    see_own_classes()
+    append_working_folder_to_path()
     directory = RunDirectory(Path(arguments[0]))
     replayed = RunDirectory(Path(arguments[2])) if arguments[1:2] == ["--replay"] else None
     epoch = rank_epoch(directory.path) if EPOCH_VARIABLE in os.environ else None

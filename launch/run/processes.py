@@ -47,7 +47,7 @@ def child_environment() -> dict[str, str]:
     """This process's environment, with one thread a process unless the user says otherwise: all share the cores.
 
     The folder that the user is in must not stand before our packages: a `pipeline.py` there would hide ours. Programs
-    put it at the end of their path (pipeline.child_process.see_own_classes).
+    put it at the end of their path (pipeline.child_process.append_working_folder_to_path).
     """
     return program_environment() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONSAFEPATH": "1"}
 

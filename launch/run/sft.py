@@ -26,7 +26,7 @@ from megatron_bridge.hf.folders import check_free
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout import check_layout
 from pipeline.analysis.run_log import SFT_FILE
-from pipeline.child_process import die_with_parent, see_own_classes
+from pipeline.child_process import append_working_folder_to_path, die_with_parent
 from pipeline.config.loader import load_recipe, overridden_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
@@ -390,6 +390,6 @@ def _batches(
 
 if __name__ == "__main__":
     die_with_parent()
-    see_own_classes()
+    append_working_folder_to_path()
     directory = RunDirectory(Path(sys.argv[1]))
     run_child(directory, "sft", lambda: learn_demonstrations(directory, Path(sys.argv[2])))

@@ -117,7 +117,12 @@ class Verifiers:
         problems = [problem for future in started if (problem := future.result()) is not None]
         if problems:
             self.close()
-            raise RecipeError(_cannot_import(reward, problems[0], used))
+            where = "" if used is None else f" in the sandbox ({used.rung})"
+            page = "" if used is None else "; docs/sandbox.md says what the sandbox shows"
+            raise RecipeError(
+                f"reward {reward!r} cannot be imported or called{where}: {problems[0]}; correct it, install its "
+                f"package, or set the task's reward to another package.module:function{page}"
+            )
 
     @property
     def wants(self) -> Wants:
@@ -230,7 +235,9 @@ class Verifiers:
                             busy.pause()
                         jobs = self._next_jobs(block=not asked)
                         closed = None in jobs
-                        _post(worker, asked, [job for job in jobs if job is not None and job.is_awaited()])
+                        # Only where somebody still waits; from now on nobody can give it up.
+                        awaited = [job for job in jobs if job and job.judgments.set_running_or_notify_cancel()]
+                        _post(worker, asked, awaited)
                         continue
                 quick = _collect(worker, asked, alone, busy)
             except Exception as error:  # noqa: BLE001 - told by the judgments
@@ -285,10 +292,6 @@ class _Job(NamedTuple):
     texts: Sequence[bytes]
     judgments: Future[list[Judgment]]
 
-    def is_awaited(self) -> bool:
-        """Whether somebody still waits; from now on nobody can give it up. To be asked once."""
-        return self.judgments.set_running_or_notify_cancel()
-
 
 def _post(worker: WorkerProcess, asked: deque[list[_Job]], jobs: list[_Job]) -> None:
     if jobs:
@@ -316,13 +319,6 @@ def _collect(worker: WorkerProcess, asked: deque[list[_Job]], alone: deque[_Job]
 
 def _encoded(samples: Sequence[tuple[str, str, str, Mapping[str, Any], Mapping[str, Any]]]) -> list[bytes]:
     return [encode_texts(*sample) for sample in samples]
-
-
-def _cannot_import(reward: str, problem: str, sandbox: Sandbox | None) -> str:
-    advice = "correct it, install its package, or set the task's reward to another package.module:function"
-    where = "" if sandbox is None else f" in the sandbox ({sandbox.rung})"
-    page = "" if sandbox is None else "; docs/sandbox.md says what the sandbox shows"
-    return f"reward {reward!r} cannot be imported or called{where}: {problem}; {advice}{page}"
 
 
 _WINDOW = 256
@@ -369,17 +365,15 @@ class FailureWatch:
         if self._reasons[reason] == 1 and self._tell is not None:
             self._tell(reason, detail)
         failed, of = sum(self._recent), len(self._recent)
-        if of >= self._at_least and failed > self._most * of and _chance(failed, of, self._most) < _CHANCE:
+        if of < self._at_least or failed <= self._most * of:
+            return
+        # That so many or more fail, where each does with the probability that is allowed.
+        chances = (math.comb(of, n) * self._most**n * (1.0 - self._most) ** (of - n) for n in range(failed, of + 1))
+        if sum(chances) < _CHANCE:
+            # Where each sample failed by the function itself, no share of failures is worth training on.
+            hopeless = failed == of and self._reasons.keys() <= _ITS_OWN
+            or_bear = "" if hopeless else ", or raise reward.max_failed_share"
             raise RewardError(
                 f"{self._what} failed on {failed} of {of} samples, at most a share of {self._most:g} may; "
-                f"the first, {self._first}; {self._remedy}{self._or_bear(failed, of)}"
+                f"the first, {self._first}; {self._remedy}{or_bear}"
             )
-
-    def _or_bear(self, failed: int, of: int) -> str:
-        """Not where each sample failed by the function itself: no share of failures is worth training on then."""
-        return "" if failed == of and self._reasons.keys() <= _ITS_OWN else ", or raise reward.max_failed_share"
-
-
-def _chance(failed: int, of: int, share: float) -> float:
-    """That `failed` or more `of` some samples fail, where each does with this probability."""
-    return sum(math.comb(of, n) * share**n * (1.0 - share) ** (of - n) for n in range(failed, of + 1))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +65,6 @@ class Sandbox:
         return view_of(reward, self.hidden, own=reward != PYTHON_TESTS, runs=self.runs)
 
 
-def scrubbed(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What of the environment code in the sandbox gets."""
-    return {name: value for name, value in environment.items() if name in _ENVIRONMENT or name.startswith("LC_")}
-
-
 class WorkerProcess:
     """Only `kill` and `end` may be called while another thread is in a method."""
 
@@ -97,7 +91,12 @@ class WorkerProcess:
         """Of those that are posted; they are sent in order."""
         self._said = ""
         self._scratch: Path | None = None
-        self._command = _python_command()
+        # A Python that runs the worker and reads nothing of the user's environment.
+        root = str(PACKAGE.parent)
+        installed = root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        path = "" if installed else f"import sys; sys.path.insert(0, {root!r}); "
+        program = f"{path}from pipeline.rewards.worker import main; main()"
+        self._command = [sys.executable, "-I", "-B", "-c", program]
         self._view: View | None = None
         """What is there for the process, where it is started under bubblewrap."""
         self._bubblewrap: Bubblewrap | None = None
@@ -119,7 +118,8 @@ class WorkerProcess:
             view = sandbox.view(reward)
             settings |= dict(rung=sandbox.rung, landlock_abi=sandbox.landlock_abi, pieces=[])
             settings["folder"] = os.getcwd() if view.shows(Path.cwd()) else "/"
-            self._environment = scrubbed()
+            kept = (name for name in os.environ if name in _ENVIRONMENT or name.startswith("LC_"))
+            self._environment = {name: os.environ[name] for name in kept}
             if sandbox.rung == "bubblewrap":
                 self._view = view
             else:
@@ -270,11 +270,3 @@ class WorkerProcess:
         except OSError:
             return ""
         return f": {words.splitlines()[-1]}" if words else ""
-
-
-def _python_command() -> Sequence[str]:
-    """A Python that runs the worker and reads nothing of the user's environment."""
-    root = str(PACKAGE.parent)
-    installed = root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    path = "" if installed else f"import sys; sys.path.insert(0, {root!r}); "
-    return [sys.executable, "-I", "-B", "-c", f"{path}from pipeline.rewards.worker import main; main()"]

@@ -24,7 +24,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from evenkeel.runs import Run
-from pipeline.child_process import see_own_classes
+from pipeline.child_process import append_working_folder_to_path
 from pipeline.config import loader
 from pipeline.config.recipe import Recipe
 from pipeline.data.files import write_atomically
@@ -48,7 +48,7 @@ def load_recipe(recipe: RecipeLike, changes: Changes = ()) -> Recipe:
     Functions, such as a reward, may be given by name, `package.module:function`, or as they are. Modules are looked for
     in the working folder as well.
     """
-    see_own_classes()
+    append_working_folder_to_path()
     return loader.load_recipe(*_readable(recipe, changes))
 
 
@@ -86,7 +86,7 @@ def sft(
     """
     from launch.run.sft import read_recipe, run_sft
 
-    see_own_classes()
+    append_working_folder_to_path()
     rows = None if data is None else Path(data)
     resolved = read_recipe(*_readable(recipe, changes), steps, rows)
     with _alone("sft"):

@@ -39,7 +39,7 @@ from launch.schedulers.slurm.placement import Shape
 from launch.schedulers.slurm.render import RECIPE, SCRIPT
 from launch.schedulers.slurm.srun import ASK_PAUSE_S, Allocation, Guard, Images, SlurmError, SrunStarter
 from pipeline.analysis.html_report import write_report
-from pipeline.child_process import see_own_classes
+from pipeline.child_process import append_working_folder_to_path
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
@@ -322,7 +322,7 @@ def requeue(allocation: Allocation, reason: str, within_s: float) -> int:
 
 def main() -> None:
     """Entry point of the batch script."""
-    see_own_classes()
+    append_working_folder_to_path()
     signals = Signals().install()
     job = BatchJob.parse(sys.argv[1:])
     os.environ[GRACE_VARIABLE] = str(max(job.grace - OWN_S, job.grace // 2))
