@@ -346,7 +346,7 @@ def doctor(
     """Check this machine: Python, packages, CUDA, memory, disk, ports.
 
     With `--hosts A,B FOLDER` it checks instead what several hosts need of each other and of the folder that they share:
-    exclusive creation, replaced files, how late changes are seen, fsync, free space, clocks, ports.
+    exclusive creation, how late changes are seen, free space, ports.
     """
     if hosts is None:
         from launch.doctor.machine import run_doctor
