@@ -21,10 +21,7 @@ from launch.quant_map.commands import quant_map_app
 from launch.repair import repair
 from launch.roles.commands import role_app
 from launch.schedulers.commands import launch_app
-from launch.show.runs_commands import runs_app
-from launch.show.scaling import scaling_app
-from launch.show.trace import trace
-from launch.show.trajectories_commands import trajectories_app
+from launch.show.commands import runs_app, scaling_app, trace, trajectories_app
 from launch.terminal import (
     AsJson,
     Overrides,
@@ -318,7 +315,7 @@ def report(run: RunPath) -> None:
     It leads to RUN/samples.html: prompts, responses and rewards of some groups, with a search, each token colored by
     how far learner and engine disagree on it.
     """
-    from pipeline.analysis.html_report import write_report
+    from pipeline.analysis.report import write_report
 
     print(write_report(run))
 

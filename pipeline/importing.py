@@ -55,21 +55,15 @@ EXTRA_OF = {
     "transformer_engine": "learner-gpu",
     "tensorboard": "export",
     "wandb": "export",
-    "mlflow": "mlflow",
-    "sqlalchemy": "mlflow",
-    "trackio": "trackio",
 }
 """What a machine that only plans and reads runs need not have."""
 LEARNER = tuple(package for package, extra in EXTRA_OF.items() if extra == "learner")
-_MLFLOW = ("mlflow-skinny", "sqlalchemy", "alembic", "cryptography")
 DISTRIBUTIONS = {
     "megatron": ("megatron-core",),
     "math_verify": ("math-verify",),
     "sglang_router": ("sglang-router",),
     "modelopt": ("nvidia-modelopt",),
     "transformer_engine": ("transformer-engine",),
-    "mlflow": _MLFLOW,
-    "sqlalchemy": _MLFLOW,
 }
 """What to install for a package where that has another name, or is not all."""
 

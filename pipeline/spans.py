@@ -15,6 +15,7 @@ costs spans, nothing else. A file never has more than MAX_BYTES, and of a role o
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -24,7 +25,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.data.checksums import seal
 from pipeline.data.event_log import read_lines
 from pipeline.data.files import make_folder
 
@@ -35,8 +35,6 @@ FOLDER = "spans"
 _OLDER = ".older"
 _MOST_WAITING = 100_000
 """Spans in memory, should the disk take none."""
-
-_SPAN: dict[str, type] = {"lane": str, "name": str, "start": float, "seconds": float}
 
 _recorder: _Recorder | None = None
 
@@ -70,12 +68,17 @@ def recorded(run: Path, source: str) -> Iterator[None]:
         recorder.close()
 
 
-def read_spans(run: Path, damage: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Return the lines of each source. `damage` as of pipeline.data.event_log.read_lines."""
+def read_spans(
+    run: Path, damage: list[str] | None = None, begin: float = -math.inf, end: float = math.inf
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the lines of each source whose spans overlap the time from `begin` to `end`, seconds since 1970. `damage`
+    as of pipeline.data.event_log.read_lines."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((run / FOLDER).glob("*.jsonl")):
-        source = path.stem.removesuffix(_OLDER)
-        found.setdefault(source, []).extend(read_lines(path, damage, has=_SPAN))
+        lines = found.setdefault(path.stem.removesuffix(_OLDER), [])
+        for line in read_lines(path, "spans", damage):
+            if line["seconds"] >= 0.0 and line["start"] < end and line["start"] + line["seconds"] > begin:
+                lines.append(line)
     return found
 
 
@@ -111,7 +114,7 @@ class _Recorder:
         texts = []
         with suppress(IndexError):
             while True:
-                texts.append(seal(json.dumps(self._waiting.popleft()) + "\n"))
+                texts.append(json.dumps(self._waiting.popleft()) + "\n")
         if not texts:
             return
         data = "".join(texts).encode()

@@ -73,7 +73,7 @@ class Measure:
 
     title: str
     lines: tuple[tuple[str, str, str], ...]
-    """(metric, label, color); colors are the names of `pipeline.analysis.figures.drawing.COLORS`."""
+    """(metric, label, color); colors are the names of `pipeline.analysis.drawing.COLORS`."""
     percent: bool = False
     """Whether the metrics are shares, of 1."""
     log: bool = False

@@ -241,8 +241,8 @@ MUTATIONS = (
     Mutation(
         "the audit lets a group occur twice",
         "pipeline/analysis/audit.py",
-        "for group, times in seen.items() if times > 1",
-        "for group, times in seen.items() if times > 2",
+        "groups[times > 1]",
+        "groups[times > 2]",
         (f"{UNIT}/pipeline/analysis/test_audit.py",),
     ),
     Mutation(

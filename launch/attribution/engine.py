@@ -15,7 +15,7 @@ from launch.build.engines import engine_dtype
 from launch.run.one_engine import OneEngine
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.hf.tensor_files import TensorFolder
-from pipeline.analysis.mismatch.measured import Audit, Misheld
+from pipeline.analysis.mismatch import EngineCheck, Misheld
 from pipeline.data.batch import Completion, KeptSets, Prompt
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import EngineVersionError
@@ -160,9 +160,9 @@ class MeasuredEngine(OneEngine):
         self.misheld += tuple(Misheld(module=one.module, kind=one.kind, message=one.message) for one in found)
 
     @property
-    def audit(self) -> Audit:
+    def audit(self) -> EngineCheck:
         """What was found."""
-        return Audit(compared=self.compared, differing=self.differing, misheld=self.misheld)
+        return EngineCheck(compared=self.compared, differing=self.differing, misheld=self.misheld)
 
 
 async def audit_engine(

@@ -47,9 +47,7 @@ from launch.run.replay import learned_otherwise
 from megatron_bridge.hf.folders import write_policy
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.hf.tensor_files import TensorFolder
-from pipeline.analysis.mismatch.findings import findings, verdict
-from pipeline.analysis.mismatch.measured import Audit, Measured, Setting
-from pipeline.analysis.mismatch.page import write_page
+from pipeline.analysis.mismatch import EngineCheck, Measured, Setting, findings, verdict
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
@@ -84,7 +82,7 @@ class Sides:
     """What launch.attribution.score_ranks wrote for `job`."""
     job: ScoringJob
 
-    def measured(self, setting: Setting, audit: Audit) -> Measured:
+    def measured(self, setting: Setting, audit: EngineCheck) -> Measured:
         """All of it for the tokens that count."""
         kept = self.counts
         then = self._required("then")
@@ -185,8 +183,8 @@ def measure(
     batch: int | None,
     locate: bool,
 ) -> dict[str, Any]:
-    """Attribute fresh rollouts of a recipe, or a recorded batch of a run, into the folder `out`: mismatch.json,
-    mismatch.html and mismatch.png. Raises FatalError."""
+    """Attribute fresh rollouts of a recipe, or a recorded batch of a run, into the folder `out`: mismatch.json
+    and mismatch.html. Raises FatalError."""
     if (source / "recipe.yaml").is_file():
         _refuse({"--prompts": num_prompts, "--now": now, "--set": list(overrides) or None}, "a recipe")
         measured = measure_run(source, batch=batch, locate=locate)
@@ -199,9 +197,11 @@ def measure(
         name, root = recipe.run.name, recipe.run.root
     result = judged(measured)
     folder = out or root / f"{name}-mismatch"
-    page, picture = write_page(result, folder)
+    from pipeline.analysis.mismatch_page import write_page
+
+    page = write_page(result, folder)
     write_atomically(folder / "mismatch.json", json.dumps(result) + "\n")
-    return {**result, "page": str(page), "picture": str(picture)}
+    return {**result, "page": str(page)}
 
 
 def _refuse(options: Mapping[str, Any], belongs_to: str) -> None:
@@ -421,7 +421,7 @@ def _recorded_job(recorded: Recorded, folders: dict[int, Path], locate: bool) ->
 
 def _prefill(
     run: RunDirectory, recipe: Recipe, job: ScoringJob, recorded: Recorded, temperature: float
-) -> tuple[NDArray[np.float64] | None, Audit]:
+) -> tuple[NDArray[np.float64] | None, EngineCheck]:
     """[responses] what the engine says with the weights of the version that sampled each token, and its audit."""
     for part in job.versions:
         _write_policy(run, recipe, part)

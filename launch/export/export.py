@@ -1,7 +1,11 @@
-"""`evenkeel export`: a run's metrics in the files of another tool, beside the run and without a word to it.
+"""`evenkeel export`: a run's numbers in the files of another tool, beside the run and without a word to it.
 
-Every step is in the destination once. What it holds is compared with the run: what is missing is added, and where it
-holds a step that a resume has taken back, it is cleared and written anew.
+    train/reward_mean  seconds/update  mismatch/age/0/k3_kl      of a line of metrics (docs/metrics.md), at its step
+    evaluation/pass_at_1  evaluation/pass_at_k/8                 of an evaluation, at its version
+
+A resume takes back the steps after its checkpoint and trains them again. A step then has several lines; that of the
+latest start of the learner counts, and none of an earlier start from where a later one begins. Each start of the
+exporter writes every point anew; one that follows a run does so when steps are taken back. Every step is there once.
 """
 
 from __future__ import annotations
@@ -12,89 +16,93 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
-from launch.export.destination import Destination
-from launch.export.points import STEP, VERSION, Key, Point, RunPoints
-from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.run_log import RunLog, numbers
+from pipeline.data.event_log import LogTail, log_files
 from pipeline.data.files import make_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import recipe_file
 from pipeline.errors import RecipeError, RunConflictError
 
-Target = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-TARGETS: tuple[str, ...] = get_args(Target)
-DATABASES = ("mlflow", "trackio")
-"""Which hold several runs side by side."""
+TARGETS = ("tensorboard", "wandb")
 LOOK_S = 2.0
-PRECISION_S = 1e-3
-"""Of the times that destinations hold."""
+STEP: Literal["step"] = "step"
+VERSION: Literal["version"] = "version"
+
+
+class Key(NamedTuple):
+    """The step or the version that a point is about."""
+
+    kind: Literal["step", "version"]
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """`time` (seconds since 1970) tells a step from the same step trained again."""
+
+    key: Key
+    time: float
+    values: Mapping[str, float]
+
+
+class Destination(Protocol):
+    """The files of a tool. They belong to one run, and to one exporter at a time."""
+
+    hint: str
+    """What the user may do with them, in one line."""
+
+    def clear(self) -> None:
+        """Remove all points."""
+
+    def write(self, point: Point) -> None:
+        """Add a point; after a kill it is there whole or not at all."""
+
+    def flush(self) -> None:
+        """Make what was written readable."""
+
+    def close(self) -> None:
+        """End the files, also after an error."""
 
 
 def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[str, Any]:
-    """Bring the destination up to date with a run; `follow`: until the run is finished. `out` is RUN/exports/TARGET
-    where it is None. Returns what it then holds.
+    """Write all points of a run; with `follow`, also those that come until the run is finished. `out` is
+    RUN/exports/TARGET where it is None. Returns how much the destination then holds.
 
-    Raises RecipeError (unknown target), StoreError (no run directory) and RunConflictError (another
-    exporter is at work there).
+    Raises RecipeError (unknown target), StoreError (no run directory) and RunConflictError (another exporter is at
+    work there).
     """
     log = RunLog.read(run)
     for sentence in log.damage:
         print(f"warning: {sentence}; the export is without them", file=sys.stderr)
     if target not in TARGETS:
-        raise RecipeError(f"--to is {target!r}, expected {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
-    folder = out or run / "exports" / target
-    directory = RunDirectory(run)
-    with (
-        _alone(folder, f".{run_id(log)}.lock" if target in DATABASES else ".lock"),
-        _opened(target, folder, log) as destination,
-    ):
-        exporter = Exporter(RunPoints(run), destination)
+        raise RecipeError(f"--to is {target!r}, expected {' or '.join(TARGETS)}")
+    folder, points, held = out or run / "exports" / target, RunPoints(run), dict[Key, float]()
+    with _alone(folder), closing(_opened(target, folder, log)) as destination:
+        destination.clear()
         while True:
-            finished = directory.is_finished()  # asked first: what was written before it is read after it
-            exporter.look()
+            finished = RunDirectory(run).is_finished()  # asked first: what was written before it is read after it
+            _bring_up_to_date(destination, held, points.read())
             if finished or not follow:
                 break
             time.sleep(LOOK_S)
-        held = exporter.held
         counts = {f"{kind}s": sum(key.kind == kind for key in held) for kind in (STEP, VERSION)}
-    return dict(path=str(folder), **counts, written=exporter.written, next=destination.said())
+    return dict(path=str(folder), **counts, next=destination.hint)
 
 
-@dataclass
-class Exporter:
-    """Keeps a destination equal to the points of a run."""
-
-    points: RunPoints
-    destination: Destination
-    written: int = 0
-
-    def __post_init__(self) -> None:
-        self.held: dict[Key, float] = dict(self.destination.held())
-
-    def look(self) -> None:
-        """Write what is new; begin again where the destination holds what the run does not."""
-        points = self.points.read()
-        if any(key not in points or _is_another(points[key], moment) for key, moment in self.held.items()):
-            self.destination.clear()
-            self.held.clear()
-        for point in _missing(points, self.held):
-            self.destination.write(point)
-            self.held[point.key] = point.time
-            self.written += 1
-        self.destination.flush()
-
-
-def _is_another(point: Point, moment: float) -> bool:
-    """Whether what is held of a step is an earlier training of it."""
-    return abs(point.time - moment) > PRECISION_S
-
-
-def _missing(points: Mapping[Key, Point], held: Mapping[Key, float]) -> list[Point]:
-    return [point for key, point in points.items() if key not in held]
+def _bring_up_to_date(destination: Destination, held: dict[Key, float], points: Mapping[Key, Point]) -> None:
+    if any(key not in points or points[key].time != moment for key, moment in held.items()):
+        destination.clear()
+        held.clear()
+    for key, point in points.items():
+        if key not in held:
+            destination.write(point)
+            held[key] = point.time
+    destination.flush()
 
 
 def _opened(target: str, folder: Path, log: RunLog) -> Destination:
@@ -102,23 +110,49 @@ def _opened(target: str, folder: Path, log: RunLog) -> Destination:
         from launch.export.tensorboard import TensorBoardFiles
 
         return TensorBoardFiles(folder)
-    name, config = log.recipe.run.name, log.recipe.model_dump(mode="json")
-    if target == "mlflow":
-        from launch.export.mlflow import MLflowDatabase
-
-        return MLflowDatabase(folder, name, run_id(log), config)
-    if target == "trackio":
-        from launch.export.trackio import TrackioDatabase
-
-        return TrackioDatabase(folder, name, run_id(log), config)
     from launch.export.wandb import WandbFolder
 
-    return WandbFolder(folder, name, run_id(log), config)
+    return WandbFolder(folder, log.recipe.run.name, run_id(log), log.recipe.model_dump(mode="json"))
+
+
+@dataclass
+class RunPoints:
+    """The points of a run that may still grow."""
+
+    run: Path
+    _metrics: LogTail = field(init=False)
+    _events: LogTail = field(init=False)
+    _starts: dict[str, dict[int, Point]] = field(init=False, default_factory=dict)
+    """By start of the learner: its steps."""
+    _versions: dict[int, Point] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._metrics, self._events = LogTail(self.run, "metrics"), LogTail(self.run, "events")
+
+    def read(self) -> dict[Key, Point]:
+        """Return all points as the logs have them now, by time."""
+        for start, line in self._metrics.new_lines_of_starts():
+            found = {name if "/" in name else f"train/{name}": value for name, value in numbers(line)}
+            values = {name: value for name, value in found.items() if name not in ("train/step", "train/time")}
+            point = Point(key=Key(STEP, line["step"]), time=float(line["time"]), values=values)
+            self._starts.setdefault(start, {})[point.key.number] = point
+        for event in self._events.new_lines():
+            if event["kind"] == "evaluated":
+                told = [one for one in numbers(event) if one[0] not in ("version", "time")]
+                values = {f"evaluation/{name}": value for name, value in told}
+                point = Point(key=Key(VERSION, event["version"]), time=float(event["time"]), values=values)
+                self._versions[point.key.number] = point
+        steps: dict[int, Point] = {}
+        for path in log_files(self.run, "metrics"):
+            if lines := self._starts.get(path.name):
+                steps = {step: point for step, point in steps.items() if step < min(lines)} | lines
+        points = [point for point in (*steps.values(), *self._versions.values()) if point.values]
+        return {point.key: point for point in sorted(points, key=lambda point: (point.time, point.key))}
 
 
 def run_id(log: RunLog) -> str:
-    """What a run is called where several may be: the same for all its exports, and another for another run of its name.
-    It is made from the recipe that the run began with, as it is stored, and its first event."""
+    """Return the name of a run where several may be: the same for all its exports, and another for another run of its
+    name. It is made from the recipe that the run began with, as it is stored, and its first event."""
     began = log.events[0]["time"] if log.events else 0.0
     name = re.sub("[^A-Za-z0-9_-]", "-", log.recipe.run.name)[:40]
     digest = hashlib.sha256(f"{began}\n".encode() + recipe_file(log.run_dir).read_bytes()).hexdigest()
@@ -126,10 +160,10 @@ def run_id(log: RunLog) -> str:
 
 
 @contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
+def _alone(folder: Path) -> Iterator[None]:
     """Refuse a second exporter on this host: both would write each step."""
     make_folder(folder)
-    with (folder / name).open("w", encoding="utf-8") as lock:
+    with (folder / ".lock").open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

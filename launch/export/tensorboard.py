@@ -2,51 +2,47 @@
 
     FOLDER/events.out.tfevents.1700000000000000000.evenkeel     one file a start of the exporter
 
-A point is one record, which carries checksums: readers pass over the torn one that a kill may leave at the end of a
-file. Its wall time is the point's own, so the files say themselves which training of a step they hold.
+A point is one record with checksums, framed as TFRecord (tensorflow/core/lib/io/record_writer.h), little-endian:
+
+    uint64 length | uint32 masked crc32c of it | data | uint32 masked crc32c of the data
+
+TensorBoard's own writer computes crc32c in Python: 2,000 steps took it 12 seconds.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+import google_crc32c
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from launch.export.destination import Destination
-from launch.export.event_records import record, records
-from launch.export.points import STEP, VERSION, Key, Point
-from pipeline.data.files import fsync_directory
+from launch.export.export import Point
 
 _NAMED = "events.out.tfevents.*.evenkeel"
-_FORMAT = "brain.Event:2"
 
 
-class TensorBoardFiles(Destination):
+class TensorBoardFiles:
+    """A Destination."""
+
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        """`folder` is there."""
+        self.hint = f"look at it with: tensorboard --logdir {folder}"
+        self._folder = folder
         self._file: BinaryIO | None = None
-
-    def held(self) -> Mapping[Key, float]:
-        return {
-            Key(VERSION if event.summary.value[0].tag.startswith("evaluation/") else STEP, event.step): event.wall_time
-            for path in self._files()
-            for event in map(Event.FromString, records(path.read_bytes()))
-            if event.summary.value
-        }
 
     def clear(self) -> None:
         self.close()
-        for path in self._files():
+        for path in self._folder.glob(_NAMED):
             path.unlink()
-        forget = Event(
-            wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)
-        )  # of TensorBoards at work
-        self._write(forget)
+        self._file = (self._folder / _NAMED.replace("*", str(time.time_ns()))).open("xb")
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        # A TensorBoard that has read the removed files forgets them.
+        self._write(Event(wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, point: Point) -> None:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()]
@@ -57,21 +53,18 @@ class TensorBoardFiles(Destination):
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def said(self) -> str:
-        return f"look at it with: tensorboard --logdir {self._folder}"
-
     def close(self) -> None:
         if self._file is not None:
-            self.flush()
             self._file.close()
             self._file = None
 
-    def _files(self) -> list[Path]:
-        return sorted(self._folder.glob(_NAMED))
-
     def _write(self, event: Event) -> None:
-        if self._file is None:
-            self._file = (self._folder / _NAMED.replace("*", str(time.time_ns()))).open("xb")
-            fsync_directory(self._folder)
-            self._write(Event(wall_time=time.time(), file_version=_FORMAT))
-        self._file.write(record(event.SerializeToString()))
+        assert self._file is not None, "clear comes first"
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _masked_crc(length) + data + _masked_crc(data))
+
+
+def _masked_crc(data: bytes) -> bytes:
+    value = google_crc32c.value(data)
+    return struct.pack("<I", ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)

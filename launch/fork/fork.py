@@ -30,7 +30,7 @@ from pipeline.config.loader import changed_keys, load_recipe, override_of
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.control.files import ControlFiles, ControlRecord
-from pipeline.data.checksums import seal, write_sealed_json
+from pipeline.data.checksums import write_sealed_json
 from pipeline.data.event_log import PARENT, read_events, read_metrics
 from pipeline.data.files import (
     NO_HARD_LINKS,
@@ -236,7 +236,7 @@ def _is_of(event: dict[str, Any], step: int) -> bool:
 
 def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     make_folder(path.parent)
-    text = "".join(seal(json.dumps(line, ensure_ascii=False) + "\n") for line in lines)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     _durably(path, lambda: path.write_text(text, encoding="utf-8"))
 
 

@@ -6,17 +6,14 @@ written to stderr; stdout stays free for results.
 
 from __future__ import annotations
 
-import heapq
-import math
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,16 +23,23 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.terminal import begin_block, is_due, is_quiet, note_line
-from pipeline.analysis.alarm_history import formats_differ
-from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares, time_shares, whole_stages
-from pipeline.analysis.flight.timeline import learner_spans
-from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
-from pipeline.analysis.summary import unsolved_line
+from pipeline.analysis.summary import (
+    WINDOW_STEPS,
+    bottleneck,
+    count,
+    decimal,
+    duration,
+    formats_differ,
+    percent,
+    phase_shares,
+    time_shares,
+    unsolved_line,
+    whole_stages,
+)
 from pipeline.background import notice_line
 from pipeline.config.recipe import Recipe
-from pipeline.data.checksums import MAX_BYTES
-from pipeline.data.event_log import log_files, parse_line
+from pipeline.data.event_log import LogTail
 from precision.mismatch.alarms import Alarm, alarms
 from precision.text import one_line
 
@@ -373,9 +377,8 @@ def render(progress: Progress) -> RenderableType:
         blocks.append(Text())
     for alarm in progress.alarms:
         blocks.append(Text.assemble(("alarm ", "bold red"), (alarm.text, "red"), (f"; {alarm.rule.to_do}", "dim")))
-    spans = learner_spans(progress.recent)
-    if shares := phase_shares(spans, stage=progress.stage):
-        verdict = bottleneck(time_shares(spans, stage=progress.stage))
+    if shares := phase_shares(progress.recent, stage=progress.stage):
+        verdict = bottleneck(time_shares(progress.recent, stage=progress.stage))
         blocks += [Text(), _phases(shares, progress.step_s), Text(verdict, style="italic")]
     return Padding(Group(*blocks), (1, 1))
 
@@ -383,7 +386,7 @@ def render(progress: Progress) -> RenderableType:
 def step_line(progress: Progress) -> str:
     """One step as plain text."""
     last = progress.last
-    shares = phase_shares(learner_spans(progress.recent), stage=progress.stage)
+    shares = phase_shares(progress.recent, stage=progress.stage)
     slowest = max(shares, key=shares.__getitem__) if shares else None
     parts = [
         f"step {progress.num_steps}/{progress.steps}",
@@ -456,71 +459,3 @@ def _pass_at_1(progress: Progress) -> str:
     if progress.evaluation is None:
         return "–"
     return f"{percent(number(progress.evaluation, 'pass_at_1'))} (v{progress.evaluation.get('version')})"
-
-
-_PART_BYTES = 1 << 18
-"""Read of a file before its lines are given on: a run has a file for every start of a role."""
-
-
-@dataclass
-class Tail:
-    """Reads the complete lines that were appended to a JSON Lines file since the last call. Torn lines are skipped."""
-
-    path: Path
-    offset: int = 0
-    _read: deque[dict[str, Any]] = field(default_factory=deque)
-    """Lines that were read and not taken: the caller may be cut short, by a read of another file that fails."""
-
-    def new_lines(self) -> Iterator[dict[str, Any]]:
-        """New lines, oldest first; none while the file does not exist."""
-        while True:
-            while self._read:
-                yield self._read[0]
-                self._read.popleft()
-            if not (part := self._next_part()):
-                return
-            self._read += (parsed for line in part if (parsed := parse_line(line)) is not None)
-
-    def _next_part(self) -> list[bytes]:
-        """Some complete lines; none at the end. What has no end within MAX_BYTES is taken for a damaged line."""
-        part: list[bytes] = []
-        if not self.path.is_file():
-            return part
-        ends = self.offset
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            while ends - self.offset < _PART_BYTES:
-                line = file.readline(MAX_BYTES)
-                if not line.endswith(b"\n") and len(line) < MAX_BYTES:
-                    break
-                ends += len(line)
-                part.append(line)
-        self.offset = ends  # not before all was read: what a failed read took is read again
-        return part
-
-
-@dataclass
-class LogTail:
-    """Tails of all files of one log: every start of a role has its own."""
-
-    run: Path
-    log: Literal["metrics", "events"]
-    _tails: dict[Path, Tail] = field(default_factory=dict)
-
-    def new_lines(self) -> Iterator[dict[str, Any]]:
-        """New lines of all files, by time."""
-        return (line for _, line in self.new_lines_of_starts())
-
-    def new_lines_of_starts(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """As `new_lines`, each behind the name of its file: which start of the role wrote it."""
-        tails = [self._tails.setdefault(path, Tail(path)) for path in log_files(self.run, self.log)]
-        merged = heapq.merge(*map(_timed, tails), key=lambda entry: entry[0])
-        return ((name, line) for _, name, line in merged)
-
-
-def _timed(tail: Tail) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """New lines of a file in its own order, each with its time, or a later one that stands before it there."""
-    latest = -math.inf
-    for line in tail.new_lines():
-        latest = max(latest, float(line["time"]))
-        yield latest, tail.path.name, line

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from launch.run.addresses import LOOPBACK
-from pipeline.analysis.alarm_history import formats_differ
+from pipeline.analysis.summary import formats_differ
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import read_sealed_json
 from pipeline.data.epochs import Role, epoch_folder, first_start_after

@@ -30,7 +30,7 @@ from launch.run.starter import LocalStarter, gpu_places, units_of, visible_gpus
 from launch.run.supervisor import Outcome, Supervisor
 from launch.run.waiting import grace_s
 from launch.terminal import going_on
-from pipeline.analysis.html_report import write_report
+from pipeline.analysis.report import write_last_report
 from pipeline.analysis.summary import summary
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
@@ -64,7 +64,8 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
                 print(f"stopped; {what_is_saved(run, recipe.run.steps)}", file=sys.stderr)
                 return dict(run=str(run.path), stopped=True)
     with going_on("writing the report"):
-        return {**summary(run.path), "report": str(write_report(run.path))}
+        report = write_last_report(run.path)
+        return {**summary(run.path), **({} if report is None else {"report": str(report)})}
 
 
 def _checked(run: RunDirectory, recipe: Recipe, metrics_port: int | None) -> tuple[Recipe, TaskPrompts]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.analysis.html_report import count, decimal, duration, percent
+from pipeline.analysis.summary import count, decimal, duration, percent
 from precision.text import listed, one_line
 
 
@@ -113,7 +113,7 @@ def _counted(numbers: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
 
 
 def render_list(folder: Path, runs: Sequence[Mapping[str, Any]]) -> Table:
-    """A row a run, of what pipeline.analysis.run_list.list_runs returned."""
+    """A row a run, of what pipeline.analysis.summary.list_runs returned."""
     table = Table(title=Text(f"runs in {folder}"), title_justify="left")
     for heading in ("run", "state", "steps", "held-out pass@1", "reward", "wall time"):
         table.add_column(heading, overflow="fold")
@@ -134,7 +134,7 @@ def _listed(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def render_comparison(compared: Mapping[str, Any]) -> Table:
-    """A column a run, of what pipeline.analysis.run_list.compare_runs returned; only rows in which runs differ."""
+    """A column a run, of what pipeline.analysis.comparison.compare_runs returned; only rows in which runs differ."""
     runs = compared["runs"]
     told = [_by_name(run) for run in runs]
     rows = {name: [numbers.get(name, "–") for numbers in told] for name in dict.fromkeys(n for t in told for n in t)}

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.build.components import build_limits, build_solved_prompt_rule
-from pipeline.analysis.audit import verify_history
-from pipeline.analysis.gaps import find_gaps
+from pipeline.analysis.audit import find_gaps, verify_history
 from pipeline.control.files import ControlFiles
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import all_recipes, newest_recipe

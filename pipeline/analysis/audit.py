@@ -1,19 +1,32 @@
-"""The audit of a run, from its batches alone: nothing lost, nothing trained twice, nothing staler than agreed, no value
-that cannot be, and problems left out when, and only when, their pass rate says so."""
+"""The audit of a run. From its batches alone: nothing lost, nothing trained twice, nothing staler than agreed, no value
+that cannot be, and problems left out when, and only when, their pass rate says so. And which steps and versions lack a
+record that they should have left:
+
+metrics, consumed, logprobs, mismatch, control
+                                         of each step that a checkpoint holds; they are written before it
+checkpoints                              the newest that was saved
+evaluations                              of each version that was due before a batch that is committed
+
+Which were due, and whether a controller left a record, says the recipe that the batch was sampled by, or the step
+trained by: a fork may have another schedule and another controller than the run that it comes from.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.data.batch import Batch
 from pipeline.data.batch_values import UNKNOWN, Limits, batch_faults
+from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import all_recipes, recipe_of_batch, recipe_of_step
 from pipeline.data.store import BatchStore, LostBatch
 from pipeline.rollout.batch_builder import Attempts, SolvedPromptFilter, SolvedPromptRule
 from pipeline.schedule import Schedule
@@ -82,18 +95,19 @@ def verify_history(
         else:
             found.add(store.read(index, None, check=False))
     next_group, open_groups = found.groups_to_ask
-    seen, kinds = found.seen, found.kinds
-    reopened = seen.keys() & set(open_groups)
+    kinds, opened = found.kinds, np.array(open_groups, np.int64)
+    groups, times = np.unique(np.concatenate([np.zeros(0, np.int64), *found.seen]), return_counts=True)
+    duplicated = np.union1d(groups[times > 1], np.intersect1d(groups, opened))
     return Audit(
         missing=tuple(sorted(set(range(steps)) - set(present) - damaged.keys())),
         damaged=tuple(damaged[index] for index in sorted(damaged)),
-        lost=_lost(next_group, seen.keys() | set(open_groups)),
-        duplicated=tuple(sorted(reopened | {group for group, times in seen.items() if times > 1})),
+        lost=_lost(next_group, np.union1d(groups, opened)),
+        duplicated=tuple(duplicated.tolist()),
         version_violations=found.violations,
         solved_violations=tuple(sorted(found.misjudged)),
         value_faults=tuple(found.faults),
         batches=len(present),
-        groups=len(seen),
+        groups=len(groups),
         dropped=kinds.total(),
         unfit=kinds["unfit"],
         zero_variance=kinds["zero_variance"],
@@ -114,7 +128,8 @@ class _Tally:
     """The first batch that was lost by damage."""
     first: int
     """The first batch that the run has sampled itself."""
-    seen: Counter[int] = field(default_factory=Counter)
+    seen: list[NDArray[np.int64]] = field(default_factory=list)
+    """Groups of each batch, and of each dropped list."""
     lags: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -125,16 +140,17 @@ class _Tally:
 
     def skip(self, lost: LostBatch) -> None:
         """A batch of which only its record is left."""
-        self.seen.update(lost.groups)
+        self.seen.append(np.array(lost.groups, np.int64))
         self.groups_to_ask = lost.next_group, lost.open_groups
 
     def add(self, batch: Batch) -> None:
         """The next batch."""
         index = batch.index
         self.faults.extend(f"batch {index}, {fault}" for fault in batch_faults(batch, self.limits))
-        self.seen.update(np.unique(batch.group).tolist())
-        self.seen.update(drop.group for drop in batch.dropped)
-        counts = _tokens_by_version(batch)
+        self.seen.append(np.unique(batch.group))
+        self.seen.append(np.array([drop.group for drop in batch.dropped], np.int64))
+        versions, tokens = np.unique(batch.policy_version, return_counts=True)
+        counts = dict(zip(versions.tolist(), tokens.tolist(), strict=True))
         self.lags.update({index - version: count for version, count in counts.items()})
         stale = (count for version, count in counts.items() if not self.schedule.allows(index, version))
         self.violations += sum(stale) if index >= self.first else 0
@@ -148,9 +164,12 @@ class _Tally:
         self.groups_to_ask = batch.next_group, batch.open_groups
 
 
-def _lost(next_group: int, known: Set[int]) -> tuple[int, ...]:
-    """The groups below `next_group` that are not known, at most MOST_LOST of them: a damaged number may be any."""
-    return tuple(islice((group for group in range(next_group) if group not in known), MOST_LOST))
+def _lost(next_group: int, known: NDArray[np.int64]) -> tuple[int, ...]:
+    """Return the groups below `next_group` that are not among `known`, ascending; at most MOST_LOST of them: a damaged
+    number may be any."""
+    borders = [-1, *known[(known >= 0) & (known < next_group)].tolist(), next_group]
+    between = (range(below + 1, above) for below, above in pairwise(borders) if above - below > 1)
+    return tuple(islice(chain.from_iterable(between), MOST_LOST))
 
 
 def _misjudged(batch: Batch, solved: Mapping[int, Attempts]) -> set[int]:
@@ -163,6 +182,59 @@ def _misjudged(batch: Batch, solved: Mapping[int, Attempts]) -> set[int]:
     }
 
 
-def _tokens_by_version(batch: Batch) -> dict[int, int]:
-    versions, counts = np.unique(batch.policy_version, return_counts=True)
-    return dict(zip(versions.tolist(), counts.tolist(), strict=True))
+@dataclass(frozen=True, kw_only=True)
+class Gaps:
+    """Steps, or versions, by what they lack; ascending. What a repair set aside is no gap: its record says so."""
+
+    metrics: tuple[int, ...]
+    consumed: tuple[int, ...]
+    """Steps without the event."""
+    logprobs: tuple[int, ...]
+    mismatch: tuple[int, ...]
+    control: tuple[int, ...]
+    checkpoints: tuple[int, ...]
+    evaluations: tuple[int, ...]
+    """Versions without the file or without the event that reports are drawn from."""
+
+    @property
+    def none(self) -> bool:
+        return not any(getattr(self, field.name) for field in fields(self))
+
+
+def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> Gaps:
+    """Return the steps and versions that lack a record. `repaired` names files, relative to the run, that a repair
+    has set aside."""
+    known, recipes = set(repaired), all_recipes(run.path)
+    finished = run.path / "finished"
+    steps = recipes[-1].recipe.run.steps if (finished / "learner").exists() else max(run.saved_steps(), default=0)
+    trained = sorted(set(range(steps)) - set(run.skipped_steps()))
+
+    def without(folder: Path, suffix: str, numbers: Iterable[int]) -> tuple[int, ...]:
+        there = {path.name for path in folder.glob(f"*{suffix}")}
+        there |= {Path(name).name for name in known if Path(name).parent.name == folder.name}
+        return tuple(number for number in numbers if f"{number:06d}{suffix}" not in there)
+
+    noted = {int(line["step"]) for line in read_metrics(run.path)}
+    consumed = {int(event["step"]) for event in read_events(run.path, "consumed")}
+    saved = [int(event["step"]) for event in read_events(run.path, "saved")]
+    newest = max([*saved, *([steps] if (finished / "learner").exists() else [])], default=0)
+    gone = newest > max(run.saved_steps(), default=0) and f"checkpoints/{newest:06d}" not in known
+    measures = any(run.mismatch.glob("*.zarr.zip"))
+    controlled = [step for step in trained if recipe_of_step(recipes, step).controller is not None]
+    due = set()  # before their batch was committed, or the collector ended
+    for index in range(BatchStore(run.batches).next_index):
+        recipe = recipe_of_batch(recipes, index)
+        if index % recipe.evaluation.every == 0:
+            due.add(recipe.build_schedule().published_before(index))
+    if (finished / "collector").exists():
+        due.add(recipes[-1].recipe.run.steps)
+    evaluated = {int(event["version"]) for event in read_events(run.path, "evaluated")}
+    return Gaps(
+        metrics=tuple(step for step in trained if step not in noted),
+        consumed=tuple(step for step in trained if step not in consumed),
+        logprobs=without(run.logprobs, ".npy", trained),
+        mismatch=without(run.mismatch, ".zarr.zip", trained) if measures else (),
+        control=without(run.control, ".json", controlled),
+        checkpoints=(newest,) if gone else (),
+        evaluations=tuple(sorted({*without(run.evaluations, ".json", due), *(due - evaluated)})),
+    )

@@ -1,19 +1,26 @@
-"""The numbers of a run that fit in a table: what `evenkeel runs show` prints and the report opens with."""
+"""The numbers of a run that fit in a table: what `evenkeel runs show` prints and the report opens with, with the run's
+alarms and its bottleneck.
+
+The learner's phases of a step follow one another and cover it, so the share of `wait` is the share of time in which
+batches come too slowly, and the rest says what makes the learner slow. The seconds of the awaited batch say why it came
+late: a wait ends when its batch is committed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pipeline.advantages.methods import Advantage
-from pipeline.analysis.alarm_history import alarm_history
-from pipeline.analysis.flight.bottleneck import bottleneck, newest_shares
-from pipeline.analysis.run_log import RunLog, number
-from pipeline.analysis.steps import samples_of_batches, step_seconds
+from pipeline.analysis.run_log import RunLog, number, samples_of_batches, step_seconds
 from pipeline.config.recipe import Recipe, advice, layout_name
+from pipeline.errors import EvenKeelError, StoreError
 from precision.corrections import Correction
+from precision.mismatch.alarms import Alarm, alarms
 from precision.objectives.base import Objective
 
 PROMPT_COUNTS = ("refills", "zero_variance", "filtered", "solved_groups", "interrupted")
@@ -22,7 +29,7 @@ asked because their problem was solved, samples that were told to end."""
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """Headline numbers of one run; a number that is not known yet is None. Raises StoreError (no run directory).
+    """Return the headline numbers of one run; a number that is not known yet is None. Raises StoreError.
 
     `wall_s` runs from the first line of the logs to the last without pauses between two starts, `tokens` counts trained
     response tokens. `tokens_per_s` is of the seconds of the steps: without start-up and pauses.
@@ -30,22 +37,45 @@ def summary(run_dir: Path) -> dict[str, Any]:
     return summarize(RunLog.read(run_dir))
 
 
-def summarize(run_log: RunLog) -> dict[str, Any]:
-    """As `summary`, of a RunLog that is already in memory."""
+def list_runs(folder: Path) -> list[dict[str, Any]]:
+    """Return the summary of each run directory below `folder`, by name, with its `path`; `error` alone where it is
+    unreadable. Raises StoreError when `folder` is no folder."""
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is no folder; give the one that holds runs, for example runs")
+    found = []
+    for path in sorted(path for path in folder.iterdir() if os.path.lexists(path / "recipe.yaml")):
+        try:
+            found.append(dict(path=str(path)) | summary(path))
+        except EvenKeelError as error:
+            found.append(dict(path=str(path), error=str(error)))
+    return found
+
+
+def summarize(run_log: RunLog, histories: Sequence[AlarmHistory] | None = None) -> dict[str, Any]:
+    """Return what `summary` returns, of a RunLog that is already in memory; `histories` is its alarm_history, where
+    that is known."""
     recipe = run_log.recipe
+    if histories is None:
+        histories = alarm_history(run_log)
     tokens = sum(run_log.series("num_tokens")[1])
     committed, samples = run_log.of_kind("committed"), sum(samples_of_batches(run_log).values())
+    timed = [line for line in run_log.metrics if line.get("seconds")]
+    seconds = sum(map(step_seconds, timed))
+    since = _reward_since(run_log)
+    state = f"unfinished: {run_log.num_steps} of {recipe.run.steps} steps"
+    if run_log.is_complete or not (run_log.events or run_log.metrics):
+        state = "finished" if run_log.is_complete else "not started"
     return dict(
         name=recipe.run.name,
-        state=_state(run_log),
+        state=state,
         steps=run_log.num_steps,
         steps_planned=recipe.run.steps,
-        **_held_out(run_log),
+        **_held_out(run_log, since),
         wall_s=run_log.wall_s,
         samples=samples,
         tokens=int(tokens),
         sft=_sft(run_log) if run_log.is_sft else None,
-        tokens_per_s=_tokens_per_s(run_log),
+        tokens_per_s=sum(number(line, "num_tokens") or 0.0 for line in timed) / seconds if seconds > 0 else None,
         learner_layout=layout_name(recipe.learner).replace("one", "one process"),
         learner_precision=recipe.learner.precision + (", FP8 emulated" if recipe.learner.fp8_emulation else ""),
         engines=f"{recipe.rollout.engines} × TP{recipe.rollout.tensor_parallel}",
@@ -66,20 +96,13 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
         bottleneck=bottleneck(newest_shares(run_log)),
         teacher_failures=int(sum(run_log.series("teacher_failures")[1])),
-        warnings=[
-            *run_log.damage,
-            *advice(recipe),
-            *_changed_reward(run_log),
-            *_failed_rewards(run_log, samples),
-            *_unsolved(run_log),
-            *_failed_teacher(run_log, samples),
-        ],
-        alarms=[history.text for history in alarm_history(run_log)],
+        warnings=_warnings(run_log, samples, since),
+        alarms=[history.text for history in histories],
     )
 
 
 def _sft(run_log: RunLog) -> dict[str, float | None]:
-    """First and last loss, on what is learned and held out, and the last learning rate."""
+    """Return the first and the last loss, on what is learned and held out, and the last learning rate."""
     found = {"lr_last": run_log.last("lr")}
     for name in ("loss", "held_out_loss"):
         values = run_log.series(name)[1]
@@ -87,36 +110,36 @@ def _sft(run_log: RunLog) -> dict[str, float | None]:
     return found
 
 
-def _tokens_per_s(run_log: RunLog) -> float | None:
-    """Of the steps whose seconds are known."""
-    timed = [line for line in run_log.metrics if line.get("seconds")]
-    seconds = sum(map(step_seconds, timed))
-    return sum(number(line, "num_tokens") or 0.0 for line in timed) / seconds if seconds > 0 else None
-
-
-def _failed_rewards(run_log: RunLog, samples: int) -> list[str]:
-    """How many of `samples` have no reward, and why the first has none, in one sentence; none where all have one."""
-    told = run_log.of_kind("reward_failed")
-    failed = sum(run_log.series("verifier_failures")[1])
-    if not told and not failed:
-        return []
-    if not failed:
-        return [
-            f"a sample that is not trained on, such as a held-out one, had no reward, since its verifier failed, "
-            f"{told[0]['reason']}: {told[0]['detail']}"
-        ]
-    first = f"; the first, {told[0]['reason']}: {told[0]['detail']}" if told else ""
-    return [f"{failed:.0f} of {samples} samples had no reward, since their verifier failed{first}"]
-
-
-def _unsolved(run_log: RunLog) -> list[str]:
-    """What the collector said of rewards that are all too low, unless a later sample was solved."""
-    told = run_log.of_kind("unsolved")
-    return [unsolved_line(told[0])] if told and not any(run_log.series("solve_rate")[1]) else []
+def _warnings(run_log: RunLog, samples: int, since: int) -> list[str]:
+    """Say in a sentence each what is wrong with the logs, the recipe and the rewards of a run of `samples` samples,
+    whose reward is the same from step `since` on."""
+    found = [*run_log.damage, *advice(run_log.recipe)]
+    if since:
+        found.append(
+            f"the reward was changed at step {since}: scores before it are of another reward, and not compared with "
+            "later"
+        )
+    reward, unsolved, teacher = (run_log.of_kind(k)[:1] for k in ("reward_failed", "unsolved", "teacher_failed"))
+    firsts = [f"{event['reason']}: {event['detail']}" for event in reward]
+    if failed := sum(run_log.series("verifier_failures")[1]):
+        first = "".join(f"; the first, {text}" for text in firsts)
+        found.append(f"{failed:.0f} of {samples} samples had no reward, since their verifier failed{first}")
+    else:
+        what = "a sample that is not trained on, such as a held-out one, had no reward, since its verifier failed"
+        found += [f"{what}, {text}" for text in firsts]
+    if not any(run_log.series("solve_rate")[1]):  # else a later sample was solved
+        found += map(unsolved_line, unsolved)
+    failed = sum(run_log.series("teacher_failures")[1])
+    if teacher or failed:
+        first = "".join(f"; the first, {event['reason']}: {event['detail']}" for event in teacher)
+        found.append(
+            f"{failed:.0f} of {samples} samples were not scored by the teacher and left out of the loss{first}"
+        )
+    return found
 
 
 def unsolved_line(event: Mapping[str, Any]) -> str:
-    """The event `unsolved` as one sentence."""
+    """Return the event `unsolved` as one sentence."""
     return (
         f"no sample of {event['batches']} batches reached reward.solved_at {event['solved_at']:g}, the highest reward "
         f"was {event['highest']:g}: pass rates stay 0, and so do advantages that ask what is solved; set "
@@ -124,36 +147,28 @@ def unsolved_line(event: Mapping[str, Any]) -> str:
     )
 
 
-def _failed_teacher(run_log: RunLog, samples: int) -> list[str]:
-    """How many of `samples` the teacher did not score, and why, in one sentence; none where it scored all."""
-    told = run_log.of_kind("teacher_failed")
-    failed = sum(run_log.series("teacher_failures")[1])
-    if not told and not failed:
-        return []
-    first = f"; the first, {told[0]['reason']}: {told[0]['detail']}" if told else ""
-    return [f"{failed:.0f} of {samples} samples were not scored by the teacher and left out of the loss{first}"]
-
-
 def describe_choice(section: Objective | Correction | Advantage) -> str:
-    """Its name, with the keys that are not left at their defaults: `clipped (clip_high 0.28)`."""
+    """Return the name of a choice, with the keys that are not left at their defaults: `clipped (clip_high 0.28)`."""
     chosen = section.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)
     options = ", ".join(key if value is True else f"{key} {value}" for key, value in chosen.items())
     return f"{section.name} ({options})" if options else section.name
 
 
 def describe_schedule(recipe: Recipe) -> str:
-    """The schedule with its one number, and the updates of a batch where there are several."""
+    """Return the schedule with its number, and the updates of a batch where there are several."""
     updates = recipe.learner.updates_per_batch
     return f"{recipe.build_schedule()}" + (f", {updates} updates a batch" if updates > 1 else "")
 
 
-def _held_out(run_log: RunLog) -> dict[str, Any]:
-    """First and last evaluation by the reward that the run has now: pass@1 with its interval, pass@k of the largest k
-    that both measured, and rewards."""
-    since, evaluations = _reward_since(run_log), run_log.evaluations
+def _held_out(run_log: RunLog, since: int) -> dict[str, Any]:
+    """Return of the first and the last evaluation from version `since` on: pass@1 with its interval, pass@k of the
+    largest k that both measured, and rewards."""
+    evaluations = run_log.evaluations
     evaluations = [event for event in evaluations if int(event["version"]) >= since] or evaluations[-1:]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-    measured = [{int(k) for k in event["pass_at_k"]} for event in (first, last) if event.get("pass_at_k")]
+    measured = [
+        {int(k) for k in event["pass_at_k"] if k.isdecimal()} for event in (first, last) if event.get("pass_at_k")
+    ]
     k = max(set[int]().union(*measured).intersection(*measured), default=None)
     values: dict[str, Any] = dict(k=k)
     for which, event in (("first", first), ("last", last)):
@@ -171,7 +186,7 @@ def _held_out(run_log: RunLog) -> dict[str, Any]:
 
 
 def _reward_since(run_log: RunLog) -> int:
-    """The step since which the run has the reward that it has now: scores before it are of another."""
+    """Return the first step of the reward that the run has now: scores before it are of another."""
     changed = [int(event["step"]) for event in run_log.of_kind("files_changed") if event["what"] == "reward"]
     for before, after in pairwise(run_log.recipes):
         if rewards_of(before.recipe) != rewards_of(after.recipe):
@@ -180,23 +195,201 @@ def _reward_since(run_log: RunLog) -> int:
 
 
 def rewards_of(recipe: Recipe) -> list[Any]:
-    """What of a recipe says how an answer is judged."""
+    """Return the keys of a recipe that say how an answer is judged."""
     task = recipe.task.model_dump(mode="json")
     return [task.get("reward"), [source.get("reward") for source in task.get("sources") or ()]]
 
 
-def _changed_reward(run_log: RunLog) -> list[str]:
-    since = _reward_since(run_log)
-    if not since:
-        return []
-    return [
-        f"the reward was changed at step {since}: scores before it are of another reward, and not compared with later"
-    ]
+@dataclass(frozen=True, kw_only=True)
+class AlarmHistory:
+    """All steps of a run that broke one rule."""
+
+    worst: Alarm
+    """Where the statistic was furthest beyond its bound."""
+    first_step: int
+    last_step: int
+    num_steps: int
+    """Steps that broke it, of those between the two."""
+    lasts: bool
+    """Whether the newest step broke it."""
+
+    @property
+    def name(self) -> str:
+        return self.worst.rule.name.replace("_", " ")
+
+    @property
+    def text(self) -> str:
+        """One line: `ess low: 0.12 at worst, below 0.3, at 2 of steps 3 to 7, until now`."""
+        beyond = f"{self.worst.value_text} at worst, {self.worst.rule.wrong} {self.worst.bound:g}"
+        return f"{self.name}: {beyond}, at {self.steps}"
+
+    @property
+    def steps(self) -> str:
+        """`step 3`, or `2 of steps 3 to 7, until now`."""
+        first, last = self.first_step, self.last_step
+        steps = f"step {first}" if first == last else f"{self.num_steps} of steps {first} to {last}"
+        return f"{steps}, until now" if self.lasts else steps
 
 
-def _state(run_log: RunLog) -> str:
-    if not run_log.events and not run_log.metrics:
-        return "not started"
-    if run_log.is_complete:
-        return "finished"
-    return f"unfinished: {run_log.num_steps} of {run_log.recipe.run.steps} steps"
+def formats_differ(recipe: Recipe) -> bool:
+    """Return whether the learner computes in another quantized format than the engines, or only one side in any: the
+    bounds of some alarms depend on it."""
+    learner, sampled = recipe.learner, recipe.rollout.quantized_format
+    trained = sampled if learner.fp8_emulation else learner.precision if learner.precision.startswith("fp8") else None
+    return trained != sampled
+
+
+def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
+    """Return one entry for each rule that any step broke, those that last first, then the newest."""
+    by_rule: dict[str, list[tuple[int, Alarm]]] = {}
+    differs = [(one.first_step, formats_differ(one.recipe)) for one in run_log.recipes]
+    for line in run_log.metrics:
+        step = int(line["step"])
+        quantized = [differ for first, differ in differs if first <= step][-1]
+        for alarm in alarms(line, quantized=quantized):
+            by_rule.setdefault(alarm.rule.name, []).append((step, alarm))
+    found = []
+    for steps in by_rule.values():
+        sign = 1.0 if steps[0][1].rule.wrong == "above" else -1.0
+        found.append(
+            AlarmHistory(
+                worst=max((alarm for _, alarm in steps), key=lambda alarm: sign * (alarm.value - alarm.bound)),
+                first_step=steps[0][0],
+                last_step=steps[-1][0],
+                num_steps=len(steps),
+                lasts=steps[-1][0] == run_log.num_steps - 1,
+            )
+        )
+    return sorted(found, key=lambda history: (not history.lasts, -history.last_step, -history.num_steps))
+
+
+LEARNER_PHASES = ("wait", "logprobs", "update", "publish", "record", "save")
+"""In the order in which they happen within a step."""
+COLLECTOR_PHASES = ("generate", "hold", "evaluate", "commit")
+"""In the order in which they happen within a batch. `hold` waits until the batch before it is committed; `evaluate`
+waits for the version that is evaluated, too."""
+WINDOW_STEPS = 20
+"""The bottleneck is of this many of the last steps, or of some more, which are whole stages: long enough to hold a
+checkpoint, short enough to follow a change."""
+CLOSE = 0.1
+"""A second group whose share is this near the first is named too: it would be the next bottleneck."""
+_ADVICE = {
+    "rollouts": "the learner waits {share} of each step; add engines or allow lag",
+    "evaluations": "the learner waits {share} of each step for held-out answers; raise evaluation.every",
+    "committing": "the learner waits {share} of each step until its batch is written; look at the run's disk",
+    "learner": "scoring and updating take {share} of each step; add data-parallel ranks or larger micro-batches",
+    "publishing": "moving weights takes {share} of each step; publish less often (schedule staged)",
+    "records": "writing log-probabilities and statistics takes {share} of each step; look at the run's disk",
+    "checkpoints": "saving takes {share} of the time; raise checkpoint.every",
+}
+
+
+def whole_stages(window: int, stage: int) -> int:
+    """Return the steps of as many stages as hold `window` steps. The learner waits for a whole stage at its beginning,
+    so that the steps within it say nothing about rollouts."""
+    return -(-window // stage) * stage
+
+
+def judged_lines(
+    metrics: Iterable[Mapping[str, Any]], *, window: int = WINDOW_STEPS, stage: int = 1
+) -> list[Mapping[str, Any]]:
+    """Return the timed lines among the last `window` steps, up to whole stages of `stage` steps. The first line is left
+    out as soon as there is a stage without it: a run's first step is slow, because everything is set up in it."""
+    timed = [line for line in metrics if line.get("seconds")]
+    usual = timed[1:] if len(timed) > stage else timed
+    whole = max(stage, len(usual) // stage * stage)
+    return usual[-min(whole, whole_stages(window, stage)) :]
+
+
+def phase_shares(
+    metrics: Iterable[Mapping[str, Any]], *, window: int = WINDOW_STEPS, stage: int = 1
+) -> dict[str, float]:
+    """Return the share (0 to 1) of each phase of the learner in the judged steps; empty when nothing was timed."""
+    judged = judged_lines(metrics, window=window, stage=stage)
+    seconds = {phase: sum(number(line["seconds"], phase) or 0.0 for line in judged) for phase in LEARNER_PHASES}
+    total = sum(seconds.values())
+    return {phase: spent / total for phase, spent in seconds.items()} if total > 0 else {}
+
+
+def time_shares(
+    metrics: Sequence[Mapping[str, Any]],
+    committed: Iterable[Mapping[str, Any]] = (),
+    *,
+    window: int = WINDOW_STEPS,
+    stage: int = 1,
+) -> dict[str, float]:
+    """Return `phase_shares` with the waiting split by what the awaited batch was going through, as the `committed`
+    events of the batches say."""
+    shares = phase_shares(metrics, window=window, stage=stage)
+    if not shares:
+        return {}
+    judged = judged_lines(metrics, window=window, stage=stage)
+    spent = {event["batch"]: event.get("seconds") or {} for event in committed}
+    waited = dict(total=0.0, evaluate=0.0, commit=0.0)
+    for line in judged:
+        left = number(line["seconds"], "wait") or 0.0
+        waited["total"] += left
+        for phase in ("commit", "evaluate"):  # the last phases of a batch, from its end on
+            part = min(left, number(spent.get(line["step"], {}), phase) or 0.0)
+            waited[phase] += part
+            left -= part
+    wait = shares.pop("wait")
+    of_wait = {phase: wait * waited[phase] / waited["total"] if wait else 0.0 for phase in ("evaluate", "commit")}
+    return {
+        "wait for rollouts": max(0.0, wait - of_wait["evaluate"] - of_wait["commit"]),
+        "wait for evaluations": of_wait["evaluate"],
+        "wait for commits": of_wait["commit"],
+        **shares,
+    }
+
+
+def newest_shares(run_log: RunLog) -> dict[str, float]:
+    """Return the `time_shares` of a run's last steps."""
+    stage = run_log.recipe.build_schedule().updates_per_stage
+    newest = run_log.metrics[-(whole_stages(WINDOW_STEPS, stage) + 1) :]
+    return time_shares(newest, run_log.of_kind("committed"), stage=stage)
+
+
+def bottleneck(shares: Mapping[str, float]) -> str:
+    """Say what takes most of a step by its `time_shares`, how much, and what to change."""
+    if not shares:
+        return "nothing to judge yet: no step has finished"
+    groups = {
+        "rollouts": shares["wait for rollouts"],
+        "evaluations": shares["wait for evaluations"],
+        "committing": shares["wait for commits"],
+        "learner": shares["logprobs"] + shares["update"],
+        "publishing": shares["publish"],
+        "records": shares["record"],
+        "checkpoints": shares["save"],
+    }
+    slowest, runner_up = sorted(groups, key=groups.__getitem__, reverse=True)[:2]
+    verdict = f"{slowest}: {_ADVICE[slowest].format(share=f'{100 * groups[slowest]:.0f} %')}"
+    if groups[slowest] - groups[runner_up] < CLOSE:
+        verdict += f" (next: {runner_up}, {100 * groups[runner_up]:.0f} %)"
+    return verdict
+
+
+def percent(value: float | None) -> str:
+    """Return 12.3 %, or a dash."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def decimal(value: float | None) -> str:
+    """Return four significant digits, or a dash."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def count(value: float | None) -> str:
+    """Return a whole number with thin spaces between thousands, or a dash."""
+    return "–" if value is None else f"{value:,.0f}".replace(",", "\u2009")
+
+
+def duration(seconds: float) -> str:
+    """Return for example 42 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

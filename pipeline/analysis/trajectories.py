@@ -108,7 +108,7 @@ def sample_rows(
     judged, gaps = batch.judged, _finite_gaps(batch, learner_logprobs)
     advantages = background.advantages(batch)
     for sample in range(batch.num_samples):
-        span = _responses(batch, sample)
+        span = responses_of(batch, sample)
         prompt, response = np.split(batch.sample_tokens(sample), [int(batch.prompt_lengths[sample])])
         parts = {name: float(values[sample]) for name, values in batch.reward_parts.items()}
         versions = batch.policy_version[span]
@@ -210,7 +210,7 @@ def _render_sample(
         f"engine {batch.engine[sample]}, queued {batch.queued_s[sample]:.3g} s, "
         f"generated {batch.generated_s[sample]:.3g} s"
     )
-    span = _responses(batch, sample)
+    span = responses_of(batch, sample)
     yield f"  versions  {_versions(batch.policy_version[span])}"
     if not batch.loss_mask[span].all():
         unsampled = response[~batch.loss_mask[span]].tolist()
@@ -220,7 +220,7 @@ def _render_sample(
 def _render_gaps(
     batch: Batch, tokenizer: Tokenizer, sample: int, learner_logprobs: NDArray[np.float32]
 ) -> Iterator[str]:
-    span = _responses(batch, sample)
+    span = responses_of(batch, sample)
     tokens = batch.sample_tokens(sample)[int(batch.prompt_lengths[sample]) :]
     yield f"  {'token':<16}{'version':>8}{'rollout':>10}{'learner':>10}{'gap':>10}"
     arrays = (batch.policy_version, batch.loss_mask, batch.rollout_logprobs, learner_logprobs)
@@ -233,7 +233,8 @@ def _render_gaps(
         yield f"  {text:<16}{version:>8}{rollout:>10.4f}{gap}"
 
 
-def _responses(batch: Batch, sample: int) -> slice:
+def responses_of(batch: Batch, sample: int) -> slice:
+    """Return where the response tokens of a sample are in the arrays [responses]."""
     offsets = batch.response_offsets
     return slice(int(offsets[sample]), int(offsets[sample + 1]))
 

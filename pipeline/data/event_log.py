@@ -2,14 +2,15 @@
 
     RUN/metrics/learner-000002.jsonl    RUN/events/collector-000003.jsonl
 
-Every start of a role writes files of its own, so a line is never torn by another host; readers merge them. Every line
-ends in its checksum (pipeline.data.checksums). A killed process may leave a torn last line. Readers pass over
-it, and over any line that is not as it was written, which they count. These files explain a run and draw its report;
-they are never read to decide what to train on (the batches are), and never make a run or its report fail.
+Every start of a role writes files of its own, so a line is never torn by another host; readers merge them. A killed
+process may leave a torn last line. Readers pass over it, and over any other line that cannot be read, which they count.
+These files explain a run and draw its report: nothing is decided by them, and they never make a run or its report fail.
+Lines carry no checksum; those that an earlier version wrote end in one, `"crc32": "0a1b2c3d"`, which readers leave out.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import os
@@ -17,16 +18,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import takewhile
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
+import orjson
 
-from pipeline.data.checksums import MAX_BYTES, reason, seal, unseal
-from pipeline.data.files import NUMBER, fsync_directory, make_folder, open_regular
+from pipeline.data.files import NUMBER, fsync_directory, make_folder
 from pipeline.errors import NonFiniteError
 
 EventKind = Literal[
@@ -61,17 +59,42 @@ EventKind = Literal[
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
 
 
+Log = Literal["metrics", "events", "spans"]
 LogName = Literal["metrics", "event"]
 Observer = Callable[[LogName, dict[str, Any]], None]
 """Called with each line after it is written."""
-_MORE = re.compile(rb'"crc32": "[0-9a-f]{8}"\}.', re.DOTALL)
-"""A line that goes on behind its checksum, as no torn one does: its line end is another character."""
 PARENT = "parent"
 """Stands for the role in the name of what a fork has of its parent's log: what was there before all its own starts."""
 _END_BYTES = 1 << 20
 """Of a file, where its newest line is looked for: a line has some tens of KB at most."""
-_METRICS: dict[str, type] = {"step": int, "time": float}
-_EVENT: dict[str, type] = {"kind": str, "time": float}
+_FIELDS: dict[str, dict[str, type]] = {
+    "metrics": {"step": int, "time": float},
+    "events": {"kind": str, "time": float},
+    "spans": {"lane": str, "name": str, "start": float, "seconds": float},
+}
+"""What readers take for granted of every line of a log."""
+_FIELDS_OF_KIND: dict[str, dict[str, type]] = {
+    "issued": {"batch": int},
+    "committed": {"batch": int, "samples": int},
+    "sampled": {"batch": int, "prompt": str, "response": str, "reward_parts": dict, "finish": str},
+    "consumed": {"step": int},
+    "saved": {"step": int},
+    "evaluated": {"version": int},
+    "started": {"process": str},
+    "environment": {"role": str, "host": str, "cores": int, "python": str, "packages": dict},
+    "files_changed": {"what": str, "step": int},
+    "joined": {"engine": int},
+    "admitted": {"engine": int},
+    "quarantined": {"engine": int},
+    "left": {"engine": int},
+    "controlled": {"step": int, "rung": str, "because": str},
+    "no_progress": {"who": str, "over": bool},
+    "reward_failed": {"reason": str, "detail": str},
+    "unsolved": {"batches": int, "solved_at": float, "highest": float},
+    "teacher_failed": {"reason": str, "detail": str},
+    "skipped": {"step": int},
+}
+"""What readers take for granted of an event of a kind, beside that."""
 _START = re.compile(rf"(.*)-({NUMBER})")
 
 
@@ -102,7 +125,7 @@ class EventLog:
     def _append(self, log: LogName, path: Path, fields: dict[str, Any]) -> None:
         line = {key: _plain(key, value) for key, value in fields.items()}
         if path not in self._begun:
-            _cut_torn_line(path)
+            _end_torn_line(path)
             self._begun.add(path)
         _append(path, line, durable=log == "metrics")
         for observer in self._observers:
@@ -122,7 +145,7 @@ def read_metrics(run: Path, damage: list[str] | None = None, *, prepare: Prepare
     `read_lines`."""
     by_step: dict[int, dict[str, Any]] = {}
     for path in log_files(run, "metrics"):
-        for line in read_lines(path, damage, has=_METRICS):
+        for line in read_lines(path, "metrics", damage):
             by_step[line["step"]] = prepare(line)
     return [line for _, line in sorted(by_step.items())]
 
@@ -135,7 +158,7 @@ def read_events(
     merged: list[tuple[float, str, int, dict[str, Any]]] = []
     for path in log_files(run, "events"):
         latest = -math.inf
-        for place, line in enumerate(read_lines(path, damage, has=_EVENT)):
+        for place, line in enumerate(read_lines(path, "events", damage)):
             latest = max(latest, float(line["time"]))
             if kind is None or line["kind"] == kind:
                 merged.append((latest, path.stem, place, prepare(line)))
@@ -146,43 +169,46 @@ def read_events(
 def newest_line(
     run: Path, folder: Literal["metrics", "events"], kind: EventKind | None = None
 ) -> dict[str, Any] | None:
-    """The last line of a log, or the last event of a kind, from the newest start of a role that wrote one; None without
-    any. Reads the ends of files alone, and passes over what is torn or damaged there. Raises OSError, ValueError."""
+    """Return the last line of a log, or the last event of a kind, from the newest start of a role that wrote one; None
+    without any. Reads the ends of files alone. Raises OSError."""
     for path in reversed(log_files(run, folder)):
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
             ends = file.read(_END_BYTES).splitlines(keepends=True)
         for line in reversed(ends):
-            parsed = parse_line(line)
-            if parsed is not None and (kind is None or parsed.get("kind") == kind):
+            parsed = parse_line(line, folder)
+            if parsed is not None and (kind is None or parsed["kind"] == kind):
                 return parsed
     return None
 
 
 def log_files(run: Path, folder: Literal["metrics", "events"]) -> list[Path]:
-    """The files of one log: what a fork has of its parent's, then those of each role in the order of its starts."""
-    return sorted((run / folder).glob("*.jsonl"), key=_by_start)
+    """Return the files of one log: what a fork has of its parent's, then those of each role in the order of starts."""
 
+    def by_start(path: Path) -> tuple[bool, str, int]:
+        match = _START.fullmatch(path.stem)
+        role, start = (match[1], int(match[2])) if match else (path.stem, 0)
+        return role != PARENT, role, start
 
-def _by_start(path: Path) -> tuple[bool, str, int]:
-    match = _START.fullmatch(path.stem)
-    role, start = (match[1], int(match[2])) if match else (path.stem, 0)
-    return role != PARENT, role, start
+    return sorted((run / folder).glob("*.jsonl"), key=by_start)
 
 
 def _append(path: Path, line: dict[str, Any], *, durable: bool) -> None:
-    """A step's line is durable before the step's checkpoint is; the last events may go when the power does."""
+    """Write a line whole or not at all. A step's line is durable before the step's checkpoint is; the last events may
+    go when the power does. Raises OSError that names the file."""
     is_new = not path.exists()
-    data = seal(json.dumps(line, ensure_ascii=False) + "\n").encode()
     make_folder(path.parent)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         before = os.fstat(descriptor).st_size
+        rest = memoryview((json.dumps(line, ensure_ascii=False) + "\n").encode())
         try:
-            _write_whole(descriptor, data, path)
-        except OSError:
+            while rest:  # a write that fills a disk is cut short, the next one fails
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError as error:
             with suppress(OSError):
                 os.ftruncate(descriptor, before)  # the next line must not grow onto half of this one
+            error.filename = str(path)
             raise
         if durable:
             os.fsync(descriptor)
@@ -191,17 +217,6 @@ def _append(path: Path, line: dict[str, Any], *, durable: bool) -> None:
     if is_new and durable:
         fsync_directory(path.parent)
         fsync_directory(path.parent.parent)  # an earlier start may have made the folder, and died before it did this
-
-
-def _write_whole(descriptor: int, data: bytes, path: Path) -> None:
-    """Raises OSError that names the file."""
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[os.write(descriptor, rest) :]  # a write that fills a disk is cut short, the next one fails
-        except OSError as error:
-            error.filename = str(path)
-            raise
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -227,66 +242,93 @@ def _plain(key: str, value: Any) -> Any:
             raise TypeError(f"{key} is a {type(value).__name__}, expected numbers, text, lists or dicts of them")
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Remove a torn last line, so that the next one does not grow onto it; end one that lacks its line end alone."""
+def _end_torn_line(path: Path) -> None:
+    """End a last line that lacks its line end, so that the next one does not grow onto it; what is torn is removed."""
     data = path.read_bytes() if path.exists() else b""
-    torn = data[data.rfind(b"\n") + 1 :]
-    if not torn:
+    if not (torn := data[data.rfind(b"\n") + 1 :]):
         return
-    if parse_line(torn + b"\n") is not None:
+    if parse_line(torn) is None:
+        os.truncate(path, len(data) - len(torn))
+    else:
         with path.open("ab") as file:
             file.write(b"\n")
-    else:
-        os.truncate(path, len(data) - len(torn))
 
 
-def read_lines(
-    path: Path, damage: list[str] | None = None, *, has: Mapping[str, type] = MappingProxyType({})
-) -> Iterator[dict[str, Any]]:
-    """Yield the lines of one file. A line that is not as it was written, or lacks what each `has`, is passed over; a
-    sentence that names the file and counts them is added to `damage`. A torn last line is no damage. Behind a line that
-    is longer than any log has, nothing is read."""
+def read_lines(path: Path, log: Log, damage: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of one file. A line that cannot be read, or lacks what readers of this log ask for, is passed
+    over; a sentence that names the file and counts them is added to `damage`. A torn last line is not counted."""
     passed_over, first = 0, 0
     try:
-        with open_regular(path) as file:
-            for number, line in enumerate(iter(partial(file.readline, MAX_BYTES), b""), start=1):
-                whole = line.endswith(b"\n")
-                parsed = parse_line(line if whole else line + b"\n")
-                if parsed is not None and all(_is_a(parsed.get(key), kind) for key, kind in has.items()):
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if (parsed := parse_line(line, log)) is not None:
                     yield parsed
-                elif len(line) == MAX_BYTES and not whole:
-                    raise ValueError(f"line {number} is longer than {MAX_BYTES >> 20} MiB")  # its end may be far away
-                elif whole or _MORE.search(line):
+                elif line.endswith(b"\n"):
                     passed_over, first = passed_over + 1, first or number
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:
+    except OSError as error:
         if damage is not None:
-            damage.append(f"{path} could not be read to its end ({reason(error)})")
+            damage.append(f"{path} could not be read to its end ({error.strerror})")
     if passed_over and damage is not None:
-        lines = "1 damaged line" if passed_over == 1 else f"{passed_over} damaged lines"
-        damage.append(f"{lines} of {path} passed over, the first is line {first}")
+        lines, were = ("1 line", "was") if passed_over == 1 else (f"{passed_over} lines", "were")
+        damage.append(f"{lines} of {path} could not be read and {were} passed over, the first is line {first}")
 
 
-def _is_a(value: Any, kind: type) -> bool:
-    """Whether a value of a line is a number or a text, as `kind` says."""
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def whole_lines(path: Path) -> str:
-    """The lines that `read_lines` yields of one file, with their checksums. Raises OSError, and ValueError for what is
-    no file."""
-    with open_regular(path) as file:
-        lines = takewhile(lambda line: len(line) < MAX_BYTES, iter(partial(file.readline, MAX_BYTES), b""))
-        return b"".join(line for line in lines if parse_line(line) is not None).decode()
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """A line with its end, without its checksum; None for what a killed process left of one, or that is damaged."""
+def parse_line(line: bytes, log: Log | None = None) -> dict[str, Any] | None:
+    """Return what a line says; None where it is torn or damaged, or lacks what readers of `log` ask for."""
     try:
-        value = json.loads(unseal(line))
-    except (ValueError, RecursionError):
+        value = orjson.loads(line)
+    except ValueError:
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    value.pop("crc32", None)  # an earlier version's
+    if log is not None and not _has(value, _FIELDS[log]):
+        return None
+    if log == "events" and value["kind"] in _FIELDS_OF_KIND and not _has(value, _FIELDS_OF_KIND[value["kind"]]):
+        return None
+    return value
+
+
+def _has(line: Mapping[str, Any], fields: Mapping[str, type]) -> bool:
+    for key, kind in fields.items():
+        value = line.get(key)
+        if kind is float:
+            if (type(value) is not float and type(value) is not int) or not math.isfinite(value):
+                return False
+        elif type(value) is not kind:
+            return False
+    return True
+
+
+class LogTail:
+    """Reads the lines that were appended to the files of a log since the last call."""
+
+    def __init__(self, run: Path, log: Literal["metrics", "events"]) -> None:
+        self._run, self._log = run, log
+        self._offsets: dict[Path, int] = {}
+        """Bytes of each file whose lines were taken."""
+
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the new lines of all files, by time. Lines that were not taken, as a read fails, come at the next
+        call."""
+        return (line for _, line in self.new_lines_of_starts())
+
+    def new_lines_of_starts(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """As `new_lines`, each behind the name of its file: which start of the role wrote it."""
+        files = map(self._new_lines_of, log_files(self._run, self._log))
+        return ((name, line) for _, name, line in heapq.merge(*files, key=lambda entry: entry[0]))
+
+    def _new_lines_of(self, path: Path) -> Iterator[tuple[float, str, dict[str, Any]]]:
+        """Yield the new whole lines of a file in its own order, each with its time, or the latest one before it."""
+        latest = -math.inf
+        with path.open("rb") as file:
+            file.seek(self._offsets.setdefault(path, 0))
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                if (parsed := parse_line(line, self._log)) is not None:
+                    latest = max(latest, float(parsed["time"]))
+                    yield latest, path.name, parsed
+                self._offsets[path] += len(line)

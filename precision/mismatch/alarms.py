@@ -160,7 +160,7 @@ def alarms(metrics: Mapping[str, Any], *, quantized: bool) -> list[Alarm]:
     """The rules that a step broke, in the order of RULES; a statistic that the step lacks breaks none.
 
     `metrics` is the step's line of metrics, `quantized` whether learner and engines do not compute in the same
-    quantized format (pipeline.analysis.alarm_history.formats_differ).
+    quantized format (pipeline.analysis.summary.formats_differ).
     """
     found = []
     for rule in RULES:

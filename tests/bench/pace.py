@@ -34,8 +34,8 @@ import yaml
 from launch.build.api_key import API_KEY_VARIABLE
 from launch.plan.costs import Durations, steady_seconds_per_step
 from launch.run.processes import child_environment
-from pipeline.analysis.flight.timeline import RANK_ZERO, STEP, timeline
 from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.trace import RANK_ZERO, STEP, timeline
 from pipeline.child_process import ChildProcess, log_tail
 from pipeline.schedule import Schedule
 from rollout_sglang.server.start import free_port

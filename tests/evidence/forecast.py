@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.analysis.scaling.intervals import Region
-from pipeline.analysis.scaling.sigmoid import Grid, Points, fit_curve
+from pipeline.analysis.scaling_fit import Grid, Points, Region, fit_curve
 from pipeline.errors import StoreError
 from tests.evidence.results import Arm
 from tests.evidence.statistics import Array

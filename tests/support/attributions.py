@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.analysis.mismatch.measured import Audit, Measured, Setting
+from pipeline.analysis.mismatch import EngineCheck, Measured, Setting
 from precision.mismatch.attribution import TERMS, TokenScores
 
 TOKENS = 4000
@@ -35,7 +35,7 @@ def measured(
     *,
     effects: dict[str, float] | None = None,
     tempered: float = 0.0,
-    audit: Audit | None = None,
+    audit: EngineCheck | None = None,
     prefilled: bool = True,
     **changes: Any,
 ) -> Measured:
@@ -71,5 +71,5 @@ def measured(
         layer_steps={0: plain - 0.4 * term["quantization"], 1: quantized} if has_formats else {},
         searched=np.ones(TOKENS, np.bool_),
         effects=faults,
-        audit=audit or Audit(compared=30, differing=()),
+        audit=audit or EngineCheck(compared=30, differing=()),
     )

@@ -17,7 +17,7 @@ import launch.attribution.measure as attribution
 from launch.attribution.engine import MeasuredEngine
 from launch.attribution.measure import measure
 from launch.run.preflight import seed_policy
-from pipeline.analysis.mismatch.findings import ROUNDING_NATS, tied_suspects
+from pipeline.analysis.mismatch import ROUNDING_NATS, tied_suspects
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
@@ -46,7 +46,7 @@ class Plant:
     term: str
     """The term that must be larger than rounding explains, though others may be larger; "" where none must."""
     cause: str
-    """What must be named, as findings name it (pipeline.analysis.mismatch.findings)."""
+    """What must be named, as findings name it (pipeline.analysis.mismatch)."""
     where: str = ""
     """The module that must be among the places named."""
     planted: Planting = lambda _: nullcontext()

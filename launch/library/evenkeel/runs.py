@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.show.columns import Columns, columns
-from pipeline.analysis import run_list
-from pipeline.analysis.run_log import RunLog, recipes_of
-from pipeline.analysis.summary import summary
+from pipeline.analysis import summary as summaries
+from pipeline.analysis.run_log import RunLog, columns, recipes_of
 from pipeline.analysis.trajectories import Background, sample_rows, tokenizer_of
 from pipeline.config.recipe import Recipe
 from pipeline.data.batch import Batch
@@ -41,16 +39,16 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """Its headline numbers, as `evenkeel runs show --json` prints them."""
-        return summary(self.path)
+        return summaries.summary(self.path)
 
     @property
-    def metrics(self) -> Columns:
+    def metrics(self) -> dict[str, NDArray[Any]]:
         """Name → [steps], a row a step; the names are those of docs/metrics.md, parts behind a slash: `seconds/update`.
         `step` is int64, all else float64, NaN where a step has no such number."""
         return columns(read_metrics(self.path), "step")
 
     @property
-    def evaluations(self) -> Columns:
+    def evaluations(self) -> dict[str, NDArray[Any]]:
         """Name → [evaluated versions], such as `pass_at_1` and `pass_at_k/8`; `version` is int64."""
         return columns(RunLog.read(self.path).evaluations, "version")
 
@@ -83,4 +81,4 @@ class Run:
 
 def list_runs(folder: str | Path = "runs") -> list[Run]:
     """The runs of a folder that can be read, by name. Raises StoreError when it is no folder."""
-    return [Run(found["path"]) for found in run_list.list_runs(Path(folder)) if "error" not in found]
+    return [Run(found["path"]) for found in summaries.list_runs(Path(folder)) if "error" not in found]

@@ -38,7 +38,7 @@ from launch.run.waiting import GRACE_VARIABLE
 from launch.schedulers.slurm.placement import Shape
 from launch.schedulers.slurm.render import RECIPE, SCRIPT
 from launch.schedulers.slurm.srun import ASK_PAUSE_S, Allocation, Guard, Images, SlurmError, SrunStarter
-from pipeline.analysis.html_report import write_report
+from pipeline.analysis.report import write_last_report
 from pipeline.child_process import append_working_folder_to_path
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
@@ -228,7 +228,8 @@ def attempt(job: BatchJob, allocation: Allocation, signals: Signals, key: Path) 
             guard.stop()
         if outcome == "finished":
             event_log.event("finished", steps=recipe.run.steps)
-            print(f"report: {write_report(run.path)}", flush=True)
+            if report := write_last_report(run.path):
+                print(f"report: {report}", flush=True)
     return outcome
 
 

@@ -81,7 +81,7 @@ def try_flip(run: Path, kind: str, seed: int, details: dict[str, Any]) -> str:
     named = {
         name
         for name, answer in found.items()
-        if any(word in answer for word in told) and answer != usual[name] and _names(answer, path, run)
+        if "error: " in answer and answer != usual[name] and _names(answer, path, run)
     }
     others = {name for name, answer in found.items() if name not in named and answer != usual[name]}
     details["noticed_by"] = sorted(named)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.analysis.html_report import write_report
+from pipeline.analysis.report import write_report
 from pipeline.child_process import ChildProcess, program_environment
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rewards.verifiers import PYTHON_TESTS

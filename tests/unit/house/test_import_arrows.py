@@ -42,8 +42,6 @@ HEAVY = {
     "sympy",
     "tensorboard",
     "wandb",
-    "mlflow",
-    "trackio",
 }
 
 

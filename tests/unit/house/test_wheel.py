@@ -47,7 +47,7 @@ def test_a_wheel_holds_the_product_and_nothing_else(unpacked: Path) -> None:
         if path.suffix in SHIPPED_SUFFIXES and "__pycache__" not in path.parts
     }
     assert {path for path in wheel if not path.parts[0].endswith(".dist-info")} == product
-    assert Path("pipeline/analysis/html_report.html.j2") in wheel
+    assert Path("pipeline/analysis/pages/report.html.j2") in wheel
     assert [path.name for path in wheel if path.parts[-2:-1] == ("licenses",)] == ["LICENSE"]
     assert {Path("pipeline/recipes/models/qwen3-32b/config.json"), Path("evenkeel/__init__.py")} <= wheel
 

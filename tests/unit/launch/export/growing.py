@@ -51,46 +51,6 @@ def tensorboard_curve(folder: Path) -> list[tuple[int, float]]:
     return [(scalar.step, scalar.value) for scalar in board.Scalars("train/grad_norm")]
 
 
-def mlflow_rows(folder: Path) -> Rows:
-    """Of all runs that MLflow shows."""
-    from mlflow.tracking import MlflowClient
-
-    rows: Rows = {}
-    if not (folder / "mlflow.db").exists():
-        return rows
-    client = MlflowClient(tracking_uri=f"sqlite:///{folder.resolve()}/mlflow.db")
-    experiment = client.get_experiment_by_name("evenkeel")
-    for run in client.search_runs([experiment.experiment_id]) if experiment is not None else []:
-        for metric in client.get_metric_history(run.info.run_id, "train/grad_norm"):
-            rows.setdefault(metric.step, []).append(metric.value)
-    return rows
-
-
-def trackio_rows(folder: Path) -> Rows:
-    """Of all runs, as Trackio's command reads them."""
-    values = """SELECT step, json_extract(metrics, '$."train/grad_norm"') AS value FROM metrics"""
-    done = subprocess.run(
-        [
-            Path(sys.executable).with_name("trackio"),
-            "query",
-            "project",
-            "--project",
-            "evenkeel",
-            "--sql",
-            values,
-            "--json",
-        ],
-        env=os.environ | {"TRACKIO_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-    rows: Rows = {}
-    for row in json.loads(done.stdout)["rows"] if done.returncode == 0 else []:
-        if row["value"] is not None:
-            rows.setdefault(row["step"], []).append(row["value"])
-    return rows
-
-
 def wandb_records(folder: Path) -> list[Any]:
     """All records of all runs that are there, torn ends left out as `wandb sync` does."""
     records = []

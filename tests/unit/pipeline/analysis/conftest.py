@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.analysis.html_report import write_report
+from pipeline.analysis.report import write_report
 from tests.support import written_runs
 
 WriteRun = Callable[..., Path]

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
+from rich.console import Console
 
-from pipeline.analysis.figures.drawing import plain_values
-from pipeline.analysis.pages.comparison import AXES, series, write_comparison
+from launch.show.runs import render_comparison
+from pipeline.analysis.comparison import AXES, compare_runs, series
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
@@ -25,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_comparison(runs, tmp_path_factory.mktemp("page") / "page.html").read_text()
+    return Path(compare_runs(runs, tmp_path_factory.mktemp("page") / "page.html")["page"]).read_text(encoding="utf-8")
 
 
 def test_the_page_is_one_file_that_fetches_nothing_and_escapes_names(page: str) -> None:
@@ -44,19 +45,6 @@ def test_every_axis_has_curves_and_a_point_says_its_value(runs: list[Path], page
     assert f"<title>{runs[0]}, 2: 0.22</title>" in page  # two steps trained; step 1 has reward 0.2 + 0.02
     assert f"<title>{runs[0]}, 512: 0.22</title>" in page
     assert page.count("<title>") > 100
-
-
-@pytest.mark.parametrize("values", [(1 / 3, 1 / 3 + 1e-12), (1.1e-6, 3.7e-6), (0.0, 0.0), (2e9, 2.5e9)])
-def test_labels_of_an_axis_are_short_differ_and_have_no_exponent_beside_them(values: tuple[float, float]) -> None:
-    figure = Figure()
-    axes = figure.add_subplot()
-    axes.plot([0, 1], values)
-    plain_values(axes)
-    figure.draw_without_rendering()
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert max(map(len, labels)) <= 9
-    assert len(set(labels)) == len(labels) > 1
-    assert axes.yaxis.get_offset_text().get_text() == ""
 
 
 def test_places_on_each_axis(runs: list[Path]) -> None:
@@ -89,6 +77,45 @@ def test_samples_end_where_those_of_a_batch_are_in_no_log(tmp_path: Path) -> Non
     assert series(run_log, "reward_mean", "steps")[0] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_one_run_is_refused(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="expected at least two"):
-        write_comparison(runs[:1], tmp_path / "page.html")
+def text_of(table: object) -> str:
+    console = Console(width=160, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_a_comparison_names_the_keys_that_differ_and_no_other(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path, 24, name="a"),
+        write_run(tmp_path, 12, name="b", overrides=dict(schedule=dict(kind="async", lag=3))),
+    ]
+    compared = compare_runs(runs)
+    assert [run["steps"] for run in compared["runs"]] == [24, 12]
+    assert compared["recipe"]["schedule.kind"] == ["sync", "async"]
+    assert compared["recipe"]["schedule.lag"][1] == 3
+    assert not [key for key in compared["recipe"] if key.startswith(("learner.", "task.", "model."))]
+    json.dumps(compared, allow_nan=False)
+    told = text_of(render_comparison(compared))
+    assert "24 of 24" in told
+    assert "12 of 24" in told
+    assert "schedule.lag" in told
+    assert "bottleneck" not in told  # both say the same
+
+
+def test_a_comparison_of_equal_runs_says_so(tmp_path: Path) -> None:
+    compared = compare_runs([write_run(tmp_path, 3, name="a"), write_run(tmp_path, 3, name="b")])
+    compared["recipe"] = {}  # their names
+    assert "2 runs, which differ in nothing" in text_of(render_comparison(compared))
+
+
+def test_a_comparison_keeps_the_order_of_its_runs(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path, 24, name="z"), write_run(tmp_path, 24, name="a")
+    assert [run["name"] for run in compare_runs([first, second])["runs"]] == ["z", "a"]
+
+
+def test_one_run_or_one_twice_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 3)
+    with pytest.raises(RecipeError, match="1 run was given, expected at least two"):
+        compare_runs([run])
+    with pytest.raises(RecipeError, match="given twice"):
+        compare_runs([run, run / ".." / run.name])

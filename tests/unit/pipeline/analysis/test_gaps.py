@@ -10,7 +10,7 @@ import pytest
 
 from launch.fork.fork import fork_run
 from launch.verify.history import check_history
-from pipeline.analysis.gaps import find_gaps
+from pipeline.analysis.audit import find_gaps
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.repair import apply, find_damage, plan_repair

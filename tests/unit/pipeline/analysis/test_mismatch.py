@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.analysis.mismatch.findings import findings, verdict
-from pipeline.analysis.mismatch.measured import Audit
-from pipeline.analysis.mismatch.page import write_page
+from pipeline.analysis.mismatch import EngineCheck, findings, verdict
+from pipeline.analysis.mismatch_page import write_page
 from tests.support.attributions import TOKENS, measured
 
 FULL = "full:model.layers.0.self_attn.qkv_proj"
@@ -50,12 +49,12 @@ def test_causes(changes: dict[str, Any], expected: list[str]) -> None:
 
 def test_the_checksums_come_first_and_name_the_parameters() -> None:
     name = "model.layers.1.mlp.down_proj.weight_scale_inv"
-    result = measured(effects={SCALE: 2.5}, audit=Audit(compared=30, differing=(name,))).result()
+    result = measured(effects={SCALE: 2.5}, audit=EngineCheck(compared=30, differing=(name,))).result()
     first, second, _ = findings(result)
     assert (first.cause, first.where) == ("checksums", (name,))
     assert (second.cause, second.where) == (SCALE, ("model.layers.1.mlp.down_proj",))
     assert "multiplied by about 1.25" in second.text
-    lost = measured(audit=Audit(compared=30, differing=tuple(map(str, range(30))))).result()
+    lost = measured(audit=EngineCheck(compared=30, differing=tuple(map(str, range(30))))).result()
     assert "The engine holds other weights: 30 of 30" in findings(lost)[0].text
 
 
@@ -115,15 +114,14 @@ def test_terms_layers_and_buckets_of_the_result() -> None:
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(quantization=0.0, kernels=0.0, decoding=0.0)])
-def test_the_page_holds_verdict_picture_and_numbers(tmp_path: Path, sizes: dict[str, float]) -> None:
+def test_the_page_holds_verdict_figures_and_numbers(tmp_path: Path, sizes: dict[str, float]) -> None:
     result = measured(sizes).result()
     found = findings(result)
     result |= dict(verdict=verdict(result, found), cause=None, findings=[])
-    page, picture = write_page(result, tmp_path / "new")
-    text = page.read_text()
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "data:image/png;base64," in text
-    assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri" in text
+    text = write_page(result, tmp_path / "new").read_text()
+    assert 'aria-label="shares of the squared gap"' in text
+    assert ('aria-label="by_position"' in text) == (result["total"]["mean_abs"] > 1e-9)
+    assert "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri" in text
     for term in ("staleness", "quantization", "kernels", "decoding"):
         assert f"<td>{term}<small>" in text
     assert "routing" not in text

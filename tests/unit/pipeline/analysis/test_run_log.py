@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launch.show.runs import render_list
+from pipeline import spans
 from pipeline.analysis import run_log as module
-from pipeline.analysis.flight import timeline
-from pipeline.analysis.html_report import write_report
-from pipeline.analysis.run_list import list_runs
+from pipeline.analysis import trace
+from pipeline.analysis.report import write_report
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.summary import summary
-from pipeline.data.checksums import seal
+from pipeline.analysis.summary import list_runs, summary
 from pipeline.data.event_log import EventLog
 from tests.support.written_runs import START
 
@@ -37,11 +37,11 @@ def test_damaged_lines_are_passed_over_and_counted_and_nothing_fails(write_run: 
     log = RunLog.read(run)
     assert [line["step"] for line in log.metrics] == [0, 2, 4]
     assert log.damage == (
-        f"2 damaged lines of {metrics} passed over, the first is line 2",
-        f"1 damaged line of {events} passed over, the first is line 5",
+        f"2 lines of {metrics} could not be read and were passed over, the first is line 2",
+        f"1 line of {events} could not be read and was passed over, the first is line 5",
     )
     assert summary(run)["warnings"] == list(log.damage)
-    assert "2 damaged lines of" in write_report(run).read_text(encoding="utf-8")
+    assert "2 lines of" in write_report(run).read_text(encoding="utf-8")
     (listed,) = list_runs(run.parent)
     assert "error" not in listed
     render_list(run.parent, [listed])
@@ -57,6 +57,7 @@ def test_damaged_lines_are_passed_over_and_counted_and_nothing_fails(write_run: 
         ("events", {"time": START}),
         ("events", {"kind": "restarted"}),
         ("events", {"kind": 3, "time": START}),
+        ("events", {"kind": "evaluated", "time": START}),
     ],
 )
 def test_a_line_that_lacks_what_every_line_has_is_passed_over_too(
@@ -65,7 +66,7 @@ def test_a_line_that_lacks_what_every_line_has_is_passed_over_too(
     run = write_run(2)
     (path,) = (run / log).iterdir()
     with path.open("a", encoding="utf-8") as file:
-        file.write(seal(json.dumps(line) + "\n"))
+        file.write(json.dumps(line) + "\n")
     assert len(summary(run)["warnings"]) == 1
     write_report(run)
 
@@ -74,17 +75,18 @@ def test_a_log_that_is_no_file_is_named(write_run: WriteRun) -> None:
     run = write_run(2)
     (run / "metrics/learner-000002.jsonl").mkdir()
     (said,) = RunLog.read(run).damage
-    assert "learner-000002.jsonl could not be read to its end (it is a folder" in said
+    assert "learner-000002.jsonl could not be read to its end (Is a directory)" in said
 
 
 def test_only_a_trace_reads_spans(write_run: WriteRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are most of what a long run has written."""
 
-    def read(run: Path, damage: list[str]) -> None:
+    def read(run: Path, *_: object) -> None:
         raise AssertionError(run)
 
     run = write_run(5)
-    monkeypatch.setattr(timeline, "read_spans", read)
+    monkeypatch.setattr(spans, "read_spans", read)
+    monkeypatch.setattr(trace, "read_spans", read)
     assert summary(run)["bottleneck"].startswith("rollouts: the learner waits 55 %")
     write_report(run)
     list_runs(run.parent)
@@ -111,3 +113,23 @@ def test_routine_events_are_kept_by_kind_and_time(write_run: WriteRun) -> None:
     assert [set(event) for event in log.of_kind("issued")] == [{"kind", "time"}]
     assert log.of_kind("published")[0]["version"] == 1
     assert log.wall_s > 0
+
+
+def test_a_series_reads_into_nested_metrics(write_run: WriteRun) -> None:
+    run_log = RunLog.read(write_run(3))
+    assert run_log.series("mismatch/age/0/share") == ([0, 1, 2], [0.75] * 3)
+    assert run_log.series("mismatch/age/99/share") == ([], [])
+    assert run_log.series("ess/age/0") == ([], [])
+
+
+def test_any_flipped_bit_of_a_log_fails_nothing(write_run: WriteRun) -> None:
+    """Logs carry no checksums: what is read may be wrong then, and a report is drawn all the same."""
+    run, draw = write_run(3), random.Random(0)
+    for path in ((run / "metrics").iterdir().__next__(), (run / "events").iterdir().__next__()):
+        whole = path.read_bytes()
+        for _ in range(300):
+            place, bit = draw.randrange(len(whole)), draw.randrange(8)
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            summary(run)
+        write_report(run)
+        path.write_bytes(whole)

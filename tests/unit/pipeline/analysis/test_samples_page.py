@@ -15,10 +15,19 @@ import numpy as np
 import pytest
 
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.analysis.html_report import write_report
-from pipeline.analysis.pages import samples
-from pipeline.analysis.pages.samples import color_of, ends_of, visible_text, write_samples
+from pipeline.analysis import samples_page as samples
+from pipeline.analysis.report import write_report
 from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.samples_page import (
+    choose,
+    color_of,
+    ends_of,
+    pick,
+    shares_of,
+    spread_over,
+    visible_text,
+    write_samples,
+)
 from pipeline.analysis.trajectories import Background, render_batch, sample_rows
 from pipeline.data.batch import Batch, Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
@@ -26,7 +35,7 @@ from pipeline.data.store import BatchStore
 from pipeline.rollout.evaluation import kept_responses
 from pipeline.tasks import build_task
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
-from tests.support.batches import CONTRACT
+from tests.support.batches import CONTRACT, batch_of_rewards
 from tests.support.written_runs import write_run
 
 HOSTILE = "</script><script>document.title=1</script></b>\"'><img src=x onerror=a()>{{7*7}}&lt;\x00\x1b\u202e\n"
@@ -319,3 +328,80 @@ def test_held_out_answers_are_shown_by_version(written: Written) -> None:
     page = written.page()
     assert "Evaluation of version 0: " in page
     assert "<summary>Version 20</summary>" in page
+
+
+NEVER = -np.inf
+
+
+@pytest.mark.parametrize(
+    ("indices", "expected"),
+    [([], []), ([7], [7]), ([0, 3, 4], [0, 3, 4]), (list(range(11)), [0, 2, 4, 6, 8, 10])],
+)
+def test_batches_at_equal_distances_with_the_first_and_the_last(indices: list[int], expected: list[int]) -> None:
+    assert spread_over(indices) == expected
+
+
+def test_each_measure_takes_its_highest_in_turn_and_the_rest_are_the_first() -> None:
+    by_gap, by_length = [1.0, 0.0, 3.0, 2.0, 0.0], [NEVER, NEVER, NEVER, NEVER, 9.0]
+    assert pick([by_gap, by_length], 5, 3) == [0, 2, 4]
+    assert pick([by_gap, by_length], 5, 4) == [0, 2, 3, 4]
+    assert pick([by_gap, by_length], 5, 9) == [0, 1, 2, 3, 4]
+    assert pick([[NEVER, NEVER]], 2, 1) == [0]
+
+
+def test_short_responses_leave_their_share_to_long_ones() -> None:
+    assert shares_of([2, 2, 100, 100], 24) == 10
+    assert shares_of([2, 3], 100) == 3
+    assert shares_of([], 100) == 0
+
+
+def test_the_widest_spread_the_truncated_and_the_worst_token_are_among_the_groups() -> None:
+    batch = batch_of_rewards([[0.5, 0.5]] * 6 + [[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]])
+    truncated = np.zeros(18, np.bool_)
+    truncated[15] = True
+    batch = replace(batch, truncated=truncated)
+    learner = batch.rollout_logprobs.copy()
+    learner[batch.response_offsets[16]] -= 2.0
+    chosen = choose(batch, learner)
+    assert list(chosen.groups) == [0, 6, 7, 8]
+    assert chosen.num_groups == 9
+    assert (chosen.groups[6].reward_spread, chosen.groups[7].num_truncated) == (1.0, 1)
+    assert chosen.groups[8].worst_gap == pytest.approx(2.0)
+    assert chosen.batch.group.tolist() == [0, 0, 6, 6, 7, 7, 8, 8]
+    assert chosen.learner_logprobs is not None
+    assert np.flatnonzero(chosen.learner_logprobs != chosen.batch.rollout_logprobs).tolist() == [
+        int(chosen.batch.response_offsets[6])
+    ]
+
+
+def test_of_a_large_group_the_best_the_worst_and_the_truncated_are_shown() -> None:
+    rewards = [0.5] * 20
+    rewards[18], rewards[13] = 1.0, 0.0
+    batch = batch_of_rewards([rewards])
+    truncated = np.zeros(20, np.bool_)
+    truncated[16] = True
+    chosen = choose(replace(batch, truncated=truncated), None)
+    assert chosen.groups[0].num_samples == 20
+    assert chosen.batch.num_samples == 8
+    assert {0.0, 1.0} < set(chosen.batch.reward.tolist())
+    assert chosen.batch.truncated.any()
+    assert chosen.groups[0].worst_gap is None
+
+
+def test_a_gap_that_is_not_finite_is_the_worst_and_unsampled_tokens_have_none() -> None:
+    batch = batch_of_rewards([[0.0, 1.0], [0.0, 1.0]], unsampled=0.5, seed=3)
+    learner = np.where(batch.loss_mask, batch.rollout_logprobs + 0.25, 99.0).astype(np.float32)
+    learner[batch.response_offsets[2]] = -np.inf
+    assert not batch.loss_mask.all()
+    facts = choose(batch, learner).groups
+    assert [facts[group].worst_gap for group in (0, 1)] == [pytest.approx(0.25), np.inf]
+
+
+def test_what_the_learner_has_not_looked_at_is_no_mismatch() -> None:
+    batch = batch_of_rewards([[1.0, 1.0]] * 5 + [[0.0, 1.0]])
+    learner = batch.rollout_logprobs.copy()
+    learner[: batch.response_offsets[10]] = np.nan
+    learner[batch.response_offsets[11]] += 0.5
+    chosen = choose(batch, learner)
+    assert list(chosen.groups) == [0, 1, 2, 5]
+    assert [facts.worst_gap for facts in chosen.groups.values()] == [None, None, None, pytest.approx(0.5)]

@@ -2,17 +2,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from launch.show.runs import render
-from pipeline.analysis.figures.drawing import curve
-from pipeline.analysis.html_report import write_report
+from launch.show.runs import render, render_list
+from pipeline.analysis.drawing import curve
+from pipeline.analysis.report import render_page, write_report
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.summary import summary
+from pipeline.analysis.summary import (
+    LEARNER_PHASES,
+    alarm_history,
+    bottleneck,
+    formats_differ,
+    list_runs,
+    phase_shares,
+    summary,
+    time_shares,
+    whole_stages,
+)
+from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
+from pipeline.data.run_recipes import add_recipe
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
 from tests.support.batches import batch_of_rewards
@@ -222,7 +238,7 @@ def test_a_run_of_sft_has_a_table_and_a_page_of_its_own(write_run: Callable[...,
     for expected in ("3 → 1.82 nats a token", "2 → 1.41 nats a token", "60 of 60", "6\u2009000", "0.001"):
         assert expected in table
     page = write_report(run).read_text(encoding="utf-8")
-    for title in ("Loss, nats a token", "Held-out loss", "Learning rate", "Tokens learned, a step"):
+    for title in ("Loss, nats a token", "Held-out loss", "Learning rate"):
         assert title in page
     for text in (table, page.partition("<h2>Recipe</h2>")[0]):
         for absent in ("pass@", "p3o", "nothing to judge", "ESS, last", "engines"):
@@ -246,8 +262,192 @@ def test_a_command_in_a_sentence_is_code_on_the_page_and_markup_is_text(write_ru
 
 def test_a_learning_rate_is_drawn_as_it_was_set(write_run: Callable[..., Path]) -> None:
     run = RunLog.read(write_run(60, steps=60))
-    smooth, exact = (curve(run, "lr", [("reward_mean", "x", "green")], smooth=smooth) for smooth in (True, False))
+    line = (*run.series("reward_mean"), "x", "green")
+    smooth, exact = (curve("lr", [line], smooth=smooth) for smooth in (True, False))
     assert smooth is not None
     assert exact is not None
     assert smooth.count("opacity: 0.3") > 0
     assert exact.count("opacity: 0.3") == 0
+
+
+WriteRun = Callable[..., Path]
+
+
+def with_ess(run_log: RunLog, values: dict[int, float]) -> RunLog:
+    """The same run with other values of the ESS at some steps, and nothing else out of bounds."""
+    calm = [{key: value for key, value in line.items() if key != "mismatch"} for line in run_log.metrics]
+    lines = [line | ({"ess": values[line["step"]]} if line["step"] in values else {}) for line in calm]
+    return replace(run_log, metrics=lines)
+
+
+def test_one_entry_a_rule_with_its_steps_and_its_worst(write_run: WriteRun) -> None:
+    run_log = with_ess(RunLog.read(write_run(12)), {})
+    assert alarm_history(run_log) == []
+    ended = alarm_history(with_ess(run_log, {3: 0.25, 4: 0.1, 7: 0.29}))
+    assert [(h.first_step, h.last_step, h.num_steps, h.lasts) for h in ended] == [(3, 7, 3, False)]
+    assert ended[0].worst.value == 0.1
+    assert ended[0].text == "ess low: 0.1 at worst, below 0.3, at 3 of steps 3 to 7"
+    assert alarm_history(with_ess(run_log, {11: 0.2}))[0].text.endswith("at step 11, until now")
+
+
+@pytest.mark.parametrize(("before", "after", "broke"), [("fp8_block", "bf16", (4, 5)), ("bf16", "fp8_block", (0, 3))])
+def test_a_fork_in_another_format_leaves_its_parent_s_alarms_as_they_were(
+    write_run: WriteRun, before: str, after: str, broke: tuple[int, int]
+) -> None:
+    path = write_run(0, overrides=dict(rollout=dict(precision=before)))
+    recipe = RunLog.read(path).recipe
+    rollout = recipe.rollout.model_copy(update=dict(precision=after))
+    add_recipe(path, recipe.model_copy(update=dict(rollout=rollout)), first_step=4, first_batch=4)
+    lines = [dict(step=step, time=0.0, mismatch={"age": {"0": {"k3_kl": 5e-3}}}) for step in range(6)]
+    run_log = replace(RunLog.read(path), metrics=lines)
+    (history,) = alarm_history(run_log)
+    assert (history.name, history.first_step, history.last_step) == ("fresh kl high", *broke)
+
+
+def test_the_worst_is_the_furthest_beyond_the_bound_of_its_step(write_run: WriteRun) -> None:
+    path = write_run(0, overrides=dict(rollout=dict(precision="bf16")))
+    recipe = RunLog.read(path).recipe
+    rollout = recipe.rollout.model_copy(update=dict(precision="fp8_block"))
+    add_recipe(path, recipe.model_copy(update=dict(rollout=rollout)), first_step=1, first_batch=1)
+    lines = [dict(step=step, time=0.0, mismatch={"age": {"0": {"k3_kl": kl}}}) for step, kl in ((0, 9e-3), (1, 5.1e-2))]
+    (history,) = alarm_history(replace(RunLog.read(path), metrics=lines))
+    assert (history.worst.value, history.worst.bound, history.num_steps) == (9e-3, 1e-3, 2)
+
+
+def test_the_report_lists_them_with_what_to_do(write_run: WriteRun) -> None:
+    run_log = with_ess(RunLog.read(write_run(12)), {})
+    calm = render_page(run_log)
+    assert "No alarm:" in calm
+    page = render_page(with_ess(run_log, {3: 0.25, 4: 0.1}))
+    assert "<h2>Alarms</h2>" in page
+    assert "2 of steps 3 to 4" in page
+    assert "The effective sample size was 0.1 at worst, below 0.3." in page
+    assert "verl warns below 0.3" in page
+    assert "No alarm:" not in page
+
+
+@pytest.mark.parametrize(
+    ("learner", "rollout", "differ"),
+    [
+        ({}, dict(precision="fp8_block"), True),
+        (dict(fp8_emulation=True), dict(precision="fp8_block"), False),
+        (dict(precision="fp8_block"), dict(precision="fp8_block"), False),
+        (dict(precision="fp8_delayed"), dict(precision="fp8_block"), True),
+        (dict(precision="fp8_block"), dict(precision="bf16"), True),
+        ({}, dict(precision="bf16"), False),
+    ],
+)
+def test_when_formats_differ(learner: dict[str, Any], rollout: dict[str, Any], differ: bool) -> None:
+    recipe = Recipe.model_validate(
+        dict(run=dict(name="x", steps=1), model=dict(path="m"), task=dict(name="sort_digits"))
+        | dict(learner=learner, rollout=rollout)
+    )
+    assert formats_differ(recipe) == differ
+
+
+def test_runs_of_a_folder_by_name_and_nothing_else(write_run: WriteRun, tmp_path: Path) -> None:
+    write_run(24, name="b")
+    write_run(3, name="a")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "notes.txt").write_text("not a run")
+    found = list_runs(tmp_path)
+    assert [(Path(run["path"]).name, run["steps"]) for run in found] == [("a", 3), ("b", 24)]
+    json.dumps(found, allow_nan=False)
+    told = text_of(render_list(tmp_path, found))
+    assert "unfinished: 3 of 24 steps" in told
+    assert "12.5 % → 50.0 %" in told
+
+
+def test_an_unreadable_run_says_why_and_hides_no_other(write_run: WriteRun, tmp_path: Path) -> None:
+    broken = write_run(3, name="broken")
+    write_run(24, name="good")
+    (broken / "recipe.yaml").write_text("task: [")
+    first, second = list_runs(tmp_path)
+    assert set(first) == {"path", "error"}
+    assert second["state"] == "finished"
+    assert "broken" in text_of(render_list(tmp_path, [first, second]))
+
+
+def test_a_run_that_has_not_begun_has_a_row(write_run: WriteRun, tmp_path: Path) -> None:
+    write_run(0)
+    assert "not started" in text_of(render_list(tmp_path, list_runs(tmp_path)))
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is no folder; give the one that holds runs"):
+        list_runs(tmp_path / "missing")
+
+
+def steps(count: int = 3, **seconds: float) -> list[dict[str, Any]]:
+    return [{"step": step, "time": 100.0 + 10.0 * step, "seconds": seconds} for step in range(count)]
+
+
+def test_a_waiting_learner_blames_rollouts_with_its_share() -> None:
+    verdict = bottleneck(time_shares(steps(wait=6.1, logprobs=1.0, update=2.0, publish=0.9)))
+    assert verdict == "rollouts: the learner waits 61 % of each step; add engines or allow lag"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "beginning"),
+    [
+        (dict(wait=1.0, logprobs=3.0, update=5.0, publish=1.0), "learner: scoring and updating take 80 %"),
+        (dict(wait=1.0, update=2.0, publish=7.0), "publishing: moving weights takes 70 %"),
+        (dict(wait=1.0, update=1.0, record=8.0), "records: writing log-probabilities and statistics takes 80 %"),
+        (dict(wait=1.0, update=1.0, save=8.0), "checkpoints: saving takes 80 %"),
+    ],
+)
+def test_the_slowest_group_is_named(seconds: dict[str, float], beginning: str) -> None:
+    assert bottleneck(time_shares(steps(**seconds))).startswith(beginning)
+
+
+def test_a_runner_up_that_is_close_is_named_too() -> None:
+    assert bottleneck(time_shares(steps(wait=4.8, update=5.2))).endswith("(next: rollouts, 48 %)")
+    assert "next" not in bottleneck(time_shares(steps(wait=4.0, update=6.0)))
+
+
+@pytest.mark.parametrize(
+    ("slow", "beginning"),
+    [
+        ("generate", "rollouts: the learner waits 80 %"),
+        ("hold", "rollouts: the learner waits 80 %"),
+        ("evaluate", "evaluations: the learner waits 70 % of each step for held-out answers"),
+        ("commit", "committing: the learner waits 70 % of each step until its batch is written"),
+    ],
+)
+def test_the_phase_of_the_awaited_batch_is_blamed(slow: str, beginning: str) -> None:
+    """Each step of 10 s waits for 8: for 7 of them, its batch was in the slow phase."""
+    events = [{"kind": "committed", "batch": step, "seconds": {slow: 7.0}} for step in range(3)]
+    assert bottleneck(time_shares(steps(wait=8.0, update=2.0), events)).startswith(beginning)
+
+
+def test_a_wait_is_split_from_the_end_of_the_batch() -> None:
+    event = {"kind": "committed", "batch": 2, "seconds": {"generate": 50.0, "evaluate": 5.0, "commit": 1.0}}
+    shares = time_shares(steps(wait=4.0, update=6.0), [event])
+    assert (shares["wait for commits"], shares["wait for evaluations"]) == (pytest.approx(0.05), pytest.approx(0.15))
+    assert shares["wait for rollouts"] == pytest.approx(0.2), "of step 1, whose batch is not known"
+
+
+def test_the_first_step_and_old_steps_do_not_count() -> None:
+    def judged(*seconds: dict[str, float], **how: int) -> dict[str, float]:
+        return phase_shares([{"step": step, "seconds": each} for step, each in enumerate(seconds)], **how)
+
+    assert judged(dict(wait=1000.0), *[dict(update=1.0)] * 5)["wait"] == 0.0
+    assert judged(*[dict(wait=1.0)] * 50, *[dict(update=1.0)] * 4, window=4)["update"] == pytest.approx(1.0)
+    assert judged(dict(wait=3.0, update=1.0))["wait"] == pytest.approx(0.75), "the only one counts"
+    assert judged() == {}
+    assert bottleneck(time_shares([])) == "nothing to judge yet: no step has finished"
+
+
+@pytest.mark.parametrize("count", [25, 32, 33, 50, 64, 90])
+def test_the_bottleneck_is_of_whole_stages(count: int) -> None:
+    """Of a stage of 32 steps, the first waits for rollouts until all are there: 80 % of the time."""
+    lines = [dict(step=step, seconds=dict(wait=0.0 if step % 32 else 128.0, update=1.0)) for step in range(count)]
+    assert phase_shares(lines, stage=32)["wait"] == pytest.approx(128 / (128 + min(count, 32)))
+    assert [whole_stages(20, stage) for stage in (1, 4, 8, 32)] == [20, 20, 24, 32]
+
+
+@given(st.lists(st.fixed_dictionaries(dict.fromkeys(LEARNER_PHASES, st.floats(0.001, 1e3))), min_size=1, max_size=30))
+def test_shares_add_up_to_one(seconds: list[dict[str, float]]) -> None:
+    lines = [{"step": step, "seconds": each} for step, each in enumerate(seconds)]
+    assert sum(phase_shares(lines).values()) == pytest.approx(1.0)
+    assert sum(time_shares(lines).values()) == pytest.approx(1.0)

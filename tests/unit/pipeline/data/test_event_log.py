@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.event_log import EVENT_KINDS, EventLog, read_events, read_metrics
+from pipeline.data.event_log import EVENT_KINDS, EventLog, LogTail, read_events, read_metrics
 from pipeline.errors import NonFiniteError
 
 
@@ -77,7 +78,7 @@ def test_unknown_kinds_and_values_are_refused(tmp_path: Path) -> None:
         event_log.event("saved", what={1})
     for kind in EVENT_KINDS:
         event_log.event(kind)  # type: ignore[arg-type]
-    assert len(read_events(tmp_path)) == len(EVENT_KINDS)
+    assert (tmp_path / "events/learner-000001.jsonl").read_text(encoding="utf-8").count("\n") == len(EVENT_KINDS)
 
 
 def test_there_is_nothing_before_the_first_line(tmp_path: Path) -> None:
@@ -155,3 +156,56 @@ def test_observers_get_each_line_once_it_is_written(tmp_path: Path) -> None:
     event_log.metrics(3, loss=np.float32(0.5))
     event_log.event("saved", step=4)
     assert seen == [("metrics", read_metrics(tmp_path)[0]), ("event", read_events(tmp_path)[0])]
+
+
+def test_lines_of_an_earlier_version_are_read_without_their_checksum(tmp_path: Path) -> None:
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    (folder / "learner-000001.jsonl").write_text('{"step": 3, "time": 1.5, "ess": 0.5, "crc32": "0a1b2c3d"}\n')
+    EventLog(tmp_path, "learner-000001").metrics(4)
+    first, second = read_metrics(tmp_path)
+    assert first == {"step": 3, "time": 1.5, "ess": 0.5}
+    assert set(second) == {"step", "time"}
+
+
+def test_a_tail_gives_each_complete_line_once_and_by_time(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    folder.mkdir()
+    first, second, third, fourth = (f'{{"kind": "issued", "batch": {n}, "time": {n}}}\n' for n in range(4))
+    path = folder / "collector-000001.jsonl"
+    path.write_text(first + third[:9])
+    (folder / "learner-000001.jsonl").write_text(second)
+    tail = LogTail(tmp_path, "events")
+    assert [line["batch"] for line in tail.new_lines()] == [0, 1]
+    assert [*tail.new_lines()] == []
+    with path.open("a") as file:
+        file.write(third[9:] + '{"torn\n' + fourth)
+    assert [line["batch"] for line in tail.new_lines()] == [2, 3]
+
+
+def test_lines_that_were_not_taken_as_a_read_failed_come_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "events").mkdir()
+    for role, numbers in (("collector", (0, 2, 4)), ("learner", (1, 3))):
+        lines = (f'{{"kind": "issued", "batch": {n}, "time": {n}}}\n' for n in numbers)
+        (tmp_path / "events" / f"{role}-000001.jsonl").write_text("".join(lines))
+    tail, opened, fails = LogTail(tmp_path, "events"), Path.open, True
+
+    def open_path(path: Path, *how: str) -> object:
+        def lines() -> object:
+            yield path.read_bytes().splitlines(keepends=True)[0]
+            raise OSError(errno.EIO, "Input/output error")
+
+        if not fails or not path.name.startswith("learner"):
+            return opened(path, *how)
+        file = io.BytesIO()
+        return type("File", (io.BytesIO,), {"__iter__": lambda _: lines()})(file.getvalue())
+
+    monkeypatch.setattr(Path, "open", open_path)
+    taken: list[int] = []
+    with pytest.raises(OSError, match="Input/output"):
+        taken.extend(line["batch"] for line in tail.new_lines())
+    assert taken == [0, 1], "the collector's 2 is read, and not taken"
+    fails = False
+    assert [line["batch"] for line in tail.new_lines()] == [2, 3, 4]

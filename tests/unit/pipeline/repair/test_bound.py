@@ -88,7 +88,7 @@ def test_a_user_s_own_file_is_no_fault(run: RunDirectory, name: str) -> None:
     ],
 )
 def test_history_and_repair_name_the_same_damage(run: RunDirectory, name: str) -> None:
-    """They had a list each: repair took a run for whole whose metrics or epochs were not."""
+    """They had a list each: repair took a run for whole whose epochs were not."""
     damage(run.path / name)
     said = [
         _said(lambda: check_history(run.path)["damaged"]),

@@ -9,7 +9,7 @@ import pytest
 
 from launch.fork.fork import fork_run
 from launch.verify.history import check_history
-from pipeline.analysis.run_list import compare_runs
+from pipeline.analysis.comparison import compare_runs
 from pipeline.analysis.summary import summary
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog, read_events

@@ -1,0 +1,115 @@
+"""How several runs differ: what they reached, which recipe keys differ, and, as one HTML page, their curves over steps,
+samples and seconds. In the page nothing is fetched, and no script runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.analysis.run_log import RunLog, number, spent_by_version, steps_of
+from pipeline.analysis.summary import count, decimal, duration, percent, summarize
+from pipeline.data.files import write_atomically
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError
+from pipeline.resume.outside import reward_code
+
+CURVES = (
+    ("pass_at_1", "Held-out pass@1"),
+    ("reward_mean", "Training reward"),
+    ("entropy", "Entropy, nats a token"),
+    ("ess", "ESS / tokens"),
+    ("k3_kl", "KL from engine to learner, nats a token"),
+    ("grad_norm", "Gradient norm"),
+    ("response_tokens_mean", "Response length, tokens"),
+    ("lr", "Learning rate"),
+)
+"""Metric and title; the first is of evaluations."""
+AXES = dict(steps="steps", samples="samples", seconds="seconds since the start of the run")
+"""What the curves are drawn over, and what the axis says."""
+MISSING = "–"
+"""The value of a key that the recipe's choice of an algorithm or a task does not have."""
+_COLORS = ("blue", "orange", "green", "violet", "pink", "teal", "sand", "gray")
+
+
+def compare_runs(paths: Sequence[Path], page: Path | None = None) -> dict[str, Any]:
+    """Return the summaries of `paths` in their order, and each recipe key in which two of them differ, with one value a
+    run. With `page`, write the page too.
+
+    Raises RecipeError (fewer than two runs, or one of them twice) and StoreError (no run directory).
+    """
+    if len(paths) < 2:
+        raise RecipeError(f"{len(paths)} run was given, expected at least two; give more, or use `evenkeel runs show`")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise RecipeError("a run was given twice; give each run once")
+    logs = [RunLog.read(path) for path in paths]
+    recipes = [_flat(run_log.recipe.model_dump(mode="json")) for run_log in logs]
+    for path, recipe in zip(paths, recipes, strict=True):
+        recipe["code of the reward"] = reward_code(RunDirectory(path)) or MISSING
+    keys = list(dict.fromkeys(key for recipe in recipes for key in recipe))
+    values = {key: [recipe.get(key, MISSING) for recipe in recipes] for key in keys}
+    compared = dict(
+        runs=[dict(path=str(path)) | summarize(run_log) for path, run_log in zip(paths, logs, strict=True)],
+        recipe={key: told for key, told in values.items() if any(value != told[0] for value in told)},
+    )
+    if page is not None:
+        write_atomically(page, _rendered(compared, logs))
+        compared["page"] = str(page)
+    return compared
+
+
+def _flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return `section.key` and its value, for every key that holds no mapping, or an empty one."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{above}{key}.")
+        else:
+            flat[f"{above}{key}"] = value
+    return flat
+
+
+def _rendered(compared: Mapping[str, Any], logs: Sequence[RunLog]) -> str:
+    from pipeline.analysis.drawing import curve, page
+
+    runs = [{**run, "color": color} for run, color in zip(compared["runs"], itertools.cycle(_COLORS), strict=False)]
+    axes: dict[str, list[dict[str, str]]] = {}
+    for over, label in AXES.items():
+        axes[over] = []
+        for metric, title in CURVES:
+            lines = [
+                (*series(run_log, metric, over), str(run["path"]), str(run["color"]))
+                for run_log, run in zip(logs, runs, strict=True)
+            ]
+            floor = 0.0 if metric == "pass_at_1" else None
+            svg = curve(f"{metric} over {over}", lines, xlabel=label, floor=floor, smooth=False, legend=False)
+            if svg is not None:
+                axes[over].append(dict(title=title, svg=svg))
+    filters = dict(percent=percent, decimal=decimal, duration=duration, count=count)
+    return page("comparison.html.j2", filters, runs=runs, recipe=compared["recipe"], axes=axes)
+
+
+def positions(run_log: RunLog) -> dict[str, dict[int, float]]:
+    """Return of each axis: steps done → the place on it. Samples are those of the batches trained, up to the first
+    whose number is not known; seconds count from the first line of the logs, with the pauses between two starts."""
+    steps = steps_of(run_log)
+    begin = min((float(line["time"]) for line in (*run_log.events, *run_log.metrics)), default=0.0)
+    ended = [begin, *(begin if step.ended is None else step.ended for step in steps)]
+    return dict(
+        steps={done: float(done) for done in range(len(steps) + 1)},
+        samples=dict(enumerate(spent_by_version(steps, "samples"))),
+        seconds={done: time - begin for done, time in enumerate(itertools.accumulate(ended, max))},
+    )
+
+
+def series(run_log: RunLog, metric: str, over: str) -> tuple[list[float], list[float]]:
+    """Return places on the axis `over`, and values; steps without a value are left out."""
+    lines: list[tuple[int, Mapping[str, Any]]] = [(int(line["step"]) + 1, line) for line in run_log.metrics]
+    if metric == "pass_at_1":
+        lines = [(int(event["version"]), event) for event in run_log.evaluations]
+    places = positions(run_log)[over]
+    known = [
+        (places[done], value) for done, line in lines if (value := number(line, metric)) is not None and done in places
+    ]
+    return [x for x, _ in known], [y for _, y in known]

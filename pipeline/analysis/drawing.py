@@ -1,0 +1,275 @@
+"""How the figures of a page are drawn: numbers in, inline SVG out.
+
+Colors are drawn as placeholders and replaced by CSS variables, so that the page decides between light and dark. Text
+stays text (searchable, in the page's font). Points that cannot be seen tell their values where the pointer rests:
+titles in the SVG, without a script. A figure without data is None.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Callable, Sequence
+from html import escape, unescape
+from importlib import resources
+from typing import Any
+
+import jinja2
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
+
+# A machine without TeX-like fonts is told so for each of them, though nothing here is set in one.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+
+COLORS = {
+    name: f"#fe00{index:02x}"
+    for index, name in enumerate(
+        ("ink", "muted", "grid", "surface", "blue", "orange", "green", "violet", "pink", "teal", "gray", "sand")
+    )
+}
+"""Placeholder of each CSS variable `--NAME`."""
+
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 8.5,
+    "axes.edgecolor": COLORS["grid"],
+    "axes.facecolor": "none",
+    "axes.labelcolor": COLORS["muted"],
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.formatter.useoffset": False,
+    "figure.facecolor": "none",
+    "grid.color": COLORS["grid"],
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.labelcolor": COLORS["muted"],
+    "legend.handlelength": 1.2,
+    "lines.linewidth": 1.7,
+    "text.color": COLORS["ink"],
+    "xtick.color": COLORS["grid"],
+    "xtick.labelcolor": COLORS["muted"],
+    "ytick.color": COLORS["grid"],
+    "ytick.labelcolor": COLORS["muted"],
+    "ytick.major.size": 0.0,
+}
+
+SMALL, WIDE = (3.7, 2.1), (11.4, 3.0)
+"""Inches; in the page three small ones and their gaps are as wide as a wide one, so text has one size."""
+LOG_FROM_RATIO = 20.0
+"""A curve that may be logarithmic is, once its largest value is this many times its smallest."""
+LOG_DECADES = 5
+"""That a logarithmic axis shows at most."""
+MOST_DRAWN = 600
+"""Points of a curve: more than a screen shows."""
+SMOOTH_FROM = 40
+"""Curves of at least this many points get a running mean over 1/20 of them in front of the raw values."""
+_MOST_TOLD = 100
+"""Points of a line that tell their values: a page stays small, and a finger's width has one."""
+_MARK, _BETWEEN = "hover|", "|"
+
+Line = tuple[Sequence[float], Sequence[float], str, str]
+"""Places, values, label and color of a curve."""
+
+
+def page(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
+    """Return an HTML page of pipeline/analysis/pages, in the style of every page; all texts are escaped."""
+    folder = resources.files("pipeline.analysis").joinpath("pages")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters.update(filters)
+    text = folder.joinpath(template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(style=folder.joinpath("page.css").read_text(encoding="utf-8"), **values)
+
+
+def render(name: str, size: tuple[float, float], draw: Callable[[Axes], None], *, left_in: float = 0.62) -> str:
+    """Draw one pair of axes and return it as an <svg> element whose colors are CSS variables. `size` and `left_in`, the
+    room for the labels of the y axis, are inches."""
+    width, height = size
+    with mpl.rc_context(STYLE | {"svg.hashsalt": name}):
+        figure = Figure(figsize=size)
+        above = 0.32 if width > 6 else 0.1
+        figure.subplots_adjust(left_in / width, 0.45 / height, 1 - 0.12 / width, 1 - above / height)
+        draw(figure.add_subplot())
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(rf'<g id="{re.escape(_MARK)}([^"]*)">(.*?</g>)\s*</g>', _titled, svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
+    for color, placeholder in COLORS.items():
+        svg = svg.replace(placeholder, f"var(--{color})")
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
+
+
+def _titled(found: re.Match[str]) -> str:
+    """Return the points of `add_values` as matplotlib wrote them, with a <title> in each."""
+    told = unescape(found[1]).split(_BETWEEN)
+    points = re.findall(r"<use [^>]*/>", found[2])
+    if len(points) != len(told):  # some lie outside the picture: it cannot be told which
+        return ""
+    titles = iter(told)
+    body = re.sub(r"<use ([^>]*)/>", lambda use: f"<use {use[1]}><title>{escape(next(titles))}</title></use>", found[2])
+    return f'<g class="values">{body}</g>'
+
+
+def curve(
+    name: str,
+    lines: Sequence[Line],
+    *,
+    percent: bool = False,
+    log: bool = False,
+    floor: float | None = None,
+    smooth: bool = True,
+    marks: Sequence[int] = (),
+    xlabel: str = "step",
+    size: tuple[float, float] = SMALL,
+    legend: bool = True,
+    more: Callable[[Axes], None] | None = None,
+) -> str | None:
+    """Draw curves of [n] points each. `floor` is the lowest end of the y axis; `marks` are places of dotted lines.
+    Without `smooth`, what was set rather than measured is drawn as it was. `more` draws onto the same axes."""
+    known = [line for line in lines if len(line[0])]
+    if not known:
+        return None
+
+    def draw(axes: Axes) -> None:
+        values = np.concatenate([np.asarray(ys, float) for _, ys, _, _ in known])
+        lowest = _lowest_of_log(values) if log else None
+        for place, (xs, ys, label, color) in enumerate(known):
+            # Each is drawn over a wider one: where two are the same, both can be seen.
+            _line(axes, xs, ys, label, color, lowest=lowest, smooth=smooth, wider=1.2 * (len(known) - 1 - place))
+        if more is not None:
+            more(axes)
+        steps_axis(axes, xlabel)
+        for mark in marks:
+            axes.axvline(mark, color=COLORS["muted"], linestyle=":", linewidth=0.9)
+        if lowest is not None:
+            axes.set_yscale("log")
+        elif floor is not None:
+            axes.set_ylim(bottom=floor)
+        if percent:
+            axes.yaxis.set_major_formatter(FuncFormatter(percent_label))
+        if legend and (len(known) > 1 or len(values) == 1 or more is not None):
+            axes.legend(loc="best", fontsize=8)
+
+    return render(name, size, draw)
+
+
+def _lowest_of_log(values: NDArray[np.float64]) -> float | None:
+    """Return where a logarithmic axis begins; None where a linear one shows all. What is lower, such as the gradient of
+    a step without any advantage, is drawn there, and tells its value: it must not flatten the rest."""
+    positive = values[values > 0]
+    if not len(positive) or values.min() < 0:
+        return None
+    lowest = max(float(positive.min()), 10.0**-LOG_DECADES * float(positive.max()))
+    return lowest if positive.max() > LOG_FROM_RATIO * lowest else None
+
+
+def _line(
+    axes: Axes,
+    xs: Sequence[float],
+    ys: Sequence[float],
+    label: str,
+    color: str,
+    *,
+    lowest: float | None,
+    smooth: bool,
+    wider: float,
+) -> None:
+    """Draw a line, or of many points a faint line under its running mean; a single point is a dot, whose value the
+    legend says. What is below `lowest` is drawn there."""
+    drawn = np.asarray(ys, float) if lowest is None else np.maximum(ys, lowest)
+    add_values(axes, xs, drawn, label, color, told=ys)
+    style: dict[str, Any] = dict(color=COLORS[color], linewidth=1.7 + wider)
+    if len(xs) == 1:
+        axes.plot(xs, drawn, label=f"{label} {ys[0]:.4g}", marker="o", clip_on=False, **style)
+        return
+    shown = extremes(drawn)
+    if len(xs) >= SMOOTH_FROM and smooth:
+        axes.plot(np.take(xs, shown), drawn[shown], color=COLORS[color], alpha=0.3, linewidth=0.8)
+        drawn = running_mean(drawn, len(drawn) // 20)
+    axes.plot(np.take(xs, shown), drawn[shown], label=label, **style)
+
+
+def add_values(
+    axes: Axes,
+    xs: Sequence[float],
+    ys: Sequence[float] | NDArray[np.float64],
+    label: str | Sequence[str],
+    color: str,
+    *,
+    told: Sequence[float] | None = None,
+) -> None:
+    """Put points over a line that cannot be seen and say `label`, x and y, or what is `told` instead of y. With several
+    labels, each point says its own instead of x."""
+    values = ys if told is None else told
+    chosen = np.unique(np.linspace(0, len(xs) - 1, min(len(xs), _MOST_TOLD)).astype(int)).tolist()
+    names = [f"{label}, {xs[i]:.6g}" if isinstance(label, str) else label[i] for i in chosen]
+    titles = [f"{name.replace(_BETWEEN, ' ')}: {values[i]:.5g}" for name, i in zip(names, chosen, strict=True)]
+    axes.plot(
+        [xs[i] for i in chosen],
+        [ys[i] for i in chosen],
+        linestyle="",
+        marker="o",
+        markersize=9,
+        markeredgewidth=0,
+        color=COLORS[color],
+        alpha=0.0,
+        gid=_MARK + _BETWEEN.join(titles),
+        label="_nolegend_",
+    )
+
+
+def extremes(values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the places of the points of a long curve that are drawn: of each of MOST_DRAWN / 2 parts the lowest and
+    the highest, and the two ends."""
+    if len(values) <= MOST_DRAWN:
+        return np.arange(len(values))
+    parts = np.array_split(np.asarray(values), MOST_DRAWN // 2)
+    firsts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+    ends = [first + end(part) for first, part in zip(firsts, parts, strict=True) for end in (np.argmin, np.argmax)]
+    return np.unique([0, *ends, len(values) - 1])
+
+
+def running_mean(values: Sequence[float] | NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Return the mean of the last `window` values, of fewer at the start."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return np.asarray((total[ends] - total[starts]) / (ends - starts))
+
+
+def steps_axis(axes: Axes, label: str = "step") -> None:
+    """Put whole numbers below; where there is a single one it is in the middle. The y axis has at most six digits a
+    label; a range that six digits cannot tell apart is widened: a curve that differs by rounding is drawn flat."""
+    axes.set_xlabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    if axes.dataLim.width < 1.0:
+        only = round((axes.dataLim.x0 + axes.dataLim.x1) / 2)
+        axes.set_xlim(only - 0.5, only + 0.5)
+        axes.set_xticks([only], [str(only)])
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"e([+-])0", r"e\1", f"{value:.6g}")))
+    low, high = axes.get_ylim()
+    least = 2e-4 * max(abs(low), abs(high))
+    if high - low < least:
+        axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
+
+
+def legend_above(axes: Axes) -> None:
+    """Put the legend in one row over a wide figure."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=10, columnspacing=1.1, fontsize=8, borderaxespad=0.2)
+
+
+def percent_label(share: float, _: object = None) -> str:
+    """Return the label of a tick: 12.5 %."""
+    return f"{100 * share:.6g} %"

@@ -1,0 +1,135 @@
+"""One HTML page that tells a run: nothing to install, nothing to fetch, light or dark as the reader's system is.
+
+`write_report` works at any moment: on a run that goes on, that died, or that has not begun.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from pipeline.analysis.drawing import page
+from pipeline.analysis.figures import PHASE_COLORS, sections
+from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.samples_page import write_samples
+from pipeline.analysis.summary import (
+    AlarmHistory,
+    alarm_history,
+    count,
+    decimal,
+    duration,
+    newest_shares,
+    percent,
+    summarize,
+)
+from pipeline.data.files import write_atomically
+
+NOTEWORTHY = ("restarted", "dropped", "retried")
+"""Event kinds that a reader wants to see one by one."""
+MAX_LISTED_EVENTS = 200
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html`, and `samples.html` beside it, into the run directory; return the first one's path. Raises
+    StoreError (no run directory)."""
+    run_log = RunLog.read(run_dir)
+    samples = write_samples(run_log)
+    path = run_dir / "report.html"
+    write_atomically(path, render_page(run_log, samples=samples is not None))
+    return path
+
+
+def write_last_report(run_dir: Path) -> Path | None:
+    """Write the report of a run that has ended. What goes wrong is printed: it explains the run, and must not fail
+    it."""
+    try:
+        return write_report(run_dir)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the run has ended well
+        print(f"warning: no report was written ({type(error).__name__}: {error})", file=sys.stderr)
+        return None
+
+
+def render_page(run_log: RunLog, *, samples: bool = False) -> str:
+    """Return the page as text; `samples`: there is a page of samples that it leads to."""
+    histories, listed, shares = alarm_history(run_log), event_rows(run_log), newest_shares(run_log)
+    return page(
+        "report.html.j2",
+        dict(percent=percent, decimal=decimal, duration=duration, count=count, code=_code),
+        samples=samples,
+        summary=summarize(run_log, histories),
+        sections=sections(run_log),
+        shares=[dict(phase=phase, share=share, color=PHASE_COLORS[phase]) for phase, share in shares.items() if share],
+        alarms=list(map(_alarm_row, histories)),
+        events=listed[-MAX_LISTED_EVENTS:],
+        num_events=len(listed),
+        environment=environment_rows(run_log),
+        recipe=run_log.recipe.to_yaml(),
+        written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    )
+
+
+def _alarm_row(history: AlarmHistory) -> dict[str, str]:
+    """Say what was out of bounds, over which steps, and what to do about it."""
+    rule, worst = history.worst.rule, history.worst
+    text = f"{rule.what} was {worst.value_text} at worst, {rule.wrong} {worst.bound:g}"
+    return dict(
+        when=history.steps,
+        name=history.name,
+        text=f"{text[0].upper()}{text[1:]}.",
+        to_do=f"{rule.to_do[0].upper()}{rule.to_do[1:]}.",
+        source=rule.source,
+    )
+
+
+def event_rows(run_log: RunLog) -> list[dict[str, str]]:
+    """Say when (since the first event) an event was, its kind, and the rest of it in words; neighbors of one kind and
+    reason become one row with their number."""
+    rows = []
+    for _, run in groupby(run_log.of_kind(*NOTEWORTHY), key=lambda event: (event["kind"], event.get("reason"))):
+        same = list(run)
+        first = same[0]
+        rest = [f"{key} {value}" for key, value in first.items() if key not in ("kind", "time", "reason")]
+        rest = rest if len(same) == 1 else [f"{len(same)} times"]
+        reason = [str(first["reason"])] if first.get("reason") else []
+        when = duration(first["time"] - run_log.events[0]["time"])
+        rows.append(dict(when=when, kind=str(first["kind"]), text=": ".join([", ".join(rest), *reason])))
+    return rows
+
+
+def environment_rows(run_log: RunLog) -> list[tuple[str, str]]:
+    """Say what a run was made with: hosts, devices, packages and commits, as its roles noted them at each start; what
+    several starts agree on is said once. Empty for runs that noted nothing."""
+
+    def all_of(texts: Iterable[str]) -> str:
+        return ", then ".join(dict.fromkeys(texts))
+
+    def machine(event: Mapping[str, Any]) -> str:
+        gpus = ", ".join(f"{number} × {name}" for name, number in Counter(event.get("gpus") or ()).items())
+        return f"{event['host']} ({gpus or 'no GPU'}, {event['cores']} CPU cores)"
+
+    noted = run_log.of_kind("environment")
+    rows = [("Commit", all_of(str(event["commit"]) for event in noted if event.get("commit")))]
+    for role in sorted({event["role"] for event in noted}):
+        name, dash, index = role.partition("-")
+        host = f"Host of {f'{name} {index}' if dash else f'the {name}'}"
+        rows.append((host, all_of(machine(event) for event in noted if event["role"] == role)))
+    rows.append(("Python", all_of(event["python"] for event in noted)))
+    packages: dict[str, list[str]] = {}
+    for event in noted:
+        for name, version in event["packages"].items():
+            packages.setdefault(name, []).append(str(version))
+    rows += [(name, all_of(versions)) for name, versions in packages.items()]
+    return [(name, text) for name, text in rows if text]
+
+
+def _code(text: str) -> Markup:
+    """Return a sentence as HTML, with what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))

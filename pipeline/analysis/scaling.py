@@ -1,0 +1,334 @@
+"""Scaling curves of run directories, and of JSONL files of any origin: a fit with forecasts, or a comparison, as plain
+values ready for JSON, and a picture of points, fit, 95 % band and C_mid."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from pipeline.analysis.run_log import COMPUTE_AXES, RunLog, number, spent_by_version, steps_of
+from pipeline.analysis.scaling_fit import (
+    MARGIN,
+    Fit,
+    Floats,
+    Grid,
+    Points,
+    Region,
+    common_asymptote,
+    fit_curve,
+    judge,
+    progress,
+)
+from pipeline.errors import RecipeError, StoreError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Score over compute as read, sorted by compute."""
+
+    name: str
+    x: str
+    y: str
+    compute: Floats
+    """[n] ≥ 0."""
+    score: Floats
+    """[n]"""
+
+
+def read_curve(source: Path, x: str | None, y: str | None) -> Curve:
+    """A run directory or a JSONL file.
+
+    A run: `x` is one of COMPUTE_AXES (default samples) and `y` a field of its `evaluated` events (default pass_at_1).
+    JSONL: `x` and `y` name fields; lines that lack either are passed over, as a log mixes kinds of line. Raises
+    StoreError when the source cannot be read or holds no point, RecipeError when a field must be chosen first.
+    """
+    if source.is_dir():
+        curve = _run_curve(source, x or "samples", y or "pass_at_1")
+    elif source.is_file():
+        curve = _file_curve(source, x, y)
+    else:
+        raise StoreError(f"{source} does not exist; give the folder of a run or a JSONL file")
+    if curve.compute.min() < 0.0:
+        raise StoreError(f"{source}: {curve.x} goes down to {curve.compute.min():g}, expected compute from 0 upwards")
+    return curve
+
+
+def points_of(curves: Sequence[Curve], *, r0: float | None = None, skip: float = 0.0) -> Points:
+    """The points to fit: all those above `skip` (and above zero) of all curves, which are repeats of one setting.
+
+    `r0` is taken as exact. Otherwise the point of least compute of each curve measures R_0 (of a run: version 0), is
+    no point of the fit, and counts as one measurement with noise; `skip` does not touch it.
+    """
+    compute = np.concatenate([curve.compute for curve in curves])
+    score = np.concatenate([curve.score for curve in curves])
+    keep = (compute > 0.0) & (compute >= skip)
+    if r0 is None:
+        first = np.concatenate([curve.compute == curve.compute.min() for curve in curves])
+        keep &= ~first
+        measured = score[first]
+        return Points.of(compute[keep], score[keep], float(measured.mean()), start_weight=len(measured))
+    return Points.of(compute[keep], score[keep], r0, start_weight=math.inf)
+
+
+def _run_curve(run: Path, x: str, y: str) -> Curve:
+    if x not in COMPUTE_AXES:
+        raise RecipeError(f"--x {x} is not known for a run, expected one of {', '.join(COMPUTE_AXES)}")
+    run_log = RunLog.read(run)
+    scores = {int(event["version"]): number(event, y) for event in run_log.evaluations}
+    known = {version: score for version, score in scores.items() if score is not None}
+    if not known:
+        raise StoreError(f"{run} has no evaluation with a number {y!r} yet; train on, or choose another --y")
+    spent = spent_by_version(steps_of(run_log), x)
+    missing = [version for version in known if version >= len(spent)]
+    if missing:
+        raise StoreError(
+            f"{run}: version {missing[0]} was evaluated, but the {x} of step {len(spent) - 1} are in no log; put back "
+            "copies of the run's metrics, events and batches, or choose another --x"
+        )
+    versions = sorted(known)
+    return Curve(
+        name=run.name,
+        x=x,
+        y=y,
+        compute=np.array([spent[version] for version in versions]),
+        score=np.array([known[version] for version in versions]),
+    )
+
+
+def _file_curve(path: Path, x: str | None, y: str | None) -> Curve:
+    lines = _read_lines(path)
+    fields = sorted({key for line in lines for key in line if number(line, key) is not None})
+    listed = ", ".join(fields) or "none"
+    if x is None or y is None:
+        raise RecipeError(f"{path} is no run: name its fields with --x and --y; it has numbers in {listed}")
+    for name in (x, y):
+        if name not in fields:
+            raise StoreError(f"{path} has no number in a field {name!r}, only in {listed}")
+    read = [(number(line, x), number(line, y)) for line in lines]
+    known = np.array(sorted((c, r) for c, r in read if c is not None and r is not None), np.float64)
+    if not len(known):
+        raise StoreError(f"{path} has no line with both {x!r} and {y!r}; write them on the same line")
+    return Curve(name=path.stem, x=x, y=y, compute=known[:, 0], score=known[:, 1])
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"cannot read {path} ({error}); give a JSONL file, one JSON object a line") from error
+    for count, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise StoreError(f"{path}, line {count} is not JSON ({error}); correct or remove it") from error
+        if not isinstance(value, dict):
+            raise StoreError(f"{path}, line {count} is {type(value).__name__}, expected a JSON object")
+        lines.append(value)
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What the user says about R_0, the points and the grid; None: from the data."""
+
+    r0: float | None = None
+    skip: float = 0.0
+    a_min: float | None = None
+    a_max: float = 1.0
+    c_mid_min: float | None = None
+    c_mid_max: float | None = None
+
+    def points(self, curves: Sequence[Curve]) -> Points:
+        """Of repeats of one setting. Raises StoreError for too few, or a score that no A of the grid can reach."""
+        points = points_of(curves, r0=self.r0, skip=self.skip)
+        if points.score.max() > self.a_max:
+            raise StoreError(
+                f"{curves[0].name}: the score reaches {points.score.max():g}, above --a-max {self.a_max:g}; give an "
+                "--a-max that the score cannot pass"
+            )
+        return points
+
+    def grid(self, points: Points) -> Grid:
+        return Grid.derived(
+            points, a_min=self.a_min, a_max=self.a_max, c_mid_min=self.c_mid_min, c_mid_max=self.c_mid_max
+        )
+
+
+def fit_report(
+    sources: Sequence[Path],
+    x: str | None,
+    y: str | None,
+    bounds: Bounds,
+    *,
+    at: Sequence[float] = (),
+    plot_path: Path | None = None,
+) -> dict[str, Any]:
+    """A joint fit of repeats, and with `at` forecasts. Keys A, B, C_mid, R_0, their intervals, identifiable, …"""
+    if any(compute <= 0.0 for compute in at):
+        raise RecipeError(f"--at {min(at):g} is no compute to forecast for, expected more than 0")
+    curves = _read(sources, x, y)
+    fitted, report = _fit(curves, bounds)
+    if len(curves) > 1:
+        report["A_by_run"] = [_fit([curve], bounds)[1]["A"] for curve in curves]
+    if at:
+        report["forecasts"] = [
+            dict(
+                C=compute,
+                R=float(fitted.fit.score_at(compute)),
+                R_interval=fitted.region.score_at(compute),
+                extrapolated=compute > fitted.points.end,
+            )
+            for compute in at
+        ]
+    if plot_path is not None:
+        plot([fitted], plot_path, x=curves[0].x, y=curves[0].y, marks=at)
+    return report
+
+
+def compare_report(
+    sources: Sequence[Path],
+    x: str | None,
+    y: str | None,
+    bounds: Bounds,
+    *,
+    common_a: float | None = None,
+    plot_path: Path | None = None,
+) -> dict[str, Any]:
+    """A fit of each source, and another of each at a common A, in whose light B and C_mid can be compared."""
+    if len(sources) < 2:
+        raise RecipeError("compare needs at least two sources; for one use `evenkeel scaling fit`")
+    curves = _read(sources, x, y)
+    all_fitted, reports = zip(*(_fit([curve], bounds) for curve in curves), strict=True)
+    all_points = [fitted.points for fitted in all_fitted]
+    if common_a is None:  # from a grid that is above every curve's R_0
+        least = max(float(bounds.grid(points).asymptotes[0]) for points in all_points)
+        common_a = common_asymptote([(points, replace(bounds, a_min=least).grid(points)) for points in all_points])
+    for curve, report in zip(curves, reports, strict=True):
+        refit = _fit([curve], bounds, fixed=common_a)[1]
+        kept = ("A", "B", "C_mid", "R_0", "B_interval", "C_mid_interval", "residual_std")
+        report["at_common_A"] = {key: refit[key] for key in kept}
+    if plot_path is not None:
+        plot(all_fitted, plot_path, x=curves[0].x, y=curves[0].y)
+    return dict(common_A=common_a, runs_fitted=list(reports), warnings=_remarks(reports))
+
+
+def _read(sources: Sequence[Path], x: str | None, y: str | None) -> list[Curve]:
+    curves = [read_curve(source, x, y) for source in sources]
+    names = {(curve.x, curve.y) for curve in curves}
+    if len(names) > 1:
+        raise StoreError(f"sources measure different things ({sorted(names)}); choose one --x and --y for all")
+    return curves
+
+
+def _fit(curves: Sequence[Curve], bounds: Bounds, fixed: float | None = None) -> tuple[Fitted, dict[str, Any]]:
+    points = bounds.points(curves)
+    if fixed is not None and fixed <= points.start:
+        raise RecipeError(f"a common A of {fixed:g} is not above an R_0 of {points.start:g}; give --common-a above")
+    grid = (bounds if fixed is None else replace(bounds, a_min=fixed, a_max=fixed)).grid(points)
+    fit = fit_curve(points, grid)
+    region = Region.around(fit, points, grid)
+    identifiable, warnings = judge(fit, region, points, grid)
+    fitted = Fitted(name=curves[0].name, points=points, fit=fit, region=region)
+    report = dict(
+        A=fit.asymptote,
+        B=fit.exponent,
+        C_mid=fit.midpoint,
+        A_interval=region.asymptote,
+        B_interval=region.exponent,
+        C_mid_interval=region.midpoint,
+        identifiable=identifiable,
+        R_0=fit.start,
+        R_0_measured=points.start,
+        residual_std=fit.residual_std,
+        num_points=len(points.compute),
+        C_range=(float(points.compute[0]), points.end),
+        x=curves[0].x,
+        y=curves[0].y,
+        runs=[curve.name for curve in curves],
+        warnings=[*warnings, *_late_start(fitted, curves, bounds)],
+    )
+    return fitted, report
+
+
+def _late_start(fitted: Fitted, curves: Sequence[Curve], bounds: Bounds) -> list[str]:
+    """R_0 taken from a point at which the curve has already risen makes A too high."""
+    if bounds.r0 is not None:
+        return []
+    fit, first = fitted.fit, max(float(curve.compute.min()) for curve in curves)
+    risen = float(progress(max(first, 1e-300), fit.exponent, fit.midpoint)[0]) * (fit.asymptote - fit.start)
+    if first == 0.0 or risen < 0.5 * fit.residual_std:
+        return []
+    return [f"R_0 was taken at C = {first:g}, where the curve has risen by {risen:.3f} already; give --r0"]
+
+
+def _remarks(reports: Sequence[dict[str, Any]]) -> list[str]:
+    """What to keep in mind when reading a comparison."""
+    asymptotes = [report["A"] for report in reports]
+    unknown = [", ".join(report["runs"]) for report in reports if not report["identifiable"]]
+    if unknown:
+        return [f"the common A rests partly on curves that cannot tell their own: {'; '.join(unknown)}"]
+    if max(asymptotes) - min(asymptotes) <= MARGIN:
+        return [f"the asymptotes differ by no more than repeats of one run do ({MARGIN}): compare B and C_mid"]
+    return []
+
+
+_NUM_PLACES = 120
+_BEYOND = 4.0
+"""The curve is drawn up to this many times the largest compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """One curve and all that is known of it."""
+
+    name: str
+    points: Points
+    fit: Fit
+    region: Region
+
+
+def plot(fitted: Sequence[Fitted], path: Path, *, x: str, y: str, marks: Sequence[float] = ()) -> None:
+    """Write `path`; `marks` are forecasts of the first curve. Raises RecipeError unless it ends in .png or .svg."""
+    if path.suffix not in (".png", ".svg"):
+        raise RecipeError(f"--plot {path} ends in {path.suffix or 'nothing'!r}, expected .png or .svg")
+    if not path.parent.is_dir():
+        raise RecipeError(f"--plot {path}: folder {path.parent} does not exist; make it first")
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for index, one in enumerate(fitted):
+        _draw(axes, one, f"C{index}", max([_BEYOND * one.points.end, *marks]))
+    for mark in marks:
+        low, high = fitted[0].region.score_at(mark)
+        middle = float(fitted[0].fit.score_at(mark))
+        axes.errorbar([mark], [middle], [[middle - low], [high - middle]], fmt="D", color="black", capsize=4, ms=4)
+    axes.set_xscale("log")
+    axes.set_xlabel(f"compute: {x}")
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+def _draw(axes: Axes, one: Fitted, color: str, end: float) -> None:
+    points, fit = one.points, one.fit
+    places = np.geomspace(points.compute[0], end, _NUM_PLACES)
+    low, high = zip(*(one.region.score_at(place) for place in places), strict=True)
+    axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
+    label = f"{one.name}: A {fit.asymptote:.3f}, B {fit.exponent:.2f}, C_mid {fit.midpoint:.4g}"
+    until = np.append(places[places < points.end], points.end)
+    beyond = np.append(points.end, places[places > points.end])
+    axes.plot(until, fit.score_at(until), color=color, label=label)
+    axes.plot(beyond, fit.score_at(beyond), color=color, linestyle="--")
+    axes.plot(points.compute, points.score, ".", color=color, markersize=4)
+    axes.axvline(fit.midpoint, color=color, linestyle=":", linewidth=1)

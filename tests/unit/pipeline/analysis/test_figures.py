@@ -1,0 +1,369 @@
+"""The figures of a report: what objective, correction and advantage measured, rewards, mismatch, controller, speeds."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from launch.build.components import build_objective
+from launch.run.live_view import event_line
+from pipeline.advantages.methods import Advantage, Groups, Power, Rewards
+from pipeline.analysis.figures import LAST_STEPS, Section, floors, mean_by_bucket, sections, speeds
+from pipeline.analysis.report import render_page, write_report
+from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.summary import summarize
+from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.control.files import ControlFiles, ControlRecord
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.data.run_recipes import RecipeInForce
+from pipeline.data.store import BatchStore
+from precision.controller.records import Decision, Evidence, State
+from precision.settings import Measure
+from tests.support.batches import batch_of_rewards
+from tests.support.objective_runs import run
+from tests.support.own_class import EXAMPLE, SECTION
+from tests.support.scored_steps import scored_step
+from tests.support.written_runs import START, write_run
+
+WriteRun = Callable[..., Path]
+
+
+def section(run_log: RunLog, title: str) -> Section | None:
+    return next((part for part in sections(run_log) if part.title == title), None)
+
+
+def drawn(run_log: RunLog) -> dict[str, str]:
+    """Title → svg of every figure."""
+    return {figure.title: figure.svg for part in sections(run_log) for figure in part.figures}
+
+
+OLD_ANCHOR = dict(name="clipped", anchor="old")
+COMBINATIONS: list[dict[str, dict[str, Any]]] = [
+    dict(objective=dict(name="p3o"), advantage=dict(name="grpo")),
+    dict(objective=dict(name="p3o", ess_unit="sequence"), advantage=dict(name="rloo", batch_normalized=True)),
+    dict(objective=dict(name="p4o"), advantage=dict(name="asym_grpo")),
+    dict(objective=OLD_ANCHOR | dict(dual_clip=2.0), correction=dict(name="tis"), advantage=dict(name="fade")),
+    dict(objective=OLD_ANCHOR, correction=dict(name="mis"), advantage=dict(name="maxrl", aggregation="sequence")),
+    dict(objective=OLD_ANCHOR, correction=dict(name="icepop"), advantage=dict(name="power", delta=0.5)),
+    dict(objective=dict(name="gspo", anchor="old"), correction=dict(name="rejection")),
+    dict(objective=dict(name="cispo"), correction=dict(name="opsm"), advantage=dict(name="dr_grpo")),
+    dict(objective=dict(name="mu_grpo"), advantage=dict(name="f_grpo", zero_variance="skip")),
+    dict(objective=dict(name="decoupled"), advantage=dict(name="pass_at_k", k=7)),
+    dict(objective=dict(name="m2po"), advantage=dict(name="rloo", aggregation="constant")),
+    dict(objective=dict(name="dppo_tv")),
+    dict(objective=dict(name="topr"), advantage=dict(name="dr_grpo", aggregation="prompt")),
+]
+COMBINATIONS += [
+    dict(objective=dict(name=name))
+    for name in OBJECTIVES
+    if all(sections["objective"]["name"] != name for sections in COMBINATIONS)
+]
+"""Every objective is among them."""
+
+NOT_DRAWN = {"clip_hits", "k3", "kl"}
+"""The sum of two that are drawn, and what the page shows as k3 KL."""
+
+
+def names(values: dict[str, dict[str, Any]]) -> str:
+    return "-".join(section["name"] for section in values.values())
+
+
+def measured_by(recipe: Recipe) -> dict[str, float]:
+    """What a real step writes: two responses with ratios far from 1."""
+    step = scored_step([[0.3, -0.8, 1.1], [0.9, -1.4]], [1.0, -1.0], old=[[0.2, -0.5, 0.9], [0.8, -1.2]])
+    outcome = run(build_objective(recipe), step)
+    estimator = recipe.advantage.estimator()
+    estimator.observe(solve_rate=0.4, entropy=1.5)
+    sums = {name: value / 5 for name, value in outcome.sums.items()}
+    return sums | dict(outcome.prepared.measured) | estimator.measured()
+
+
+@pytest.mark.parametrize("sections", COMBINATIONS, ids=names)
+def test_every_choice_renders_and_leaves_no_measure_out(write_run: WriteRun, sections: dict[str, Any]) -> None:
+    path = write_run(0, overrides=sections)
+    measured = measured_by(RunDirectory(path).recipe())
+    for step in range(2):
+        EventLog(path, "learner-000001").metrics(step, solve_rate=0.4, entropy=1.5, **measured)
+    run_log = RunLog.read(path)
+    page = render_page(run_log)
+    assert 'aria-label="weight by solve rate"' in page
+    shown = measures_of(run_log.recipe)
+    drawn = {metric for measure in shown if f'aria-label="{escape(measure.title)}"' in page for metric in keys(measure)}
+    assert set(measured) - NOT_DRAWN <= drawn
+    assert summarize(run_log)["objective"].startswith(sections["objective"]["name"])
+    assert sections.get("correction", dict(name="none"))["name"] in page
+
+
+def measures_of(recipe: Recipe) -> list[Measure]:
+    return [*recipe.objective.measures, *recipe.correction.measures, *recipe.advantage.measures]
+
+
+def keys(measure: Measure) -> list[str]:
+    return [metric for metric, _, _ in measure.lines]
+
+
+def test_every_drawn_metric_is_one_that_something_measures(write_run: WriteRun) -> None:
+    """Otherwise a renamed measure would leave the page silently."""
+    measured = {"solve_rate", "entropy"}
+    for number, chosen in enumerate(COMBINATIONS):
+        measured |= set(measured_by(RunDirectory(write_run(0, name=f"r{number}", overrides=chosen)).recipe()))
+    everything = (*OBJECTIVES.values(), *CORRECTIONS.values(), *ADVANTAGES.values())
+    assert {metric for choice in everything for measure in choice.measures for metric in keys(measure)} <= measured
+
+
+def test_a_user_s_own_class_has_its_name_and_its_figure(
+    write_run: WriteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_objectives.py").write_text(EXAMPLE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_objectives", raising=False)
+    path = write_run(3, overrides=SECTION)
+    EventLog(path, "learner-000001").metrics(3, weight=1.25)
+    history = RunLog.read(path)
+    assert summarize(history)["objective"] == "soft_cap (cap 3.0)"
+    page = render_page(history)
+    assert 'aria-label="Mean weight"' in page
+    assert "soft_cap (cap 3.0)" in page
+
+
+class Halves(Advantage):
+    """An advantage that states no closed form of its weights."""
+
+    name: Literal["halves"] = "halves"
+
+    def advantages(self, reward: Rewards, group: Groups) -> Rewards:
+        return (reward - 0.5 + 0.0 * group).astype(np.float32)
+
+
+def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> None:
+    path = write_run(3, overrides=dict(advantage=dict(name="fade")))
+    EventLog(path, "learner-000001").metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
+    EventLog(path, "learner-000001").metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
+    run_log = RunLog.read(path)
+    assert run_log.recipe.advantage.at_last(run_log.last) == Power(alpha=2.5, delta=0.75)
+    svg = drawn(run_log)["Weight by solve rate"]
+    assert ">successes</text>" in svg
+    assert ">failures</text>" in svg
+
+
+def test_a_symmetric_advantage_has_one_line(write_run: WriteRun) -> None:
+    run_log = RunLog.read(write_run(3, overrides=dict(advantage=dict(name="maxrl"), rollout=dict(group_size=4))))
+    found = section(run_log, "Advantage")
+    assert found is not None
+    assert "groups of 4." in found.text
+    [figure] = found.figures
+    assert ">both</text>" in figure.svg
+    assert ">failures</text>" not in figure.svg
+
+
+@pytest.mark.parametrize(("coefficient", "weighed"), [(0.0, False), (1.0, True)])
+def test_where_a_teacher_judges_alone_no_prompt_is_weighed_by_its_solve_rate(
+    write_run: WriteRun, coefficient: float, weighed: bool
+) -> None:
+    overrides = dict(distillation=dict(path="t", reward_coefficient=coefficient), objective=dict(name="cispo"))
+    run_log = RunLog.read(write_run(3, overrides=overrides))
+    assert (section(run_log, "Advantage") is not None) == weighed
+
+
+def test_an_advantage_without_a_closed_form_is_drawn_for_the_run_s_groups(write_run: WriteRun) -> None:
+    run_log = RunLog.read(write_run(3, overrides=dict(advantage={"class": f"{__name__}:Halves"})))
+    svg = drawn(run_log)["Weight by solve rate"]
+    assert ">successes</text>" in svg
+    assert ">failures</text>" in svg
+
+
+def test_sources_and_parts_of_the_reward_are_lines_whose_names_are_no_part_of_the_page(write_run: WriteRun) -> None:
+    """The run may be somebody else's."""
+    name = "\"'><img src=x onerror=a()>|&lt;"
+    path = write_run(0)
+    log = EventLog(path, "learner-000009")
+    for step in range(3):
+        told = {name: dict(share=0.75, reward_mean=0.1 * step), "chat": dict(share=0.25)}
+        if step:
+            told["chat"] |= dict(reward_mean=2.0)
+        log.metrics(step, sources=told, reward_parts={name: 1.0, "brief": 0.25})
+    found = drawn(RunLog.read(path))
+    assert ">chat<" in found["Reward, by source"]
+    assert ">brief<" in found["Parts of the reward"]
+    page = write_report(path).read_text()
+    assert "<img" not in page
+    assert "&lt;img src=x onerror=a()&gt;" in page
+
+
+def with_batches(path: Path, *rewards: list[list[float]]) -> list[str]:
+    """The titles in the histogram of a run that has these batches."""
+    store = BatchStore(path / "batches")
+    for index, each in enumerate(rewards):
+        store.commit(batch_of_rewards(each, index=index))
+    return re.findall(r"<title>([^<]*)</title>", drawn(RunLog.read(path))["Rewards of the samples"])
+
+
+def test_rewards_of_the_first_middle_and_newest_trained_batch_are_counted(write_run: WriteRun) -> None:
+    batches = [[[0.0, 1.0], [0.0, 0.0]], [[1.0, 1.0]], [[0.5, 1.0]], [[0.0, 0.0]]]
+    titles = with_batches(write_run(3), *batches)  # batch 3 is not trained yet
+    assert {"batch 0, reward 0: 0.75", "batch 0, reward 1: 0.25", "batch 2, reward 0.5: 0.5"} <= set(titles)
+    assert not any("batch 3" in title for title in titles)
+
+
+def test_many_rewards_are_binned_and_a_damaged_batch_is_passed_over(write_run: WriteRun) -> None:
+    path = write_run(2)
+    many = [[number / 40 for number in range(40)]]
+    with_batches(path, many, many)
+    damaged = path / "batches" / "000000.zarr.zip"
+    damaged.write_bytes(damaged.read_bytes()[:-7])
+    titles = with_batches(path)
+    assert 20 <= len(titles) <= 25
+    assert all(title.startswith("batch 1, ") for title in titles)
+
+
+def test_held_out_prompts_have_their_interval_and_reward(write_run: WriteRun) -> None:
+    path = write_run(0)
+    log = EventLog(path, "collector-000001")
+    for version, value in ((0, 0.25), (8, 0.5)):
+        log.event("evaluated", version=version, pass_at_1=value, pass_at_k={"4": 2 * value}, reward_mean=value)
+    found = drawn(RunLog.read(path))
+    assert "<title>pass@1, 8: 0.5</title>" in found["Held-out pass@1"]
+    assert "<title>pass@4, 0: 0.5</title>" in found["Held-out pass@1"]
+    assert "<title>mean reward, 8: 0.5</title>" in found["Held-out reward"]
+
+
+def test_buckets_are_means_over_the_tokens_of_the_last_steps(write_run: WriteRun) -> None:
+    def line(step: int, tokens: int, fresh: float, gap: float) -> dict[str, object]:
+        cell = dict(share=fresh, ess=1 - gap)
+        ages = {"0": cell} | ({"1": cell | dict(share=1 - fresh)} if fresh < 1 else {})
+        return dict(step=step, num_tokens=tokens, mismatch={"age": ages})
+
+    lines = [line(0, 10**9, 1.0, 0.9), *(line(step, 100, 1.0, 0.1) for step in range(1, LAST_STEPS))]
+    run_log = replace(RunLog.read(write_run(1)), metrics=[*lines, line(LAST_STEPS, 300, 0.5, 0.3)])
+    fresh, old = mean_by_bucket(run_log)
+    tokens = 100 * (LAST_STEPS - 1)
+    gap = (0.1 * tokens + 0.3 * 150) / (tokens + 150)
+    assert fresh == ("age", "0", pytest.approx((tokens + 150) / (tokens + 300)), pytest.approx(1 - gap))
+    assert (old[1], old[3]) == ("1", pytest.approx(0.7))
+
+
+RECIPE = dict(run=dict(name="x", steps=9), model=dict(path="m"), task=dict(name="sort_digits"))
+CLIMB = Decision(action="climb", cause="quantization", rung="1 groups promoted", groups=("a",), because="ESS 0.9.")
+
+
+def in_force(parts: dict[str, Any], first_step: int = 0) -> RecipeInForce:
+    recipe = recipe_from(RECIPE | parts, source="t")
+    return RecipeInForce(first_step=first_step, first_batch=first_step, recipe=recipe, path=Path("r"))
+
+
+@pytest.fixture
+def controlled(tmp_path: Path) -> RunLog:
+    files = ControlFiles(tmp_path / "control", unfenced)
+    for step in range(6):
+        decision = CLIMB if step == 3 else None
+        files.create(ControlRecord(step=step, evidence=Evidence(step=step, loss=0.1), state=State(), decision=decision))
+    metrics = [dict(step=step, time=0.0, ess=0.9 + step / 100) for step in range(6)]
+    recipes = [in_force(dict(controller=dict(ess_floor=0.97)))]
+    return RunLog(run_dir=tmp_path, recipes=recipes, metrics=metrics, events=[])
+
+
+def test_each_decision_of_the_controller_is_marked_and_explained(controlled: RunLog) -> None:
+    found = section(controlled, "Controller")
+    assert found is not None
+    assert found.text == "(1) After step 3: 1 groups promoted. ESS 0.9."
+    [figure] = found.figures
+    assert ">1<" in figure.svg
+    assert "floor" in figure.svg
+    event = dict(kind="controlled", step=3, **CLIMB.model_dump(exclude_none=True))
+    assert event_line(event) == "controller after step 3: 1 groups promoted. ESS 0.9."
+    assert section(replace(controlled, recipes=[in_force({})]), "Controller") is None
+
+
+def test_each_step_has_the_floor_of_its_own_recipe(controlled: RunLog) -> None:
+    steps = [*range(6)]
+    assert floors(controlled, steps) == [(0.97, 0, 5)]
+    another = [in_force(dict(controller=dict(ess_floor=floor)), first) for floor, first in ((0.97, 0), (0.5, 4))]
+    assert floors(replace(controlled, recipes=another), steps) == [(0.97, 0, 3), (0.5, 4, 5)]
+    added = replace(controlled, recipes=[in_force({}), in_force(dict(controller=dict(ess_floor=0.5)), 4)])
+    assert floors(added, steps) == [(0.5, 4, 5)]
+    left_out = replace(controlled, recipes=[controlled.recipes[0], in_force({}, 4)])
+    assert floors(left_out, steps) == [(0.97, 0, 3)]
+    assert all(section(one, "Controller") is not None for one in (added, left_out))
+
+
+H100 = dict(gpus=["NVIDIA H100 80GB HBM3"] * 2, peak_tflops=989.0)
+
+
+def noted(path: Path, at: float = START, **others: Any) -> RunLog:
+    told = dict(host="node-a", cores=16, gpus=[], python="3.11.9", packages={}, ranks=2, active_parameters=10**9)
+    EventLog(path, "learner-000009").event("environment", role="learner", time=at, **{**told, **others})
+    return RunLog.read(path)
+
+
+def test_speeds_by_hand(write_run: WriteRun) -> None:
+    speed = speeds(RunLog.read(write_run(3)))[2]
+    assert speed["generated"] == pytest.approx(256 * 7.75 / 1.0)  # samples · mean length ÷ seconds of generating
+    assert speed["updated"] == pytest.approx(2000 / 0.6)
+    assert speed["trained"] == pytest.approx(2000 / 2.0)
+    assert speed["mfu"] is None
+
+
+def test_batches_that_are_generated_together_share_the_time(write_run: WriteRun) -> None:
+    """Three batches from second 100 on; the engines make 1,000 tokens a second all the while. The second batch is done
+    before the first, as its answers are short; a fourth is begun after a pause."""
+    run = write_run(0)
+    log = EventLog(run, "collector-000002")
+    for batch, started, done, samples in (
+        (0, 100, 105, 200),
+        (1, 100, 103, 300),
+        (2, 100, 110, 500),
+        (3, 120, 122, 200),
+    ):
+        seconds = dict(generate=float(done - started), hold=1.0)
+        log.event("committed", batch=batch, samples=samples, started=float(started), seconds=seconds)
+        log.metrics(batch, num_tokens=10, response_tokens_mean=10.0, seconds=dict(update=1.0))
+    assert [line["generated"] for line in speeds(RunLog.read(run))] == pytest.approx([1000.0] * 4)
+
+
+def test_mfu_by_hand(tmp_path: Path) -> None:
+    run_log = noted(write_run(tmp_path, 2), **H100)
+    assert speeds(run_log)[1]["mfu"] == pytest.approx(6 * 1e9 * 4096 / (0.4 * 2 * 989e12))
+    assert "Model FLOPs utilization (MFU)" in drawn(run_log)
+    assert "There is no MFU" not in render_page(run_log)
+
+
+def test_samples_that_are_left_out_of_the_updates_make_no_speed(tmp_path: Path) -> None:
+    """Half of the 256 samples, of 16 tokens each."""
+    run = write_run(tmp_path, 1)
+    EventLog(run, "learner-000002").metrics(
+        1,
+        num_tokens=2000,
+        num_updated_tokens=1000,
+        num_model_tokens=2048,
+        response_tokens_mean=7.75,
+        prompt_tokens_mean=8.25,
+        seconds=dict(wait=0.6, update=0.4),
+        time=START + 20,
+    )
+    speed = speeds(noted(run, **H100))[1]
+    assert speed["mfu"] == pytest.approx(6 * 1e9 * 2048 / (0.4 * 2 * 989e12))
+    assert (speed["updated"], speed["trained"]) == (pytest.approx(1000 / 0.4), pytest.approx(1000 / 1.0))
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (dict(), "the learner ran on a CPU, whose peak is not known"),
+        (dict(gpus=["Something New"]), "the peak of Something New is not known"),
+    ],
+)
+def test_the_report_says_why_there_is_no_mfu(write_run: WriteRun, told: dict[str, Any], reason: str) -> None:
+    run_log = noted(write_run(2), **told)
+    assert f"There is no MFU: {reason}." in render_page(run_log)
+    assert "Model FLOPs utilization (MFU)" not in drawn(run_log)
