@@ -13,7 +13,7 @@ from pipeline.analysis.summary import count, decimal, duration, percent, summari
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
-from pipeline.resume.outside import reward_code
+from pipeline.resume import reward_code
 
 CURVES = (
     ("pass_at_1", "Held-out pass@1"),

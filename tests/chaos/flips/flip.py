@@ -77,7 +77,6 @@ def try_flip(run: Path, kind: str, seed: int, details: dict[str, Any]) -> str:
     if kind in EXPLAINS:
         failed = sorted(name for name, answer in found.items() if answer.startswith(("error: ", "fault: ")))
         return f"{failed[0]} failed: {found[failed[0]][:300]}" if failed else OK
-    told = ("error: ", "passed over")
     named = {
         name
         for name, answer in found.items()
