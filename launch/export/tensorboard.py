@@ -21,7 +21,7 @@ import google_crc32c
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from launch.export.export import Point
+from launch.export.points import Point
 
 _NAMED = "events.out.tfevents.*.evenkeel"
 

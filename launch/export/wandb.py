@@ -19,7 +19,7 @@ os.environ.pop("WANDB_SERVICE", None)  # a parent's: what is killed here would g
 
 import wandb
 
-from launch.export.export import STEP, VERSION, Point
+from launch.export.points import STEP, VERSION, Point
 
 PROJECT = "evenkeel"
 

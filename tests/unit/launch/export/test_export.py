@@ -8,7 +8,8 @@ import pytest
 
 from launch.exit_codes import run_command
 from launch.export import export as module
-from launch.export.export import STEP, VERSION, Key, RunPoints, export, run_id
+from launch.export.export import export, run_id
+from launch.export.points import STEP, VERSION, Key, RunPoints
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory

@@ -104,19 +104,21 @@ def test_what_goes_on_is_said_where_nothing_else_was_for_ten_seconds(
         for process in ("engine-0", "router", "learner", "collector"):
             after(0.0, supervisor, process=process)
         assert after(10.0) == "starting collector, engine-0, learner (10 s)"
-        after(0.0, learner, "environment", role="learner")
-        after(0.0, collector, "environment", role="collector")
+        noted: dict[str, Any] = dict(host="a", cores=1, python="3", packages={})
+        after(0.0, learner, "environment", role="learner", **noted)
+        after(0.0, collector, "environment", role="collector", **noted)
         assert after(10.0) == "starting engine-0 (20 s)"
         after(0.0, collector, "joined", engine=0)
         assert after(10.0) == "step 1 of 2"
         assert after(10.0, collector, "issued", batch=0) == "step 1 of 2: engines answer batch 0"
-        assert after(10.0, collector, "committed", batch=0) == "step 1 of 2: the learner trains on batch 0"
+        assert after(10.0, collector, "committed", batch=0, samples=1) == "step 1 of 2: the learner trains on batch 0"
         log_step(learner, 0, clock[0])
         assert after(1.0).startswith("step 1/2, ")
         assert after(10.0) == "step 2 of 2 (11 s)"
         after(0.0, supervisor, process="learner")
         assert after(10.0) == "starting learner (10 s)"
-        after(0.0, learner, "environment", role="learner")
+        noted: dict[str, Any] = dict(host="a", cores=1, python="3", packages={})
+        after(0.0, learner, "environment", role="learner", **noted)
         log_step(learner, 1, clock[0])
         after(0.0)
         assert after(10.0).startswith("all steps are trained")

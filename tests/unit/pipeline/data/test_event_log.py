@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeline.data import event_log
 from pipeline.data.event_log import EVENT_KINDS, EventLog, LogTail, read_events, read_metrics
 from pipeline.errors import NonFiniteError
 
@@ -108,7 +109,7 @@ def test_opening_again_changes_nothing_when_no_line_is_torn(tmp_path: Path) -> N
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     event_log = EventLog(tmp_path, "learner-000001")
     event_log.metrics(0)
-    write, room = os.write, 40
+    write, room = os.write, 20
 
     def fill(descriptor: int, data: bytes) -> int:
         nonlocal room
@@ -190,19 +191,14 @@ def test_lines_that_were_not_taken_as_a_read_failed_come_at_the_next_call(
     for role, numbers in (("collector", (0, 2, 4)), ("learner", (1, 3))):
         lines = (f'{{"kind": "issued", "batch": {n}, "time": {n}}}\n' for n in numbers)
         (tmp_path / "events" / f"{role}-000001.jsonl").write_text("".join(lines))
-    tail, opened, fails = LogTail(tmp_path, "events"), Path.open, True
+    tail, parse, fails = LogTail(tmp_path, "events"), event_log.parse_line, True
 
-    def open_path(path: Path, *how: str) -> object:
-        def lines() -> object:
-            yield path.read_bytes().splitlines(keepends=True)[0]
+    def parse_line(line: bytes, log: event_log.Log) -> dict[str, Any] | None:
+        if fails and b'"batch": 3' in line:
             raise OSError(errno.EIO, "Input/output error")
+        return parse(line, log)
 
-        if not fails or not path.name.startswith("learner"):
-            return opened(path, *how)
-        file = io.BytesIO()
-        return type("File", (io.BytesIO,), {"__iter__": lambda _: lines()})(file.getvalue())
-
-    monkeypatch.setattr(Path, "open", open_path)
+    monkeypatch.setattr(event_log, "parse_line", parse_line)
     taken: list[int] = []
     with pytest.raises(OSError, match="Input/output"):
         taken.extend(line["batch"] for line in tail.new_lines())
