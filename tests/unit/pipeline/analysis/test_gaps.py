@@ -82,12 +82,11 @@ def test_a_finished_run_lacks_what_its_last_step_and_version_lack(tmp_path: Path
 
 def test_what_a_repair_has_set_aside_is_no_gap(tmp_path: Path) -> None:
     run = whole_run(tmp_path)
-    for name in ("logprobs/000003.npy", "mismatch/000001.zarr.zip"):
-        damage(run.path / name)
+    damage(run.path / "evaluations/000002.json")
     apply(run, plan_repair(run, find_damage(run), "now"))
     found = check_history(run.path)
     assert found["without_record"] == {}
-    assert json.dumps(found["repaired"]) == '["logprobs/000003.npy", "mismatch/000001.zarr.zip"]'
+    assert json.dumps(found["repaired"]) == '["evaluations/000002.json"]'
 
 
 @pytest.mark.parametrize(
