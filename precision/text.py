@@ -20,6 +20,8 @@ MESSAGE_CHARACTERS = 2000
 """Longest message of an error. Those about values are far below; the end of a log may be longer."""
 MOST_BYTES = 1 << 20
 """Of a YAML document."""
+MOST_VALUES = 100_000
+"""Of a YAML document, an alias counted as often as it repeats: ten lines of aliases can hold millions."""
 _LONGEST_WORD = 80
 """Characters of a word that is compared: a longer one is no misspelling, and comparing takes their square."""
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -137,6 +139,17 @@ def _refuse(node: Any, problem: str) -> None:
     raise YamlError(f"{_place(node.start_mark)}{problem}")
 
 
+def _count_values(data: object, counted: dict[int, float]) -> float:
+    """Count values, one that stands in several places once for each; without end where one holds itself."""
+    if not isinstance(data, dict | list):
+        return 1
+    if id(data) not in counted:
+        counted[id(data)] = float("inf")
+        parts = data.values() if isinstance(data, dict) else data
+        counted[id(data)] = 1 + sum(_count_values(part, counted) for part in parts)
+    return counted[id(data)]
+
+
 def read_yaml(path: Path) -> Any:
     """Return the data of a YAML file. Raises OSError, and YamlError."""
     with path.open("rb") as file:
@@ -148,7 +161,12 @@ def parse_yaml(text: bytes | str) -> Any:
     if len(text) > MOST_BYTES:
         raise YamlError(f"it is larger than {MOST_BYTES >> 20} MiB, the most that is read")
     try:
-        return yaml.load(text.decode("utf-8-sig") if isinstance(text, bytes) else text, _Loader)
+        data = yaml.load(text.decode("utf-8-sig") if isinstance(text, bytes) else text, _Loader)
+        if _count_values(data, {}) > MOST_VALUES:
+            raise YamlError(
+                f"with its aliases it holds over {MOST_VALUES:,} values, the most that are read; use fewer *aliases"
+            )
+        return data
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise YamlError(f"line {line}: not UTF-8 (byte 0x{error.object[error.start]:02x}); save it as UTF-8") from None

@@ -131,6 +131,16 @@ def test_what_yaml_cannot_mean_is_refused_with_its_place(text: str | bytes, mess
     assert "\n" not in str(refused.value)
 
 
+def test_aliases_that_hold_millions_are_refused() -> None:
+    lines = ["a: &a [" + ",".join("1" * 10) + "]"]
+    for name, below in zip("bcdef", "abcde", strict=True):
+        lines.append(f"{name}: &{name} [" + ",".join([f"*{below}"] * 10) + "]")
+    for text in ("\n".join(lines), "&a [*a]"):
+        with pytest.raises(YamlError, match="aliases"):
+            parse_yaml(text)
+    assert parse_yaml("a: &a [1, 2]\nb: *a") == {"a": [1, 2], "b": [1, 2]}
+
+
 scalars = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False)
 words = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\x85\u2028\u2029\ufeff\ufffe\uffff"))
 
