@@ -120,7 +120,7 @@ def test_yaml_means_what_version_1_2_says(text: str | bytes, expected: Any) -> N
         ("a" * (MOST_BYTES + 1), "larger than 1 MiB"),
         ("? [a]\n: b", "line 1, column 3: a key is a list"),
         ("a: 1\nb: 2\na: 3", "line 3, column 1: key 'a' is given twice"),
-        ("a: !!python/object:os.system 1", "line 1, column 4: could not determine a constructor"),
+        ("a: !!python/object:os.system 1", "line 1, column 4: not YAML: could not determine a constructor"),
     ],
     ids=range(12),
 )
