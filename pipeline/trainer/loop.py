@@ -166,7 +166,7 @@ class Trainer:
 
         with watch.phase("record"):
             self._record(batch, update, controlled, watch)
-        self._advance_save()
+            self._advance_save()
         if self._is_save_due(step + 1):
             self._save(step + 1)
 

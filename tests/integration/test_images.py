@@ -92,7 +92,7 @@ def test_what_is_copied_exists_and_the_result_is_pinned_and_runs_as_a_user(image
     user = ClusterOptions.model_fields["run_as"].default
     last = found[max(place for place, (word, _) in enumerate(found) if word == "FROM") :]
     assert [rest for word, rest in last if word == "USER"] == [f"{user}:{user}"]
-    assert [tuple(json.loads(rest)) for word, rest in last if word == "ENTRYPOINT"] == [COMMAND]
+    assert [json.loads(rest) for word, rest in last if word == "ENTRYPOINT"] == [COMMAND]
     copied = {rest.split()[0] for word, rest in found if word == "COPY"}
     assert {*ROOMS, f"ops/locks/{image.name}.txt"} <= copied
 

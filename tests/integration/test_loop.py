@@ -144,7 +144,7 @@ def test_report_trajectories_and_text(tp2: Path) -> None:
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     )
-    assert 'aria-label="Rewards of the samples"' in page
+    assert 'aria-label="rewards of the samples"' in page
     assert "There is no MFU: the learner ran on a CPU" in page
     assert {event["role"] for event in read_events(tp2, "environment")} >= {"learner", "collector", "engine-0"}
     assert "<dt>sglang</dt><dd>0.5" in page

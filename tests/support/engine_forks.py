@@ -235,6 +235,8 @@ def serve_orders() -> None:
     with open(os.devnull, "r+", encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)  # what imports print is not an answer
+    for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
+        del sys.modules[name]  # where SGLang's processes share numbers is settled when it is imported: by SGLang
     from rollout_sglang.cpu.cpu_server import prepare
 
     prepare()

@@ -111,7 +111,7 @@ def test_a_start_that_does_nothing_hides_no_standstill(
             log = EventLog(run, f"{role}-{start:06d}")
             patch.setattr("pipeline.data.event_log.time.time", lambda second=second: second)
             log.metrics(start, ess=1.0)
-            log.event("committed", batch=start)
+            log.event("committed", batch=start, samples=8)
             log.event("retried", group=start)
         patch.setattr("pipeline.data.event_log.time.time", lambda: 3000.0)
         EventLog(run, "supervisor-000003").event("started", process=role)

@@ -220,9 +220,9 @@ def test_a_sender_that_was_killed_leaves_nothing_behind() -> None:
 LENDS = """
 import os, torch
 from megatron_bridge.weight_sync.ipc_transport import SharedBuffer
-from pipeline import scratch
+from pipeline.child_process import make_scratch
 import tempfile
-tempfile.tempdir = str(scratch.make_scratch("learner"))
+tempfile.tempdir = str(make_scratch("learner"))
 buffer = SharedBuffer(1 << 20, torch.device("cpu"))
 print(buffer.file, flush=True)
 for child in open(f"/proc/self/task/{os.getpid()}/children").read().split():  # the guard, and torch's own

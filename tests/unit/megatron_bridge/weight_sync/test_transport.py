@@ -97,8 +97,10 @@ def test_a_group_that_never_forms_costs_at_most_the_deadline_of_its_engine(
     """The other engine gets everything. Next time the broken one gets a fresh group, while the old one still waits."""
     thawed, stuck = Event(), list[NeverForms]()
 
+    real_connect = transport_module.connect
+
     def connect(url: str, *arguments: Any) -> EngineGroup:
-        group = transport_module.connect(url, *arguments)
+        group = real_connect(url, *arguments)
         if url == engines[1].url and not stuck:
             stuck.append(NeverForms(group._backend, thawed))
             group._backend = stuck[0]

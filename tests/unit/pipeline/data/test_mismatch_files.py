@@ -39,7 +39,7 @@ def test_plain_zarr_reads_it_by_name(tmp_path: Path) -> None:
         assert group.attrs["step"] == 12
         row = names["groups"].index("entropy/0.1-0.3")
         ess = statistics[0, row, names["statistics"].index("ess")]
-    assert ess == MEASURED.group("entropy/0.1-0.3").ess
+    assert ess == MEASURED.group("entropy/0.1-0.3").statistics()["ess"]
     np.testing.assert_array_equal(quantiles, MEASURED.quantiles)
 
 
