@@ -60,7 +60,7 @@ def main(folder: Path, lock: Path) -> None:
         pip(folder, ["--constraint", str(lock), *(pin for pin in pins if pin.startswith("torch=="))])
     pip(folder, ["--no-deps", "--no-build-isolation", "--editable", "."])
     say(f"trying to import {', '.join(MUST_IMPORT)}")
-    if failed := run(folder, ["-P", "-m", "launch.doctor.machine", *MUST_IMPORT]):
+    if failed := run(folder, ["-P", "-m", "launch.doctor.imports", *MUST_IMPORT]):
         print("".join(f"    {line}\n" for line in lines_of(failed)[-3:]))
         sys.exit(f"error: {folder} is full, and broken: see above; make clean, then make install again")
     stamp.touch()

@@ -6,7 +6,6 @@ child process (`python -P -m launch.doctor.machine torch sglang`), so this works
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import locale
@@ -15,15 +14,11 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from threading import Timer
 from typing import Literal
 
 import psutil
@@ -32,13 +27,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launch.doctor.imports import failed_imports
 from launch.terminal import going_on
-from pipeline.child_process import program_environment
 from pipeline.data.files import create_exclusively
 from pipeline.errors import EngineStartError, StoreError
 from pipeline.importing import REBUILD, how_to_install
 from pipeline.rewards.sandbox.choice import choose
-from precision.text import one_line
 from rollout_sglang.server.rollout_python import require_sglang, rollout_python
 
 GIB = 2**30
@@ -52,8 +46,6 @@ MIN_GLIBC = (2, 28)
 ENGINE_GLIBC = (2, 34)
 """The same of SGLang's."""
 
-IMPORTS_DEADLINE_S = 300.0
-"""For one child. Cold files of torch, Megatron-Core and SGLang on a slow disk take a minute."""
 _MODULES = {"pyyaml": "yaml", "megatron-core": "megatron.core"}
 """What is imported of a distribution, where that has another name."""
 
@@ -338,58 +330,3 @@ def _existing(path: Path) -> Path:
     while not path.is_dir():
         path = path.parent
     return path
-
-
-def failed_imports(modules: Sequence[str], deadline_s: float = IMPORTS_DEADLINE_S) -> dict[str, str]:
-    """Return the modules that this Python cannot import, each with the error in one line.
-
-    A module that ends its process, or hangs, counts as failed; those after it are tried in another process.
-    """
-    failed: dict[str, str] = {}
-    left = list(modules)
-    while left:
-        command = [sys.executable, "-P", "-m", "launch.doctor.machine", *left]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8", env=program_environment()
-        ) as child:
-            timer = Timer(deadline_s, child.kill)
-            timer.start()
-            assert child.stdout is not None
-            for line in child.stdout:
-                # A package may print while it is imported; our lines alone name the next module.
-                if line.startswith(f'{{"module": "{left[0]}"'):
-                    error = json.loads(line)["error"]
-                    if error:
-                        failed[left[0]] = error
-                    left.pop(0)
-                    if not left:
-                        break
-            timed_out = not timer.is_alive()
-            timer.cancel()
-        if left:
-            how = f"no end of its import after {deadline_s:g} s" if timed_out else f"status {child.returncode}"
-            failed[left.pop(0)] = f"its import ended the process ({how})"
-    return failed
-
-
-def _try_imports(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for module in modules:
-        try:
-            if module.partition(".")[0] == "sglang":
-                # SGLang imports GPU packages everywhere; a machine without them has stubs in their place.
-                from rollout_sglang.cpu.stubs import install_stubs
-
-                install_stubs()
-            importlib.import_module(module)
-            yield module, ""
-        except Exception as error:  # noqa: BLE001 - a package may raise anything while it is imported
-            yield module, f"{type(error).__name__}: {one_line(error, 200)}"
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    status = 0
-    for tried, why in _try_imports(sys.argv[1:]):
-        print(json.dumps({"module": tried, "error": why}), flush=True)
-        status |= bool(why)
-    sys.exit(status)

@@ -50,7 +50,7 @@ ROLLOUT = Image(
         ("-m", "rollout_sglang.server.launch_router", "--help"),
     ),
     modules=(
-        *(f"launch.roles.{role}" for role in ("engine", "router", "collector")),
+        *(f"launch.roles.{role}" for role in ("engine", "collector")),
         *("launch.run.metrics", "math_verify", "rollout_sglang.server.launch_server"),
     ),
     foreign=("megatron", "transformer_engine"),

@@ -41,7 +41,7 @@ def in_layout(folder: Path, layout: str) -> dict[str, float]:
         return Mismatch.of_step(tokens, ranks)
 
     several_chunks = patch("precision.mismatch.statistics.CHUNK_TOKENS", 40)
-    with several_chunks, patch("megatron_bridge.step.mismatch.Mismatch", of_step=of_step):
+    with several_chunks, patch("megatron_bridge.learner.Mismatch", of_step=of_step):
         update = learner.update(batch, advantages.astype(np.float32), learner.logprobs(batch))
     assert update.mismatch is not None
     (tokens,) = captured
