@@ -68,7 +68,9 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
     numbers = {line["step"] for line in chosen}
     of_steps = [span for span in _learner_spans(chosen) if span.name == STEP]
     begin, end = min(span.start for span in of_steps), max(span.end for span in of_steps)
-    spans = timeline(run_log, damage, begin, end)
+    # A step saves after its line of metrics: what follows it is read up to the next one's line.
+    next_line = min((float(line["time"]) for step, line in finished.items() if step > max(numbers)), default=math.inf)
+    spans = timeline(run_log, damage, begin, max(end, next_line))
     if noted := [span for span in spans if span.part == RANK_ZERO and span.name == STEP and span.number in numbers]:
         begin, end = min(span.start for span in noted), max(span.end for span in noted)
     shown = [s for s in spans if s.start < end and s.end > begin and (s.lane != STEP or s.number in numbers)]
