@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 20
 """Of a YAML document."""
 MOST_VALUES = 100_000
 """Of a YAML document, an alias counted as often as it repeats: ten lines of aliases can hold millions."""
-_LONGEST_WORD = 80
+LONGEST_WORD = 80
 """Characters of a word that is compared: a longer one is no misspelling, and comparing takes their square."""
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _IN_NO_NAME = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x85\u2028\u2029\ud800-\udfff]")
@@ -81,7 +81,7 @@ def listed(parts: list[str], most: int = 5, between: str = "; ") -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean grpo?` to end a message with; empty where no known word is spelled nearly so."""
-    found = get_close_matches(word, list(known), n=1) if len(word) <= _LONGEST_WORD else []
+    found = get_close_matches(word, list(known), n=1) if len(word) <= LONGEST_WORD else []
     return f"; did you mean {found[0]}?" if found else ""
 
 

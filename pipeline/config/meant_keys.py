@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.recipe import Recipe
-from precision.text import quoted, read_yaml
+from precision.text import LONGEST_WORD, quoted, read_yaml
 
 _UNKNOWN = "`evenkeel recipe --schema` lists the known ones"
-_LONGEST = 80
-"""Characters of a key that is compared: a longer one is no misspelling, and comparing takes their square."""
 _EVERYWHERE = frozenset(("class", "name", "path"))
 """Keys of many sections: that one of them is called so says nothing about what was meant."""
 
@@ -51,7 +49,7 @@ def meant_by(unknown: str) -> str:
             return not_here[found[0]]
     same = sorted(key for key in known if key.rpartition(".")[2] == leaf and leaf not in _EVERYWHERE)
     meant = [key for key in same if not parents or key.startswith(f"{section}.")]
-    if not meant and len(unknown) <= _LONGEST:
+    if not meant and len(unknown) <= LONGEST_WORD:
         alike = [key for key in known if key.count(".") == len(parents)]
         meant = get_close_matches(unknown, alike, n=1, cutoff=0.85)
     if meant:

@@ -60,11 +60,6 @@ def crc32(data: bytes | memoryview) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def trailer(data: bytes | memoryview) -> bytes:
-    """Return what follows `data` in a sealed array or zip file."""
-    return trailer_of(zlib.crc32(data))
-
-
 def trailer_of(value: int) -> bytes:
     """Return what follows data of which zlib.crc32 is `value`."""
     return f"crc32 {value:08x}".encode()

@@ -148,16 +148,5 @@ def promote_greedily(
     return Suggestion(quant_map=suggested, start=start, path=tuple(path), reached=last.ess >= ess_floor)
 
 
-def rank_agreement(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    """Spearman's rank correlation of two orders of the same names, in [-1, 1]. Raises ValueError when the names differ
-    or are fewer than two."""
-    if set(ours) != set(theirs) or len(ours) != len(set(ours)) or len(ours) != len(theirs) or len(ours) < 2:
-        odd = sorted(set(ours) ^ set(theirs))[:4]
-        raise ValueError(f"rankings of {len(ours)} and {len(theirs)} names differ in {odd}; rank the same groups")
-    place = {name: index for index, name in enumerate(theirs)}
-    squares = sum((index - place[name]) ** 2 for index, name in enumerate(ours))
-    return 1.0 - 6.0 * squares / (len(ours) ** 3 - len(ours))
-
-
 def _promotions(order: Sequence[GroupSensitivity]) -> Iterator[Sequence[GroupSensitivity]]:
     return (order[:count] for count in range(1, len(order) + 1))

@@ -10,7 +10,6 @@ from precision.formats.quant_map import QuantMap
 from precision.mismatch.sensitivity import (
     layer_groups,
     promote_greedily,
-    rank_agreement,
     rank_groups,
     whole_layers,
 )
@@ -124,11 +123,3 @@ def test_refusals() -> None:
         promote_greedily(score, QUANT, ranked, ess_floor=1.5, extra_bytes={})
     with pytest.raises(ValueError, match="has no cost in bytes"):
         promote_greedily(score, QUANT, ranked, ess_floor=0.9, extra_bytes={})
-
-
-def test_rank_agreement() -> None:
-    assert rank_agreement("abcd", "abcd") == 1.0
-    assert rank_agreement("abcd", "dcba") == -1.0
-    assert rank_agreement("abcd", "abdc") == pytest.approx(0.8)
-    with pytest.raises(ValueError, match="rank the same groups"):
-        rank_agreement("abc", "abd")
