@@ -19,7 +19,8 @@ SOME = ("the sampler", "one module's weights", "cached values")
 
 
 LUCK = 5e-4
-"""Nats between decoding and prefill: an FP8 activation may round the other way in a batch of another shape."""
+"""Nats between two ways to compute one FP8 model: an activation may round the other way in a batch of another shape,
+or on a processor that sums in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_terms_of_real_rollouts(models: Models, tmp_path: Path) -> None:
     for plant, result in ((PLANTS[0], control), (PLANTS[2], moved)):
         assert is_named(plant, result), result["verdict"]
         assert result["largest_error"] <= 1e-6
-        assert result["terms"]["kernels"]["mean_abs"] < 1e-4
+        assert result["terms"]["kernels"]["mean_abs"] < LUCK
         assert result["terms"]["decoding"]["mean_abs"] < LUCK
         assert 1e-3 < result["terms"]["quantization"]["mean_abs"] < 0.1
         assert Path(result["page"]).exists()
@@ -76,10 +77,10 @@ def test_a_recorded_batch_of_several_versions(tmp_path: Path) -> None:
     evenkeel_json("train", recipe)
     result = evenkeel_json("mismatch", tmp_path / "runs" / "recorded", "--batch", "3", "--no-locate")
     assert result["largest_error"] <= 1e-6
-    assert result["terms"]["staleness"]["mean_abs"] > 1e-4
     assert result["terms"]["quantization"]["mean_abs"] > 1e-4
-    # Weights that were not those that sampled would show here.
-    assert result["terms"]["kernels"]["mean_abs"] < 1e-4
+    # Weights that were not those that sampled would show here, as large as staleness.
+    assert result["terms"]["staleness"]["mean_abs"] > 10 * LUCK
+    assert result["terms"]["kernels"]["mean_abs"] < LUCK
     assert result["terms"]["decoding"]["mean_abs"] < LUCK
     assert result["audit"]["compared"] > 0
     assert not result["audit"]["differing"]
