@@ -1,30 +1,23 @@
-"""The machinery behind `make evidence`: cells, resuming, statistics, verdicts and the page. No engine is started."""
+"""The machinery behind `make evidence`: cells, what is harvested, verdicts. No engine is started."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RecipeError, RunConflictError
 from pipeline.rollout.evaluation import summarize
-from tests.evidence import __main__ as command
-from tests.evidence import runner
 from tests.evidence.claims import Judged, judge
 from tests.evidence.matrix import REPOSITORY, Cell, Experiment, Matrix, cells_of, read_matrix
-from tests.evidence.page import write_page
-from tests.evidence.results import Arm, Result, harvest, load, save, state_of
-from tests.evidence.runner import Job, check_unchanged, is_settled
+from tests.evidence.results import Arm, Result, harvest
 from tests.support.evidence import a_result
 
-SHIPPED = REPOSITORY / "tests" / "evidence" / "matrix.yaml"
+SHIPPED = REPOSITORY / "tests" / "evidence"
 
 
 def small_matrix(**experiment: Any) -> dict[str, Any]:
@@ -76,57 +69,16 @@ class TestMatrix:
         assert (recipe.run.seed, recipe.run.steps, recipe.task.max_digits) == (1, 20, 6)  # type: ignore[union-attr]
         assert (recipe.objective.name, recipe.objective.clip_low) == ("clipped", 0.3)  # type: ignore[union-attr]
 
-    @pytest.mark.parametrize(
-        ("fields", "named"),
-        [
-            (dict(claims=[dict(text="t", source="s", judge=dict(kind="decays", arm="ppo"))]), "ppo"),
-            (
-                dict(
-                    claims=[
-                        dict(text="t", source="s", judge=dict(kind="decays", arm="p3o"), conditions=["hot"]),
-                    ]
-                ),
-                "hot",
-            ),
-            (
-                dict(
-                    claims=[
-                        dict(text="t", source="s", judge=dict(kind="faster", arm="p3o", than="grpo", cost="seconds"))
-                    ]
-                ),
-                "target",
-            ),
-            (dict(color="red"), "color"),
-        ],
-    )
-    def test_a_matrix_that_contradicts_itself_is_refused(
-        self, tmp_path: Path, fields: dict[str, Any], named: str
-    ) -> None:
-        with pytest.raises(RecipeError, match=named):
-            read_matrix(matrix_file(tmp_path, **fields))
-
-    def test_quick_asks_less_of_the_same(self, tmp_path: Path) -> None:
-        claims = [
-            dict(text="a", source="s", judge=dict(kind="decays", arm="p3o")),
-            dict(text="b", source="s", judge=dict(kind="better", arm="p3o", than="grpo")),
-        ]
-        quick = dict(arms=["p3o"], seeds=[3], set={"run.steps": 4})
-        path = matrix_file(tmp_path, claims=claims, quick=quick)
-        experiment = read_matrix(path, quick=True).experiments["trial"]
-        assert (list(experiment.arms), experiment.seeds) == (["p3o"], (3,))
-        assert experiment.set == {"run.steps": 4, "evaluation.every": 10}
-        assert [claim.text for claim in experiment.claims] == ["a"]  # the other one needs grpo
-        assert len(read_matrix(path).experiments["trial"].claims) == 2
-
+    @pytest.mark.parametrize("name", ["matrix", "robust", "schedules", "precision"])
     @pytest.mark.parametrize("quick", [False, True])
-    def test_every_shipped_cell_is_a_valid_recipe_with_a_name_of_its_own(self, tmp_path: Path, quick: bool) -> None:
-        matrix = read_matrix(SHIPPED, quick=quick)
-        cells = [cell for name in matrix.experiments for cell in cells_of(matrix, name, tmp_path)]
+    def test_every_shipped_cell_is_a_valid_recipe_with_a_name_of_its_own(
+        self, tmp_path: Path, name: str, quick: bool
+    ) -> None:
+        matrix = read_matrix(SHIPPED / f"{name}.yaml", quick=quick)
+        cells = [cell for experiment in matrix.experiments for cell in cells_of(matrix, experiment, tmp_path)]
         assert len({cell.name for cell in cells}) == len(cells) > 0
         for cell in cells:
-            recipe = cell.resolved()
-            assert recipe.run.steps % recipe.evaluation.every == 0 or recipe.schedule.kind == "staged"
-            assert (recipe.evaluation.prompts, recipe.evaluation.samples) == (64, 8)
+            assert cell.resolved().run.name == cell.name
 
 
 def begin(cell: Cell, *events: tuple[str, dict[str, Any]]) -> EventLog:
@@ -138,59 +90,6 @@ def begin(cell: Cell, *events: tuple[str, dict[str, Any]]) -> EventLog:
     for kind, fields in events:
         event_log.event(kind, **fields)  # type: ignore[arg-type]
     return event_log
-
-
-class TestResuming:
-    def cells(self, folder: Path) -> list[Cell]:
-        return list(cells_of(read_matrix(matrix_file(folder)), "trial", folder / "runs"))
-
-    def test_only_what_is_not_settled_is_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        finished, diverged, killed, _ = self.cells(tmp_path)
-        begin(finished, ("finished", {}))
-        begin(diverged)
-        note = dict(process="learner", error="NonFiniteError", message="loss is nan", time=1.0)
-        notes = diverged.directory / "logs" / "fatal"
-        notes.mkdir(parents=True, exist_ok=True)
-        (notes / "learner-000001.json").write_text(json.dumps(note))
-        begin(killed)
-        ran: list[str] = []
-
-        def run(jobs: Sequence[Job], **_: Any) -> dict[str, str]:
-            ran.extend(job.name for job in jobs)
-            return {}
-
-        monkeypatch.setattr(runner, "run_jobs", run)
-        monkeypatch.setattr(runner, "make_model", lambda *_: None)
-        monkeypatch.setattr(command, "REPOSITORY", tmp_path)  # its docs/ is where the page goes
-        arguments = ["--root", str(tmp_path / "runs"), "--matrix", str(tmp_path / "matrix.yaml")]
-        assert command.main(arguments) == 0
-        assert ran == ["trial-plain-p3o-s2", "trial-plain-grpo-s2"]
-        assert "diverged at step 0: loss is nan" in (tmp_path / "docs" / "evidence" / "claims.md").read_text()
-        assert command.main([*arguments, "--page"]) == 0
-        assert len(ran) == 2
-
-    def test_a_changed_cell_is_refused(self, tmp_path: Path) -> None:
-        cells = self.cells(tmp_path)
-        begin(cells[0], ("finished", {}))
-        check_unchanged(cells)
-        data = small_matrix()
-        data["experiments"]["trial"]["arms"]["p3o"]["set"] = {"rollout.temperature": 1.5}
-        (tmp_path / "matrix.yaml").write_text(yaml.safe_dump(data, sort_keys=False))
-        changed = list(cells_of(read_matrix(tmp_path / "matrix.yaml"), "trial", tmp_path / "runs"))
-        with pytest.raises(
-            RunConflictError, match=r"trial-plain-p3o-s1 .*rollout.temperature: 1.0 → 1.5.*another name"
-        ):
-            check_unchanged(changed)
-
-    def test_other_errors_than_divergence_are_tried_again(self, tmp_path: Path) -> None:
-        cell = self.cells(tmp_path)[0]
-        begin(cell)
-        note = dict(process="engine-0", error="EngineStartError", message="port taken", time=1.0)
-        notes = cell.directory / "logs" / "fatal"
-        notes.mkdir(parents=True, exist_ok=True)
-        (notes / "learner-000001.json").write_text(json.dumps(note))
-        assert state_of(cell.directory) == ("failed", "port taken")
-        assert not is_settled(cell)
 
 
 class TestHarvest:
@@ -225,12 +124,6 @@ class TestHarvest:
         assert found.pass_at(1).tolist() == [[0.25, 0.0], [0.5, 1.0], [0.75, 1.0], [1.0, 1.0]]
         assert found.series == dict(ess=[0.12346, None, 0.5], entropy=[None, None, None])
         assert (found.state, found.steps, found.steps_planned, found.samples_per_step) == ("unfinished", 3, 20, 256)
-
-    def test_what_is_kept_comes_back(self, tmp_path: Path) -> None:
-        results = [result("p3o", 1, [[1, 2], [3, 4]]), result("grpo", 2, [[0, 0]], state="diverged", reason="nan")]
-        save(tmp_path / "deep" / "trial.json", results)
-        assert load(tmp_path / "deep" / "trial.json") == results
-        assert load(tmp_path / "none.json") == []
 
     def test_after_it_diverged_a_run_scores_nothing(self) -> None:
         whole = result("p3o", 1, [[2, 2], [4, 4], [4, 4]])
@@ -290,42 +183,3 @@ class TestClaims:
         # .400 with a spread of .02, and of .3: the run is the unit, however many prompts there are.
         wild = runs("grpo", (300, 200), (300, 500), (310, 800))
         assert answer(experiment_with(better), [*STRONG, *wild]) == "undecided"
-
-    def test_one_seed_decides_nothing(self) -> None:
-        better = experiment_with(dict(kind="better", arm="p3o", than="grpo"))
-        verdict = verdicts(better, [STRONG[0], WEAK[0]]).verdicts[0]
-        assert verdict.answer == "undecided"
-        assert verdict.figures.endswith("1 of 2 seeds; one run: its spread is not known")
-
-    def test_an_unfinished_cell_is_not_judged(self) -> None:
-        better = experiment_with(dict(kind="better", arm="p3o", than="grpo"))
-        results = [result("p3o", 1, HIGH), result("grpo", 1, LOW, state="unfinished")]
-        assert answer(better, results) == "not measured"
-
-    def test_a_forecast_is_judged_by_the_errors_of_runs(self) -> None:
-        """Points on a sigmoid: R_0 = .1, A = .9, B = 2, C_mid = 40 versions, asked at 200 after seeing 100."""
-        versions = np.arange(0, 201, 10)
-        share = np.where(versions > 0, 0.1 + 0.8 / (1.0 + (40.0 / np.maximum(versions, 1)) ** 2), 0.1)
-        rows = [[round(1000 * value) for value in share] for _ in range(3)]
-        for place, row in enumerate(rows):
-            row[-1] += place  # the forecast is right to .002
-        told = experiment_with(dict(kind="forecast", arm="p3o", share=0.5))
-        assert answer(told, runs("p3o", *rows)) == "shown"
-        assert answer(told, runs("p3o", *([*row[:-1], 200 + row[-1] % 10] for row in rows))) == "refuted"
-        assert answer(told, runs("p3o", rows[0])) == "undecided"
-
-
-class TestPage:
-    def test_it_says_what_there_is_and_what_there_is_not(self, tmp_path: Path) -> None:
-        claim = dict(text="P3O | holds", source="P3O", judge=dict(kind="holds", arm="p3o"))
-        matrix = Matrix.model_validate(small_matrix(claims=[claim], target=0.9, pass_at=[1, 4]))
-        diverged = result("p3o", 2, MIDDLE[:1], state="diverged", steps=7, reason="loss is nan")
-        save(tmp_path / "trial.json", [result("p3o", 1, MIDDLE), diverged])
-        write_page(matrix, tmp_path / "claims.md", quick=False)
-        page = (tmp_path / "claims.md").read_text()
-        assert "seed 2 diverged at step 7" in page
-        assert "diverged at step 7: loss is nan" in page
-        assert "P3O \\| holds" in page
-        assert "| GRPO | – |" in page
-        assert "| 0 of 2 |" in page
-        assert "(never to never)" not in page.split("## A trial")[0]

@@ -9,8 +9,6 @@ import pytest
 from scipy import stats
 
 from tests.evidence.hypotheses import Curve, faster, order
-from tests.evidence.matrix import REPOSITORY
-from tests.evidence.results import Arm, load
 from tests.evidence.statistics import Spread, holm
 
 
@@ -41,13 +39,6 @@ def test_holm_by_hand() -> None:
     """Sorted .01, .02, .03, .4 times 4, 3, 2, 1 is .04, .06, .06, .4; order of the input is kept."""
     assert holm(np.array([0.03, 0.4, 0.01, 0.02])) == pytest.approx([0.06, 0.4, 0.04, 0.06])
     assert holm(np.array([[0.9, 0.8]])).tolist() == [[1.0, 1.0]]
-
-
-def test_time_to_a_level_is_that_of_a_published_version() -> None:
-    """Recorded: staged with veto reaches .6 at version 32 in both runs, not between versions."""
-    curve = Arm.of(load(REPOSITORY / "docs/evidence/staged.json"), "fp32", "veto").run_curve()
-    assert round(float(curve.bracket("seconds", 0.6)[1].mean()), 1) == 38.9
-    assert curve.bracket("samples", 0.6)[1].tolist() == [8192.0, 8192.0]
 
 
 def line(*values: float, seconds: float) -> Curve:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from launch.verify.parity import Rows
 from megatron_bridge.hf.model_config import ModelConfig
 from precision.formats import formats
-from tests.gpu import models, timing
-from tests.gpu.checks import logprob, parity, publish, te_linear, training
+from tests.gpu import models
+from tests.gpu.checks import logprob, te_linear, training
 from tests.gpu.scale import Scale
 
 
@@ -30,24 +27,6 @@ def rounded(values: Tensor, fmt: str) -> Tensor:
     dtype, largest = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}[fmt]
     scale = values.abs().max() / largest
     return (values / scale).to(dtype).double() * scale
-
-
-@pytest.mark.parametrize(("left", "right"), [("e4m3", "e4m3"), ("e5m2", "e4m3")])
-def test_products_of_rounded_operands_are_off_as_derived(left: str, right: str) -> None:
-    torch.manual_seed(0)
-    a, b = torch.randn(256, 512).double(), torch.randn(512, 256).double()
-    error = timing.relative_error(rounded(a, left) @ rounded(b, right), a @ b)
-    assert error == pytest.approx(te_linear.product_error(left, right), rel=0.08)
-
-
-def test_bounds_of_a_linear_layer_are_those_of_the_derivation() -> None:
-    assert te_linear.rounding_error("e4m3") == pytest.approx(0.0245, abs=5e-5)
-    assert te_linear.rounding_error("e5m2") == pytest.approx(0.0491, abs=5e-5)
-    bounds = {goal.figure: (goal.at_least, goal.at_most) for goal in te_linear.GOALS}
-    assert bounds["fp8_tensor_forward"] == (0.0173, 0.0416)
-    assert bounds["fp8_tensor_dgrad"] == (0.0274, 0.0658)
-    assert bounds["fp8_block_wgrad"] == (0.0173, 0.0416)
-    assert bounds["bf16_forward"] == (None, 0.01)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_tensor", "fp8_block"])
@@ -116,33 +95,3 @@ def test_logprob_errors_see_a_wrong_path(monkeypatch: pytest.MonkeyPatch) -> Non
 def score_without_temperature(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     scores = torch.log_softmax(logits.float(), -1)
     return scores.gather(-1, labels[..., None])[..., 0], -(scores.exp() * scores).sum(-1)
-
-
-def test_responses_are_what_the_engine_sampled() -> None:
-    rows = Rows(
-        tokens=[[1, 2, 3, 4], [5, 6, 7]],
-        prompt=[np.array([-1.0]), np.array([])],
-        sampled=[np.array([-2.0, -3.0]), np.array([-4.0, -5.0])],
-    )
-    learner = [np.array([-9.0, -2.5, -3.0]), np.array([-4.0, -5.0])]
-    decoded = parity.joined(rows.sampled)
-    found = parity.responses(rows, learner)
-    assert found.tolist() == [-2.5, -3.0, -4.0, -5.0]
-    assert parity.mean_gap(found, decoded) == pytest.approx(0.125)
-    measured = parity.gaps(found, decoded)
-    assert measured["k3"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 4)
-    assert measured["max_gap"] == pytest.approx(0.5)
-
-
-def test_a_publish_that_the_engine_did_not_take_is_no_figure() -> None:
-    class Channel:
-        def publish(self, version: int) -> dict[str, float]:
-            return {"publish_s": 1.0, "engines_failed": 1.0}
-
-        def wait_for_folder(self) -> None: ...
-
-    class Learner:
-        model: tuple[()] = ()
-
-    with pytest.raises(RuntimeError, match="did not take version 3"):
-        publish.one_publish(Learner(), Channel(), 3)

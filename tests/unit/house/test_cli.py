@@ -45,13 +45,6 @@ def test_every_command_and_option_has_a_help_text() -> None:
     walk(typer.main.get_command(app))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["verify", "parity", "--help"]])
-def test_help(arguments: list[str]) -> None:
-    done = evenkeel(*arguments)
-    assert done.returncode == 0
-    assert "Usage" in done.stdout
-
-
 def test_the_module_is_a_program() -> None:
     """What the other tests call in their own process, as a shell would."""
     assert "Usage" in evenkeel("--help", in_process=False).stdout
@@ -110,11 +103,6 @@ def test_shells_complete_words(words: str, completed: list[str], monkeypatch: py
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
     assert evenkeel().stdout.split() == completed
-
-
-def test_the_schema_lists_every_section() -> None:
-    done = evenkeel("recipe", "--schema")
-    assert all(f'"{section}"' in done.stdout for section in ("run", "model", "task", "rollout", "learner", "schedule"))
 
 
 def test_a_recipe_prints_with_its_defaults() -> None:
