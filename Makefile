@@ -57,7 +57,7 @@ bench: install  ## The loop beside TRL, its pace, the learner beside Megatron-Co
 	done
 
 evidence: install  ## Measure tests/evidence/matrix.yaml and robust.yaml into docs/evidence/; resumable. QUICK=1: 20 minutes, the first alone, into runs/.
-	@$(if $(QUICK),,$(BIN)/python -m tests.evidence.robust &&) $(BIN)/python -m tests.evidence $(if $(QUICK),--quick)
+	@$(if $(QUICK),,$(BIN)/python -m tests.evidence robust &&) $(BIN)/python -m tests.evidence $(if $(QUICK),--quick)
 
 docs: install $(VENV)/.docs  ## The documentation as a site that opens from the disk: build/docs/index.html (no network).
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet --config-file ops/docs/mkdocs.yml

@@ -13,7 +13,7 @@ from pipeline.data.files import write_atomically
 from tests.evidence.claims import Judged, curves_of, judge, quantity, show, with_interval
 from tests.evidence.hypotheses import Curve
 from tests.evidence.matrix import Experiment, Matrix
-from tests.evidence.results import Arm, Result, load
+from tests.evidence.results import Arm, Result
 from tests.evidence.statistics import ALPHA, POWER, Spread, runs_needed, visible_difference
 
 EMPHASISED = ("shown", "refuted")
@@ -39,9 +39,8 @@ experiment scatter alike. The rules are in `tests/evidence/hypotheses.py`.
 """
 
 
-def write_page(matrix: Matrix, page: Path, *, quick: bool) -> None:
-    """Write the page from the results that lie beside it."""
-    results = {name: load(page.parent / f"{name}.json") for name in matrix.experiments}
+def write_page(matrix: Matrix, results: Mapping[str, Sequence[Result]], page: Path, *, quick: bool) -> None:
+    """Write the page of the claims."""
     judged = judge(matrix.experiments, results)
     lines = [*_head(matrix, results, judged, quick), *_verdicts(matrix, judged)]
     for name, experiment in matrix.experiments.items():

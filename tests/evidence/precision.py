@@ -1,4 +1,4 @@
-"""`python -m tests.evidence.precision`: BF16/FP8, FP8/FP8 and BF16/BF16 (learner / rollouts) in one table.
+"""BF16/FP8, FP8/FP8 and BF16/BF16 (learner / rollouts) in one table, of the cells of precision.yaml.
 
 Each cell of precision.yaml is an ordinary `evenkeel train` on the real engine and the real learner; FP8/FP8 trains
 under `learner.fp8_emulation`. Killed and started again it goes on where it was. What was measured is kept in
@@ -7,58 +7,14 @@ docs/evidence/precision.json, and the table is printed from there; `--page` only
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
-from pipeline.errors import EvenKeelError
-from tests.evidence.matrix import REPOSITORY, Experiment, cells_of, read_matrix
-from tests.evidence.results import Result, keep, load
-from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, say, train_job
+from tests.evidence.matrix import Experiment
+from tests.evidence.results import Result
 from tests.evidence.statistics import ALPHA, Array
-
-KEPT = REPOSITORY / "docs" / "evidence" / "precision.json"
-NAME = "precision"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 when a cell failed."""
-    options = _parse(arguments)
-    matrix = read_matrix(Path(__file__).with_suffix(".yaml"))
-    experiment = matrix.experiments[NAME]
-    arms = options.arms or experiment.arms
-    declared = list(cells_of(matrix, NAME, options.root))
-    cells = [cell for cell in declared if cell.seed in options.seeds and cell.arm in arms]
-    if not options.page:
-        try:
-            check_unchanged(cells)
-            make_model(matrix.models[experiment.model], experiment.model, options.root, say)
-        except EvenKeelError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        jobs = [train_job(cell) for cell in cells if not is_settled(cell)]
-        failures = run_jobs(jobs, at_once=options.jobs, say=say)
-        for name, reason in failures.items():
-            say(f"{name} failed: {reason}")
-        keep(KEPT, declared, experiment.series, ("finished",))
-    print(table(experiment, load(KEPT)))
-    return int(not options.page and bool(failures))
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.evidence.precision", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--page", action="store_true", help="run nothing")
-    parser.add_argument("--jobs", type=int, default=2, help="cells beside one another, one core each (default 2)")
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("--arms", type=lambda text: text.split(","), help="of precision.yaml; default: all")
-    parser.add_argument("--root", type=Path, default=REPOSITORY / "runs" / NAME, help="where run directories live")
-    return parser.parse_args(arguments)
 
 
 def table(experiment: Experiment, results: Sequence[Result]) -> str:
@@ -97,7 +53,3 @@ def _shown(values: Array, form: str) -> str:
         return mean
     half = stats.t.isf(ALPHA / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     return f"{mean} ± {format(half, form)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m tests.evidence.schedules`: samples and seconds to a held-out pass@1 under sync, async and staged.
+"""Samples and seconds to a held-out pass@1 under sync, async and staged.
 
     curves   each cell of schedules.yaml is an ordinary `evenkeel train`; held-out pass@1 of published versions alone
     clocks   `--clock N`: runs without evaluations, each of the arm that has fewest, until all arms have N; the
@@ -14,26 +14,21 @@ kept in docs/evidence/schedules*.json, and the table is printed from there; `--p
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.loader import load_recipe
 from pipeline.data.event_log import read_metrics
 from pipeline.data.files import write_atomically
-from pipeline.errors import EvenKeelError
 from tests.bench.pace import train
-from tests.evidence.matrix import REPOSITORY, Cell, Experiment, cells_of, read_matrix
-from tests.evidence.results import Result, keep, load, unmeasured
-from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, say, train_job
+from tests.evidence.matrix import REPOSITORY, Cell, Experiment, Matrix
+from tests.evidence.results import Result
+from tests.evidence.runner import make_model, say
 
-NAME = "schedules"
-KEPT = REPOSITORY / "docs" / "evidence" / f"{NAME}.json"
-CLOCKS = REPOSITORY / "docs" / "evidence" / f"{NAME}-clocks.json"
+CLOCKS = REPOSITORY / "docs" / "evidence" / "schedules-clocks.json"
 LEVELS = (0.6, 0.7)
 """Held-out pass@1 whose price is compared."""
 CLOCK_STEPS, CLOCK_WARM = 32, 16
@@ -45,47 +40,10 @@ Clocks = dict[str, list[float]]
 """Arm → seconds of a step, one a run."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 when a cell failed."""
-    options = _parse(arguments)
-    matrix = read_matrix(Path(__file__).with_suffix(".yaml"))
-    experiment = matrix.experiments[NAME]
-    cells = list(cells_of(matrix, NAME, options.root))
-    failures: Mapping[str, str] = {}
-    try:
-        if not options.page:
-            check_unchanged(cells)
-            make_model(matrix.models[experiment.model], experiment.model, options.root, say)
-            take_clocks(cells, options.clock, once=options.one)
-        if not (options.page or options.clock):
-            jobs = [train_job(cell) for cell in unmeasured(KEPT, cells) if not is_settled(cell)]
-            failures = run_jobs(jobs, at_once=options.jobs, say=say)
-            keep(KEPT, cells, experiment.series, ("finished",))
-    except EvenKeelError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    for name, reason in failures.items():
-        say(f"{name} failed: {reason}")
-    print(table(experiment, load(KEPT), read_clocks()))
-    return int(bool(failures))
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tests.evidence.{NAME}", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--page", action="store_true", help="run nothing")
-    parser.add_argument(
-        "--clock", type=int, default=0, metavar="N", help="take clocks until each arm has N, and no curves"
-    )
-    parser.add_argument("--one", action="store_true", help="with --clock: one run, of the arm that has fewest")
-    parser.add_argument("--jobs", type=int, default=2, help="cells beside one another (default 2)")
-    parser.add_argument("--root", type=Path, default=REPOSITORY / "runs" / NAME, help="where run directories live")
-    return parser.parse_args(arguments)
-
-
-def take_clocks(cells: Sequence[Cell], count: int, *, once: bool) -> None:
+def take_clocks(matrix: Matrix, cells: Sequence[Cell], count: int, *, once: bool) -> None:
     """Runs until each arm has `count`, or one of them; each is kept at once."""
+    model = matrix.experiments[cells[0].experiment].model
+    make_model(matrix.models[model], model, cells[0].root, say)
     arms = {cell.arm: cell for cell in cells if clock_of(cell.arm) == cell.arm}
     while (arm := next_arm(list(arms), read_clocks(), count)) is not None:
         with tempfile.TemporaryDirectory(prefix="evenkeel-clock-") as scratch:
@@ -126,8 +84,9 @@ def read_clocks() -> Clocks:
     return Clocks(json.loads(CLOCKS.read_text())) if CLOCKS.exists() else {}
 
 
-def table(experiment: Experiment, results: Sequence[Result], clocks: Clocks) -> str:
+def table(experiment: Experiment, results: Sequence[Result]) -> str:
     """An arm a row; of runs the median, the lowest and the highest."""
+    clocks = read_clocks()
     prices = [f"{what} to {level:g}" for level in LEVELS for what in ("samples", "seconds")]
     header = ["schedule", "s a step", "runs", "pass@1 at the start", "at the end", *prices]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
@@ -164,7 +123,3 @@ def spread(values: Sequence[float], form: str) -> str:
         return "–"
     median, low, high = (format(value, form) for value in (statistics.median(values), min(values), max(values)))
     return f"{median} ({low} to {high})" if len(values) > 1 else median
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,26 +12,20 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from safetensors.torch import load_file
 
 from launch.convert.new_model import new_model
-from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.run_directory import RunDirectory
 from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port
 from rollout_sglang.server.update_fence import UPDATE_HEADER
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.integration.workers import broadcast_worker
 from tests.support.engine_forks import start_engine
-from tests.support.processes import with_words
 from tests.support.ranks import Ranks
-from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 KEY = "a-key-of-the-tests"
 DEADLINE_S = 8.0
-STEPS = 6
 START_DEADLINE_S = 200.0
 
 
@@ -209,60 +200,3 @@ def test_groups_of_a_healthy_engine_are_kept(found: list[dict[str, Any]]) -> Non
 def test_torch_does_not_hear_of_the_groups(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["registry_after"] == rank["registry"]
-
-
-@pytest.mark.slow
-@pytest.mark.repeated  # engines of whole runs die in tests.chaos.kills, and freeze in test_hung_engines, as well
-def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
-    """The command line from start to end, with 128×128-block FP8 sent."""
-    make_model(tmp_path / "model")
-    recipe = make_recipe(
-        tmp_path,
-        tmp_path / "model",
-        "run",
-        run=dict(name="run", steps=STEPS),
-        rollout=dict(
-            prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, engines=2, precision="fp8_block"
-        ),
-        learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
-        weights=dict(channel="broadcast", bucket_mib=1, publish_deadline_s=60),
-    )
-    run = tmp_path / "runs" / "run"
-    command = [sys.executable, "-m", "launch.cli", "train", str(recipe), "--json"]
-    supervisor = psutil.Popen(
-        command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        while len(read_metrics(run)) < 2:
-            assert supervisor.poll() is None, supervisor.communicate()
-            time.sleep(0.1)
-        victims = with_words(supervisor.children(recursive=True), f"--port {engine_port(run, 1)} ")
-        victims[0].kill()  # the server; its role and what it has forked end with it
-        output, errors = supervisor.communicate(timeout=250)
-    finally:
-        if supervisor.is_running():
-            supervisor.kill()
-    assert supervisor.returncode == 0, errors.decode()[-3000:]
-    assert json.loads(output.splitlines()[-1])["steps"] == STEPS
-    audit = evenkeel_json("verify", "history", run)
-    assert (audit["lost"], audit["duplicated"], audit["version_violations"]) == (0, 0, 0)
-    metrics = read_metrics(run)
-    assert [line["step"] for line in metrics] == list(range(STEPS))
-    for line in metrics:
-        served = line["engines_checked"]  # their checksums are those of what was sent
-        assert 1 <= served <= 2 - line["engines_failed"], "one that is being started again takes no part"
-        assert 0 < line["transfer_bytes"] <= 0.55 * (served + line["engines_failed"]) * bf16_bytes(tmp_path / "model")
-        assert line["probe_gap_nats"] < 0.2
-        assert line["ess"] > 0.5
-    assert [event["version"] for event in read_events(run, "published")] == list(range(1, STEPS + 1))
-    assert [event["process"] for event in read_events(run, "restarted")] == ["engine-1"]
-    assert (run / "policy" / f"{STEPS:06}" / "weight_check.json").exists()
-
-
-def bf16_bytes(model: Path) -> int:
-    """What the model's weights would take without FP8."""
-    return sum(2 * tensor.numel() for tensor in load_file(model / "model.safetensors").values())
-
-
-def engine_port(run: Path, index: int) -> int:
-    return int(RunDirectory(run).membership().engines()[index].url.rpartition(":")[2])

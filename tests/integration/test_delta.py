@@ -17,13 +17,13 @@ from rollout_sglang.weights.replica import Replica, tensor_places
 from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(900)]
-STEPS, WHOLE_EVERY = 50, 16
+STEPS, WHOLE_EVERY = 20, 8
 WHOLE = [version for version in range(1, STEPS + 1) if version % WHOLE_EVERY == 1]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """50 updates at a learning rate of 1e-6, a BF16 learner of two ranks, block FP8 rollouts; every folder is kept."""
+    """20 updates at a learning rate of 1e-6, a BF16 learner of two ranks, block FP8 rollouts; every folder is kept."""
     folder = tmp_path_factory.mktemp("delta")
     recipe = make_recipe(
         folder,
@@ -99,21 +99,21 @@ def test_a_damaged_delta_is_found(finished: RunDirectory, tmp_path: Path, kind: 
     and give the right weights all the same: so the damaged version itself is asked for."""
     run = RunDirectory(tmp_path / "run")
     shutil.copytree(finished.path, run.path)
-    victim, asked = run.policy_directory(20), 20 if kind == "corrupted" else 24
+    victim, asked = run.policy_directory(12), 12 if kind == "corrupted" else 14
     if kind == "corrupted":
         flip(next(victim.glob("delta-*.bin")))
     elif kind == "missing":
         shutil.rmtree(victim)
     else:
         shutil.rmtree(victim)
-        shutil.copytree(run.policy_directory(19), victim)
+        shutil.copytree(run.policy_directory(11), victim)
     replica = Replica(run.policies, tmp_path / "replica")
     replica.folder.mkdir()
-    replica.make(18)
+    replica.make(10)
     with pytest.raises(StoreError):
         replica.make(asked)
-    assert [folder.name[:6] for folder in replica.folders] == ["000018"]
-    replica.make(34)
+    assert [folder.name[:6] for folder in replica.folders] == ["000010"]
+    replica.make(18)
     said = evenkeel("repair", run.path)
     assert said.returncode != 0
-    assert "000020" in said.stdout + said.stderr
+    assert "000012" in said.stdout + said.stderr

@@ -34,6 +34,7 @@ from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, under_way
 from tests.support.fleets import fleet_of
 from tests.support.listening import beyond_loopback, listening
+from tests.support.promql import expressions, selectors, shown
 from tests.support.recorded_answers import ask_all, recorded
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -154,6 +155,15 @@ def test_nothing_is_open_without_the_key(engine: TinyEngine) -> None:
 def test_a_prompt_that_is_too_long_is_fatal(engine: TinyEngine) -> None:
     with pytest.raises(FatalError, match=r"rollout\.context_tokens"):
         engine.ask(lambda client: client.generate([1] * 600, 1, Sampling(max_new_tokens=1)))
+
+
+def test_names_of_the_dashboard_and_the_alerts_appear(engine: TinyEngine) -> None:
+    engine.ask(lambda client: client.generate([1, 2, 3], 1, Sampling(max_new_tokens=4)))
+    answer = httpx.get(f"{engine.spec.url}/metrics")  # without a key: these are numbers, and Prometheus has none
+    read = {one.name for text in expressions().values() for one in selectors(text) if one.name.startswith("sglang:")}
+    assert len(read) >= 5
+    assert read <= shown(answer.text).keys()
+    assert KEY not in answer.text
 
 
 def kinds_of(value: Any) -> Any:

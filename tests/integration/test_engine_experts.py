@@ -5,11 +5,9 @@ The block-quantized server of dense models is in test_engine.py; SGLang has no F
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -23,84 +21,55 @@ from pipeline.data.routed_experts import ExpertShape
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.start import EngineSpec, free_port
-from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engine_forks import start_engine
-from tests.support.engines import under_way
+from tests.support.engines import KEY, TinyEngine, load, under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-T = TypeVar("T")
 SHAPE = ExpertShape(num_layers=2, moe_layers=(0, 1), num_experts=8, per_token=2)
 ROWS = [[random.Random(row).randrange(46) for _ in range(24)] for row in range(4)]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyEngine]:
     root = tmp_path_factory.mktemp("experts")
-    for seed in (0, 1):
-        new_model(root / str(seed), experts=8, experts_per_token=2, expert_ffn=96, seed=seed)
-    return [root / "0", root / "1"]
-
-
-@pytest.fixture(scope="module")
-def ask(folders: list[Path]) -> Iterator[Callable[[Callable[[EngineClient], Awaitable[T]]], T]]:
+    folders = (root / "0", root / "1")
+    for seed, folder in enumerate(folders):
+        new_model(folder, experts=8, experts_per_token=2, expert_ffn=96, seed=seed)
     spec = EngineSpec(
         model=folders[0],
         port=free_port(),
         precision="fp32",
         dtype="float32",
-        log=folders[0].parent / "engine.log",
+        log=root / "engine.log",
         version=0,
+        api_key=KEY,
         extra_args=("--enable-return-routed-experts",),
     )
     process = start_engine(spec)
-
-    def call(question: Callable[[EngineClient], Awaitable[T]]) -> T:
-        async def main() -> T:
-            client = EngineClient(spec.url, None, index=0, request_deadline_s=120, update=fresh_number())
-            try:
-                return await question(client)
-            finally:
-                await client.close()
-
-        return asyncio.run(main())
-
     try:
         process.wait_ready(300.0)
-        yield call
+        yield TinyEngine(process, spec, folders, folders, None)
     finally:
         process.kill()
 
 
-async def load(client: EngineClient, version: int, folder: Path) -> None:
-    """Name what the engine was given without a check: those are for tests/integration/test_weight_check.py."""
-    await client.pause()
-    try:
-        await client.update_from_disk(version, folder, deadline_s=60)
-        await client.name(version)
-    finally:
-        await client.resume()
-
-
-def test_scores_are_those_of_transformers_before_and_after_an_update(
-    ask: Callable[[Callable[[EngineClient], Awaitable[T]]], T], folders: list[Path]
-) -> None:
+def test_scores_are_those_of_transformers_before_and_after_an_update(engine: TinyEngine) -> None:
+    folders = engine.checkpoints
     for version, folder in enumerate(folders):
-        ask(lambda client, at=version: load(client, at, folders[at]))  # type: ignore[misc]
-        scored = ask(lambda client: client.prompt_logprobs(ROWS))
+        engine.load(version)
+        scored = engine.ask(lambda client: client.prompt_logprobs(ROWS))
         for other in (0, 1):
             theirs = [reference_logprobs(reference_model(folders[other]), row) for row in ROWS]
             gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, theirs, strict=True))
             assert (gap < 1e-4) == (folder == folders[other]), gap
 
 
-def test_sampled_logprobs_are_those_of_transformers(
-    ask: Callable[[Callable[[EngineClient], Awaitable[T]]], T], folders: list[Path]
-) -> None:
-    ask(lambda client: load(client, 1, folders[1]))
-    group = ask(lambda client: client.generate(ROWS[0], 4, Sampling(max_new_tokens=16, temperature=0.7)))
-    model = reference_model(folders[1])
+def test_sampled_logprobs_are_those_of_transformers(engine: TinyEngine) -> None:
+    engine.load(1)
+    group = engine.ask(lambda client: client.generate(ROWS[0], 4, Sampling(max_new_tokens=16, temperature=0.7)))
+    model = reference_model(engine.checkpoints[1])
     for sample in group:
         theirs = reference_logprobs(model, [*ROWS[0], *sample.tokens.tolist()], 0.7)[len(ROWS[0]) - 1 :]
         np.testing.assert_allclose(sample.logprobs, theirs, atol=1e-4)
@@ -129,32 +98,27 @@ def assert_routes(sample: Completion, prompt: list[int], folder: Path, first_kno
     np.testing.assert_array_equal(np.sort(sample.experts.ids[known], axis=-1), theirs)
 
 
-def test_routes_are_those_of_transformers_also_of_prompts_that_were_cached(
-    ask: Callable[[Callable[[EngineClient], Awaitable[T]]], T], folders: list[Path]
-) -> None:
-    ask(lambda client: load(client, 0, folders[0]))
+def test_routes_are_those_of_transformers_also_of_prompts_that_were_cached(engine: TinyEngine) -> None:
+    engine.load(0)
     for _ in range(2):
-        group = ask(lambda client: client.generate(ROWS[1], 3, Sampling(max_new_tokens=20, experts=SHAPE)))
+        group = engine.ask(lambda client: client.generate(ROWS[1], 3, Sampling(max_new_tokens=20, experts=SHAPE)))
         for sample in group:
-            assert_routes(sample, ROWS[1], folders[0], 0)
+            assert_routes(sample, ROWS[1], engine.checkpoints[0], 0)
 
 
-def test_routes_after_an_update_in_flight_are_known_from_the_new_weights_on(
-    ask: Callable[[Callable[[EngineClient], Awaitable[T]]], T], folders: list[Path]
-) -> None:
+def test_routes_after_an_update_in_flight_are_known_from_the_new_weights_on(engine: TinyEngine) -> None:
     """A request of several hundred tokens is retracted for the update, and prefilled again by the new weights. Of so
     many samples some are under way then: this model ends about half of them earlier."""
-    log = folders[0].parent / "engine.log"
     sampling = Sampling(max_new_tokens=300, experts=SHAPE)
 
     async def update_in_flight(client: EngineClient) -> list[Completion]:
-        asked = await under_way(client.generate(ROWS[2], 16, sampling), log)
-        await load(client, 1, folders[1])
+        asked = await under_way(client.generate(ROWS[2], 16, sampling), engine.spec.log)
+        await load(client, 1, engine.checkpoints[1])
         return await asked
 
-    ask(lambda client: load(client, 0, folders[0]))
-    group = ask(update_in_flight)
+    engine.load(0)
+    group = engine.ask(update_in_flight)
     changed = [sample for sample in group if set(sample.versions) == {0, 1}]
     assert changed
     for sample in changed:
-        assert_routes(sample, ROWS[2], folders[1], len(ROWS[2]) + int(np.argmax(sample.versions == 1)) - 1)
+        assert_routes(sample, ROWS[2], engine.checkpoints[1], len(ROWS[2]) + int(np.argmax(sample.versions == 1)) - 1)

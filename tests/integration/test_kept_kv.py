@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +16,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipeline.data.batch import Completion
-from pipeline.data.store import BatchStore
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from tests.doubles.tiny_model import reference_logprobs, reference_model
-from tests.support.engine_forks import forked_engines
 from tests.support.engines import ROWS, TinyEngine, TinyEngines, load, under_way
-from tests.support.runs import evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -65,29 +61,6 @@ def test_a_request_goes_on_over_the_keys_and_values_of_the_old_weights(engine: T
         np.testing.assert_allclose(sample.logprobs, handed_over(models, ROWS[2], sample, at), atol=1e-4)
         read_again = reference_logprobs(models[1], [*ROWS[2], *sample.tokens.tolist()])[len(ROWS[2]) - 1 :]
         assert np.abs(sample.logprobs - read_again)[at:].max() > 0.01, "the new model alone would say otherwise"
-
-
-@pytest.mark.parametrize("channel", ["disk", "broadcast"])
-def test_a_run_whose_answers_keep_their_cache(tmp_path: Path, channel: str) -> None:
-    recipe = make_recipe(
-        tmp_path,
-        make_model(tmp_path / "model"),
-        "kept",
-        run=dict(name="kept", steps=6),
-        rollout=dict(max_new_tokens=190, context_tokens=256, concurrent_prompts=12),
-        schedule=dict(kind="async", lag=2),
-        weights=dict(channel=channel, kv_cache="keep"),
-    )
-    with forked_engines():
-        evenkeel_json("train", recipe)
-    run = tmp_path / "runs" / "kept"
-    batches = [BatchStore(run / "batches").read(index, None) for index in range(6)]
-    mixed = [len(np.unique(one)) for batch in batches for one in np.split(batch.policy_version, batch.response_offsets)]
-    assert max(mixed) > 1, "no answer went on over an update"
-    (log,) = (run / "logs").glob("engine-0-*.log")
-    assert "Cache flushed" not in log.read_text(errors="replace")
-    audit = evenkeel_json("verify", "history", run)
-    assert (audit["lost"], audit["duplicated"], audit["version_violations"]) == (0, 0, 0)
 
 
 def test_a_new_request_finds_no_keys_and_values_of_older_weights(engine: TinyEngine) -> None:

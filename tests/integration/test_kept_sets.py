@@ -33,7 +33,7 @@ PROMPTS = [tuple(random.Random(seed).randrange(256) for _ in range(16)) for seed
 """24 × 16 × 64 = 24,576 tokens at most; a response may end before."""
 
 
-def batch_of(groups: list[list[Completion]], kept_set: bool) -> Batch:
+def batch_of(groups: list[list[Completion]]) -> Batch:
     return Batch.from_groups(
         0,
         [
@@ -43,22 +43,20 @@ def batch_of(groups: list[list[Completion]], kept_set: bool) -> Batch:
             )
             for number, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=False))
         ],
-        contract=LogprobContract(
-            temperature=TEMPERATURE, top_p=TOP_P, top_k=-1, tokenizer_sha256="", kept_set=kept_set
-        ),
+        contract=LogprobContract(temperature=TEMPERATURE, top_p=TOP_P, top_k=-1, tokenizer_sha256="", kept_set=True),
         dropped=(),
         next_group=len(groups),
         recipe_sha256="",
     )
 
 
-def sampled(engine: TinyEngine, *, kept_set: bool) -> Batch:
-    sampling = Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, top_p=TOP_P, kept_set=kept_set)
+def sampled(engine: TinyEngine) -> Batch:
+    sampling = Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, top_p=TOP_P, kept_set=True)
 
     async def ask(client: EngineClient) -> list[list[Completion]]:
         return await asyncio.gather(*(client.generate(prompt, GROUP_SIZE, sampling) for prompt in PROMPTS))
 
-    return batch_of(engine.ask(ask), kept_set)
+    return batch_of(engine.ask(ask))
 
 
 @dataclass(frozen=True)
@@ -75,12 +73,6 @@ class Weights:
     def z(self) -> float:
         """Distance of the mean from 1, in standard errors."""
         return (float(self.rho.mean()) - 1.0) / self.standard_error
-
-    def __str__(self) -> str:
-        return (
-            f"{len(self.rho)} tokens, mean {self.rho.mean():.5f} ± {self.standard_error:.5f} ({self.z:+.1f} standard "
-            f"errors from 1), std {self.rho.std():.3f}"
-        )
 
 
 def moved(checkpoint: Path, towards: Path, share: float, directory: Path) -> Path:
@@ -112,7 +104,7 @@ def sampled_over_an_update(engine: TinyEngine) -> Batch:
         await load(client, 1, engine.checkpoints[1])
         return await group
 
-    return batch_of([engine.ask(ask)], True)
+    return batch_of([engine.ask(ask)])
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +113,8 @@ def found(tiny_engines: TinyEngines, tmp_path_factory: pytest.TempPathFactory) -
     engines = tiny_engines.lease(precisions)
     plain = engines["fp32"].full_precision
     batches = {
-        "fp32": sampled(engines["fp32"], kept_set=True),
-        "fp8_block": sampled(engines["fp8_block"], kept_set=True),
-        "without": sampled(engines["fp32"], kept_set=False),
+        "fp32": sampled(engines["fp32"]),
+        "fp8_block": sampled(engines["fp8_block"]),
     }
     batches["updated"] = sampled_over_an_update(engines["fp32"])
     # The learner over the whole vocabulary, on a batch whose engine said what it sampled from: half a contract.
@@ -140,23 +131,19 @@ def test_at_equal_weights_both_mean_the_same_distribution(found: Found) -> None:
     assert batch.kept is not None
     np.testing.assert_allclose(found.scores["same"]["fp32"], batch.rollout_logprobs, atol=1e-4)
     assert batch.num_response_tokens > 20_000
-    print(f"tokens kept: mean {batch.kept.counts.mean():.1f}, most {batch.kept.counts.max()}")
     assert 1 < batch.kept.counts.mean() < 400  # of 512
 
 
 @pytest.mark.parametrize(("learner", "batch"), [("moved", "fp32"), ("same", "fp8_block"), ("moved", "fp8_block")])
 def test_the_mean_weight_is_1_with_kept_sets(found: Found, learner: str, batch: str) -> None:
     weights = found.weights(learner, batch)
-    print(f"{learner} learner, {batch} engine, with kept sets: {weights}")
     assert abs(weights.z) < 4
     assert weights.rho.std() > 0.01  # not the trivial 1
     assert weights.standard_error < 0.01
 
 
-@pytest.mark.parametrize("batch", ["without", "half"])
-def test_it_is_not_without_them(found: Found, batch: str) -> None:
-    weights = found.weights("moved", batch)
-    print(f"moved learner, {batch}: {weights}")
+def test_it_is_not_without_them(found: Found) -> None:
+    weights = found.weights("moved", "half")
     assert weights.z < -8
 
 

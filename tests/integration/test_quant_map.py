@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from launch.attribution.engine import audit_engine
 from megatron_bridge.hf.folders import write_policy
 from megatron_bridge.hf.tensor_files import TensorFolder
-from pipeline.errors import EngineUnavailableError, EngineVersionError
+from pipeline.errors import EngineUnavailableError
 from pipeline.ports.weights import WeightCheck
 from precision.formats.audit import Finding, formats_of
 from precision.formats.quant_map import QuantMap
@@ -38,7 +38,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 DOWN = "model.layers.1.mlp.down_proj"
 FULL = ("model.layers.0.self_attn.qkv_proj", DOWN)
 MAPS = {name: QuantMap.for_decoder(2, name).promoted(FULL) for name in ("fp8_block", "fp8_tensor")}
-NOTHING = MAPS["fp8_block"].only([])
 
 
 class Served:
@@ -50,7 +49,7 @@ class Served:
         spec = EngineSpec(
             model=folders[0],
             port=free_port(),
-            precision="fp32" if quant_map.rollout_format is None else str(quant_map.rollout_format),  # type: ignore[arg-type]
+            precision=str(quant_map.rollout_format),  # type: ignore[arg-type]
             dtype="float32",
             log=self.root / "engine.log",
             version=0,
@@ -105,7 +104,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
     root = tmp_path_factory.mktemp("maps")
     checkpoints = (write_checkpoint(root / "a", 0), write_checkpoint(root / "b", 1))
     with ExitStack() as stack:
-        found = {name: Served(root, name, each, checkpoints) for name, each in (MAPS | {"nothing": NOTHING}).items()}
+        found = {name: Served(root, name, each, checkpoints) for name, each in MAPS.items()}
         for one in found.values():
             stack.callback(one.engine.process.kill)
         for one in found.values():
@@ -113,7 +112,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
         yield found
 
 
-@pytest.mark.parametrize("name", [*MAPS, "nothing"])
+@pytest.mark.parametrize("name", list(MAPS))
 def test_an_engine_serves_its_map_before_and_after_an_update(served: dict[str, Served], name: str) -> None:
     one = served[name]
     for version in (0, 1, 0):
@@ -171,13 +170,6 @@ def test_a_policy_in_another_map_is_not_served(served: dict[str, Served], tmp_pa
     assert one.audit() == []
 
 
-def test_the_folder_says_what_is_not_quantized(served: dict[str, Served]) -> None:
-    config = json.loads((served["fp8_block"].root / "0" / "config.json").read_text())["quantization_config"]
-    assert config["ignored_layers"] == [*(f"model.layers.0.self_attn.{part}_proj" for part in "qkv"), DOWN]
-    for name in ("fp8_tensor", "nothing"):
-        assert "quantization_config" not in json.loads((served[name].root / "0" / "config.json").read_text())
-
-
 ASK_SGLANG = """
 import json, sys
 from rollout_sglang.cpu.cpu_server import prepare
@@ -211,15 +203,3 @@ def test_sglang_leaves_exactly_the_exceptions_as_they_are(experts: int | None, f
     )
     assert asked.returncode == 0, asked.stderr
     assert set(json.loads(asked.stdout.splitlines()[-1])) == set(full)
-
-
-def test_only_a_process_with_a_number_is_told(served: dict[str, Served]) -> None:
-    async def ask() -> None:
-        client = EngineClient(served["nothing"].engine.spec.url, KEY, index=0, request_deadline_s=30)
-        try:
-            await audit_engine(client, NOTHING, "float32")
-        finally:
-            await client.close()
-
-    with pytest.raises(EngineVersionError, match="X-EvenKeel-Update"):
-        asyncio.run(ask())

@@ -1,16 +1,25 @@
-"""Learners in the test's own process: after one is left, nothing of it stays in the process."""
+"""Learners in the test's own process, of which nothing stays once they are left; the loop on recorded batches."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from launch.build.learner import build_trainer
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import leave_layout
+from pipeline.config.recipe import Recipe
+from pipeline.data.batch import LogprobContract
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.loop import Trainer
 
 
 @contextmanager
@@ -26,6 +35,32 @@ def learner_here(*arguments: Any, **named: Any) -> Iterator[MegatronLearner]:
         del learner
         leave_layout()
         gc.collect()
+
+
+def trainer_on(
+    folder: Path,
+    recipe: Recipe,
+    learner: MegatronLearner,
+    store: BatchStore,
+    *,
+    contract: LogprobContract,
+    every: int,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Trainer:
+    """The product's loop in a run at `folder`, on the batches of `store`; it saves `every` so many steps."""
+    run = RunDirectory(folder)
+    run.make_folders()
+    return build_trainer(
+        run,
+        recipe,
+        learner,
+        store=store,
+        contract=contract,
+        checkpoints=Checkpoints(run.checkpoints, keep=2),
+        checkpoint_every=every,
+        event_log=EventLog(run.path, "learner-000001"),
+        stop_requested=stop_requested,
+    )
 
 
 def _forget_graphs(learner: MegatronLearner) -> None:

@@ -1,4 +1,4 @@
-"""Small real runs for the integration tests: a random model, a JSONL task with a dense reward, the real CLI."""
+"""Recipes for tests, and small real runs: a random model, a JSONL task with a dense reward, the real command line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from typing import Any
 from unittest.mock import patch
 
 import yaml
+
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 RUN_DEADLINE_S = 280
@@ -39,6 +42,23 @@ def make_prompts(path: Path, count: int = 200) -> Path:
     return path
 
 
+def a_recipe(folder: Path | str = "runs", **sections: Any) -> Recipe:
+    """A recipe of run `r` below `folder` that nobody trains, its model `m`; each section is added to the least one."""
+    least: dict[str, Any] = dict(
+        run=dict(name="r", root=str(folder), steps=8), model=dict(path="m"), task=dict(name="sort_digits")
+    )
+    return recipe_from({**least, **_added(least, sections)}, source="test")
+
+
+def _added(base: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """Sections whose keys join those of `base`; one that chooses by name replaces what is there."""
+    joined = {}
+    for name, keys in sections.items():
+        joins = isinstance(keys, dict) and ("name" not in keys or name == "run")
+        joined[name] = {**base.get(name, {}), **keys} if joins else keys
+    return joined
+
+
 def make_recipe(folder: Path, model: Path, name: str, **sections: dict[str, Any]) -> Path:
     """A recipe file in `folder`; each section updates the defaults below."""
     data: dict[str, dict[str, Any]] = dict(
@@ -61,11 +81,23 @@ def make_recipe(folder: Path, model: Path, name: str, **sections: dict[str, Any]
         checkpoint=dict(every=2),
         evaluation=dict(every=100, prompts=4, samples=2),
     )
-    for key, value in sections.items():
-        data[key] = {**data.get(key, {}), **value} if "name" not in value or key == "run" else value
+    data |= _added(data, sections)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(data))
     return path
+
+
+def trained(folder: Path, model: Path, name: str, **sections: dict[str, Any]) -> Path:
+    """The directory of a run that `evenkeel train` has finished, with engines and ranks that are forked."""
+    from tests.support.engine_forks import forked_engines
+    from tests.support.rank_programs import forked_programs
+
+    recipe = make_recipe(folder, model, name, **sections)
+    with forked_engines(), forked_programs():
+        assert evenkeel_json("train", recipe)["state"] == "finished"
+    run = folder / "runs" / name
+    assert evenkeel_json("verify", "history", run)["ok"]
+    return run
 
 
 def environment() -> dict[str, str]:

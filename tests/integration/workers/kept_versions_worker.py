@@ -10,18 +10,15 @@ import numpy as np
 import torch
 
 from launch.build.components import build_objective
-from launch.build.learner import build_trainer
 from launch.verify.layout_ranks import CONTRACT, make_batch, weights
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
-from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import LearnerSection, OptimizerSection, parse_layout
 from pipeline.data.batch import Batch
-from pipeline.data.event_log import EventLog
-from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoppedError
-from pipeline.trainer.checkpoints import Checkpoints
+from tests.support.learners import trainer_on
+from tests.support.runs import a_recipe
 
 STEPS, LAG, STOP = 6, 2, 4
 
@@ -59,16 +56,11 @@ class Watched(MegatronLearner):
 
 
 def train(folder: Path, section: LearnerSection, *, every: int, stop_after: int = STEPS) -> Watched:
-    chosen = recipe_from(
-        dict(
-            run=dict(name="r", steps=STEPS),
-            model=dict(path="m"),
-            task=dict(name="sort_digits"),
-            objective=dict(name="split"),
-            schedule=dict(kind="async", lag=LAG),
-            learner=dict(optimizer=dict(lr_by_lag="ess")),
-        ),
-        source="test",
+    chosen = a_recipe(
+        run=dict(steps=STEPS),
+        objective=dict(name="split"),
+        schedule=dict(kind="async", lag=LAG),
+        learner=dict(optimizer=dict(lr_by_lag="ess")),
     )
     learner = Watched(
         folder.parent / "model", section, build_objective(chosen), temperature=CONTRACT.temperature, total_steps=STEPS
@@ -79,17 +71,13 @@ def train(folder: Path, section: LearnerSection, *, every: int, stop_after: int 
         for one in batches[store.next_index :]:
             store.commit(one)
     learner.barrier()
-    run = RunDirectory(folder)
-    run.make_folders()
-    trainer = build_trainer(
-        run,
+    trainer = trainer_on(
+        folder,
         chosen,
         learner,
-        store=store,
+        store,
         contract=CONTRACT,
-        checkpoints=Checkpoints(run.checkpoints, keep=2),
-        checkpoint_every=every,
-        event_log=EventLog(run.path, "learner-000001"),
+        every=every,
         stop_requested=lambda: learner.is_rank_zero and stop_after <= learner.step < STEPS,
     )
     learner.watch(batches)

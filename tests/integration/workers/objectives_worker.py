@@ -16,9 +16,9 @@ from launch.verify.layout_ranks import make_batch, weights
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.step.host_weights import ReferencePolicy
-from pipeline.config.loader import recipe_from
-from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe, parse_layout
+from pipeline.config.recipe import LearnerSection, OptimizerSection, parse_layout
 from pipeline.data.batch import Batch
+from tests.support.runs import a_recipe
 
 OLD_ANCHOR = dict(name="clipped", anchor="old")
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -46,11 +46,6 @@ LEFT_OUT = ("cispo", "gspo", "tis")
 """Stepped again with a quarter of the samples left out, and with advantage 0 for those but not left out."""
 
 
-def recipe(sections: dict[str, Any]) -> Recipe:
-    base = dict(run=dict(name="r", steps=1), model=dict(path="m"), task=dict(name="sort_digits"))
-    return recipe_from(base | sections, source="test")
-
-
 def batch_with_unsampled_tokens(vocabulary: int) -> Batch:
     """Two tokens of every fifth response were not sampled; what stands there must not matter, -120 least of all."""
     batch = make_batch(0, vocabulary)
@@ -63,7 +58,7 @@ def batch_with_unsampled_tokens(vocabulary: int) -> Batch:
 
 
 def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tuple[dict[str, float], Any]:
-    made = recipe(OBJECTIVES[name])
+    made = a_recipe(**OBJECTIVES[name])
     objective = build_objective(made)
     learner = MegatronLearner(folder / "model", section, objective, temperature=0.9, total_steps=1)
     batch = batch_with_unsampled_tokens(learner.model_config.vocab_size)

@@ -10,19 +10,16 @@ from unittest.mock import patch
 import numpy as np
 
 from launch.build.components import build_objective
-from launch.build.learner import build_trainer
 from launch.verify.layout_ranks import CONTRACT, random_experts, weights
 from launch.verify.layouts import section
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
-from pipeline.config.loader import recipe_from
 from pipeline.data.batch import Batch, Response, given_batch
-from pipeline.data.event_log import EventLog
-from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.trainer.checkpoints import Checkpoints
 from tests.support.counted_file import CountedFile
+from tests.support.learners import trainer_on
+from tests.support.runs import a_recipe
 
 CASES: dict[str, dict[str, Any]] = {
     "p3o": dict(objective=dict(name="p3o")),
@@ -32,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
         advantage=dict(name="grpo", zero_variance="skip"),
     ),
     "several": dict(
-        objective=dict(name="clipped", anchor="old"),
+        objective=dict(name="clipped", anchor="old", clip_low=0.01, clip_high=0.01),
         learner=dict(updates_per_batch=2),
         advantage=dict(name="grpo", zero_variance="exclude"),
     ),
@@ -42,31 +39,16 @@ CASES: dict[str, dict[str, Any]] = {
 def measure(folder: Path, name: str, case: str, steps: int) -> dict[str, Any]:
     """Of this rank: the bytes that it has read of batch files, what it held of the last batch, and how far each weight
     has moved."""
-    recipe = recipe_from(
-        dict(run=dict(name="r", steps=steps), model=dict(path="m"), task=dict(name="sort_digits")) | CASES[case],
-        source="test",
-    )
+    recipe = a_recipe(run=dict(steps=steps), **CASES[case])
     learning = section(name).model_copy(update=dict(micro_batch_tokens=4096))
     initialize(Layout.of(learning), seed=0, deadline_s=240)
     objective, updates = build_objective(recipe), recipe.learner.updates_per_batch
     learner = MegatronLearner(
         folder / "model", learning, objective, temperature=CONTRACT.temperature, total_steps=steps * updates
     )
-    run, before, seen = RunDirectory(folder / f"{name} {case}"), weights(learner), []
-    run.make_folders()
-    store = BatchStore(folder / "batches")
+    before, seen, store = weights(learner), [], BatchStore(folder / "batches")
     contract = store.read(0, None).contract
-    trainer = build_trainer(
-        run,
-        recipe,
-        learner,
-        store=store,
-        contract=contract,
-        checkpoints=Checkpoints(run.checkpoints, keep=1),
-        checkpoint_every=steps,
-        event_log=EventLog(run.path, "learner-000001"),
-        stop_requested=lambda: False,
-    )
+    trainer = trainer_on(folder / f"{name} {case}", recipe, learner, store, contract=contract, every=steps)
 
     def noted(batch: Batch, *arguments: Any, **named: Any) -> Any:
         seen.append(batch)

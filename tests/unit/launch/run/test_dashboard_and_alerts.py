@@ -1,6 +1,6 @@
 """Every expression of the dashboard and of the alerts is PromQL, and names what the roles really show.
 
-Names of SGLang are compared with a real engine in tests/integration/test_engine_metrics.py.
+Names of SGLang are compared with a real engine in tests/integration/test_engine.py.
 """
 
 from __future__ import annotations
