@@ -9,6 +9,7 @@ is not found exactly once: the product has moved on, and the list must follow.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -527,9 +528,20 @@ def judge(tree: Path, mutation: Mutation) -> Verdict:
     return "caught" if status == TESTS_FAILED else "NOT RUN"
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row for each breakage; 1 when one was not caught or its tests fail without it."""
-    chosen = [MUTATIONS[int(number) - 1] for number in arguments] or list(MUTATIONS)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help=f"1 to {len(MUTATIONS)}; default: all")
+    parser.add_argument("--list", action="store_true", help="print numbers and breakages, and break nothing")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.numbers) - set(range(1, len(MUTATIONS) + 1)):
+        parser.error(f"there is no breakage {min(unknown)}; expected 1 to {len(MUTATIONS)}")
+    if options.list:
+        print(*(f"{place:3}  {one.file:45}  {one.what}" for place, one in enumerate(MUTATIONS, 1)), sep="\n")
+        return 0
+    chosen = [MUTATIONS[number - 1] for number in options.numbers] or list(MUTATIONS)
     check(chosen)
     with tempfile.TemporaryDirectory(prefix="evenkeel-mutations-") as scratch:
         tree = Path(scratch)
@@ -549,4 +561,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

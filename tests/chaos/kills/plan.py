@@ -6,7 +6,7 @@ A run is one case: some twenty short steps, and a fault at about every second on
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, Literal
@@ -252,13 +252,3 @@ def shares() -> Plan:
 
 def _word(text: str) -> str:
     return text.replace(":", "-").replace("*", "-all")
-
-
-def counted(plan: Sequence[Plan]) -> dict[str, int]:
-    """Runs, kills and other faults, for a reader."""
-    faults = [fault for one in plan for fault in one.faults]
-    return dict(
-        runs=len(plan),
-        kills=sum(len(fault.victims) + bool(fault.first) for fault in faults if fault.action == "kill"),
-        others=sum(fault.action != "kill" for fault in faults),
-    )

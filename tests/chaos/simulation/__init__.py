@@ -8,8 +8,8 @@
 One seed gives one history (as FoundationDB and TigerBeetle test), whatever the machine does meanwhile:
 
     python -m tests.chaos simulation --minutes 0          10,000 seeds, in blocks of 25; resumable
-    python -m tests.chaos.simulation --seed 17            one seed again, with everything that happened
-    python -m tests.chaos.simulation --seed 17 --shrink   with as few faults as still fail
+    python -m tests.chaos.simulation 17            one seed again, with everything that happened
+    python -m tests.chaos.simulation 17 --shrink     with as few faults as still fail
 
 What is real: pipeline.rollout, pipeline.trainer, pipeline.data, the lease of weight updates. What is not: engines,
 verifiers, the learner's mathematics (its weights are a hash of all that it was trained on), the writing of tensors.

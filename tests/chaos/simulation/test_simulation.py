@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
-from tests.chaos.simulation import cases
-from tests.chaos.simulation.disk import _found
 from tests.chaos.simulation.plan import Fault, Plan, plan_of
 from tests.chaos.simulation.simulate import simulate
 
@@ -25,7 +22,7 @@ SEEDS, EVERYDAY, BLOCK = 200, 100, 20
 def test_seeds(first: int) -> None:
     for seed in range(first, first + BLOCK):
         result = simulate(plan_of(seed))
-        assert result.problems == (), f"python -m tests.chaos.simulation --seed {seed}"
+        assert result.problems == (), f"python -m tests.chaos.simulation {seed}"
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "staged"])
@@ -65,14 +62,62 @@ def test_every_fault_strikes_where_it_is_told(kind: str) -> None:
     assert result.problems == ()
 
 
-def test_a_power_cut_leaves_what_was_synced_or_more() -> None:
-    draw = random.Random(0)
-    found = {_found(b"synced", b"synced and more", draw) for _ in range(200)}
-    assert {b"synced", b"synced and more"} < found
-    assert all(b"synced and more".startswith(content) and len(content) >= 6 for content in found)
-    assert _found(None, b"", draw) == b""
+# What seeds have found, as small plans: each of them failed before it was mended.
 
 
-def test_cases_cover_ten_thousand_seeds() -> None:
-    assert len(cases()) * 25 == 10_000
-    assert cases()[1].id == "seeds-00025"
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_batch_is_durable_before_it_is_trained_on(kind: str) -> None:
+    """The collector freezes between the link and the fsync of the folder; the learner trains and publishes; the power
+    fails. The batch was gone then, the version that had learned from it was published, and nobody could go on."""
+    for count in (40, 46, 52):
+        faults = (
+            Fault(kind="freeze", role="collector", operation="unlink", count=3, seconds=60.0, replaced=False),
+            Fault(kind="power cut", role="learner", operation="fsync", count=count),
+        )
+        plan = Plan(seed=5, kind=kind, steps=4, journaled=False, faults=faults)  # type: ignore[arg-type]
+        result = simulate(plan)
+        assert [problem for problem in result.problems if "metrics" not in problem] == []
+        assert result.happened == ("freeze", "power cut")
+
+
+@pytest.mark.parametrize("seed", [16, 22])
+def test_what_a_finished_learner_removed_does_not_come_back(seed: int) -> None:
+    """It had removed its last old checkpoint, and said that nothing was left to do; the power failed. Nobody started it
+    again, so what came back of the checkpoint stayed for ever."""
+    cut = Fault(kind="power cut", role="collector", operation="rename", count=6)
+    result = simulate(Plan(seed=seed, steps=4, keep_checkpoints=1, journaled=False, faults=(cut,)))
+    assert result.happened == ("power cut",)
+    assert result.problems == ()
+
+
+def test_a_start_whose_files_a_later_one_removed_says_that_it_was_superseded() -> None:
+    """The first start of the learner froze, and claimed its epoch after the second one. It removed the folder that the
+    second was writing version 0 to. That one died of a missing file; started again, it would take over in turn."""
+    freeze = Fault(kind="freeze", role="learner", operation="fsync", count=8, seconds=1.4763629905078215)
+    result = simulate(Plan(seed=2441, preemption=0.1, faults=(freeze,)))
+    assert result.happened == ("freeze",)
+    assert result.problems == ()
+
+
+def test_metrics_stay_though_who_made_their_folder_was_killed_before_it_was_durable() -> None:
+    """The next start found the folder there, and made durable only what it wrote within; a power cut took it all."""
+    kill = Fault(kind="kill", role="learner", operation="fsync", count=41)
+    cut = Fault(kind="power cut", role="learner", operation="update", count=4)
+    result = simulate(Plan(seed=1, steps=4, journaled=False, faults=(kill, cut)))
+    assert result.happened == ("kill", "power cut")
+    assert result.problems == ()
+
+
+FOUND = {
+    4026: "a resync whose listing of updates was cached remembered an older version, and no engine ever came back",
+    4380: "of the four groups that a batch could ask, three did not fit, and the judge expected two all the same",
+    4710: "the same, of another schedule",
+    5007: "a version whose announcement was pruned meanwhile was asked for until the collector's stack was full",
+    6588: "hosts remembered after a power cut what they had seen before it",
+    900340: "a learner whose host remembered an older listing of checkpoints trained a step twice",
+}
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_a_seed_found_stays_mended(seed: int) -> None:
+    assert not [one for one in simulate(plan_of(seed)).problems if seed != 5007 or "Recursion" in one], FOUND[seed]

@@ -1,8 +1,8 @@
 """Virtual time, and processes that take turns: exactly one runs, and the seed decides which one is next.
 
-A process of the simulation is a thread. It runs until it sleeps or until a point (a file operation, a turn of its event
-loop) at which a fault of the plan is due, or at which the seed lets others run first. Then the one whose time has come
-goes on. No thread ever runs beside another one, so one seed gives one history.
+A process of the simulation is a greenlet. It runs until it sleeps or until a point (a file operation, a turn of its
+event loop) at which a fault of the plan is due, or at which the seed lets others run first. Then the one whose time has
+come goes on. No process ever runs beside another one, so one seed gives one history.
 
 A killed process gets `Killed` at its point, and at every later one: what unwinds of it can change nothing any more.
 """
@@ -10,13 +10,17 @@ A killed process gets `Killed` at its point, and at every later one: what unwind
 from __future__ import annotations
 
 import _thread
+import asyncio
 import hashlib
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
-from tests.chaos.simulation.baton import Stack, new_stack
+import greenlet
+
 from tests.chaos.simulation.plan import Fault, Plan
 
 OPERATION_S = 1e-4
@@ -29,6 +33,32 @@ EPOCH_S = 1_750_000_000.0
 
 class Killed(BaseException):
     """kill -9 of the process that runs; no handler of the product catches it."""
+
+
+class Stack:
+    """The stack of a process, which runs its body when it is first given the turn. What Python keeps by thread, and
+    asyncio uses, is kept by stack."""
+
+    def __init__(self, body: Callable[[], None] | None = None) -> None:
+        """Without a body: that of the caller."""
+        self._green = greenlet.getcurrent() if body is None else greenlet.greenlet(lambda *_: body())
+        if body is not None:
+            ground: Any = greenlet.getcurrent()
+            while ground.parent is not None:
+                ground = ground.parent
+            self._green.parent = ground
+
+    def give(self, to: Stack) -> None:
+        """The caller, whose stack this is, waits until it is given the turn itself."""
+        loop, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
+        asyncio._set_running_loop(None)
+        to._green.switch()
+        asyncio._set_running_loop(loop)
+        sys.set_asyncgen_hooks(*hooks)
+
+    def leave(self, to: Stack) -> None:
+        """The caller, whose stack this is, has ended; nothing but a return may follow."""
+        self._green.parent = to._green
 
 
 class Process:
@@ -135,12 +165,12 @@ class World:
             following = self._next()
             process.stack.leave(self._ground if following is None else following.stack)
 
-        process.stack = new_stack(run)
+        process.stack = Stack(run)
         return process
 
     def run(self, body: Callable[[Process], int]) -> None:
         """Run the operator, and everything that it starts, to the end."""
-        self._ground = new_stack()
+        self._ground = Stack()
         self.start("operator", body)
         following = self._next()
         assert following is not None
