@@ -52,7 +52,7 @@ check: install  ## Format, lint and types.
 
 bench: install  ## The loop beside TRL, its pace, the learner beside Megatron-Core, publishes beside a copy, deltas (TRL: .venv-bench).
 	@./ops/install_bench.sh $(BIN) .venv-bench
-	@for what in "loop --json" "pace --json" "learner step" "learner plain" "learner mismatch" "learner memory" "learner long" "publish --json" delta "collector --json"; do \
+	@for what in loop pace "learner step" "learner plain" "learner mismatch" "learner memory" "learner long" publish delta collector; do \
 	    echo "tests.bench.$$what"; PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.$$what || exit 1; \
 	done
 

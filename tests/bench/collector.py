@@ -20,7 +20,6 @@ import asyncio
 import itertools
 import json
 import multiprocessing
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,8 +32,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
@@ -50,6 +47,7 @@ from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
 from rollout_sglang.client import EngineClient
+from tests.bench.figures import forget_peak, resident, spreads, tell
 from tests.doubles.sglang_double import EngineDouble
 
 VOCABULARY, PROMPT_TOKENS, MOST_TOKENS = 151_936, 512, 6144
@@ -218,10 +216,10 @@ def measure(prompts: int) -> dict[str, float]:
             collector = build(Path(folder), url, prompts, verifiers)
             spare_collections()
             idle = asyncio.run(ticking(asyncio.sleep(3.0)))
-            before = _memory("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the highest mark begins anew
+            before = resident("VmRSS")
+            forget_peak()
             ticks = asyncio.run(ticking(collector.collect()))
-            most = _memory("VmHWM")
+            most = resident("VmHWM")
             batch = collector.store.read(0, None)
             (committed,) = read_events(collector.run.path, "committed")
         finally:
@@ -244,37 +242,19 @@ def measure(prompts: int) -> dict[str, float]:
     )
 
 
-def _memory(name: str) -> int:
-    """Bytes, of this process."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print a table or JSON."""
+    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=128, help="of the batch, of 16 samples each")
     parser.add_argument("--once", action="store_true", help="one repetition, in this process")
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     if given.once:
         print(json.dumps(measure(given.prompts)))
         return
     command = [sys.executable, "-m", "tests.bench.collector", "--once", "--prompts", str(given.prompts)]
     rows = [json.loads(subprocess.check_output(command)) for _ in range(given.repetitions)]
-    found = {
-        name: dict(median=statistics.median(values), low=min(values), high=max(values))
-        for name in rows[0]
-        if (values := [row[name] for row in rows])
-    }
-    if given.json:
-        print(json.dumps(found, indent=2))
-        return
-    table = Table("one batch", "median", "lowest", "highest")
-    for name, spread in found.items():
-        table.add_row(name, *(f"{value:,.2f}" for value in spread.values()))
-    Console().print(table)
+    tell(spreads(rows))
 
 
 if __name__ == "__main__":

@@ -18,18 +18,11 @@ here, as in models of a few billion parameters).
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from launch.convert.new_model import new_model
@@ -41,6 +34,7 @@ from pipeline.data.deltas import Delta, DeltaWriter
 from precision.formats.quant_map import QuantMap, QuantMapFile
 from precision.formats.streams import quantize_state
 from precision.objectives.p3o import P3O
+from tests.bench.figures import medians, seconds, tell
 from tests.bench.learner import make_batch
 
 RATES = (1e-6, 1e-5, 1e-4)
@@ -67,9 +61,7 @@ def measure(folder: Path, rate: float) -> dict[str, dict[str, float]]:
                     found[name].append(measured)
     finally:
         leave_layout()
-    return {
-        name: {key: statistics.median(one[key] for one in steps) for key in steps[0]} for name, steps in found.items()
-    }
+    return {name: medians(steps) for name, steps in found.items()}
 
 
 class _Followed:
@@ -90,12 +82,12 @@ class _Followed:
             writer, before = DeltaWriter(Path(scratch), 0), self._sender.arrays()
             self._full.take(self._stream(), None)
             full = self._full.arrays()
-            encode_s = _seconds(lambda: [writer.add(n, before[n], full[n], self._full.width(n)) for n in full])
+            encode_s = seconds(lambda: [writer.add(n, before[n], full[n], self._full.width(n)) for n in full])
             delta = Delta(version=step + 1, base=step, base_state="", widths=writer.widths, payloads=writer.payloads)
-            apply_s = _seconds(lambda: [delta.overwrite(Path(scratch), n, self._replica[n]) for n in full])
+            apply_s = seconds(lambda: [delta.overwrite(Path(scratch), n, self._replica[n]) for n in full])
         for name, expected in full.items():
             np.testing.assert_array_equal(self._replica[name], expected, err_msg=name)
-        copy_s = _seconds(lambda: [tensor.copy() for tensor in full.values()])
+        copy_s = seconds(lambda: [tensor.copy() for tensor in full.values()])
         self._sender, self._full = self._full, self._sender
         return dict(
             density=writer.num_changed / self._sender.num_numbers,
@@ -110,36 +102,12 @@ class _Followed:
         return weights if self._quant is None else quantize_state(weights, self._quant)
 
 
-def _seconds(action: Any) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
-    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
         folder = Path(scratch) / "model"
         new_model(folder, **SIZES)
         found = {rate: measure(folder, rate) for rate in RATES}
-    if arguments.json:
-        print(json.dumps(found))
-        return
-    table = Table("learning rate", "published", "density", "share of the bytes", "bytes a change", "encode", "apply")
-    for rate, formats in found.items():
-        for name, one in formats.items():
-            table.add_row(
-                f"{rate:g}",
-                name,
-                f"{one['density']:.3%}",
-                f"{one['share']:.2%}",
-                f"{one['bytes_a_change']:.2f}",
-                f"{one['encode']:.1f}",
-                f"{one['apply']:.1f}",
-            )
-    Console().print(table)
+    tell(found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ P3O, gathers log-probabilities and entropies, measures ratios and guards the ste
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -41,6 +40,7 @@ from pipeline.data.mismatch_files import write_mismatch
 from pipeline.data.run_directory import RunDirectory
 from precision.mismatch.statistics import Mismatch
 from precision.objectives.p3o import P3O
+from tests.bench.figures import forget_peak, resident, seconds, tell
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
 ROUNDS = 9
@@ -158,7 +158,7 @@ def peak_of_update(learner: MegatronLearner, lengths: Sequence[int]) -> float:
         for n in lengths
     ]
     batch = given_batch(0, [([1], responses)], CONTRACT)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark starts again from here
+    forget_peak()
     learner.update(batch, np.ones(batch.num_samples, np.float32), batch.rollout_logprobs)
     return resident("VmHWM")
 
@@ -239,12 +239,6 @@ def bare_step(learner: MegatronLearner, micro_batches: tuple[MicroBatch, ...]) -
     learner.optimizer.step()
 
 
-def seconds(action: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
 def logprob_memory(learner: MegatronLearner) -> dict[str, float]:
     """One micro-batch of which the logits are by far the largest tensor."""
     batch = make_batch(learner.model_config.vocab_size, prompts=2, lengths=(200, 240))
@@ -252,18 +246,10 @@ def logprob_memory(learner: MegatronLearner) -> dict[str, float]:
     assert rows <= 4096
     learner.logprobs(batch)  # buffers that stay
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark starts again from here
+    forget_peak()
     learner.logprobs(batch)
     logits = rows * learner.model_config.vocab_size * 4
     return dict(ratio=(resident("VmHWM") - before) / logits, logits_mib=logits / 2**20, micro_batch_tokens=float(rows))
-
-
-def resident(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}; this needs Linux")
 
 
 def main() -> None:
@@ -283,7 +269,7 @@ def main() -> None:
             learner = build(folder, characters, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768)
             sides = dict(step=step_overhead, plain=beside_plain_torch, mismatch=mismatch_overhead)
             found = sides[what](learner)
-    print(json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from launch.convert.new_model import new_model
 from pipeline.data.event_log import read_metrics
+from tests.bench.figures import spread, tell
 from tests.support.runs import ROOT, evenkeel_json
 
 GROUP, WARM_STEPS = 8, 3
@@ -153,7 +153,7 @@ def write_prompts(folder: Path) -> None:
     (folder / PROMPTS).write_text("\n".join(json.dumps(dict(prompt=prompt, answer="")) for prompt in prompts))
 
 
-def measure(folder: Path, row: Row, steps: int, repetitions: int) -> dict[str, float]:
+def measure(folder: Path, row: Row, steps: int, repetitions: int) -> dict[str, Any]:
     """Samples a second of each side and their ratios to TRL, of one row."""
     seconds: dict[str, list[float]] = {side: [] for side in ("trl", *SCHEDULES)}
     for repetition in range(repetitions):
@@ -163,14 +163,12 @@ def measure(folder: Path, row: Row, steps: int, repetitions: int) -> dict[str, f
         for side in seconds if repetition % 2 == 0 else reversed(seconds):
             found = trl(place, model, row, steps) if side == "trl" else ours(place, model, row, side, steps)
             seconds[side].append(found)
-    result = {f"{side}_samples_per_s": row.samples / statistics.median(taken) for side, taken in seconds.items()}
+    result: dict[str, Any] = {
+        f"{side}_samples_per_s": row.samples / statistics.median(taken) for side, taken in seconds.items()
+    }
     for side in SCHEDULES:
         ratios = [trl_s / ours_s for trl_s, ours_s in zip(seconds["trl"], seconds[side], strict=True)]
-        result |= {
-            f"{side}_over_trl": statistics.median(ratios),
-            f"{side}_over_trl_least": min(ratios),
-            f"{side}_over_trl_most": max(ratios),
-        }
+        result[f"{side}_over_trl"] = spread(ratios)
     return result
 
 
@@ -179,17 +177,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--row", choices=ROWS, action="append", help="default: all")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in arguments.row or ROWS:
         with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
             folder = Path(scratch)
             write_prompts(folder)
             results[name] = measure(folder, ROWS[name], arguments.steps, arguments.repetitions)
-        print(name, {key: round(value, 2) for key, value in results[name].items()}, file=sys.stderr, flush=True)
-    if arguments.json:
-        print(json.dumps(results))
+    tell(results)
 
 
 if __name__ == "__main__":

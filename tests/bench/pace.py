@@ -18,7 +18,6 @@ Each repetition is a run of its own. Printed are medians, the smallest and the l
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 import statistics
@@ -39,6 +38,7 @@ from pipeline.analysis.trace import RANK_ZERO, STEP, timeline
 from pipeline.child_process import ChildProcess, log_tail
 from pipeline.schedule import Schedule
 from rollout_sglang.server.start import free_port
+from tests.bench.figures import spreads, tell
 from tests.bench.loop import ROWS, WARM_STEPS, Row, make_model, recipe_of, write_prompts
 
 LAG_1 = Schedule(kind="async", lag=1, steps=1)
@@ -153,18 +153,12 @@ def covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> f
     return total
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
-    return dict(median=statistics.median(values), low=min(values), high=max(values))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--row", choices=ROWS, default="varying")
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("error: this process may use one core, and two are needed")
@@ -176,12 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             folder.mkdir()
             found.append(measure(folder, ROWS[given.row], given.steps))
         print({name: round(value, 3) for name, value in found[-1].items()}, file=sys.stderr, flush=True)
-    table = {name: spread([one[name] for one in found]) for name in found[0]}
-    if given.json:
-        print(json.dumps(table))
-        return
-    for name, values in table.items():
-        print(f"{name:22}", *(f"{kind} {value:7.3f}" for kind, value in values.items()))
+    tell(spreads(found))
 
 
 if __name__ == "__main__":

@@ -21,27 +21,20 @@ digests work on those. Learner, engine and writer share the cores. Compare ratio
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from launch.convert.new_model import new_model
 from launch.run.processes import run_ranks, torchrun
 from launch.verify.parity import Engine, prepare
-from pipeline.config.loader import recipe_from
-from pipeline.config.recipe import Recipe
 from pipeline.data.membership import Member
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
+from tests.bench.figures import medians, tell
 from tests.bench.publish_ranks import CHANNELS
-from tests.support.runs import environment
+from tests.support.runs import a_recipe, environment
 
 PRECISIONS = ("bf16", "fp8_block")
 ROUNDS = 6
@@ -52,22 +45,16 @@ RUN_DEADLINE_S = 900.0
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 1024, 4, 8, 4, 128, 3072
 
 
-def publish_recipe(folder: Path, model: Path, precision: str) -> Recipe:
-    """A run that only publishes."""
-    data = dict(
-        run=dict(name=precision, root=str(folder), steps=1),
+def measure(folder: Path, model: Path, precision: str) -> dict[str, dict[str, Any]]:
+    """Channel → its numbers, with one engine and one learner for all."""
+    recipe = a_recipe(
+        folder,
+        run=dict(name=precision, steps=1),
         model=dict(path=str(model)),
-        task=dict(name="sort_digits"),
         rollout=dict(precision=precision, context_tokens=128, max_new_tokens=24),
         learner=dict(precision="bf16", step_deadline_s=DEADLINE_S),
         weights=dict(publish_deadline_s=DEADLINE_S),
     )
-    return recipe_from(data, source="the publish benchmark")
-
-
-def measure(folder: Path, model: Path, precision: str) -> dict[str, dict[str, Any]]:
-    """Channel → its numbers, with one engine and one learner for all."""
-    recipe = publish_recipe(folder, model, precision)
     run = prepare(recipe)
     with Engine(run, recipe) as engine:
         run.membership().announce(Member(0, engine.url))
@@ -75,13 +62,8 @@ def measure(folder: Path, model: Path, precision: str) -> dict[str, dict[str, An
         env = {**environment(), API_KEY_VARIABLE: engine.key}
         run_ranks(run, command, log=run.logs / "bench.log", env=env, deadline_s=RUN_DEADLINE_S)
     found = json.loads((run.path / "bench.json").read_text())
-    copy_s = medians(found["loopback"])["copy_s"]
-    return {channel: case(medians(found[channel]), copy_s) for channel in CHANNELS}
-
-
-def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of all rounds but the first."""
-    return {name: statistics.median(one[name] for one in rounds[1:]) for name in rounds[0]}
+    copy_s = medians(found["loopback"][1:])["copy_s"]
+    return {channel: case(medians(found[channel][1:]), copy_s) for channel in CHANNELS}
 
 
 def case(measured: dict[str, float], copy_s: float) -> dict[str, Any]:
@@ -108,26 +90,7 @@ def case(measured: dict[str, float], copy_s: float) -> dict[str, Any]:
     return result
 
 
-def print_table(results: dict[str, Any]) -> None:
-    """One column a case; the channels' own timers below."""
-    columns = [results[precision][channel] for precision in PRECISIONS for channel in CHANNELS]
-    table = Table("", *(f"{precision} {channel}" for precision in PRECISIONS for channel in CHANNELS))
-    for name in [name for name in results[PRECISIONS[0]]["broadcast"] if name not in ("bytes", "timers")]:
-        table.add_row(name, *(f"{column[name]:.3g}" if name in column else "" for column in columns))
-    table.add_row("MB", *(f"{column['bytes'] / 1e6:.1f}" for column in columns))
-    table.add_section()
-    timers = [column["timers"] for column in columns]
-    for name in dict.fromkeys(name for one in timers for name in one):
-        table.add_row(name, *(f"{one[name]:.3f}" if name in one else "" for one in timers))
-    console = Console()
-    console.print(table)
-    console.print(f"bytes of FP8 ÷ bytes of bf16: {results['fp8_bytes_over_bf16']:.3f}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one line instead of the table")
-    arguments = parser.parse_args()
     results: dict[str, Any] = dict(load_before=os.getloadavg()[0], cores=os.cpu_count())
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
         folder = Path(scratch)
@@ -145,10 +108,7 @@ def main() -> None:
             results[precision] = measure(folder, folder / "model", precision)
     disk = {precision: results[precision]["disk"]["bytes"] for precision in PRECISIONS}
     results["fp8_bytes_over_bf16"] = disk["fp8_block"] / disk["bf16"]
-    if arguments.json:
-        print(json.dumps(results))
-    else:
-        print_table(results)
+    tell(results)
 
 
 if __name__ == "__main__":
