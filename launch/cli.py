@@ -242,7 +242,7 @@ def plan(
 
     For example:  evenkeel plan qwen3_32b --gpus 64 --gpu-gib 80 --mean-response-tokens 3206
     """
-    from launch.plan.planner import Machine, make_plan
+    from launch.plan.planner import make_plan
 
     chosen = dict(
         mean_response_tokens=mean_response_tokens,
@@ -252,7 +252,7 @@ def plan(
         disk_gb_s=disk_gb_s,
         broadcast_gb_s=broadcast_gb_s,
     )
-    result = make_plan(recipe, overrides or [], Machine(gpus=gpus, gpu_gib=gpu_gib), chosen)
+    result = make_plan(recipe, overrides or [], chosen, gpus=gpus, gpu_gib=gpu_gib)
     if as_json:
         emit(result)
     else:

@@ -403,8 +403,8 @@ MUTATIONS = (
     Mutation(
         "the planner forgets the memory of a publish",
         "launch/plan/footprint.py",
-        "return self.static + self.buckets + max(self.training, self.scoring, self.publishing) + self.allowance",
-        "return self.static + self.buckets + max(self.training, self.scoring) + self.allowance",
+        "transient = there + max(training, scoring, publishing)",
+        "transient = there + max(training, scoring)",
         (f"{UNIT}/launch/plan",),
     ),
     Mutation(

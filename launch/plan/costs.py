@@ -18,7 +18,7 @@ import simpy
 
 from launch.build.components import scoring_passes
 from launch.build.sizes import active_parameters
-from launch.plan.footprint import HeldParameters, held_parameters
+from launch.plan.footprint import held_parameters
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.recipe import LearnerSection, Recipe
@@ -64,33 +64,6 @@ class Assumptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Samples of a step and how they are cut up."""
-
-    samples: int
-    prompt_tokens: float
-    response_tokens: float
-    micro_batch_tokens: int
-
-    @staticmethod
-    def of(recipe: Recipe, assumed: Assumptions) -> Traffic:
-        return Traffic(
-            samples=recipe.rollout.prompts_per_batch * recipe.rollout.group_size,
-            prompt_tokens=assumed.mean_prompt_tokens,
-            response_tokens=assumed.mean_response_tokens,
-            micro_batch_tokens=recipe.learner.micro_batch_tokens,
-        )
-
-    @property
-    def sample_tokens(self) -> float:
-        return self.prompt_tokens + self.response_tokens
-
-    def num_micro_batches(self, data_parallel: int) -> int:
-        """Of one data parallel rank: rows are packed without padding."""
-        return max(1, math.ceil(self.samples * self.sample_tokens / (data_parallel * self.micro_batch_tokens)))
-
-
-@dataclass(frozen=True, kw_only=True)
 class LearnerTime:
     """Seconds of one step."""
 
@@ -106,17 +79,6 @@ class LearnerTime:
     score_s: float
     """A log-probability pass over the batch, all of it."""
 
-    @property
-    def update_s(self) -> float:
-        own = (self.compute_s, self.bubble_s, self.tensor_s, self.pipeline_s, self.context_s, self.expert_s)
-        return sum(own) + self.data_s
-
-
-def mlp_share(config: ModelConfig) -> float:
-    """Of the forward pass, the part that selective recomputation does twice."""
-    ffn = config.ffn_size if config.experts is None else config.experts.ffn_size * config.experts.per_token
-    return config.num_layers * 3 * config.hidden_size * ffn / active_parameters(config)
-
 
 def forward_flops(config: ModelConfig, context: float) -> float:
     """FLOPs of one position in a sequence of `context` tokens: 2 for each parameter, and 4·q·context/2 of causal
@@ -125,56 +87,78 @@ def forward_flops(config: ModelConfig, context: float) -> float:
     return 2.0 * active_parameters(config) + attention
 
 
-def learner_time(config: ModelConfig, learner: LearnerSection, traffic: Traffic, assumed: Assumptions) -> LearnerTime:
-    """Of the busiest stage, for all optimizer steps of a batch; padding and uneven loads are left out.
+def num_micro_batches(recipe: Recipe, learner: LearnerSection, assumed: Assumptions) -> int:
+    """Count the micro-batches of one data parallel rank in a step: rows are packed without padding."""
+    samples = recipe.rollout.prompts_per_batch * recipe.rollout.group_size
+    tokens = samples * (assumed.mean_prompt_tokens + assumed.mean_response_tokens)
+    return max(1, math.ceil(tokens / (learner.data_parallel * learner.micro_batch_tokens)))
+
+
+def learner_time(config: ModelConfig, recipe: Recipe, learner: LearnerSection, assumed: Assumptions) -> LearnerTime:
+    """Estimate the seconds of the busiest stage for all optimizer steps of a batch of the recipe, with a layout that
+    may be another than the recipe's; padding and uneven loads are left out.
 
     Each optimizer step fills and drains the pipeline and reduces gradients anew.
     """
-    layout = Layout.of(learner)
-    tokens = traffic.samples / layout.data * traffic.sample_tokens
+    layout, size = Layout.of(learner), learner.parameter_bytes
+    length = assumed.mean_prompt_tokens + assumed.mean_response_tokens
+    tokens = recipe.rollout.prompts_per_batch * recipe.rollout.group_size / layout.data * length
     ranks = layout.tensor * layout.context * layout.pipeline
-    speed = assumed.peak_tflops * 1e12 * assumed.mfu
-    forward = tokens * forward_flops(config, traffic.sample_tokens) / ranks / speed
-    passes = 3.0 + dict(none=0.0, selective=mlp_share(config), full=1.0)[learner.recompute]
-    updates, count = learner.updates_per_batch, traffic.num_micro_batches(layout.data)
-    sent = _sent_forward(config, learner, layout, tokens)
+    forward = tokens * forward_flops(config, length) / ranks / (assumed.peak_tflops * 1e12 * assumed.mfu)
+    experts = config.experts
+    # Selective recomputation does the MLPs' part of a forward pass twice.
+    ffn = config.ffn_size if experts is None else experts.ffn_size * experts.per_token
+    mlp_share = config.num_layers * 3 * config.hidden_size * ffn / active_parameters(config)
+    passes = 3.0 + dict(none=0.0, selective=mlp_share, full=1.0)[learner.recompute]
     compute = passes * forward
+
+    # Communication of a forward pass; backward sends as much.
+    layers = config.num_layers / layout.pipeline
+    here = tokens / layout.context
+    row = here * size * config.hidden_size
+    # An all-reduce (or all-gather and reduce-scatter) after attention and one after a dense MLP.
+    reductions = 2 if experts is None else 1
+    tensor = reductions * layers * 2 * row * _others(layout.tensor) / _link(layout.tensor)
+    keys_values = here * size * 2 * config.num_kv_heads * config.head_dim / layout.tensor
+    context = layers * keys_values * (layout.context - 1) / _link(layout.tensor * layout.context)
+    split = layout.tensor if layout.sequence else 1
+    expert = 0.0
+    if experts is not None:  # dispatch and combine
+        span = layout.expert * layout.expert_tensor
+        expert = layers * 2 * row / split * experts.per_token * _others(layout.expert) / _link(span)
+    pipeline = (layout.virtual if layout.pipeline > 1 else 0) * row / split / NETWORK_BYTES_S
+
+    # Float32 gradients go to their owners (4 bytes) and parameters come back, or gradients are all-reduced (4 twice).
+    held = max(
+        (held_parameters(config, layout, stage) for stage in (0, layout.pipeline - 1)), key=lambda one: one.total
+    )
+    sharing = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
+    sent = (4 + size if learner.distributed_optimizer else 8) * (
+        held.dense * _others(layout.data * layout.context) + held.expert * _others(sharing)
+    )
+    updates, count = learner.updates_per_batch, num_micro_batches(recipe, learner, assumed)
+    reduced = sent / NETWORK_BYTES_S
+    if learner.overlap_grad_reduce:  # behind the backward pass
+        reduced = max(0.0, reduced - 2 / 3 * compute / updates)
     return LearnerTime(
         compute_s=compute,
         bubble_s=bubble_share(layout, math.ceil(count / updates)) * compute,
-        data_s=updates * _gradient_reduction(config, learner, layout, hidden_s=2 / 3 * compute / updates),
-        score_s=forward * (1 + bubble_share(layout, count)) + sum(sent.values()),
-        **{f"{name}_s": seconds * (2.0 if name == "pipeline" else passes - 1.0) for name, seconds in sent.items()},
+        tensor_s=tensor * (passes - 1.0),
+        pipeline_s=pipeline * 2.0,
+        context_s=context * (passes - 1.0),
+        expert_s=expert * (passes - 1.0),
+        data_s=updates * reduced,
+        score_s=forward * (1 + bubble_share(layout, count)) + (tensor + context + expert + pipeline),
     )
 
 
 def bubble_share(layout: Layout, num_micro_batches: int) -> float:
-    """Idle over busy time of a pipeline: (PP - 1) / (VPP · micro-batches)."""
+    """Divide idle by busy time of a pipeline: (PP - 1) / (VPP · micro-batches)."""
     return (layout.pipeline - 1) / (layout.virtual * num_micro_batches)
 
 
-def _sent_forward(config: ModelConfig, learner: LearnerSection, layout: Layout, tokens: float) -> dict[str, float]:
-    """Seconds of communication of a forward pass over `tokens` positions, by dimension; backward sends as much."""
-    size = learner.parameter_bytes
-    own = tokens / layout.context
-    layers = config.num_layers / layout.pipeline
-    row = own * size * config.hidden_size
-    # An all-reduce (or all-gather and reduce-scatter) after attention and one after a dense MLP.
-    reductions = 2 if config.experts is None else 1
-    tensor = reductions * layers * 2 * row * _others(layout.tensor) / _link(layout.tensor)
-    keys_values = own * size * 2 * config.num_kv_heads * config.head_dim / layout.tensor
-    context = layers * keys_values * (layout.context - 1) / _link(layout.tensor * layout.context)
-    split = layout.tensor if layout.sequence else 1
-    stages = layout.virtual if layout.pipeline > 1 else 0
-    expert = 0.0
-    if config.experts is not None:  # dispatch and combine
-        span = layout.expert * layout.expert_tensor
-        expert = layers * 2 * row / split * config.experts.per_token * _others(layout.expert) / _link(span)
-    return dict(tensor=tensor, context=context, expert=expert, pipeline=stages * row / split / NETWORK_BYTES_S)
-
-
 def _link(span: int) -> float:
-    """Bytes a second between ranks of a group that spans `span` adjacent ranks."""
+    """Return the bytes a second between ranks of a group that spans `span` adjacent ranks."""
     return NVLINK_BYTES_S if span <= GPUS_PER_NODE else NETWORK_BYTES_S
 
 
@@ -182,23 +166,8 @@ def _others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _gradient_reduction(config: ModelConfig, learner: LearnerSection, layout: Layout, *, hidden_s: float) -> float:
-    """Seconds in which float32 gradients go to their owners and parameters come back, less those that are hidden."""
-    own = max((held_parameters(config, layout, stage) for stage in (0, layout.pipeline - 1)), key=lambda one: one.total)
-    spread = layout.expert * layout.expert_tensor
-    stage_ranks = layout.tensor * layout.context * layout.data
-    seconds = _reduced(own, learner, layout.data * layout.context, stage_ranks // spread) / NETWORK_BYTES_S
-    return max(0.0, seconds - hidden_s) if learner.overlap_grad_reduce else seconds
-
-
-def _reduced(own: HeldParameters, learner: LearnerSection, dense_ranks: int, expert_ranks: int) -> float:
-    """Bytes that a rank sends: scatter 4 and gather back the parameters, or all-reduce 4 twice."""
-    each = 4 + learner.parameter_bytes if learner.distributed_optimizer else 8
-    return each * (own.dense * _others(dense_ranks) + own.expert * _others(expert_ranks))
-
-
 def rollout_tokens_per_gpu_s(config: ModelConfig, capacity: Capacity, recipe: Recipe, assumed: Assumptions) -> float:
-    """Response tokens a second of one engine GPU: as given, or memory traffic of decoding at assumed efficiency.
+    """Estimate the response tokens a second of one engine GPU: as given, or by memory traffic at assumed efficiency.
 
     A decoding step reads the weights (of experts, those that some sample takes) and the keys and values of every
     sample under way, half of its response there on average.
@@ -213,31 +182,9 @@ def rollout_tokens_per_gpu_s(config: ModelConfig, capacity: Capacity, recipe: Re
     if config.experts is not None:
         weights *= 1 - (1 - config.experts.per_token / config.experts.count) ** running
     read = (weights + running * context * capacity.kv_bytes_per_token) / (HBM_BYTES_S * DECODE_EFFICIENCY)
-    compute = (
-        2 * active_parameters(config) * running / rollout.tensor_parallel / (assumed.peak_tflops * 1e12 * assumed.mfu)
-    )
+    speed = assumed.peak_tflops * 1e12 * assumed.mfu
+    compute = 2 * active_parameters(config) * running / rollout.tensor_parallel / speed
     return running / max(read, compute) / rollout.tensor_parallel
-
-
-def publish_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> float:
-    """Seconds of a publish. disk: the folder is written once, then read by all engines at once. delta: so is what
-    changed, and each engine loads its replica. broadcast: one stream goes to all of them. ipc is assumed to be as fast
-    as broadcast, since most of either is gathering the weights."""
-    by_disk = 2 * num_bytes / (assumed.disk_gb_s * 1e9)
-    if recipe.weights.channel == "disk":
-        return by_disk
-    if recipe.weights.channel == "delta":
-        return assumed.delta_share * by_disk + num_bytes / (assumed.local_gb_s * 1e9)
-    return num_bytes / (assumed.broadcast_gb_s * 1e9)
-
-
-def take_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> float:
-    """Of `publish_seconds`, those until the learner may change its weights. disk: the folder is written. Else they are
-    copied into host memory, by all pipeline stages at once."""
-    if recipe.weights.channel == "disk":
-        return num_bytes / (assumed.disk_gb_s * 1e9)
-    copied_s = num_bytes / recipe.learner.pipeline_parallel / HOST_COPY_BYTES_S
-    return min(copied_s, publish_seconds(recipe, num_bytes, assumed))
 
 
 def durations(
@@ -246,20 +193,34 @@ def durations(
     capacity: Capacity,
     recipe: Recipe,
     assumed: Assumptions,
-    learner: LearnerSection | None = None,
+    learner: LearnerSection,
 ) -> Durations:
-    """Phases of the recipe, or of it with another learner layout."""
-    traffic = Traffic.of(recipe, assumed)
-    time = learner_time(config, learner or recipe.learner, traffic, assumed)
+    """Estimate the phases of the recipe, with a layout of the learner that may be another than its own.
+
+    A publish by disk: the folder is written once, then read by all engines at once. delta: so is what changed, and each
+    engine loads its replica. broadcast: one stream goes to all of them. ipc is assumed to be as fast as broadcast,
+    since most of either is gathering the weights. The learner waits until the folder is written; else until the weights
+    are copied into host memory, by all pipeline stages at once.
+    """
+    rollout, channel = recipe.rollout, recipe.weights.channel
+    time = learner_time(config, recipe, learner, assumed)
+    update = time.compute_s + time.bubble_s + time.tensor_s + time.pipeline_s + time.context_s + time.expert_s
+    moved = weight_bytes(model, rollout)
+    by_disk = 2 * moved / (assumed.disk_gb_s * 1e9)
+    publish = moved / (assumed.broadcast_gb_s * 1e9)
+    if channel == "disk":
+        publish = by_disk
+    if channel == "delta":
+        publish = assumed.delta_share * by_disk + moved / (assumed.local_gb_s * 1e9)
+    copied = min(moved / recipe.learner.pipeline_parallel / HOST_COPY_BYTES_S, publish)
+    response_tokens = rollout.prompts_per_batch * rollout.group_size * assumed.mean_response_tokens
     rate = rollout_tokens_per_gpu_s(config, capacity, recipe, assumed)
-    gpus = recipe.rollout.engines * recipe.rollout.tensor_parallel
-    moved = weight_bytes(model, recipe.rollout)
     return Durations(
-        rollout_s=traffic.samples * traffic.response_tokens / (rate * gpus),
+        rollout_s=response_tokens / (rate * (rollout.engines * rollout.tensor_parallel)),
         score_s=time.score_s * scoring_passes(recipe),
-        update_s=time.update_s,
-        publish_s=publish_seconds(recipe, moved, assumed),
-        take_s=take_seconds(recipe, moved, assumed),
+        update_s=update + time.data_s,
+        publish_s=publish,
+        take_s=moved / (assumed.disk_gb_s * 1e9) if channel == "disk" else copied,
     )
 
 
@@ -282,19 +243,11 @@ class Durations:
     """Of these, the first ones: the weights are taken from the learner, which waits under every schedule. Engines
     generate meanwhile, if they have a batch."""
 
-    def __post_init__(self) -> None:
-        for name, seconds in vars(self).items():
-            if not 0.0 <= seconds < float("inf"):
-                raise ValueError(f"{name} is {seconds}, expected seconds of 0 or more")
-        if self.take_s > self.publish_s:
-            raise ValueError(f"take_s is {self.take_s}, expected at most publish_s, {self.publish_s}")
-
 
 @dataclass(kw_only=True)
 class Simulated:
     """What happened; lists are by batch = step."""
 
-    schedule: Schedule
     started_versions: list[int] = field(default_factory=list)
     """Version that the engines served when the batch was started."""
     trained_s: list[float] = field(default_factory=list)
@@ -304,132 +257,93 @@ class Simulated:
     engines_busy_s: float = 0.0
     learner_waited_s: float = 0.0
     """For batches."""
-    learner_publishing_s: float = 0.0
-    """For weights to be taken, and for publishes to end."""
     num_publishes: int = 0
 
-    @property
-    def lags(self) -> list[int]:
-        """For each batch, by how many versions its oldest tokens are behind the weights that they train."""
-        return [batch - version for batch, version in enumerate(self.started_versions)]
 
-    @property
-    def total_s(self) -> float:
-        return self.finished_s[-1]
-
-    @property
-    def seconds_per_step(self) -> float:
-        """In the second half of the run, over whole stages."""
-        stage = self.schedule.updates_per_stage if self.schedule.kind == "staged" else 1
-        steps = self.schedule.steps
-        first = steps // 2 // stage * stage
-        last = steps // stage * stage
-        if last <= first:
-            first, last = 0, steps
-        if first == 0:
-            return self.finished_s[last - 1] / last
-        # From step to like step: only the last publish of a run is waited for under every schedule.
-        return (self.trained_s[last - 1] - self.trained_s[first - 1]) / (last - first)
+def steady_seconds_per_step(schedule: Schedule, durations: Durations) -> float:
+    """Simulate the seconds a step when the run is long enough, whatever the schedule's own number of steps: over the
+    second half of six stages, from step to like step, since only the last publish of a run is waited for under every
+    schedule."""
+    stage = schedule.updates_per_stage if schedule.kind == "staged" else max(8, 2 * schedule.batches_in_flight)
+    trained = simulate(replace(schedule, steps=6 * stage), durations).trained_s
+    return (trained[-1] - trained[3 * stage - 1]) / (3 * stage)
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Simulated:
-    """Play the whole run."""
-    return _Loops(schedule, durations).play()
+    """Play the whole run: the collector's loop and the learner's, which meet in committed batches and versions."""
+    world = simpy.Environment()
+    engines = simpy.PreemptiveResource(world)
+    under_way = simpy.Container(world, schedule.batches_in_flight, schedule.batches_in_flight)
+    committed = [world.event() for _ in range(schedule.steps)]
+    next_version = world.event()
+    delivered = world.event().succeed()  # the publish under way has ended
+    result = Simulated()
+    published = 0
 
+    def collect() -> Generator[Any, Any, None]:
+        for batch in range(schedule.steps):
+            yield under_way.get(1)
+            world.process(produce(batch))
 
-def steady_seconds_per_step(schedule: Schedule, durations: Durations, *, stages: int = 6) -> float:
-    """Seconds a step when the run is long enough, whatever the schedule's own number of steps."""
-    stage = max(8, 2 * schedule.batches_in_flight)
-    if schedule.kind == "staged":
-        stage = schedule.updates_per_stage
-    return simulate(replace(schedule, steps=stages * stage), durations).seconds_per_step
-
-
-class _Loops:
-    def __init__(self, schedule: Schedule, durations: Durations) -> None:
-        self._schedule, self._durations = schedule, durations
-        self._world = simpy.Environment()
-        self._engines = simpy.PreemptiveResource(self._world)
-        self._under_way = simpy.Container(self._world, schedule.batches_in_flight, schedule.batches_in_flight)
-        self._committed = [self._world.event() for _ in range(schedule.steps)]
-        self._published = 0
-        self._delivered = self._world.event().succeed()
-        """That the publish under way has ended."""
-        self._next_version = self._world.event()
-        self._result = Simulated(schedule=schedule)
-
-    def play(self) -> Simulated:
-        self._world.process(self._collect())
-        self._world.run(self._world.process(self._learn()))
-        return self._result
-
-    def _collect(self) -> Generator[Any, Any, None]:
-        for batch in range(self._schedule.steps):
-            yield self._under_way.get(1)
-            self._world.process(self._produce(batch))
-
-    def _produce(self, batch: int) -> Generator[Any, Any, None]:
-        while self._published < self._schedule.required_version(batch):
-            yield self._next_version
-        self._result.started_versions.append(self._published)
-        yield from self._generate(batch)
-        if batch > 0:
-            yield self._committed[batch - 1]
-        self._committed[batch].succeed()
-        yield self._under_way.put(1)
-
-    def _generate(self, batch: int) -> Generator[Any, Any, None]:
-        """Hold the engines for rollout_s in all. A publish interrupts it, and it goes on afterwards."""
-        left = self._durations.rollout_s
-        while True:
-            with self._engines.request(priority=batch) as turn:
+    def produce(batch: int) -> Generator[Any, Any, None]:
+        """Hold the engines for rollout_s in all. A publish interrupts that, and it goes on afterwards."""
+        while published < schedule.required_version(batch):
+            yield next_version
+        result.started_versions.append(published)
+        left, generating = durations.rollout_s, True
+        while generating:
+            with engines.request(priority=batch) as turn:
                 begin: float | None = None
                 try:
                     yield turn
-                    begin = self._world.now
-                    yield self._world.timeout(left)
-                    self._result.engines_busy_s += left
-                    return
+                    begin = world.now
+                    yield world.timeout(left)
+                    result.engines_busy_s += left
+                    generating = False
                 except simpy.Interrupt:
                     # A turn can be taken away in the very moment in which it is given: then nothing was done.
-                    done = 0.0 if begin is None else self._world.now - begin
-                    self._result.engines_busy_s += done
+                    done = 0.0 if begin is None else world.now - begin
+                    result.engines_busy_s += done
                     left -= done
-                    if left <= 0.0:  # interrupted at the very end
-                        return
+                    generating = left > 0.0  # else interrupted at the very end
+        if batch > 0:
+            yield committed[batch - 1]
+        committed[batch].succeed()
+        yield under_way.put(1)
 
-    def _learn(self) -> Generator[Any, Any, None]:
-        for step in range(self._schedule.steps):
-            if not self._committed[step].triggered:
-                yield from self._publishing(self._delivered)
-            asked = self._world.now
-            yield self._committed[step]
-            self._result.learner_waited_s += self._world.now - asked
-            yield self._world.timeout(self._durations.score_s + self._durations.update_s)
-            self._result.trained_s.append(self._world.now)
-            if self._schedule.publishes_after(step):
-                yield from self._publishing(self._delivered)
-                yield from self._publishing(self._world.process(self._begin(step + 1)))
-            self._result.finished_s.append(self._world.now)
-
-    def _publishing(self, event: simpy.Event) -> Generator[Any, Any, None]:
-        asked = self._world.now
-        yield event
-        self._result.learner_publishing_s += self._world.now - asked
-
-    def _begin(self, version: int) -> Generator[Any, Any, None]:
-        """Until the learner goes on."""
-        if self._schedule.overlaps and version < self._schedule.steps:
-            yield self._world.timeout(self._durations.take_s)
-            self._delivered = self._world.process(self._deliver(version, self._durations.take_s))
-        else:
-            yield self._world.process(self._deliver(version, 0.0))
-
-    def _deliver(self, version: int, taken_s: float) -> Generator[Any, Any, None]:
-        with self._engines.request(priority=_PUBLISH_PRIORITY) as turn:
+    def deliver(version: int, taken_s: float) -> Generator[Any, Any, None]:
+        nonlocal published, next_version
+        with engines.request(priority=_PUBLISH_PRIORITY) as turn:
             yield turn
-            yield self._world.timeout(self._durations.publish_s - taken_s)
-        self._result.num_publishes += 1
-        self._published = version
-        self._next_version.succeed()
-        self._next_version = self._world.event()
+            yield world.timeout(durations.publish_s - taken_s)
+        result.num_publishes += 1
+        published = version
+        next_version.succeed()
+        next_version = world.event()
+
+    def publish(version: int) -> Generator[Any, Any, None]:
+        """Go on until the learner does."""
+        nonlocal delivered
+        if schedule.overlaps and version < schedule.steps:
+            yield world.timeout(durations.take_s)
+            delivered = world.process(deliver(version, durations.take_s))
+        else:
+            yield world.process(deliver(version, 0.0))
+
+    def learn() -> Generator[Any, Any, None]:
+        for step in range(schedule.steps):
+            if not committed[step].triggered:
+                yield delivered
+            asked = world.now
+            yield committed[step]
+            result.learner_waited_s += world.now - asked
+            yield world.timeout(durations.score_s + durations.update_s)
+            result.trained_s.append(world.now)
+            if schedule.publishes_after(step):
+                yield delivered
+                yield world.process(publish(step + 1))
+            result.finished_s.append(world.now)
+
+    world.process(collect())
+    world.run(world.process(learn()))
+    return result

@@ -1,8 +1,8 @@
-"""A plan as tables."""
+"""Draw a plan as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -39,118 +39,88 @@ _CAVEATS = (
 
 
 def render(plan: Mapping[str, Any]) -> RenderableType:
-    """The plan as tables: the verdict, its reasons, the alternatives, and what was assumed."""
-    return Group(*_parts(plan))
-
-
-def _parts(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
-    yield from _verdict(plan)
-    yield _stages(plan)
-    yield _run(plan)
-    yield _schedules(plan)
-    counted = plan["layouts_for"]
-    title = f"Learner layouts on {counted['gpus']} GPUs ({counted['counted']}), fastest first"
-    yield _layouts(plan["layouts"], title)
-    if plan["misfits"]:
-        yield _misfits(plan["misfits"])
-    yield _assumptions(plan["assumptions"])
-    yield Text(_CAVEATS, style="dim")
-
-
-def _verdict(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
-    model, gpus = plan["model"], plan["gpus"]
-    active = "" if model["active_parameters"] > 0.9 * model["parameters"] else (
-        f", {model['active_parameters'] / 1e9:.2f} B at work for each token"
-    )  # fmt: skip
+    """Draw the plan as tables: the verdict, its reasons, the alternatives, and what was assumed."""
+    model, gpus, counted = plan["model"], plan["gpus"], plan["layouts_for"]
+    engines, publish, step = plan["engines"], plan["publish"], plan["step"]
+    active = f", {model['active_parameters'] / 1e9:.2f} B at work for each token"
+    if model["active_parameters"] > 0.9 * model["parameters"]:
+        active = ""
     unknown = "" if gpus["teacher_judged"] else " (its config.json is not here: its memory is not judged)"
     teacher = f", teacher on {gpus['teacher']}{unknown}" if gpus["teacher"] else ""
-    yield Text(f"{plan['recipe']}: {model['architecture']}, {model['parameters'] / 1e9:.2f} B parameters{active}")
-    yield Text(
-        f"learner {plan['layout']} on {gpus['learner']} GPUs, engines on {gpus['engines']}{teacher}: "
-        f"{gpus['needed']} needed, {gpus['given']} of {gpus['gib_each']:g} GiB given"
-    )
+    parts: list[RenderableType] = [
+        Text(f"{plan['recipe']}: {model['architecture']}, {model['parameters'] / 1e9:.2f} B parameters{active}"),
+        Text(
+            f"learner {plan['layout']} on {gpus['learner']} GPUs, engines on {gpus['engines']}{teacher}: "
+            f"{gpus['needed']} needed, {gpus['given']} of {gpus['gib_each']:g} GiB given"
+        ),
+    ]
     if plan["fits"]:
-        yield Text(f"fits: the fullest learner rank needs {plan['total_gib_per_rank']:.1f} GiB", style="bold green")
-    yield Text(f"host memory, while a checkpoint is written: {plan['save_copy_gib_per_rank']:.1f} GiB a learner rank")
-    for reason in plan["reasons"]:
-        yield Text(f"does not fit: {reason}", style="bold red")
+        fullest = f"fits: the fullest learner rank needs {plan['total_gib_per_rank']:.1f} GiB"
+        parts.append(Text(fullest, style="bold green"))
+    saved = f"host memory, while a checkpoint is written: {plan['save_copy_gib_per_rank']:.1f} GiB a learner rank"
+    parts.append(Text(saved))
+    parts += [Text(f"does not fit: {reason}", style="bold red") for reason in plan["reasons"]]
 
-
-def _stages(plan: Mapping[str, Any]) -> Table:
     # Parameters, gradients and optimizer add up to static; --json has each.
-    parts = {"activations": "activ.", "head": "head", "working": "work", "scoring": "score", "publishing": "publish"}
-    used = {part: title for part, title in parts.items() if any(f"{part}_gib" in stage for stage in plan["stages"])}
+    names = {"activations": "activ.", "head": "head", "working": "work", "scoring": "score", "publishing": "publish"}
+    used = {part: title for part, title in names.items() if any(f"{part}_gib" in stage for stage in plan["stages"])}
     columns = {"static": "static", **used, "allowance": "spare", "total": "total"}
-    table = _table("Memory of a learner rank, GiB by pipeline stage", "stage", "M param.")
+    stages = _table("Memory of a learner rank, GiB by pipeline stage", "stage", "M param.")
     for title in columns.values():
-        table.add_column(title, justify="right", no_wrap=True)
+        stages.add_column(title, justify="right", no_wrap=True)
     for stage in plan["stages"]:
         cells = [f"{stage.get(f'{name}_gib', 0.0):.1f}" for name in columns]
-        table.add_row(str(stage["stage"]), f"{stage['parameters_per_rank'] / 1e6:.0f}", *cells)
-    table.caption = "static = parameters + gradients + optimizer; of head and work only the larger is there at once"
-    return table
+        stages.add_row(str(stage["stage"]), f"{stage['parameters_per_rank'] / 1e6:.0f}", *cells)
+    stages.caption = "static = parameters + gradients + optimizer; of head and work only the larger is there at once"
 
-
-def _run(plan: Mapping[str, Any]) -> Table:
-    engines, publish, step = plan["engines"], plan["publish"], plan["step"]
-    table = _table("Engines and one step", "what", "estimate")
-    rows = {
-        "keys and values": f"{engines['kv_tokens_per_engine']:,} tokens an engine: "
-        f"{engines['mean_samples_per_engine']:,} samples of mean length, "
-        f"{engines['longest_samples_per_engine']:,} of the longest",
-        "engine weights": f"{engines['weights_gib_per_gpu']:.2f} GiB a GPU ({engines['precision']}), "
+    run = _table("Engines and one step", "what", "estimate")
+    replicas = publish.get("replica_gigabytes")
+    beside = "" if replicas is None else f"; replicas of {replicas:.0f} GB beside each engine"
+    run.add_row(
+        "keys and values",
+        f"{engines['kv_tokens_per_engine']:,} tokens an engine: {engines['mean_samples_per_engine']:,} samples of mean "
+        f"length, {engines['longest_samples_per_engine']:,} of the longest",
+    )
+    run.add_row(
+        "engine weights",
+        f"{engines['weights_gib_per_gpu']:.2f} GiB a GPU ({engines['precision']}), "
         f"{engines['kv_bytes_per_token_and_gpu'] / 1024:g} KiB of keys and values a token and GPU",
-        "publish": f"{publish['gigabytes']:.1f} GB by {publish['channel']}: {publish['seconds']:.1f} s"
-        + (
-            f"; replicas of {publish['replica_gigabytes']:.0f} GB beside each engine"
-            if "replica_gigabytes" in publish
-            else ""
-        ),
-        "rollout": f"{step['rollout_s']:.1f} s a batch",
-        "learner": f"{step['score_s']:.1f} s log-probabilities + {step['update_s']:.1f} s update",
-        "step": f"{step['seconds']:.1f} s ({step['schedule']}); engines busy {step['engines_busy']:.0%}, learner waits "
+    )
+    run.add_row("publish", f"{publish['gigabytes']:.1f} GB by {publish['channel']}: {publish['seconds']:.1f} s{beside}")
+    run.add_row("rollout", f"{step['rollout_s']:.1f} s a batch")
+    run.add_row("learner", f"{step['score_s']:.1f} s log-probabilities + {step['update_s']:.1f} s update")
+    run.add_row(
+        "step",
+        f"{step['seconds']:.1f} s ({step['schedule']}); engines busy {step['engines_busy']:.0%}, learner waits "
         f"{step['learner_waits']:.0%}",
-    }
-    for name, text in rows.items():
-        table.add_row(name, text)
-    return table
+    )
 
-
-def _schedules(plan: Mapping[str, Any]) -> Table:
-    table = _table("The same phases under other schedules, simulated", "schedule", "s a step", "largest lag", "")
+    schedules = _table("The same phases under other schedules, simulated", "schedule", "s a step", "largest lag", "")
     for row in plan["schedules"]:
-        table.add_row(
-            row["schedule"], f"{row['seconds']:.1f}", str(row["largest_lag"]), "this recipe" if row["recipe"] else ""
-        )
-    return table
+        mark = "this recipe" if row["recipe"] else ""
+        schedules.add_row(row["schedule"], f"{row['seconds']:.1f}", str(row["largest_lag"]), mark)
 
-
-def _layouts(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
-    table = _table(title, "layout", "s a step", "learner", "static", "activ.", "GiB", "")
-    for row in rows[:SHOWN]:
+    title = f"Learner layouts on {counted['gpus']} GPUs ({counted['counted']}), fastest first"
+    layouts = _table(title, "layout", "s a step", "learner", "static", "activ.", "GiB", "")
+    for row in plan["layouts"][:SHOWN]:
         sizes = [f"{row[name]:.1f}" for name in ("static_gib_per_rank", "activations_gib", "total_gib")]
-        table.add_row(
-            row["layout"], f"{row['step_s']:.1f}", f"{row['learner_s']:.1f}", *sizes, "recipe" * row["recipe"]
-        )
-    shown = f", {SHOWN} shown; --json lists all" if len(rows) > SHOWN else ""
-    table.caption = f"{len(rows)} fit{shown}; learner = its part of a step, GiB = all of the fullest rank"
-    return table
+        seconds = f"{row['step_s']:.1f}", f"{row['learner_s']:.1f}"
+        layouts.add_row(row["layout"], *seconds, *sizes, "recipe" * row["recipe"])
+    shown = f", {SHOWN} shown; --json lists all" if len(plan["layouts"]) > SHOWN else ""
+    layouts.caption = f"{len(plan['layouts'])} fit{shown}; learner = its part of a step, GiB = all of the fullest rank"
+    parts += [stages, run, schedules, layouts]
 
-
-def _misfits(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("Layouts that do not fit, even with full recomputation", "layout", "why")
-    for row in rows[:SHOWN]:
-        table.add_row(row["layout"], row["reason"])
-    if len(rows) > SHOWN:
-        table.caption = f"{len(rows) - SHOWN} more; --json lists all"
-    return table
-
-
-def _assumptions(values: Mapping[str, Any]) -> Table:
-    table = _table("Assumed, not measured", "value", "what")
+    if plan["misfits"]:
+        misfits = _table("Layouts that do not fit, even with full recomputation", "layout", "why")
+        for row in plan["misfits"][:SHOWN]:
+            misfits.add_row(row["layout"], row["reason"])
+        if len(plan["misfits"]) > SHOWN:
+            misfits.caption = f"{len(plan['misfits']) - SHOWN} more; --json lists all"
+        parts.append(misfits)
+    assumed = _table("Assumed, not measured", "value", "what")
     for name, meaning in _ASSUMED.items():
-        table.add_row(f"{values[name]:g}", meaning)
-    return table
+        assumed.add_row(f"{plan['assumptions'][name]:g}", meaning)
+    return Group(*parts, assumed, Text(_CAVEATS, style="dim"))
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from launch.convert.new_model import new_model
-from launch.plan.footprint import Allowance, Footprint, MicroBatches, Workload, worst_footprint
+from launch.plan.footprint import Footprint, Workload, worst_footprint
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.config.recipe import LearnerSection
 
@@ -87,9 +87,11 @@ def run(case: Case, folder: Path) -> tuple[Footprint, dict[str, int]]:
     assert done.returncode == 0, done.stderr[-4000:]
     shape = ModelConfig.from_hf(json.loads((model / "config.json").read_text()))
     work = Workload(
-        micro_batches=MicroBatches(tokens=case.rows * case.width, count=1),
+        tokens=case.rows * case.width,
+        count=1,
         kernels="local",
-        allowance=Allowance(runtime_bytes=0, fragmentation=0.0),
+        runtime_bytes=0,
+        fragmentation=0.0,
     )
     return worst_footprint(shape, case.section, work), json.loads(done.stdout.splitlines()[-1])
 

@@ -75,9 +75,10 @@ def slurm(
     For example:  evenkeel launch slurm qwen3_32b --out jobs/qwen --partition h100 --time 24:00:00
     """
     from launch.build.engines import check_extra_args
-    from launch.plan.hosts import sizes_folder, stop_time
+    from launch.plan.hosts import grace_s, sizes_folder
+    from launch.plan.planner import Planner, default_assumptions
     from launch.schedulers.slurm.render import SCRIPT, SlurmOptions, render
-    from pipeline.config.loader import load_recipe
+    from pipeline.config.loader import find_recipe, load_recipe
     from pipeline.config.task_sections import DataTask
     from pipeline.tasks.data import data_paths
 
@@ -89,6 +90,10 @@ def slurm(
     loaded = load_recipe(recipe, overrides or [])
     check_extra_args(loaded)
     sizes = sizes_folder(recipe, loaded.model.path, model_config)
+    if grace is None:
+        assumed = default_assumptions(loaded, dict(disk_gb_s=disk_gb_s))
+        # The seconds depend neither on the number of GPUs nor on their memory.
+        grace = grace_s(Planner(find_recipe(recipe), loaded, assumed, gpus=1, gpu_gib=80.0, sizes=sizes))
     options = SlurmOptions(
         workdir=(workdir or Path.cwd()).absolute(),
         python=python or ("python3" if container_image else sys.executable),
@@ -96,7 +101,7 @@ def slurm(
         learner_nodes=learner_nodes,
         spare=spare,
         time=time,
-        grace=grace or stop_time(recipe, loaded, disk_gb_s, sizes).grace_s,
+        grace=grace,
         partition=partition,
         account=account,
         resubmit=resubmit,

@@ -170,7 +170,7 @@ def test_arrows(room: str) -> None:
         ("launch.terminal", "from launch.run.claim import claimed", False),
         ("launch.convert.folders", "from launch.cli import app", False),
         ("launch.verify.parity", "from launch.convert.new_model import new_model", True),
-        ("launch.schedulers.slurm.command", "from launch.plan.hosts import stop_time", True),
+        ("launch.schedulers.slurm.command", "from launch.plan.hosts import grace_s", True),
     ],
 )
 def test_a_broken_arrow_is_seen(module: str, source: str, fine: bool) -> None:

@@ -11,7 +11,7 @@ from launch.build.components import build_quant_map
 from launch.build.engines import check_engines, served_formats
 from launch.convert.new_model import new_model
 from launch.plan.hosts import planner_that_fits
-from launch.plan.planner import Machine, make_plan
+from launch.plan.planner import make_plan
 from launch.run.preflight import preflight
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
@@ -49,7 +49,7 @@ def test_a_gpu_and_a_plan_for_gpus_refuse_them_in_one_line(
         check_engines(recipe)
     shipped, override = Path("qwen3_32b"), f"rollout.precision={precision}"
     with pytest.raises(RecipeError, match=expected):
-        make_plan(shipped, [override], Machine(gpus=8, gpu_gib=80), {})
+        make_plan(shipped, [override], {}, gpus=8, gpu_gib=80)
     with pytest.raises(RecipeError, match=expected):
         planner_that_fits(shipped, load_recipe(shipped, [override]), gpu_gib=80)
 

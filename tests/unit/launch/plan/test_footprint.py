@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from launch.plan.footprint import (
     GIB,
-    Allowance,
-    MicroBatches,
     Workload,
     chunks_in_flight,
     footprints,
@@ -61,7 +59,7 @@ TINY_EXPERTS = TINY | {
 
 
 def work(tokens: int = 4096, count: int = 64, **others: Any) -> Workload:
-    return Workload(micro_batches=MicroBatches(tokens=tokens, count=count), **others)
+    return Workload(tokens=tokens, count=count, **others)
 
 
 def learner(tensor: int = 1, pipeline: int = 1, data: int = 1, **others: Any) -> LearnerSection:
@@ -211,7 +209,7 @@ def test_stages_together_hold_the_model(section: LearnerSection) -> None:
 def test_the_allowance_is_stated_apart() -> None:
     with_it, without = (
         worst_footprint(QWEN3_32B, learner(8, 2, 2), work(**changes))
-        for changes in (dict[str, Any](), dict[str, Any](allowance=Allowance(runtime_bytes=0, fragmentation=0.0)))
+        for changes in (dict[str, Any](), dict[str, Any](runtime_bytes=0, fragmentation=0.0))
     )
     assert with_it.total - without.total == with_it.allowance >= 3 * GIB
     assert without.allowance == 0
@@ -249,7 +247,7 @@ def test_fp8_training_keeps_two_copies_of_matrices_and_inputs_in_one_byte() -> N
     """Qwen3-32B by hand: a layer's matrices are 5120 × (8192 + 2 × 1024) + 8192 × 5120 + 3 × 5120 × 25600."""
     matrices = 64 * (5120 * 10240 + 8192 * 5120 + 3 * 5120 * 25600)
     assert held_parameters(QWEN3_32B, Layout(tensor=8), 0).matrices == matrices // 8
-    work = Workload(micro_batches=MicroBatches(tokens=4096, count=4))
+    work = Workload(tokens=4096, count=4)
     both: dict[str, Any] = dict(tensor_parallel=8, sequence_parallel=True, data_parallel=4)
     (plain,) = footprints(QWEN3_32B, LearnerSection(precision="bf16", **both), work)
     (quantized,) = footprints(QWEN3_32B, LearnerSection(precision="fp8_block", **both), work)
@@ -263,7 +261,7 @@ def test_fp8_training_keeps_two_copies_of_matrices_and_inputs_in_one_byte() -> N
 
 
 def test_emulated_fp8_keeps_a_rounded_copy_of_matrices() -> None:
-    work = Workload(micro_batches=MicroBatches(tokens=4096, count=4), kernels="local")
+    work = Workload(tokens=4096, count=4, kernels="local")
     for precision, width in (("bf16", 2), ("fp32", 4)):
         plain, emulated = (
             footprints(QWEN3_32B, LearnerSection(precision=precision, fp8_emulation=on), work)[0]
@@ -283,7 +281,7 @@ def test_repeated_keys_are_as_many_as_queries() -> None:
 
 
 def test_fp8_training_sends_experts_one_byte() -> None:
-    work = Workload(micro_batches=MicroBatches(tokens=1024, count=1))
+    work = Workload(tokens=1024, count=1)
     plain, quantized = (
         layer_activations(QWEN3_30B_A3B, LearnerSection(precision=precision), work)
         for precision in ("bf16", "fp8_tensor")

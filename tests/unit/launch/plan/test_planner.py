@@ -16,7 +16,7 @@ from rich.console import Console
 from launch.build.sizes import active_parameters, check_sizes, checkpoint_bytes
 from launch.plan.costs import Assumptions, bubble_share, forward_flops, learner_time
 from launch.plan.hosts import cluster_needs, planner_that_fits
-from launch.plan.planner import Machine, Planner, config_for, engine_model, make_plan
+from launch.plan.planner import Planner, config_for, engine_model, make_plan
 from launch.plan.view import render
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
@@ -34,7 +34,7 @@ GIB = 2**30
 
 
 def plan(recipe: Path, gpus: int, *overrides: str, gpu_gib: float = 80.0, **chosen: float) -> dict[str, Any]:
-    return make_plan(recipe, list(overrides), Machine(gpus=gpus, gpu_gib=gpu_gib), dict(chosen))
+    return make_plan(recipe, list(overrides), dict(chosen), gpus=gpus, gpu_gib=gpu_gib)
 
 
 def shape(name: str) -> ModelConfig:
@@ -186,7 +186,7 @@ def test_float32_is_planned_for_the_layers_that_compute_it() -> None:
     """Transformer Engine's do not, on any GPU."""
 
     def layers(*overrides: str) -> tuple[str, bool]:
-        planner = Planner(DENSE, load_recipe(DENSE, overrides), Machine(gpus=64, gpu_gib=80), assumptions())
+        planner = Planner(DENSE, load_recipe(DENSE, overrides), assumptions(), gpus=64, gpu_gib=80)
         work = planner.workload(planner.recipe.learner)
         return work.kernels, work.repeated_keys
 
@@ -206,7 +206,7 @@ def test_float32_is_planned_for_the_layers_that_compute_it() -> None:
     ],
 )
 def test_what_a_publish_holds_while_a_step_trains(overrides: list[str], stay: bool, emulates: bool) -> None:
-    planner = Planner(DENSE, load_recipe(DENSE, overrides), Machine(gpus=64, gpu_gib=80), assumptions())
+    planner = Planner(DENSE, load_recipe(DENSE, overrides), assumptions(), gpus=64, gpu_gib=80)
     work = planner.workload(planner.recipe.learner)
     assert (work.buckets_stay, work.emulates_at_publish) == (stay, emulates)
 
@@ -315,25 +315,24 @@ def test_bubbles() -> None:
 
 
 def test_time_scales_as_it_must() -> None:
-    planner = Planner(DENSE, load_recipe(DENSE), Machine(gpus=64, gpu_gib=80), assumptions())
+    planner = Planner(DENSE, load_recipe(DENSE), assumptions(), gpus=64, gpu_gib=80)
     model, one = planner.config, planner.recipe.learner
-    traffic = planner.traffic()
-    base = learner_time(model, one, traffic, assumptions())
-    faster = learner_time(model, one, traffic, assumptions(mfu=0.8))
+    base = learner_time(model, planner.recipe, one, assumptions())
+    faster = learner_time(model, planner.recipe, one, assumptions(mfu=0.8))
     assert faster.compute_s == pytest.approx(base.compute_s / 2)
     assert faster.tensor_s == base.tensor_s
-    again = learner_time(model, one.model_copy(update=dict(recompute="full")), traffic, assumptions())
+    again = learner_time(model, planner.recipe, one.model_copy(update=dict(recompute="full")), assumptions())
     assert again.compute_s == pytest.approx(base.compute_s * 4 / 3)
-    alone = learner_time(model, LearnerSection(precision="bf16"), traffic, assumptions())
+    alone = learner_time(model, planner.recipe, LearnerSection(precision="bf16"), assumptions())
     assert (alone.bubble_s, alone.tensor_s, alone.pipeline_s, alone.data_s) == (0, 0, 0, 0)
 
 
 def test_each_update_of_a_batch_fills_the_pipeline_and_reduces_gradients_anew() -> None:
-    planner = Planner(DENSE, load_recipe(DENSE), Machine(gpus=64, gpu_gib=80), assumptions())
+    planner = Planner(DENSE, load_recipe(DENSE), assumptions(), gpus=64, gpu_gib=80)
     learner = planner.recipe.learner.model_copy(update=dict(overlap_grad_reduce=False))
     one, four = (
         learner_time(
-            planner.config, learner.model_copy(update=dict(updates_per_batch=n)), planner.traffic(), assumptions()
+            planner.config, planner.recipe, learner.model_copy(update=dict(updates_per_batch=n)), assumptions()
         )
         for n in (1, 4)
     )
@@ -353,7 +352,7 @@ def test_the_published_one_step_off_run() -> None:
     phases one after the other. The split of 3,206 tokens into prompt and response, and the MFU, are assumed.
     """
     recipe = load_recipe(DENSE, ["rollout.precision=bf16"])
-    planner = Planner(DENSE, recipe, Machine(gpus=64, gpu_gib=80), assumptions())
+    planner = Planner(DENSE, recipe, assumptions(), gpus=64, gpu_gib=80)
     timed = planner.durations(recipe.learner)
     overlapped = max(timed.rollout_s, timed.update_s) + timed.publish_s
     assert overlapped == pytest.approx(215, rel=0.05)
@@ -463,11 +462,11 @@ def test_hosts_hold_what_is_published() -> None:
 
     def memory(*overrides: str) -> int:
         recipe = load_recipe(DENSE, ["rollout.precision=bf16", *overrides])
-        planner = Planner(DENSE, recipe, Machine(gpus=64, gpu_gib=80), assumptions())
+        planner = Planner(DENSE, recipe, assumptions(), gpus=64, gpu_gib=80)
         return cluster_needs(planner, gpus_per_learner_host=8, gpus_per_engine_host=8).learner.memory_bytes
 
     recipe = load_recipe(DENSE, ["rollout.precision=bf16"])
-    model = Planner(DENSE, recipe, Machine(gpus=64, gpu_gib=80), assumptions()).engine_model_bytes
+    model = Planner(DENSE, recipe, assumptions(), gpus=64, gpu_gib=80).engine_model_bytes
     disk, few, many = (memory(*one) for one in (["weights.channel=disk"], ["rollout.engines=1"], []))
     assert many - disk == pytest.approx(model, rel=1e-6), "eight ranks hold a quarter each"
     assert few == disk

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.plan.planner import Machine, make_plan
+from launch.plan.planner import make_plan
 from launch.schedulers.kubernetes.command import kubernetes
 from launch.schedulers.kubernetes.render import check_changes, render
 from pipeline.errors import RecipeError
@@ -62,7 +62,7 @@ def test_engines_have_room_for_a_replica(precision: str) -> None:
         return tuple(int(size.removesuffix("Mi")) * 2**20 for size in (tmp["emptyDir"]["sizeLimit"], asked))  # type: ignore[return-value]
 
     plan = make_plan(
-        Path("qwen3_32b"), ["weights.channel=delta", f"rollout.precision={precision}"], Machine(gpus=64, gpu_gib=80), {}
+        Path("qwen3_32b"), ["weights.channel=delta", f"rollout.precision={precision}"], {}, gpus=64, gpu_gib=80
     )
     replica = plan["publish"]["replica_gigabytes"] * 1e9
     usual, none = engine_of("broadcast")
