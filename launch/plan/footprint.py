@@ -290,7 +290,7 @@ def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int) 
     tokens = -(-work.tokens // layout.context)
     width = config.vocabulary_rows(layout.tensor) // layout.tensor
     matrix = width * config.hidden_size
-    hidden = (2 if work.kernels == "fused" else 3) * size * config.hidden_size
+    hidden: float = (2 if work.kernels == "fused" else 3) * size * config.hidden_size
     hidden /= layout.tensor if layout.sequence else 1
     gathered = size * config.hidden_size if layout.sequence else 0
     converted = 0
