@@ -1,4 +1,4 @@
-"""The trained policy on Megatron-Core: implements pipeline.ports.learner.Learner.
+"""The trained policy on Megatron-Core, as the learner loop (pipeline.trainer.loop) calls it.
 
     score:     plan ─▶ forward only ─▶ gather
     update:    prepare ─▶ plan ─▶ forward + backward ─▶ gather ─▶ all finite? ─▶ clip ─▶ AdamW
@@ -171,11 +171,14 @@ class MegatronLearner:
         return self._split().data_ranks
 
     def share(self, lengths: NDArray[np.int64], together: Sequence[NDArray[np.bool_]]) -> Share:
-        """The samples of these `lengths` [samples] that this rank takes of each set in `together` [samples]."""
+        """Divide samples of these `lengths` [samples], in tokens, over the ranks; every rank finds the same. Each set
+        in `together` [samples] is dealt out evenly by itself: a pass over it alone should take all ranks as long. A
+        batch of which a share is read (Batch.share) may be scored and trained on, as a whole or in parts."""
         return Share(ranks=deal(lengths, self._split(), together), rank=self._split().data_rank)
 
     def sum_of_shares(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Each place of `values`, which are overwritten, as the rank has it on which it is not 0."""
+        """Exchange numbers of all samples, of 1 or 4 bytes, between ranks that have those of their own, and 0 in the
+        place of others: each place as the rank has it on which it is not 0, bit for bit. `values` are overwritten."""
         return sum_of_shares(values, self.device)
 
     def score(self, batch: Batch) -> Tensor:
@@ -209,7 +212,13 @@ class MegatronLearner:
         trained: NDArray[np.bool_] | None = None,
         lr_factor: float = 1.0,
     ) -> Update:
-        """One optimizer step on the whole batch; see pipeline.ports.learner.Learner.
+        """Take one optimizer step on the whole batch; `advantages` is [samples] or [responses].
+
+        `scored` is what `score(batch)` returned at the present weights. It is None for an objective that is not
+        prepared from it, or that is prepared from `old_logprobs` alone. `old_logprobs` are the learner's
+        log-probabilities [responses] before the first of several updates (pipeline.trainer.old_logprobs), by default
+        those of `scored`. `trained` [samples] names the samples that are run through the model, by default all; the
+        others still count in the denominators. `lr_factor` is on the learning rate.
 
         The metrics hold loss, grad_norm (before clipping), gradient_retries, lr, entropy (nats per token),
         padding_share, num_tokens (the loss's denominator), the mean of each of the objective's sums, what it prepared,
@@ -262,8 +271,8 @@ class MegatronLearner:
         )
 
     def begin_save(self, directory: Path) -> ShardSave:
-        """Write model, optimizer, step and RNG state, as they are now, into an empty directory while training goes on.
-        See pipeline.ports.learner.Learner."""
+        """Write model, optimizer, step and RNG state, as they are now, into an empty directory while training goes on
+        (no commit marker: that is the caller's). Only one such save may be under way."""
         return training_state.begin_save(
             directory,
             self.model,
@@ -293,11 +302,14 @@ class MegatronLearner:
         self, directory: Path, fence: Callable[[], None] = unfenced, beside: Callable[[Path], None] | None = None
     ) -> None:
         """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json; `beside` as in
-        `write_policy`."""
+        `write_policy`. `fence` is called before the folder gets its name; it raises where this process may write no
+        more."""
         export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero, beside=beside, fence=fence)
 
     def tell(self, action: Callable[[], Result]) -> Result:
-        """The result of rank 0's action (a JSON value), on every rank; or its error."""
+        """Run an action on rank 0 alone; every rank gets its result (a JSON value), or raises its error. What only the
+        file system knows is decided so: ranks on different hosts may see different files for a while. The others wait
+        no longer than learner.step_deadline_s: an action that may take longer is asked again."""
         return self._rank_zero.tell(action)
 
     def everywhere(self, action: Callable[[], None]) -> None:

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from pipeline.background import beside_loop
-from pipeline.data.batch import Completion, FinishReason, KeptSets
+from pipeline.data.batch import Completion, FinishReason, KeptSets, Sampling
 from pipeline.data.batch_values import HIGHEST_LOGPROB, Limits, Responses, as_float32, response_faults
 from pipeline.data.routed_experts import RoutedExperts, decode_engine_rows, rows_still_true
 from pipeline.errors import BadAnswerError
-from pipeline.ports.engines import Sampling
 from precision.settings import problem_of
 from precision.text import quoted
 from rollout_sglang.protocol import GENERATED, Generated, MetaInfo, policy_version

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline import spans
 from pipeline.config.sections import MOST_KEPT
-from pipeline.data.batch import Completion
+from pipeline.data.batch import Completion, Sampling
 from pipeline.errors import (
     BadAnswerError,
     EngineUnavailableError,
@@ -28,7 +28,6 @@ from pipeline.errors import (
     RecipeError,
     RetryableError,
 )
-from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import TensorSpec
 from precision.formats.audit import Held
 from precision.settings import problem_of
@@ -470,7 +469,8 @@ class TeacherServers:
         self._turns = cycle(self._clients)
 
     async def logprobs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """See pipeline.ports.teacher.Teacher. Raises FatalError when a server finds the call itself wrong, too."""
+        """For each response to `prompt`, [tokens] natural log-probabilities at temperature 1. Raises RetryableError
+        when no server could answer, and FatalError when one finds the call itself wrong."""
         try:
             return await next(self._turns).response_logprobs(prompt, responses)
         except RetryableError as error:

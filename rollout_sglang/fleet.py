@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar, Unpack
 
-from pipeline.data.batch import Completion
+from pipeline.data.batch import Completion, Sampling
 from pipeline.data.checksums import verify_folder
 from pipeline.data.deltas import is_whole, read_link
 from pipeline.data.membership import Member, Membership
@@ -43,7 +43,6 @@ from pipeline.errors import (
     RetryableError,
     SupersededError,
 )
-from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import ComingCheck, WeightCheck
 from pipeline.spans import Stopwatch
 from rollout_sglang.engine_pool import EnginePool, EngineState, OnChange, PooledEngine, all_of, look, serves, summarize
@@ -67,9 +66,8 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """Implements pipeline.ports.engines.Engines over the engines of a membership; with a router in it, requests go
-    there while it answers, but for those that ask for records of the engine (Sampling.asks_for_records), and for all
-    where keys and values are kept.
+    """The engines of a membership. With a router in it, requests go there while it answers, but for those that ask for
+    records of the engine (kept sets, experts), and for all where keys and values are kept.
 
     One process may use it from one event loop after another, but not from two at once.
     """
@@ -111,7 +109,7 @@ class Fleet:
         while len(failures) < ATTEMPTS:
             engine = await self._admitted_engine(ends, doubted)
             # The router (0.3.2) drops fields of a request that it does not know, such as those that ask for records.
-            known = not (sampling.asks_for_records or self._keeps_kv)
+            known = not (sampling.kept_set or sampling.experts is not None or self._keeps_kv)
             routed = self._pool.entrance is not None and known
             suspect = self._pool.router_is_suspect or time.monotonic() < self._pool.direct_until
             asked = None if routed and not suspect and not direct else engine

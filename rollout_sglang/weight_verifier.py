@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeline.errors import EngineVersionError, EvenKeelError
-from pipeline.ports.weights import ComingCheck, WeightCheck, come
+from pipeline.ports.weights import ComingCheck, WeightCheck, come, mean_gap_nats
 from pipeline.spans import Stopwatch
 from precision.formats.audit import audit
 from rollout_sglang.client import EngineClient
@@ -166,7 +166,8 @@ async def verify_probe(engine: EngineClient, check: ComingCheck) -> dict[str, fl
     probe = await come(check.probe)
     if probe is None:
         return {}
-    gap, kernels = probe.mean_gap_nats(scored), probe.kernels_nats(scored)
+    gap = mean_gap_nats(probe.logprobs, scored)
+    kernels = mean_gap_nats(probe.quantized, scored) if probe.quantized else None
     # What the formats cost is no fault of the engine, and as training goes on it may grow beyond any bound.
     checked, of_whom = (gap, "the learner") if kernels is None else (kernels, "the learner in the engine's formats")
     if checked > probe.max_mean_gap_nats:

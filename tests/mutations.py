@@ -172,15 +172,15 @@ MUTATIONS = (
     Mutation(
         "every rank looks for itself whether a batch is there",
         "pipeline/trainer/batches.py",
-        "self.learner.tell(watch.look)",
-        "watch.look()",
+        "(answer := self.learner.tell(look)) ==",
+        "(answer := look()) ==",
         ("tests/integration/test_rank_views.py",),
     ),
     Mutation(
         "a rank knows of its own response tokens alone",
         "pipeline/trainer/batches.py",
-        "found[0].with_numbers(self.learner.sum_of_shares)",
-        "found[0]",
+        "return replace(batch, **numbers)",
+        "return batch",
         ("tests/integration/test_rank_views.py",),
     ),
     Mutation(

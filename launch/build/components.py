@@ -12,12 +12,11 @@ from urllib.parse import urlsplit
 from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config, size_of
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask
-from pipeline.data.batch import LogprobContract, Prompt
+from pipeline.data.batch import LogprobContract, Prompt, Sampling
 from pipeline.data.batch_values import Limits
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.demonstrations import named_ends
 from pipeline.errors import ModelError, RecipeError
-from pipeline.ports.engines import Sampling
 from pipeline.rollout.batch_builder import SolvedPromptRule
 from pipeline.rollout.group_sampler import Interruption
 from pipeline.tasks import Problem, Task, build_task

@@ -102,7 +102,7 @@ def build_controller(
         ladder=build_ladder(recipe),
         learner=learner,
         files=ControlFiles(run.control, run.fence),
-        meter=EmulationMeter(learner, base, recipe.controller.evidence_tokens),
+        measure=EmulationMeter(learner, base, recipe.controller.evidence_tokens),
         members=members,
         is_lost=lambda member: presence.is_lost(member.index, member),
         digest=digest,
@@ -139,33 +139,23 @@ def presence_of(run: RunDirectory, recipe: Recipe) -> Presence:
 
 @dataclass(frozen=True)
 class EmulationMeter:
-    """Implements pipeline.ports.learner.QuantizationMeter by the learner's emulation of the engines' formats."""
+    """Measure what quantization does by the learner's emulation of the engines' formats (StepController.measure)."""
 
     learner: MegatronLearner
     quant_map: QuantMap | None
     """The recipe's."""
     num_tokens: int
 
-    def term(self, batch: Batch, promoted: Sequence[str]) -> float | None:
-        """See QuantizationMeter."""
-        if not self._can_emulate:
+    def __call__(self, needs: str, batch: Batch, names: Sequence[str]) -> Any:
+        """See StepController.measure."""
+        # Transformer Engine layers have kernels of their own; and nothing is emulated twice (learner.fp8_emulation).
+        if self.learner.layers != "megatron" or self.learner.emulation is not None:
             return None
-        if self.quant_map is None:
-            return 0.0
-        return self._losses(batch, [self.quant_map.promoted(promoted)])[0]
-
-    def groups(self, batch: Batch, names: Sequence[str]) -> dict[str, float] | None:
-        """See QuantizationMeter."""
-        if not self._can_emulate:
-            return None
-        assert self.quant_map is not None, "a run without formats has no groups"
-        losses = self._losses(batch, [self.quant_map.only([name]) for name in names])
-        return dict(zip(names, losses, strict=True))
-
-    @property
-    def _can_emulate(self) -> bool:
-        """Not with Transformer Engine layers, which have kernels of their own; nor twice (learner.fp8_emulation)."""
-        return self.learner.layers == "megatron" and self.learner.emulation is None
+        if needs == "groups":
+            assert self.quant_map is not None, "a run without formats has no groups"
+            losses = self._losses(batch, [self.quant_map.only([name]) for name in names])
+            return dict(zip(names, losses, strict=True))
+        return 0.0 if self.quant_map is None else self._losses(batch, [self.quant_map.promoted(names)])[0]
 
     def _losses(self, batch: Batch, quant_maps: Sequence[QuantMap]) -> list[float]:
         """-ln ESS with each map emulated, over the sampled tokens of some samples. Raises NonFiniteError."""

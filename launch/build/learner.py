@@ -27,7 +27,7 @@ from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from megatron_bridge.weight_sync.streaming import MapTransition, StreamedChannel
 from megatron_bridge.weight_sync.transport import ProcessGroupTransport
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.background import noted_in
+from pipeline.background import Patience, noted_in
 from pipeline.config.recipe import Recipe
 from pipeline.config.sections import RolloutPrecision
 from pipeline.control.loop import StepController
@@ -38,7 +38,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import all_recipes
 from pipeline.data.store import BatchStore
 from pipeline.ports.weights import NUM_ROWS, NUM_ROWS_ON_CPU, ROW_TOKENS, WeightChannel, probe_rows
-from pipeline.trainer.batches import BatchSource, dealt_together, waiting_for_batches
+from pipeline.trainer.batches import WAITS, BatchSource, dealt_together
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs, require_same_reference
@@ -161,7 +161,7 @@ def build_trainer(
             contract=contract,
             wait_deadline_s=recipe.run.wait_deadline_s,
             together=partial(dealt_together, advantages, updates),
-            patience=waiting_for_batches(noted_in(event_log.event)),
+            patience=Patience(noted_in(event_log.event), *WAITS),
             **stops,
         ),
         learner=learner,

@@ -26,13 +26,14 @@ from megatron_bridge.hf.folders import check_free
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout import check_layout
 from pipeline.analysis.run_log import SFT_FILE
+from pipeline.background import tell_when_done
 from pipeline.child_process import append_working_folder_to_path, die_with_parent
 from pipeline.config.loader import load_recipe, overridden_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
 from pipeline.data.event_log import EventLog, read_metrics
-from pipeline.data.files import write_atomically
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.files import remove_leftovers, write_atomically
+from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.demonstrations import (
     Demonstration,
     Demonstrations,
@@ -347,7 +348,7 @@ def learn_demonstrations(run: RunDirectory, out: Path) -> None:
         EventLog(run.path, SFT_SOURCE),
         Checkpoints(run.checkpoints, keep=1, first_bytes=checkpoint_bytes(learner.model_config, recipe)),
     )
-    checkpoints.remove_partial(learner)
+    tell_when_done(learner, lambda: remove_leftovers(run.checkpoints, unfenced))
     first, _ = checkpoints.restore(learner)
     for step in range(first, recipe.run.steps):
         batch = make(step)

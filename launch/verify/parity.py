@@ -30,10 +30,9 @@ from launch.run.processes import child_environment, run_ranks, torchrun
 from launch.terminal import counted
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe, parse_layout
-from pipeline.data.batch import Completion
+from pipeline.data.batch import Completion, Sampling
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
-from pipeline.ports.engines import Sampling
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.rollout_python import require_sglang
 

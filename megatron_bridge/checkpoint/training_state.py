@@ -326,7 +326,7 @@ def _is_blameless(error: BaseException) -> bool:
 
 
 class ShardSave:
-    """A save that goes on while the learner trains, of one rank: implements pipeline.ports.learner.SaveUnderWay.
+    """A save that goes on while the learner trains, of one rank.
 
         main thread   plan ─▶ copy to host memory ─▶ train ─▶ train ─▶ "are all written?" ─▶ index of the shards
         writer thread                             └─▶ write, fsync and hash this rank's shards ─┘
@@ -342,6 +342,7 @@ class ShardSave:
         """`request` is Megatron-Core's AsyncRequest; `gather` is collective: every rank's result, a JSON value.
         `in_training` are the `storages_of` what training goes on with."""
         self.hashed: dict[str, Fingerprint] = {}
+        """Files of the folder by name, hashed and made durable by the ranks that wrote them; once all is written."""
         self._gather = gather
         self._complete = list(request.finalize_fns)
         arguments = list(request.async_fn_args)
@@ -365,7 +366,8 @@ class ShardSave:
         self._written = in_background(write, "shards")
 
     def advance(self, wait_s: float) -> bool:
-        """See SaveUnderWay."""
+        """Return whether everything is written; each rank waits for its share no longer than `wait_s`. Collective, and
+        not to be called again once it was. Raises on every rank what stopped any."""
         shares = self._gather(lambda: self._written.result() if is_over(self._written, wait_s) else None)
         if None in shares:
             return False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -26,9 +26,11 @@ from pipeline.data.files import fsync_directory, is_temporary, require_space, si
 from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import EvenKeelError, ModelError
-from pipeline.ports.weights import ChecksumRecorder
 from precision.formats.quant_map import QuantMap
 from precision.formats.streams import quantize_state
+
+if TYPE_CHECKING:
+    from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 COMPANION_FILES = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
@@ -147,7 +149,7 @@ def write_policy(
     target: Path,
     quant: QuantMap | None,
     *,
-    digests: ChecksumRecorder | None = None,
+    digests: ExpectedChecksums | None = None,
     beside: Callable[[Path], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
     fence: Callable[[], None] = unfenced,
@@ -195,7 +197,7 @@ def write_weights(
     target: Path,
     quant: QuantMap | None,
     *,
-    digests: ChecksumRecorder | None = None,
+    digests: ExpectedChecksums | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> WrittenWeights:
     """The first part of `write_policy`."""
@@ -261,7 +263,7 @@ def export_policy(
     *,
     fence: Callable[[], None],
     quant: QuantMap | None = None,
-    digests: ChecksumRecorder | None = None,
+    digests: ExpectedChecksums | None = None,
     beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Write named HF tensors, with config and tokenizer of `model_folder`, as the policy folder `folder`; `digests` and

@@ -93,7 +93,7 @@ class ReferencePolicy:
 
 
 class KeptVersions:
-    """Implements pipeline.trainer.old_logprobs.KeptVersions. Every method is collective."""
+    """As many older versions as the schedule has lag. Every method is collective."""
 
     def __init__(self, learner: MegatronLearner, *, lag: int) -> None:
         """Keeps `lag` versions, at least 1."""
@@ -102,7 +102,7 @@ class KeptVersions:
         self._kept: dict[int, HostWeights] = {}
 
     def keep(self, version: int) -> None:
-        """Copy the present weights, which are those of `version`."""
+        """Copy the present weights, which are those of `version`; called before they change."""
         room = None
         while len(self._kept) >= self._lag:  # more where a fork has less lag than its run
             room = self._kept.pop(min(self._kept))

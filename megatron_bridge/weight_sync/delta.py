@@ -1,7 +1,7 @@
 """The delta weight channel: what changed since the last version is written, and the engines overwrite it.
 
     every rank    gather ─▶ quantize ─▶ compare with what was published ─▶ policy/000013/delta-00002.bin
-    rank 0            manifest, delta.json, check ─▶ rename ─▶ Engines.load ─▶ PUBLISHED ─▶ prune
+    rank 0            manifest, delta.json, check ─▶ rename ─▶ Fleet.load ─▶ PUBLISHED ─▶ prune
     engine's role                                   └─▶ replica of 13, while the engine serves
 
 The bytes that are published are compared, not the weights: after a small step most of them are as they were, all the
@@ -40,7 +40,6 @@ from pipeline.data.deltas import Bytes, Delta, DeltaWriter, list_of, payload_nam
 from pipeline.data.files import require_space, temporary_name
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
-from pipeline.ports.engines import Engines
 from pipeline.ports.weights import Probe, WeightCheck
 from pipeline.spans import Stopwatch
 from precision.formats.quant_map import QuantMap
@@ -48,6 +47,7 @@ from precision.formats.streams import quantize_state
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
+    from rollout_sglang.fleet import Fleet
 
 DENSE = 0.75
 """From this share of the whole bytes on, what changed is not written: unpacking it takes longer than reading the rest
@@ -61,7 +61,7 @@ class DeltaChannel:
     def __init__(
         self,
         learner: MegatronLearner,
-        engines: Engines,
+        engines: Fleet,
         run: RunDirectory,
         quant: QuantMap | None,
         plan: WeightCheckPlan,
@@ -102,7 +102,7 @@ class DeltaChannel:
 
         Returns score_s, export_s (gather, quantize, compare), write_s, prune_s, publish_s (total) in seconds,
         delta_density (share of the numbers that changed; 1 where nothing was compared), published_bytes (what engines
-        read), whole_bytes, published_whole (1 or 0), what ProbeScorer.score measures and what Engines.load reports; {}
+        read), whole_bytes, published_whole (1 or 0), what ProbeScorer.score measures and what Fleet.load reports; {}
         but on rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
         """
         self.begin(version)

@@ -1,6 +1,6 @@
 """The disk weight channel: every rank exports, rank 0 writes a policy folder, the engines load it.
 
-    probe (all ranks) ─▶ export (all ranks) ─▶ policy/000013 + its check (rank 0) ─▶ Engines.load ─▶ PUBLISHED ─▶ prune
+    probe (all ranks) ─▶ export (all ranks) ─▶ policy/000013 + its check (rank 0) ─▶ Fleet.load ─▶ PUBLISHED ─▶ prune
                             └─▶ policy/000013/maps/DIGEST + its check, for each older quant map that is served still
 
 A version is named in PUBLISHED only after the engines were verified to hold it. A crash at any point leaves the older
@@ -29,8 +29,7 @@ from pipeline.data.deltas import needed
 from pipeline.data.files import remove_folder
 from pipeline.data.quant_maps import digest_of, older_folder
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
-from pipeline.ports.engines import Engines
-from pipeline.ports.weights import ChecksumRecorder, Probe, WeightCheck
+from pipeline.ports.weights import Probe, WeightCheck
 from pipeline.spans import Stopwatch
 from precision.formats.audit import formats_of
 from precision.formats.quant_map import QuantMap
@@ -38,6 +37,8 @@ from precision.mismatch.statistics import gap
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
+    from rollout_sglang.fleet import Fleet
+    from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 CONTROL_S = 240.0
 """What one phase of a publish may take beside the deadline of the engines: pausing, verifying, closing sessions."""
@@ -50,7 +51,7 @@ class WeightCheckPlan:
     rows: tuple[tuple[int, ...], ...]
     """Token ids of the probe."""
     max_mean_gap_nats: float
-    new_checksums: Callable[[], ChecksumRecorder] | None
+    new_checksums: Callable[[], ExpectedChecksums] | None
     """Makes a recorder of the checksums that the engines should report; None where these cannot be computed."""
     dtype: str | None = None
     """In which the engines compute ("bfloat16"). None: they are not asked for the formats of their weights."""
@@ -66,7 +67,7 @@ class DiskChannel:
     def __init__(
         self,
         learner: MegatronLearner,
-        engines: Engines,
+        engines: Fleet,
         run: RunDirectory,
         quant: QuantMap | None,
         plan: WeightCheckPlan,
@@ -95,7 +96,7 @@ class DiskChannel:
         """Give the engines the learner's present weights under the name `version`. Collective.
 
         `older` are quant maps that some engines were started with, beside the one in use. Returns score_s, export_s,
-        prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what Engines.load reports; {} but on
+        prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what Fleet.load reports; {} but on
         rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
         """
         self.begin(version, older)

@@ -63,13 +63,14 @@ from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
-from pipeline.ports.weights import ComingCheck, Probe, WeightCheck, WeightUpdateReport, WeightUpdateSession
+from pipeline.ports.weights import ComingCheck, Probe, WeightCheck, WeightUpdateReport
 from pipeline.spans import Stopwatch
 from precision.formats.quant_map import QuantMap
 from precision.formats.streams import quantize_state
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
+    from rollout_sglang.weights.weight_update import FleetUpdateSession
 
 _log = logging.getLogger(__name__)
 Digests = tuple[Mapping[str, str], ...]
@@ -100,7 +101,7 @@ class StreamedChannel:
     def __init__(
         self,
         learner: MegatronLearner,
-        session: WeightUpdateSession,
+        session: FleetUpdateSession,
         run: RunDirectory,
         quant: QuantMap | None,
         plan: WeightCheckPlan,

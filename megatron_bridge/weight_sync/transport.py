@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -27,7 +27,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from megatron_bridge.hf.tensor_files import spec_of
 from pipeline.data.membership import Member
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, RetryableError
-from pipeline.ports.weights import ProcessGroupSpec, TensorSpec, WeightUpdateSession
+from pipeline.ports.weights import ProcessGroupSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from rollout_sglang.weights.weight_update import FleetUpdateSession
 
 BUCKET_DEADLINE_S = 60.0
 """An engine that takes longer for one bucket is taken to hang. The other engines of its sender wait for it."""
@@ -51,7 +54,7 @@ class WeightTransport(ABC):
     One bucket is under way at a time, and the caller packs the next one meanwhile.
     """
 
-    _session: WeightUpdateSession
+    _session: FleetUpdateSession
     _event_loop: EventLoopThread
     _device: torch.device
     _deadline_s: float

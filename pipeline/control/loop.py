@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,13 @@ from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog
 from pipeline.data.membership import Member
 from pipeline.errors import StoreError
-from pipeline.ports.learner import Learner, QuantizationMeter, Update, looked_at
+from pipeline.ports.learner import Update, looked_at
 from precision.controller.policy import Ladder, decide
 from precision.controller.records import ControllerSettings, Decision, EngineEvidence, Evidence, Outcome, State
 from precision.ratios import ess_from_sums, loss_of, lr_factor
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
 
 MIN_ENGINE_TOKENS = 64
 """Tokens of an engine, and of all others, below which a batch says nothing about it alone."""
@@ -38,9 +42,12 @@ class StepController:
 
     settings: ControllerSettings
     ladder: Ladder
-    learner: Learner
+    learner: MegatronLearner
     files: ControlFiles
-    meter: QuantizationMeter
+    measure: Callable[[str, Batch, Sequence[str]], Any]
+    """Measure on tokens of a batch, at the present weights; None where the learner cannot emulate the engines' formats.
+    Collective. `quantization`: -ln of the token ESS of the learner against itself with these formats emulated, where
+    the groups that are named are not quantized. `groups`: the same by group, each as the only one that is quantized."""
     members: Callable[[], Sequence[Member]]
     """The engines that are announced."""
     is_lost: Callable[[Member], bool]
@@ -91,12 +98,11 @@ class StepController:
         """Decide what follows from a batch that was trained on, or go by what was decided. Collective. Returns what is
         in force, by the names of metrics."""
         known: dict[str, Any] = {}
-
-        def ask() -> dict[str, Any]:
-            return self._next(batch, update, known)
-
-        while "record" not in (told := self.learner.tell(ask)):
-            known |= self._measured(batch, told["needs"], told["groups"])
+        look = partial(self._next, batch, update, known)
+        while "record" not in (told := self.learner.tell(look)):
+            needs = told["needs"]
+            found = self.measure(needs, batch, told["groups"] if needs == "groups" else self.state.promoted)
+            known.update(dict(unmeasurable=True) if found is None else {needs: found})
         self._take(ControlRecord.model_validate(told["record"]))
         state = self.state
         return dict(
@@ -124,21 +130,39 @@ class StepController:
         self._record = record
         self.use_map(record.state.quant_map, record.promoted)
 
-    def _measured(self, batch: Batch, needs: str, groups: Sequence[str]) -> dict[str, Any]:
-        if needs == "groups":
-            found: Any = self.meter.groups(batch, groups)
-        else:
-            found = self.meter.term(batch, self.state.promoted)
-        return dict(unmeasurable=True) if found is None else {needs: found}
-
     def _next(self, batch: Batch, update: Update, known: dict[str, Any]) -> dict[str, Any]:
-        """On rank 0: the record of the step, or what must be measured for it."""
-        step = batch.index
+        """Return the record of the step, or what must be measured for it. On rank 0."""
+        step, before = batch.index, self._record
         record = (self.decided_before or self.files).read(step)
         if record is None and self.decided_before is not None:
             raise StoreError(f"{self.decided_before.folder} lacks the record of step {step}; replay up to there")
         if record is None:
-            evidence = self._evidence(batch, update).model_copy(update=known)
+            members, state, first_seen = self.members(), self.state, {} if before is None else before.first_seen
+            sums = ratio_sums(batch, update)
+            if not sums.any():
+                raise StoreError(f"batch {step} has no token that was scored; the controller cannot judge it")
+            wanted, to_restart = self.digest(state.promoted), {} if before is None else before.restarts
+            # Engines whose tokens in the batch are all of one start: the batch began after it was first seen. Those
+            # that the run did not start (rollout.urls) are none of them: nobody would start them again.
+            starts = {
+                member.index: member.started
+                for member in members
+                if member.started
+                and member.index in first_seen
+                and first_seen[member.index][0] == member.started
+                and step > first_seen[member.index][1] + self.ladder.lag
+            }
+            evidence = Evidence(
+                step=step,
+                loss=ess_loss(sums.sum(axis=1)),
+                age=mean_age(batch, self.updates_per_batch),
+                engines=engine_evidence(sums, starts),
+                in_transition=any(
+                    (member.quant_map != wanted or to_restart.get(member.index) == member.started)
+                    and not self.is_lost(member)
+                    for member in members
+                ),
+            ).model_copy(update=known)
             outcome = decide(self.settings, self.ladder, self.state, evidence)
             if outcome.needs is not None:
                 return dict(needs=outcome.needs, groups=list(outcome.groups))
@@ -148,44 +172,6 @@ class StepController:
         elif record.decision is not None:
             self.event_log.event("controlled", **described(record))
         return dict(record=record.model_dump(mode="json"))
-
-    def _evidence(self, batch: Batch, update: Update) -> Evidence:
-        members, state = self.members(), self.state
-        sums = ratio_sums(batch, update)
-        if not sums.any():
-            raise StoreError(f"batch {batch.index} has no token that was scored; the controller cannot judge it")
-        wanted = self.digest(state.promoted)
-        to_restart = {} if self._record is None else self._record.restarts
-        return Evidence(
-            step=batch.index,
-            loss=ess_loss(sums.sum(axis=1)),
-            age=mean_age(batch, self.updates_per_batch),
-            engines=engine_evidence(sums, self._starts_of(batch, members)),
-            in_transition=any(
-                (member.quant_map != wanted or to_restart.get(member.index) == member.started)
-                and not self.is_lost(member)
-                for member in members
-            ),
-        )
-
-    def _starts_of(self, batch: Batch, members: Sequence[Member]) -> dict[int, int]:
-        """Engine → its start, for the engines whose tokens in the batch are all of that start: the batch began after
-        the start was first seen. Engines that the run did not start (rollout.urls) are none of them: nobody would start
-        them again."""
-        first_seen = {} if self._record is None else self._record.first_seen
-        return {
-            member.index: member.started
-            for member in members
-            if member.started
-            and member.index in first_seen
-            and first_seen[member.index][0] == member.started
-            and batch.index > first_seen[member.index][1] + self.ladder.lag
-        }
-
-    def _first_seen(self, step: int) -> dict[int, tuple[int, int]]:
-        before = {} if self._record is None else self._record.first_seen
-        seen = {member.index: (member.started, step) for member in self.members()}
-        return {**before, **{i: one for i, one in seen.items() if before.get(i, (None, 0))[0] != one[0]}}
 
     def _recorded(self, evidence: Evidence, outcome: Outcome) -> ControlRecord:
         before, state, decision = self._record, outcome.state, outcome.decision
@@ -197,6 +183,10 @@ class StepController:
         restarts = {} if before is None else dict(before.restarts)
         if decision is not None and decision.engine is not None:
             restarts[decision.engine] = decision.engine_start or 0
+        seen, first_seen = {member.index: (member.started, evidence.step) for member in self.members()}, {}
+        if before is not None:
+            first_seen = dict(before.first_seen)
+        first_seen |= {i: one for i, one in seen.items() if first_seen.get(i, (None, 0))[0] != one[0]}
         return ControlRecord(
             step=evidence.step,
             evidence=evidence,
@@ -206,7 +196,7 @@ class StepController:
             lags=lags,
             promoted=self.modules_of(state.promoted),
             restarts=restarts,
-            first_seen=self._first_seen(evidence.step),
+            first_seen=first_seen,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.routed_experts import RoutedExperts
+from pipeline.data.routed_experts import ExpertShape, RoutedExperts
 
 PER_RESPONSE_TOKEN = ("rollout_logprobs", "policy_version", "loss_mask")
 """The fields of Batch that hold one number for each response token."""
@@ -57,6 +57,23 @@ class LogprobContract:
     top_k: int
     tokenizer_sha256: str
     kept_set: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How an engine samples. `top_k` of -1 means the whole vocabulary; with `kept_set`, as many of its likeliest tokens
+    as an engine can name (pipeline.config.sections.MOST_KEPT)."""
+
+    max_new_tokens: int
+    vocab_size: int | None = None
+    """Of the model: ids lie below it. None: the caller does not know it."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    experts: ExpertShape | None = None
+    """Of a mixture whose engines say which experts each token went to; None: they are not asked."""
+    kept_set: bool = False
+    """Whether engines say which tokens top_p and top_k left; log-probabilities are then renormalized over them."""
 
 
 @dataclass(frozen=True, kw_only=True)

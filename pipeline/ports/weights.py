@@ -1,19 +1,18 @@
 """How weights get from the learner to the engines: what the learner loop calls, and what the engines offer to a sender.
 
-learner loop ── WeightChannel ──▶ megatron_bridge.weight_sync.disk (through Engines.load)
-                                  megatron_bridge.weight_sync.streaming (through WeightUpdateSession, over a transport)
-WeightUpdateSession is implemented by rollout_sglang.weights.weight_update.
+learner loop ── WeightChannel ──▶ megatron_bridge.weight_sync.disk, .delta (through Fleet.load)
+                                  megatron_bridge.weight_sync.streaming (through FleetUpdateSession, over a transport)
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,24 +21,13 @@ from pipeline.data.checksums import read_sealed_json, verify_folder, write_seale
 from pipeline.data.membership import Member
 from pipeline.errors import EngineVersionError, StoreError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 class WeightChannel(Protocol):
-    """Moves the learner's weights to every engine. Collective.
+    """Moves the learner's weights to every engine. Collective, but for `is_over`, which rank 0 is asked.
 
-    The learner waits for `publish`. Or it goes on after `begin`, and calls `finish` before it begins the next version,
-    or waits for a folder. One that is asked to end may leave without: the next start publishes again.
+    The learner goes on after `begin`, and calls `finish` before it begins the next version, or waits for a folder. One
+    that is asked to end may leave without: the next start publishes again.
     """
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Give the weights to the engines; returns once they serve `version`.
-
-        Rank 0 gets measurements by name, the other ranks nothing. A name in `_s` is the seconds of a phase (publish_s:
-        of all phases), a name in `_bytes` is a number of bytes.
-        """
-        ...
 
     def begin(self, version: int, *, learner_waits: bool = False) -> None:
         """Take the weights as they are now; they go to the engines while the caller changes its own. With
@@ -47,13 +35,14 @@ class WeightChannel(Protocol):
         ...
 
     def is_over(self, wait_s: float) -> bool:
-        """Whether `finish` would return or raise at once; waits no longer than `wait_s` for that. Not collective: asked
-        on rank 0."""
+        """Whether `finish` would return or raise at once; waits no longer than `wait_s` for that."""
         ...
 
     def finish(self) -> dict[str, float]:
-        """Wait until the engines serve what was begun; measured as `publish` says. Raises on every rank what failed.
-        {} when nothing was begun."""
+        """Wait until the engines serve what was begun; raises on every rank what failed.
+
+        Rank 0 gets measurements by name, the other ranks nothing. A name in `_s` is the seconds of a phase (publish_s:
+        of all phases), a name in `_bytes` is a number of bytes. {} when nothing was begun."""
         ...
 
     def wait_for_folder(self) -> None:
@@ -104,74 +93,6 @@ class WeightUpdateReport:
     """Those of them that serve on, and take the weights when the update ends."""
 
 
-class WeightUpdateSession(Protocol):
-    """The engines as receivers of tensors. One process begins and ends the update of all engines; in between, every
-    sender attends it and asks its own engines to receive. Not collective. A process awaits all methods on one event
-    loop."""
-
-    def url(self, engine: int) -> str:
-        """Where an engine of the update listens."""
-        ...
-
-    @property
-    def ranks_per_engine(self) -> int:
-        """How many ranks of an engine join a process group."""
-        ...
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this process has begun an update and not ended it."""
-        ...
-
-    async def begin_weight_update(self, *, serving: bool = False) -> WeightUpdateReport:
-        """Take the next number, pause every engine and make it ready for new weights. From now on an engine claims no
-        version, until it is verified that it holds what it was sent. With `serving`, engines that can are not paused
-        before the end of the update, and keep their version until then; the report names them."""
-        ...
-
-    def attend(self, number: int, engines: Sequence[Member], staging: Sequence[int] = ()) -> None:
-        """Send as part of the update that another process has begun, in which some engines are `staging`."""
-        ...
-
-    async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:
-        """The engine's ranks join the process group. Raises RetryableError."""
-        ...
-
-    async def is_member(self, engine: int, group: str) -> bool:
-        """Whether the engine still has the group: one that was restarted has not. Raises RetryableError."""
-        ...
-
-    async def leave(self, engine: int, group: str) -> None:
-        """The engine forgets a group that its sender gave up, if it still answers."""
-        ...
-
-    async def receive(self, engine: int, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
-        """The engine takes part in one broadcast of these tensors, flattened to bytes one after the other, and loads
-        them. Raises RetryableError."""
-        ...
-
-    async def receive_shared(self, engine: int, bucket: bytes, deadline_s: float) -> None:
-        """The engine opens memory of the calling process and loads the tensors in it; when it answers, it has let go of
-        that memory. `bucket` is a pickle that SGLang's own unpickler accepts
-        (megatron_bridge.weight_sync.ipc_transport). Raises RetryableError."""
-        ...
-
-    async def end_weight_update(
-        self, version: int, directory: Path, check: WeightCheck | ComingCheck | None, failures: Mapping[int, str]
-    ) -> WeightUpdateReport:
-        """Verify that the engines that took everything hold `version`, and admit them. Quarantine those named in
-        `failures` and those that fail now. The update has ended then. The report names all that failed. Engines work
-        while parts of the check have yet to come.
-
-        `directory` is where the weights lie, now or soon, for engines that come back later.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Release connections."""
-        ...
-
-
 T = TypeVar("T")
 WEIGHT_CHECK_FILE = "weight_check.json"
 NUM_ROWS, ROW_TOKENS = 4, 32
@@ -194,18 +115,6 @@ class Probe:
     max_mean_gap_nats: float
     """Largest mean |log π_learner − log π_engine| over all tokens at which the engine passes; the learner with the
     formats emulated, where `quantized` is known."""
-
-    def mean_gap_nats(self, engine: Sequence[NDArray[np.float32]]) -> float:
-        """Mean |log π_learner − log π_engine|; infinite when one of the engine's log-probabilities is not finite.
-
-        `engine` holds [n - 1] log-probabilities for each row. Raises ValueError for other shapes.
-        """
-        return _mean_gap(self.logprobs, engine)
-
-    def kernels_nats(self, engine: Sequence[NDArray[np.float32]]) -> float | None:
-        """As `mean_gap_nats`, from the learner with the formats emulated: what the engine computes otherwise, its
-        formats apart. None where they could not be emulated."""
-        return _mean_gap(self.quantized, engine) if self.quantized else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +150,17 @@ class WeightCheck:
         try:
             data = read_sealed_json(path, remedy)
             probe = data["probe"]
+            if probe is not None:
+                logprobs, quantized = (
+                    tuple(tuple(float(value) for value in row) for row in probe[name])
+                    for name in ("logprobs", "quantized")
+                )
+                rows = tuple(tuple(int(token) for token in row) for row in probe["rows"])
+                allowed = float(probe["max_mean_gap_nats"])
+                probe = Probe(rows=rows, logprobs=logprobs, quantized=quantized, max_mean_gap_nats=allowed)
             check = WeightCheck(
                 version=int(data["version"]),
-                probe=None if probe is None else _probe_from(probe),
+                probe=probe,
                 digests=tuple(dict(rank) for rank in data["digests"]),
                 formats=data["formats"],
             )
@@ -266,44 +183,12 @@ def verify_policy(folder: Path, version: int, remedy: str) -> None:
     verify_folder(folder, remedy)
 
 
-class ChecksumRecorder(Protocol):
-    """Works out, from the tensors that a publish sends, the checksums that an engine will report for them."""
+def mean_gap_nats(learner: Sequence[Sequence[float]], engine: Sequence[NDArray[np.float32]]) -> float:
+    """Return mean |log π_learner − log π_engine|; infinite when one of the engine's log-probabilities is not finite.
 
-    def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same stream of (HF name, tensor), observed as it passes."""
-        ...
-
-    def observe(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, in the format in which the engine gets it."""
-        ...
-
-    def digests(self) -> tuple[dict[str, str], ...]:
-        """For each rank of an engine: parameter → checksum. Raises ValueError when a part of one never came."""
-        ...
-
-
-def _probe_from(data: Mapping[str, object]) -> Probe:
-    rows, logprobs, quantized, allowed = (data[key] for key in ("rows", "logprobs", "quantized", "max_mean_gap_nats"))
-    if not (
-        isinstance(rows, list)
-        and isinstance(logprobs, list)
-        and isinstance(quantized, list)
-        and isinstance(allowed, float | int)
-    ):
-        raise ValueError("its probe has fields of other kinds")
-    return Probe(
-        rows=tuple(tuple(int(token) for token in row) for row in rows),
-        logprobs=_floats(logprobs),
-        quantized=_floats(quantized),
-        max_mean_gap_nats=float(allowed),
-    )
-
-
-def _floats(rows: list[Any]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(float(value) for value in row) for row in rows)
-
-
-def _mean_gap(learner: Sequence[Sequence[float]], engine: Sequence[NDArray[np.float32]]) -> float:
+    Both hold [n - 1] log-probabilities for each row of a probe. From Probe.quantized it is what the engine computes
+    otherwise, its formats apart. Raises ValueError for other shapes.
+    """
     pairs = zip(learner, engine, strict=True)
     gaps = [np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)) for ours, theirs in pairs]
     mean = float(np.concatenate(gaps).mean())

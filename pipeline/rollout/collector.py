@@ -22,16 +22,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pipeline.advantages.compute import taught
 from pipeline.background import Patience, beside_loop, noted_in
-from pipeline.data.batch import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample, Sampling
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, StoreError
-from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import (
     Allocator,
@@ -57,6 +57,9 @@ from pipeline.rollout.group_sampler import (
 )
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rollout_sglang.fleet import Fleet
 
 _UNSOLVED_BATCHES = 3
 """Without a solved sample, after which it is told."""
@@ -99,7 +102,7 @@ class Collector:
     run: RunDirectory
     store: BatchStore
     schedule: Schedule
-    engines: Engines
+    engines: Fleet
     prompts: PromptSource
     tokenizer: Tokenizer
     verifiers: Mapping[str, Verifiers]

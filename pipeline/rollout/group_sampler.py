@@ -15,25 +15,28 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.background import Patience, beside_loop, retry_pause_s
-from pipeline.data.batch import TEACHER_FAILED, Completion, KeptSets, Prompt, Sample
+from pipeline.data.batch import TEACHER_FAILED, Completion, KeptSets, Prompt, Sample, Sampling
 from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.data.event_log import EventLog
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
-from pipeline.ports.engines import Engines, Sampling, Teacher
 from pipeline.rewards.pool import FailureWatch, Verdict
+
+if TYPE_CHECKING:
+    from rollout_sglang.client import TeacherServers
+    from rollout_sglang.fleet import Fleet
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSampler:
     """Asks the engines for as many prompts at once as there are slots."""
 
-    engines: Engines
+    engines: Fleet
     slots: PrioritySemaphore
     resync: Callable[[], Awaitable[None]]
     """Called after a failure, before the prompt is asked again."""
@@ -257,7 +260,7 @@ class TeacherScores:
     end the run (reward.max_failed_share).
     """
 
-    teacher: Teacher
+    teacher: TeacherServers
     retries: int
     watch: FailureWatch
     require_alive: Callable[[], None] = lambda: None

@@ -15,21 +15,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.advantages.compute import AdvantageComputer, SampleAdvantages, mean_reverse_kl, taught
-from pipeline.background import ANSWER_S, Patience, Say, print_notice
+from pipeline.background import ANSWER_S, Patience, print_notice
 from pipeline.data.batch import OWN_PARTS, SOLVED_REWARD, Batch, LogprobContract, is_solved
 from pipeline.data.files import FIRST_POLL_S, VISIBLE_S, fsync_directory, slower
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, StoppedError
-from pipeline.ports.learner import Learner, Update
+from pipeline.ports.learner import Update
 from precision.mismatch.statistics import Mismatch
-from precision.torch_on_use import Tensor, torch
+from precision.torch_on_use import torch
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
 
 STOP_FILE_VARIABLE = "EVENKEEL_STOP_FILE"
 """Names a local file: once it is there, training ends in order."""
@@ -37,15 +40,14 @@ STOP_FILE_VARIABLE = "EVENKEEL_STOP_FILE"
 Answer = Literal["there", "lost", "not yet", "stop"]
 
 
+WAITS = ("the learner", "the collector's commit (its log is in RUN/logs)")
+"""Who waits for a batch, and what would end the wait (Patience)."""
+
+
 def stop_file_exists() -> bool:
-    """Whether the process that started this one has asked it to end."""
+    """Return whether the process that started this one has asked it to end."""
     name = os.environ.get(STOP_FILE_VARIABLE)
     return name is not None and Path(name).exists()
-
-
-def waiting_for_batches(say: Say) -> Patience:
-    """What says so when a batch does not come for long."""
-    return Patience(say, "the learner", "the collector's commit (its log is in RUN/logs)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class BatchSource:
 
     run: RunDirectory
     store: BatchStore
-    learner: Learner
+    learner: MegatronLearner
     contract: LogprobContract
     wait_deadline_s: float
     """Longest wait for a batch while the collector commits and evaluates nothing."""
@@ -64,7 +66,7 @@ class BatchSource:
     stop_requested: Callable[[], bool] = stop_file_exists
     """Asked on rank 0 alone."""
     visible_s: float = VISIBLE_S
-    patience: Patience = field(default_factory=lambda: waiting_for_batches(print_notice))
+    patience: Patience = field(default_factory=lambda: Patience(print_notice, *WAITS))
     """Of rank 0."""
 
     def is_there(self, index: int) -> bool:
@@ -78,8 +80,39 @@ class BatchSource:
         Raises on every rank StoppedError when the process was asked to end, DeadlineExceededError, SupersededError, and
         what BatchStore.read raises on any.
         """
-        watch = _Watch(self, index)
-        while (answer := self.learner.tell(watch.look)) == "not yet":
+        deadline, pause_s = time.monotonic() + self.wait_deadline_s, FIRST_POLL_S
+        seen: tuple[int, int] | None = None
+        """Changes while the collector gets on: it commits, and it evaluates before it commits."""
+
+        def look() -> Answer:
+            """Look for some seconds, on rank 0."""
+            nonlocal deadline, pause_s, seen
+            ends = time.monotonic() + ANSWER_S
+            self.run.fence()
+            seen = seen or (len(self.store.committed()), len(self.run.evaluated_versions()))
+            while True:
+                if self.stop_requested():
+                    return "stop"
+                if index in self.store.settled():
+                    # Its collector may not have come to that: what is trained on must not be gone after a power cut.
+                    fsync_directory(self.store.directory)
+                    self.patience.progress()
+                    return "there" if self.store.lost(index) is None else "lost"
+                self.patience.still(f"batch {index}")
+                if time.monotonic() >= deadline:
+                    before, seen = seen, (len(self.store.committed()), len(self.run.evaluated_versions()))
+                    if seen == before:
+                        raise DeadlineExceededError(
+                            f"waited {self.wait_deadline_s:g} s for batch {index} in {self.store.directory}, and none "
+                            "was committed nor a version evaluated; look at the collector's log"
+                        )
+                    deadline = time.monotonic() + self.wait_deadline_s
+                if time.monotonic() >= ends:
+                    return "not yet"
+                time.sleep(pause_s)
+                pause_s = slower(pause_s)
+
+        while (answer := self.learner.tell(look)) == "not yet":
             meanwhile()
         if answer == "stop":
             raise StoppedError(f"asked to end before batch {index}; start the run again to go on")
@@ -91,50 +124,12 @@ class BatchSource:
         self.learner.everywhere(
             lambda: found.append(self.store.read(index, self.contract, visible_s=self.visible_s, choose=choose))
         )
+        batch = found[0]
+        if choose is None:
+            return batch
         # Effective sample size, quantiles and denominators are made of the numbers of all response tokens.
-        return found[0] if choose is None else found[0].with_numbers(self.learner.sum_of_shares)
-
-
-class _Watch:
-    """Rank 0's view of one wait; the other ranks make one too, and look at nothing."""
-
-    def __init__(self, source: BatchSource, index: int) -> None:
-        self._source = source
-        self._index = index
-        self._pause_s = FIRST_POLL_S
-        self._seen: tuple[int, int] | None = None
-        self._deadline = time.monotonic() + source.wait_deadline_s
-
-    def look(self) -> Answer:
-        """Look for some seconds. Raises DeadlineExceededError once the collector has stood still for too long."""
-        source, ends = self._source, time.monotonic() + ANSWER_S
-        source.run.fence()
-        self._seen = self._seen or self._progress()
-        while True:
-            if source.stop_requested():
-                return "stop"
-            if self._index in source.store.settled():
-                # Whoever made it may not have come to that: what is trained on must not be gone after a power cut.
-                fsync_directory(source.store.directory)
-                source.patience.progress()
-                return "there" if source.store.lost(self._index) is None else "lost"
-            source.patience.still(f"batch {self._index}")
-            if time.monotonic() >= self._deadline:
-                before, self._seen = self._seen, self._progress()
-                if self._seen == before:
-                    raise DeadlineExceededError(
-                        f"waited {source.wait_deadline_s:g} s for batch {self._index} in {source.store.directory}, and "
-                        "none was committed nor a version evaluated; look at the collector's log"
-                    )
-                self._deadline = time.monotonic() + source.wait_deadline_s
-            if time.monotonic() >= ends:
-                return "not yet"
-            time.sleep(self._pause_s)
-            self._pause_s = slower(self._pause_s)
-
-    def _progress(self) -> tuple[int, int]:
-        """Changes while the collector gets on: it commits, and it evaluates before it commits."""
-        return len(self._source.store.committed()), len(self._source.run.evaluated_versions())
+        numbers: dict[str, Any] = {name: learner.sum_of_shares(getattr(batch, name)) for name in batch.numbers}
+        return replace(batch, **numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,17 +141,13 @@ class MiniBatch:
     advantages: NDArray[np.float32]
     """[responses of the mini-batch]"""
     trained: NDArray[np.bool_] | None
-    """[samples of the mini-batch] as Learner.update takes it."""
+    """[samples of the mini-batch] as MegatronLearner.update takes it."""
     samples: NDArray[np.bool_]
     """[samples of the whole batch] True on those of the mini-batch."""
     responses: NDArray[np.bool_]
     """[responses of the whole batch] True on those of the mini-batch."""
     counts: dict[str, float]
     """How much of it is run through the model, by the names of metrics."""
-
-    def on_device(self, values: Tensor) -> Tensor:
-        """bool [responses of the whole batch] `responses`, where `values` are."""
-        return torch.from_numpy(self.responses).to(values.device)
 
 
 def mini_batches(computer: AdvantageComputer, batch: Batch, computed: SampleAdvantages, count: int) -> list[MiniBatch]:
@@ -236,7 +227,7 @@ def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Upda
         return updates[0]
     logprobs = updates[0].device_logprobs.new_full((len(parts[0].responses),), np.nan)
     for part, update in zip(parts, updates, strict=True):
-        logprobs[part.on_device(logprobs)] = update.device_logprobs
+        logprobs[torch.from_numpy(part.responses).to(logprobs.device)] = update.device_logprobs
     common = [name for name in updates[0].metrics if all(name in update.metrics for update in updates)]
     values = {name: [update.metrics[name] for update in updates] for name in common}
     measured = [update.mismatch for update in updates if update.mismatch is not None]
@@ -249,9 +240,10 @@ def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Upda
 
 
 def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[str, Any]:
-    """Reward, staleness in versions, lengths, failed verifiers, samples that an engine repeated; means of the parts of
-    the reward, over the samples that have them; share, reward and solve rate of each source, where the task has
-    several; of a teacher the distance and the samples that it did not score."""
+    """Return reward, staleness in versions, lengths, failed verifiers, samples that an engine repeated; means of the
+    parts of the reward, over the samples that have them; of each source, where the task has several, its share of the
+    samples, and reward and solve rate where it has a reward; of a teacher the distance and the samples that it did not
+    score."""
     lag = step - batch.policy_version
     judged = batch.judged
     told = {name: part for name, part in batch.reward_parts.items() if name not in OWN_PARTS}
@@ -259,7 +251,13 @@ def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[
     teacher = {}
     if batch.teacher_logprobs is not None:
         teacher = dict(reverse_kl=mean_reverse_kl(batch), teacher_failures=float((~taught(batch)).sum()))
-    sources = {name: _of_source(batch, judged, problems, solved_at) for name, problems in batch.sources.items()}
+    sources = {}
+    for name, problems in batch.sources.items():
+        of_source = (batch.problem >= problems.start) & (batch.problem < problems.stop)
+        sources[name] = dict(share=_mean(of_source))
+        if (of_source & judged).any():
+            rewards = batch.reward[of_source & judged]
+            sources[name] |= dict(reward_mean=_mean(rewards), solve_rate=_mean(is_solved(rewards, solved_at)))
     return dict(
         reward_mean=_mean(batch.reward[judged]),
         solve_rate=_mean(is_solved(batch.reward[judged], solved_at)),
@@ -274,16 +272,6 @@ def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[
         **({"sources": sources} if sources else {}),
         **teacher,
     )
-
-
-def _of_source(batch: Batch, judged: NDArray[np.bool_], problems: range, solved_at: float) -> dict[str, float]:
-    """`share` of the samples; the other two only where a sample of the source has a reward."""
-    own = (batch.problem >= problems.start) & (batch.problem < problems.stop)
-    found = dict(share=_mean(own))
-    if (own & judged).any():
-        rewards = batch.reward[own & judged]
-        found |= dict(reward_mean=_mean(rewards), solve_rate=_mean(is_solved(rewards, solved_at)))
-    return found
 
 
 def asked_solve_rate(batch: Batch, solved_at: float = SOLVED_REWARD) -> float:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline import spans
 from pipeline.background import ANSWER_S, LongAction, in_background, is_over, tell_when_done
@@ -50,18 +50,22 @@ from pipeline.data.files import (
     move_to_free_name,
     read_at_most,
     remove_folder,
-    remove_leftovers,
     require_space,
     temporary_name,
 )
 from pipeline.data.run_directory import committed_steps, numbered, unfenced
 from pipeline.errors import CorruptCheckpointError, StoreError
-from pipeline.ports.learner import Learner, SaveUnderWay
-from pipeline.trainer.old_logprobs import FOLDER, KeptVersions
 from precision.text import quoted
+
+if TYPE_CHECKING:
+    from megatron_bridge.checkpoint.training_state import ShardSave
+    from megatron_bridge.learner import MegatronLearner
+    from megatron_bridge.step.host_weights import KeptVersions
 
 COMMIT = "COMMIT"
 _LOOP_STATE = "loop_state.json"
+_VERSIONS = "versions"
+"""Folder of the older versions within a checkpoint."""
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """Megatron names a shard by the rank that wrote it."""
 
@@ -79,16 +83,11 @@ class _Save:
     step: int
     state: dict[str, float]
     began: float
-    shards: SaveUnderWay
+    shards: ShardSave
     commit: LongAction[None] | None = None
     """Once all shards are written."""
     decided: threading.Lock = field(default_factory=threading.Lock)
     """Taken once, and kept: by the thread of rank 0 that gives the folder its name, or by rank 0 that gives it up."""
-
-    def may_be_removed(self, learner: Learner) -> bool:
-        """On a rank that gives the save up: whether nobody gives the folder its name any more. Once rank 0 may, only
-        rank 0 knows."""
-        return self.commit is None or (learner.is_rank_zero and self.decided.acquire(blocking=False))
 
 
 @dataclass(frozen=True)
@@ -105,62 +104,73 @@ class Checkpoints:
     _under_way: list[_Save] = field(init=False, repr=False, compare=False, default_factory=list)
     """One at most."""
 
-    def save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
+    def save(self, learner: MegatronLearner, step: int, state: Mapping[str, float]) -> None:
         """Collective. Once it returns, training can go on at `step`, whatever dies. `state` is what the loop itself
         must remember."""
         self.begin_save(learner, step, state)
         self.advance(learner, to_the_end=True)
 
     def begin_save(
-        self, learner: Learner, step: int, state: Mapping[str, float], versions: KeptVersions | None = None
+        self, learner: MegatronLearner, step: int, state: Mapping[str, float], versions: KeptVersions | None = None
     ) -> None:
         """Collective. Copy what a checkpoint of `step` needs, and begin to write it; `versions` are written at once.
         The save before it must be over."""
         if self._under_way:
             raise ValueError(f"the checkpoint of step {self._under_way[0].step} is not written yet; advance to its end")
-        folder = self.directory / learner.tell(lambda: self._new_folder(step))
+
+        def new_folder() -> str:
+            """On rank 0. A checkpoint takes what the newest one does; the first, what the learner thinks."""
+            expected, committed = self.first_bytes, committed_steps(self.directory) if self.directory.is_dir() else []
+            if committed:
+                newest = read_commit(self.directory / numbered(committed[-1]))
+                expected = sum(one.num_bytes for one in newest.files.values())
+            folder = temporary_name(self.directory / numbered(step))
+            make_folder(self.directory)
+            require_space(self.directory, expected, f"the checkpoint of step {step}")
+            make_folder(folder)
+            return folder.name
+
+        folder = self.directory / learner.tell(new_folder)
         with self._or_removed(learner, folder, step):
             shards = learner.begin_save(folder)
             if versions is not None:
-                versions.save(folder / FOLDER)
+                versions.save(folder / _VERSIONS)
         self._under_way.append(_Save(folder, step, dict(state), time.monotonic(), shards))
 
-    def advance(self, learner: Learner, *, to_the_end: bool = False) -> Saved | None:
+    def advance(self, learner: MegatronLearner, *, to_the_end: bool = False) -> Saved | None:
         """Collective. What has been saved since the last look, at the end of the save that is under way or, as it is
         now, if it is over. Raises on every rank what stopped it on any."""
         if not self._under_way:
             return None
         save, wait_s = self._under_way[0], ANSWER_S if to_the_end else 0.0
         with self._or_removed(learner, save.folder, save.step):
-            while not self._is_over(learner, save, wait_s):
+            while True:
+                if save.commit is None and save.shards.advance(wait_s):
+                    save.commit = LongAction(learner, lambda: self._commit(save))
+                if save.commit is not None and save.commit.look(wait_s):
+                    break
                 if not to_the_end:
                     return None
         self._under_way.clear()
         return Saved(save.step, time.monotonic() - save.began)
 
-    def _is_over(self, learner: Learner, save: _Save, wait_s: float) -> bool:
-        if save.commit is None and save.shards.advance(wait_s):
-            save.commit = LongAction(learner, lambda: self._commit(save))
-        return save.commit is not None and bool(save.commit.look(wait_s))
-
     @contextmanager
-    def _or_removed(self, learner: Learner, folder: Path, step: int) -> Iterator[None]:
+    def _or_removed(self, learner: MegatronLearner, folder: Path, step: int) -> Iterator[None]:
         try:
             with as_disk_full(self.directory, f"the checkpoint of step {step}"):
                 yield
         except Exception:
-            given_up = all([save.may_be_removed(learner) for save in self._under_way])
+            under_way = [*self._under_way]
             self._under_way.clear()
-            if given_up:
+            # Once rank 0 may give the folder its name, only rank 0 knows whether it still does.
+            if all(
+                save.commit is None or (learner.is_rank_zero and save.decided.acquire(blocking=False))
+                for save in under_way
+            ):
                 shutil.rmtree(folder, ignore_errors=True)  # what gets no name must not fill the disk
             raise
 
-    def remove_partial(self, learner: Learner) -> None:
-        """Collective. Delete what killed saves left behind, or superseded ones may still write; for the learner of the
-        newest epoch, before its first save."""
-        tell_when_done(learner, lambda: remove_leftovers(self.directory, self.fence))
-
-    def restore(self, learner: Learner, versions: KeptVersions | None = None) -> tuple[int, dict[str, float]]:
+    def restore(self, learner: MegatronLearner, versions: KeptVersions | None = None) -> tuple[int, dict[str, float]]:
         """Collective. Load the newest committed checkpoint, and its `versions`; returns the step to go on at (0 when
         there is none) and the state of the loop that was saved with it. Deletes nothing: another learner may be
         writing there."""
@@ -175,22 +185,8 @@ class Checkpoints:
             pass
         learner.load(folder)
         if versions is not None:
-            versions.load(folder / FOLDER)
+            versions.load(folder / _VERSIONS)
         return step, state
-
-    def _new_folder(self, step: int) -> str:
-        folder = temporary_name(self.directory / numbered(step))
-        make_folder(self.directory)
-        require_space(self.directory, self._expected_bytes(), f"the checkpoint of step {step}")
-        make_folder(folder)
-        return folder.name
-
-    def _expected_bytes(self) -> int:
-        """Those of the newest checkpoint; before the first, what the learner thinks."""
-        committed = committed_steps(self.directory)
-        if not committed:
-            return self.first_bytes
-        return sum(one.num_bytes for one in read_commit(self.directory / numbered(committed[-1])).files.values())
 
     def _commit(self, save: _Save) -> None:
         folder, step = save.folder, save.step
@@ -213,14 +209,27 @@ class Checkpoints:
             remove_folder(self.directory / numbered(old))
 
     def _newest(self) -> tuple[int, dict[str, float]] | None:
-        """Step and state of the newest checkpoint, whose files have the sizes that COMMIT says."""
+        """Return step and state of the loop of the newest checkpoint, whose files have the sizes that COMMIT says.
+        Raises CorruptCheckpointError unless the state is numbers by name."""
         look_anew(self.directory)  # an older checkpoint would do as well, for twice the work
         committed = committed_steps(self.directory)
         if not committed:
             return None
         folder = self.directory / numbered(committed[-1])
         _commit_of_whole_files(folder, committed[-1])
-        return committed[-1], _read_state(folder)
+        path, remedy = folder / _LOOP_STATE, _remedy(folder)
+        if not path.exists():
+            return committed[-1], {}
+        try:
+            state = read_sealed_json(path, remedy)
+        except (StoreError, OSError) as error:
+            if machine_failure(error) is not None:
+                raise
+            raise CorruptCheckpointError(str(error)) from error
+        for name, value in state.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise CorruptCheckpointError(f"{path}: {quoted(name)} is {quoted(value)}, expected a number; {remedy}")
+        return committed[-1], state
 
 
 def commit(folder: Path, step: int, hashed: Mapping[str, Fingerprint] | None = None) -> None:
@@ -297,20 +306,3 @@ def read_commit(folder: Path) -> Commit:
         if machine_failure(error) is not None:
             raise
         raise CorruptCheckpointError(f"{path} is damaged ({reason(error)}); {_remedy(folder)}") from error
-
-
-def _read_state(folder: Path) -> dict[str, float]:
-    """What the loop remembers. Raises CorruptCheckpointError unless it is numbers by name."""
-    path, remedy = folder / _LOOP_STATE, _remedy(folder)
-    if not path.exists():
-        return {}
-    try:
-        state = read_sealed_json(path, remedy)
-    except (StoreError, OSError) as error:
-        if machine_failure(error) is not None:
-            raise
-        raise CorruptCheckpointError(str(error)) from error
-    for name, value in state.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise CorruptCheckpointError(f"{path}: {quoted(name)} is {quoted(value)}, expected a number; {remedy}")
-    return state

@@ -15,8 +15,7 @@ record    consumes: the measurements of a step, which explain a run and decide n
           next steps; before a checkpoint, and at the end, it has written all
 after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
 trained again; versions that the engines already serve are not published a second time.
-rank 0 alone looks at the run directory and writes to it; the others do as it tells, and end as it ends (Learner.tell).
-"""
+rank 0 alone looks at the run directory and writes to it; the others do as it tells, and end as it ends (`tell`)."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,15 +38,19 @@ from pipeline.data.files import remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError, StoppedError
-from pipeline.ports.learner import Learner, Update
+from pipeline.ports.learner import Update
 from pipeline.ports.weights import WeightChannel
 from pipeline.schedule import Schedule
 from pipeline.spans import Stopwatch
 from pipeline.trainer.batches import BatchSource, MiniBatch, asked_solve_rate, describe, merge_updates, mini_batches
 from pipeline.trainer.checkpoints import Checkpoints
-from pipeline.trainer.old_logprobs import KeptVersions, OldLogprobs, Reference
+from pipeline.trainer.old_logprobs import OldLogprobs
 from precision.ratios import LrByLag, RatioSums, lr_factor, lr_factor_of_ess, staleness_ess
 from precision.torch_on_use import Tensor, torch
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+    from megatron_bridge.step.host_weights import KeptVersions, ReferencePolicy
 
 LAST_PUBLISH_S = 15.0
 """For what is on its way to the engines, once the process was asked to end and everything is saved."""
@@ -62,7 +65,7 @@ class Trainer:
 
     run: RunDirectory
     batches: BatchSource
-    learner: Learner
+    learner: MegatronLearner
     schedule: Schedule
     advantage_computer: AdvantageComputer
     scoring: Scoring
@@ -76,10 +79,12 @@ class Trainer:
     event_log: EventLog
     controller: StepController | None = None
     lr_by_lag: LrByLag = "none"
-    reference: Reference | None = None
+    reference: ReferencePolicy | None = None
     """Holds the policy near a frozen one, in the loss."""
     _diagnostics: DiagnosticsWriter = field(init=False, default_factory=DiagnosticsWriter)
     """Of rank 0."""
+    _versions: KeptVersions | None = field(init=False)
+    """Older versions, where they are kept."""
     _saved: int = field(init=False, default=0)
     """Steps that the newest checkpoint holds."""
     _save_s: float = field(init=False, default=0.0)
@@ -91,12 +96,14 @@ class Trainer:
     _published: dict[str, float] = field(init=False, default_factory=dict)
     """Measurements of the version whose publish ended since the last line of metrics."""
 
+    def __post_init__(self) -> None:
+        self._versions = None if self.old_logprobs is None else self.old_logprobs.versions
+
     def train(self) -> None:
         """Train on every batch that the newest checkpoint has not seen, then export the final policy. Asked to stop, it
         saves the steps that are trained and raises StoppedError, on every rank."""
-        for folder in (self.run.policies, self.run.mismatch, self.run.logprobs):
-            self.learner.tell(partial(remove_leftovers, folder, self.run.fence))
-        self.checkpoints.remove_partial(self.learner)
+        for folder in (self.run.policies, self.run.mismatch, self.run.logprobs, self.run.checkpoints):
+            tell_when_done(self.learner, partial(remove_leftovers, folder, self.run.fence))
         first, state = self.checkpoints.restore(self.learner, self._versions)
         self._saved = first
         self.advantage_computer.estimator.restore(state)
@@ -167,8 +174,7 @@ class Trainer:
         with watch.phase("record"):
             self._record(batch, update, controlled, watch)
             self._advance_save()
-        if self._is_save_due(step + 1):
-            self._save(step + 1)
+        self._save_if_due(step + 1)
 
     def _update(self, part: MiniBatch, old_logprobs: Tensor | None, most_lr: float, watch: Stopwatch) -> Update:
         """Take one optimizer step on a part of a batch, with its log-probabilities before it where they are read.
@@ -176,13 +182,24 @@ class Trainer:
         `old_logprobs` [responses of the whole batch] are pi_old; None where they are those of the step itself. The
         factor on the learning rate is at most `most_lr`. Raises NonFiniteError on a log-probability that is not finite.
         """
-        old = None if old_logprobs is None else old_logprobs[part.on_device(old_logprobs)]
+        old = None
+        if old_logprobs is not None:
+            old = old_logprobs[torch.from_numpy(part.responses).to(old_logprobs.device)]
         measured = dict(lr_factor=most_lr)
         with watch.phase("logprobs"):
             is_scored = self.scoring.of_step(old_known=old is not None)
             scored = self.learner.score(part.batch) if is_scored else None
             if self.lr_by_lag == "ess":
-                ess = 1.0 if old is None else _staleness_ess(part.batch, scored, old)
+                ess = 1.0
+                if old is not None:
+                    assert scored is not None  # Scoring.sizes_steps
+                    sampled = torch.from_numpy(part.batch.loss_mask).to(scored.device)
+                    rollout = torch.from_numpy(part.batch.rollout_logprobs).to(scored.device)[sampled].double()
+                    before = old.to(scored.device)[sampled].double()
+                    try:
+                        ess = staleness_ess(before - rollout, scored[sampled].double() - before)
+                    except FloatingPointError as error:
+                        raise NonFiniteError(f"batch {part.batch.index}: {error}") from error
                 measured = dict(lr_factor=min(most_lr, lr_factor_of_ess(ess)), staleness_ess=ess)
         with watch.phase("update"):
             update = self.learner.update(
@@ -243,13 +260,7 @@ class Trainer:
         self._publish(step)
         self.learner.tell(partial(self.run.note_skipped, step))
         self._note("skipped", step=step)
-        if self._is_save_due(step + 1):
-            self._save(step + 1)
-
-    @property
-    def _versions(self) -> KeptVersions | None:
-        """Older versions, where they are kept."""
-        return None if self.old_logprobs is None else self.old_logprobs.versions
+        self._save_if_due(step + 1)
 
     def _publish(self, step: int) -> None:
         """Give version `step + 1` to the engines when the schedule says so and it is not published already, unless the
@@ -327,8 +338,9 @@ class Trainer:
             pass
         return asked
 
-    def _is_save_due(self, step: int) -> bool:
-        return step % self.checkpoint_every == 0 or step == self.schedule.steps
+    def _save_if_due(self, step: int) -> None:
+        if step % self.checkpoint_every == 0 or step == self.schedule.steps:
+            self._save(step)
 
     def _save(self, step: int) -> None:
         """Begin a checkpoint of the first `step` steps: it is copied now, and written while the next steps are trained.
@@ -387,17 +399,6 @@ class Scoring:
         return beforehand + self.of_step(old_known=beforehand)
 
 
-def _staleness_ess(batch: Batch, scored: Tensor | None, old_logprobs: Tensor) -> float:
-    assert scored is not None  # Scoring.sizes_steps
-    sampled = torch.from_numpy(batch.loss_mask).to(scored.device)
-    rollout = torch.from_numpy(batch.rollout_logprobs).to(scored.device)[sampled].double()
-    old = old_logprobs.to(scored.device)[sampled].double()
-    try:
-        return staleness_ess(old - rollout, scored[sampled].double() - old)
-    except FloatingPointError as error:
-        raise NonFiniteError(f"batch {batch.index}: {error}") from error
-
-
 SHARE, LEAST = 16, 16
 """One sample in SHARE is scored twice, and at least LEAST of them: a forward pass over 1/16 of the tokens is about 2 %
 of a training pass over all."""
@@ -425,11 +426,13 @@ class OwnExperts:
     on the learner's device."""
 
     @staticmethod
-    def score(learner: Learner, batch: Batch) -> OwnExperts | None:
-        """Score some samples; None for a batch without recorded experts. Collective."""
+    def score(learner: MegatronLearner, batch: Batch) -> OwnExperts | None:
+        """Score one sample in SHARE, at least LEAST; None for a batch without recorded experts. Collective."""
         if batch.experts is None:
             return None
-        samples = spread_samples(batch.num_samples)
+        wanted = min(batch.num_samples, max(LEAST, -(-batch.num_samples // SHARE)))
+        samples = np.zeros(batch.num_samples, np.bool_)  # evenly spread: neighbors answer one prompt
+        samples[np.linspace(0, batch.num_samples - 1, wanted).astype(np.int64)] = True
         part = batch.select(samples)
         return OwnExperts(samples=samples, part=part, own=learner.score(replace(part, experts=None)))
 
@@ -451,11 +454,3 @@ class OwnExperts:
             sums = RatioSums.from_logprobs(scored, tensor(self.part.rollout_logprobs), seen).statistics()
             found |= {f"{measure}_{name}_replay": sums[measure] for measure in MEASURED}
         return found
-
-
-def spread_samples(count: int) -> NDArray[np.bool_]:
-    """[count] True on one in SHARE, at least LEAST, evenly spread: neighbors answer one prompt."""
-    wanted = min(count, max(LEAST, -(-count // SHARE)))
-    chosen = np.zeros(count, np.bool_)
-    chosen[np.linspace(0, count - 1, wanted).astype(np.int64)] = True
-    return chosen

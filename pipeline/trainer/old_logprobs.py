@@ -16,10 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from pipeline.background import tell_when_done
 from pipeline.data.batch import Batch
@@ -27,11 +24,14 @@ from pipeline.data.checksums import fingerprints, read_sealed_json, write_sealed
 from pipeline.data.files import await_visible
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError, StoreError
-from pipeline.ports.learner import Learner
 from pipeline.schedule import Schedule
 from pipeline.spans import Stopwatch
 from pipeline.trainer.batches import BatchSource
 from precision.torch_on_use import Tensor, torch
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+    from megatron_bridge.step.host_weights import KeptVersions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class OldLogprobs:
 
     run: RunDirectory
     batches: BatchSource
-    learner: Learner
+    learner: MegatronLearner
     schedule: Schedule
     updates_per_batch: int
     versions: KeptVersions | None = None
@@ -50,7 +50,8 @@ class OldLogprobs:
     rank."""
 
     def of(self, batch: Batch, watch: Stopwatch, meanwhile: Callable[[], None]) -> Tensor | None:
-        """[responses], None where they are those of the scored step. Collective; called before the first update.
+        """Return pi_old [responses], None where they are those of the scored step. Collective; called before the first
+        update.
 
         The first batch of a stage that was not lost waits for all batches of the stage, and scores them; while it
         waits, `meanwhile` is called as BatchSource.wait does. `watch` tells waiting from scoring. Raises what that
@@ -65,25 +66,20 @@ class OldLogprobs:
         first = self.schedule.required_version(step)
         # A batch that a step was trained on may be lost later: only one that was skipped has left the weights alone.
         if step not in self._stage and self.learner.tell(lambda: self.run.all_skipped(range(first, step))):
-            end = min(first + self.schedule.updates_per_stage, self.schedule.steps)
-            self._score_stage(range(step, end), watch, meanwhile)
+            self._stage.clear()
+            for index in range(step, min(first + self.schedule.updates_per_stage, self.schedule.steps)):
+                with watch.phase("wait"):
+                    found = self.batches.wait(index, meanwhile)
+                if found is None:
+                    continue
+                with watch.phase("logprobs"):
+                    self._stage[index] = self.learner.score(found).cpu()
+                    self.learner.tell(partial(self.run.write_old_logprobs, index, self._stage[index].numpy()))
         with watch.phase("logprobs"):
             return self._stage.pop(step) if step in self._stage else self._kept(batch)
 
-    def _score_stage(self, steps: range, watch: Stopwatch, meanwhile: Callable[[], None]) -> None:
-        """From the first step of the stage that is trained to its last."""
-        self._stage.clear()
-        for index in steps:
-            with watch.phase("wait"):
-                batch = self.batches.wait(index, meanwhile)
-            if batch is None:
-                continue
-            with watch.phase("logprobs"):
-                self._stage[index] = self.learner.score(batch).cpu()
-                self.learner.tell(partial(self.run.write_old_logprobs, index, self._stage[index].numpy()))
-
     def _kept(self, batch: Batch) -> Tensor:
-        """What an earlier start of the learner has scored."""
+        """Return what an earlier start of the learner has scored."""
         step = batch.index
         path = self.run.old_logprobs_path(step)
         if not self.learner.tell(path.exists):
@@ -103,58 +99,24 @@ class OldLogprobs:
         return found[0]
 
 
-FOLDER = "versions"
-"""Within a checkpoint."""
-
-
-class KeptVersions(Protocol):
-    """As many older versions as the schedule has lag; implemented by megatron_bridge.step.kept_versions. Every method
-    is collective."""
-
-    def keep(self, version: int) -> None:
-        """Copy the present weights, which are those of `version`; called before they change."""
-        ...
-
-    def logprobs(self, batch: Batch) -> Tensor | None:
-        """[responses] natural log, of each sampled token at the version that sampled it; None where all are of the
-        present version. Raises StoreError for a version that is not kept."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write every copy below `folder`, which need not exist."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote; nothing where it wrote nothing."""
-        ...
-
-
-class Reference(Protocol):
-    """A frozen policy; implemented by megatron_bridge.step.reference."""
-
-    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        """[responses] natural log; collective."""
-        ...
-
-
-def require_same_reference(run: RunDirectory, learner: Learner, folder: Path) -> None:
+def require_same_reference(run: RunDirectory, learner: MegatronLearner, folder: Path) -> None:
     """Record the digest of the reference's weights when the first learner starts; compare it at every later start.
 
     A folder that was replaced would hold the policy near something else without a word. Collective. Raises
     RunConflictError for other weights.
     """
-    tell_when_done(learner, lambda: _record_or_compare(run, folder))
 
+    def record_or_compare() -> None:
+        files = sorted(folder.glob("*.safetensors"))
+        found = {file.name: one.sha256 for file, one in zip(files, fingerprints(files), strict=True) if one is not None}
+        path = run.reference_file
+        if not path.exists():
+            run.fence()
+            write_sealed_json(path, found)
+        elif read_sealed_json(path, "put back a copy, or begin another run.name") != found:
+            raise RunConflictError(
+                f"{folder} holds other weights than the reference that this run began with ({path}); put them back, or "
+                "begin another run.name"
+            )
 
-def _record_or_compare(run: RunDirectory, folder: Path) -> None:
-    files = sorted(folder.glob("*.safetensors"))
-    found = {file.name: one.sha256 for file, one in zip(files, fingerprints(files), strict=True) if one is not None}
-    path = run.reference_file
-    if not path.exists():
-        run.fence()
-        write_sealed_json(path, found)
-    elif read_sealed_json(path, "put back a copy, or begin another run.name") != found:
-        raise RunConflictError(
-            f"{folder} holds other weights than the reference that this run began with ({path}); put them back, or "
-            "begin another run.name"
-        )
+    tell_when_done(learner, record_or_compare)

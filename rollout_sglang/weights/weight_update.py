@@ -1,4 +1,4 @@
-"""The fleet as a receiver of tensors: implements pipeline.ports.weights.WeightUpdateSession.
+"""Receive tensors as a fleet: one process begins and ends the update of all engines.
 
     begin_weight_update   number → engines that answer: pause, begin, `unverified`      (the process that publishes)
     attend                the other senders hear number and engines, and send as part of that update
@@ -45,7 +45,8 @@ GIVE_UP_DEADLINE_S = 5.0
 
 
 class FleetUpdateSession(Fleet):
-    """A Fleet whose engines can be sent tensors. One publish at a time."""
+    """A Fleet whose engines can be sent tensors, for one publish at a time. Every sender attends the update that one
+    process begins, and asks its own engines to receive. A process awaits all methods on one event loop."""
 
     def __init__(self, membership: Membership, *, ranks_per_engine: int, **settings: Unpack[FleetSettings]) -> None:
         super().__init__(membership, **settings)
@@ -62,15 +63,19 @@ class FleetUpdateSession(Fleet):
 
     @property
     def is_open(self) -> bool:
-        """See WeightUpdateSession."""
+        """Whether this process has begun an update and not ended it."""
         return self._open is not None
 
     def url(self, engine: int) -> str:
-        """See WeightUpdateSession."""
+        """Return where an engine of the update listens."""
         return self._receivers[engine].url
 
     async def begin_weight_update(self, *, serving: bool = False) -> WeightUpdateReport:
-        """Measured: lock_s, pause_s. Raises DeadlineExceededError when another process goes on for too long."""
+        """Take the next number, pause every engine and make it ready for new weights. From now on an engine claims no
+        version, until it is verified that it holds what it was sent. With `serving`, engines that can are not paused
+        before the end of the update, and keep their version until then; the report names them.
+
+        Measured: lock_s, pause_s. Raises DeadlineExceededError when another process goes on for too long."""
         assert self._open is None, "the last update was not ended"
         watch = Stopwatch()
         async with AsyncExitStack() as stack:
@@ -95,7 +100,7 @@ class FleetUpdateSession(Fleet):
         )
 
     def attend(self, number: int, engines: Sequence[Member], staging: Sequence[int] = ()) -> None:
-        """See WeightUpdateSession."""
+        """Send as part of the update that another process has begun, in which some engines are `staging`."""
         known, self._receivers = self._receivers, {}
         for member in engines:
             receiver = known.get(member.index)
@@ -112,36 +117,43 @@ class FleetUpdateSession(Fleet):
             self._receivers[member.index] = receiver
 
     async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:
-        """See WeightUpdateSession."""
+        """Have the engine's ranks join the process group. Raises RetryableError."""
         receiver = self._receivers[engine]
         await receiver.while_alive(receiver.join(group_spec, 1 + self.ranks_per_engine, deadline_s))
 
     async def is_member(self, engine: int, group: str) -> bool:
-        """See WeightUpdateSession."""
+        """Return whether the engine still has the group: one that was restarted has not. Raises RetryableError."""
         receiver = self._receivers[engine]
         return await receiver.while_alive(receiver.is_member(group))
 
     async def leave(self, engine: int, group: str) -> None:
-        """See WeightUpdateSession."""
+        """Have the engine forget a group that its sender gave up, if it still answers."""
         with suppress(RetryableError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_DEADLINE_S):
                 if engine in self._receivers:
                     await self._receivers[engine].leave(group)
 
     async def receive(self, engine: int, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
-        """See WeightUpdateSession."""
+        """Have the engine take part in one broadcast of these tensors, flattened to bytes one after the other, and load
+        them. Raises RetryableError."""
         receiver = self._receivers[engine]
         await receiver.while_alive(receiver.receive(group, tensors, deadline_s))
 
     async def receive_shared(self, engine: int, bucket: bytes, deadline_s: float) -> None:
-        """See WeightUpdateSession."""
+        """Have the engine open memory of this process and load the tensors in it; when it answers, it has let go of
+        that memory. `bucket` is a pickle that SGLang's own unpickler accepts
+        (megatron_bridge.weight_sync.ipc_transport). Raises RetryableError."""
         receiver = self._receivers[engine]
         await receiver.while_alive(receiver.receive_shared(bucket, self.ranks_per_engine, deadline_s))
 
     async def end_weight_update(
         self, version: int, directory: Path, check: WeightCheck | ComingCheck | None, failures: Mapping[int, str]
     ) -> WeightUpdateReport:
-        """See WeightUpdateSession. Measured: load_s, and what WeightVerifier.verify measures."""
+        """Verify that the engines that took everything hold `version`, and admit them; quarantine those named in
+        `failures` and those that fail now. The report names all that failed. Engines work while parts of the check have
+        yet to come. `directory` is where the weights lie, now or soon, for engines that come back later.
+
+        Measured: load_s, and what WeightVerifier.verify measures."""
         assert self._open is not None, "begin_weight_update comes first"
         assert self._update is not None
         coming = check if isinstance(check, ComingCheck) else ComingCheck.known(version, check)

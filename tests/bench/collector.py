@@ -36,12 +36,11 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from pipeline.background import spare_collections
-from pipeline.data.batch import Completion, LogprobContract, Prompt
+from pipeline.data.batch import Completion, LogprobContract, Prompt, Sampling
 from pipeline.data.batch_format import arrays_of
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.ports.engines import Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.schedule import Schedule

@@ -12,8 +12,7 @@ from typing import Any
 from launch.verify.parity import Engine, Rows
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.batch import Completion
-from pipeline.ports.engines import Sampling
+from pipeline.data.batch import Completion, Sampling
 from tests.gpu.machine import ROOT
 from tests.gpu.scale import Scale
 

@@ -20,8 +20,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.config.sections import RolloutPrecision
+from pipeline.data.batch import Sampling
 from pipeline.errors import EngineVersionError, FatalError
-from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.engine_pool import RouterClient

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launch.convert.new_model import new_model
-from pipeline.data.batch import Completion
+from pipeline.data.batch import Completion, Sampling
 from pipeline.data.routed_experts import ExpertShape
-from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.start import EngineSpec, free_port
 from tests.doubles.tiny_model import reference_logprobs, reference_model

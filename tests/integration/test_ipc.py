@@ -21,7 +21,7 @@ from megatron_bridge.hf.tensor_files import TensorFolder
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from megatron_bridge.weight_sync.transport import Bucket, EventLoopThread, pack
 from pipeline.config.sections import RolloutPrecision
-from pipeline.ports.engines import Sampling
+from pipeline.data.batch import Sampling
 from pipeline.ports.weights import WeightCheck, WeightUpdateReport
 from precision.formats.quant_map import QuantMap
 from precision.formats.streams import quantize_state

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from pipeline.data.batch import Completion
-from pipeline.ports.engines import Sampling
+from pipeline.data.batch import Completion, Sampling
+from pipeline.data.store import BatchStore
 from rollout_sglang.client import EngineClient
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engines import ROWS, TinyEngine, TinyEngines, load, under_way

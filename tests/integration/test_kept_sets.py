@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from pipeline.config.sections import RolloutPrecision
-from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample
-from pipeline.ports.engines import Sampling
+from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample, Sampling
 from rollout_sglang.client import EngineClient
 from tests.integration.workers.scoring import score_batches
 from tests.support.engines import TinyEngine, TinyEngines, load, under_way

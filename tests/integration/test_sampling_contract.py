@@ -15,8 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pipeline.data.batch import Completion
-from pipeline.ports.engines import Sampling
+from pipeline.data.batch import Completion, Sampling
 from rollout_sglang.client import EngineClient
 from tests.doubles.tiny_model import reference_model
 from tests.integration.workers.scoring import score

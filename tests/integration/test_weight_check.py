@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from megatron_bridge.hf.folders import write_policy
 from megatron_bridge.hf.tensor_files import TensorFolder
 from pipeline.config.sections import RolloutPrecision
-from pipeline.data.batch import Completion
+from pipeline.data.batch import Completion, Sampling
 from pipeline.errors import EngineUnavailableError
-from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import Probe, WeightCheck, probe_rows
 from precision.formats.quant_map import QuantMap
 from rollout_sglang.client import EngineClient

@@ -12,11 +12,10 @@ import numpy as np
 
 from launch.build.components import TaskPrompts
 from pipeline.config.task_sections import SortDigitsTask
-from pipeline.data.batch import Batch, Completion, FinishReason, LogprobContract
+from pipeline.data.batch import Batch, Completion, FinishReason, LogprobContract, Sampling
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.ports.engines import Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.schedule import Schedule

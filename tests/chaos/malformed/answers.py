@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, Group, LogprobContract, Prompt, Sample, Sampling
 from pipeline.data.batch_values import Limits
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, StoreError
-from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.engine_pool import RouterClient
 from tests.chaos.malformed.mutations import NASTY, judged_line, mutated_bytes, mutated_data

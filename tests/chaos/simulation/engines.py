@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.batch import Completion, FinishReason
+from pipeline.data.batch import Completion, FinishReason, Sampling
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
-from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import WeightCheck
 from pipeline.rewards.pool import Verdict
 from pipeline.rollout.group_sampler import gather_or_cancel
@@ -77,7 +76,7 @@ class EngineRoom:
 
 
 class SimulatedFleet:
-    """Implements pipeline.ports.engines.Engines for one process."""
+    """Stand for the fleet in one process."""
 
     def __init__(self, room: EngineRoom, run: RunDirectory, updates: Updates) -> None:
         self._room = room

@@ -13,14 +13,13 @@ from typing import Any
 from launch.roles.base import status_of
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods import FADE, GRPO
-from pipeline.data.batch import LogprobContract, Prompt
+from pipeline.data.batch import LogprobContract, Prompt, Sampling
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers, remove_old_leftovers
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, StoppedError
-from pipeline.ports.engines import Sampling
 from pipeline.rollout.batch_builder import SolvedPromptRule
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.rollout.group_sampler import Interruption

@@ -53,9 +53,10 @@ MODULES = {module_of(file): file for room in ROOMS for file in sorted((ROOT / ro
 
 
 def imports_of(source: str, *, when_loaded: bool = False) -> set[str]:
-    """Dotted names of our own modules that a source imports, wherever in the file it does; `when_loaded`: at once."""
+    """Dotted names of our own modules that a source imports, wherever in the file it does, but for annotations alone;
+    `when_loaded`: at once."""
     found: set[str] = set()
-    for node in loaded_nodes(ast.parse(source)) if when_loaded else ast.walk(ast.parse(source)):
+    for node in nodes(ast.parse(source), of_functions=not when_loaded):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -64,13 +65,13 @@ def imports_of(source: str, *, when_loaded: bool = False) -> set[str]:
     return {name for name in found if name.split(".")[0] in ROOMS}
 
 
-def loaded_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those inside functions and `if TYPE_CHECKING`."""
+def nodes(tree: ast.AST, *, of_functions: bool) -> Iterator[ast.AST]:
+    """All nodes but those in `if TYPE_CHECKING`, and those in functions or without them."""
     for node in ast.iter_child_nodes(tree):
         typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if not typing_only and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if not typing_only and (of_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             yield node
-            yield from loaded_nodes(node)
+            yield from nodes(node, of_functions=of_functions)
 
 
 def is_in(name: str, rooms: tuple[str, ...]) -> bool:
@@ -156,9 +157,9 @@ def test_arrows(room: str) -> None:
         ("rollout_sglang.client", "from pipeline.data.store import BatchStore", False),
         ("pipeline.trainer.loop", "from pipeline.analysis.summary import summary", False),
         ("pipeline.data.store", "from pipeline.trainer.loop import Trainer", False),
-        ("pipeline.ports.engines", "from pipeline.rollout import collector", False),
+        ("pipeline.ports.weights", "from pipeline.rollout import collector", False),
         ("pipeline.trainer.loop", "from precision.ratios import token_ess", True),
-        ("rollout_sglang.client", "from pipeline.ports.engines import Sampling", True),
+        ("rollout_sglang.client", "from pipeline.ports.weights import TensorSpec", True),
         ("launch.cli", "import megatron_bridge.learner", True),
         ("launch.cli", "from launch.roles.commands import role_app", True),
         ("launch.roles.learner", "from launch.run.waiting import Stop", True),

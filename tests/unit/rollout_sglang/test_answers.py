@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.batch import Completion
+from pipeline.data.batch import Completion, Sampling
 from pipeline.errors import BadAnswerError, EngineVersionError
-from pipeline.ports.engines import Sampling
 from rollout_sglang import answers
 from rollout_sglang.answers import Asked, ElementCutter, completion_reader, read_answer
 from rollout_sglang.protocol import GENERATED

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.audit import verify_history
+from pipeline.data.batch import Sampling
 from pipeline.data.batch_values import Limits
 from pipeline.data.event_log import read_events
 from pipeline.data.store import BatchStore
 from pipeline.errors import BadAnswerError, DeadlineExceededError, EngineUnavailableError
-from pipeline.ports.engines import Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.schedule import Schedule
 from rollout_sglang import engine_pool

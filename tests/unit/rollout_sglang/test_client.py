@@ -15,10 +15,9 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.config.sections import MOST_KEPT
-from pipeline.data.batch import Completion
+from pipeline.data.batch import Completion, Sampling
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError, RecipeError
-from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import TensorSpec
 from rollout_sglang.answers import input_logprobs, token_versions
 from rollout_sglang.client import PREFIX, EngineClient, Stage, TeacherServers

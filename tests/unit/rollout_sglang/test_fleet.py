@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from pipeline.data.batch import Sampling
 from pipeline.data.checksums import list_checksums
 from pipeline.data.membership import Member, Membership
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, FatalError, StoreError, SupersededError
-from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import Probe, WeightCheck
 from rollout_sglang import engine_pool, transport
 from rollout_sglang import fleet as fleet_module

@@ -9,9 +9,8 @@ from typing import TypeVar
 
 import pytest
 
-from pipeline.data.batch import Completion
+from pipeline.data.batch import Completion, Sampling
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import Dialect, DialectOf, ServerInfo, dialect_of
 from rollout_sglang.transport import Transport

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.batch import Completion
+from pipeline.data.batch import Completion, Sampling
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import ComingCheck, Probe, WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet, Target

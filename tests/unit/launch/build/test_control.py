@@ -97,8 +97,8 @@ def test_with_transformer_engine_layers_nothing_is_measured() -> None:
     base = QuantMap.for_decoder(2, RolloutFormat.FP8_BLOCK)
     meter = EmulationMeter(Learner("transformer_engine"), base, 64)  # type: ignore[arg-type]
     given = batch_of_rewards([[1.0, 0.0]])
-    assert meter.term(given, ()) is None
-    assert meter.groups(given, tuple(base.groups)) is None
+    assert meter("quantization", given, ()) is None
+    assert meter("groups", given, tuple(base.groups)) is None
 
 
 def test_a_lost_engine_s_map_is_published_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def meter_that_sees(gap: float, monkeypatch: pytest.MonkeyPatch) -> EmulationMet
 def test_a_huge_gap_is_a_low_ess_and_a_broken_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = long_batch(groups=4, siblings=1, length=10)
     for gap in (60.0, 2000.0):
-        found = meter_that_sees(gap, monkeypatch).term(batch, ())
+        found = meter_that_sees(gap, monkeypatch)("quantization", batch, ())
         assert found == pytest.approx(np.log(2.0), rel=1e-6), "half of the tokens decide"
     with pytest.raises(NonFiniteError, match=r"batch 0: scores with the engines' formats emulated are not finite"):
-        meter_that_sees(np.nan, monkeypatch).term(batch, ())
+        meter_that_sees(np.nan, monkeypatch)("quantization", batch, ())

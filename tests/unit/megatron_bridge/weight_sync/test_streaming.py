@@ -49,7 +49,7 @@ class LikeRanks:
 
 
 class NoEngines:
-    """In the place of a WeightUpdateSession: nothing is delivered."""
+    """In the place of a FleetUpdateSession: nothing is delivered."""
 
     async def close(self) -> None:
         pass

@@ -43,13 +43,11 @@ class Meter:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def term(self, batch: Batch, promoted: Sequence[str]) -> float:
-        self.calls.append("term")
-        return 0.0 if promoted else 0.2
-
-    def groups(self, batch: Batch, names: Sequence[str]) -> dict[str, float]:
-        self.calls.append("groups")
-        return {name: dict(a=0.19, b=0.01)[name] for name in names}
+    def __call__(self, needs: str, batch: Batch, names: Sequence[str]) -> float | dict[str, float]:
+        self.calls.append(needs)
+        if needs == "groups":
+            return {name: dict(a=0.19, b=0.01)[name] for name in names}
+        return 0.0 if names else 0.2
 
 
 def batch(step: int, lag: int = 0) -> Batch:
@@ -69,7 +67,7 @@ def controller(run: Path, *, ladder: Ladder | None = None, **changes: Any) -> St
         ladder=ladder or Ladder(groups=GROUPS),
         learner=OneRank(),
         files=ControlFiles(run / "control", unfenced),
-        meter=Meter(),
+        measure=Meter(),
         members=lambda: [Member(0, "http://x", 1, "map of ")],
         is_lost=lambda member: False,
         digest=lambda groups: "map of " + ",".join(groups),
@@ -101,30 +99,26 @@ def test_a_fall_is_seen_measured_and_answered_by_name(tmp_path: Path) -> None:
     decided = [record for record in records(tmp_path, 6) if record.decision]
     assert [(record.step, record.decision and record.decision.groups) for record in decided] == [(5, ("a",))]
     assert (decided[0].promoted, decided[0].state.quant_map) == (("a.proj",), 1)
-    assert own.meter.calls == ["term", "groups"]  # type: ignore[attr-defined]
+    assert own.measure.calls == ["quantization", "groups"]  # type: ignore[attr-defined]
     assert used == [(0, ())] * 6 + [(1, ("a.proj",))] * 2
     (event,) = read_events(tmp_path, "controlled")
     assert (event["step"], event["groups"], event["rung"]) == (5, ["a"], "1 groups promoted")
     assert event["ess"] == decided[0].evidence.ess
 
 
-class NoMeter:
+def no_meter(*_: object) -> None:
     """Of a learner that cannot emulate the engines' formats."""
-
-    def term(self, batch: Batch, promoted: Sequence[str]) -> None:
-        return None
-
-    def groups(self, batch: Batch, names: Sequence[str]) -> None:
-        return None
 
 
 def test_what_cannot_be_measured_is_promoted_and_given_back_as_a_whole(tmp_path: Path) -> None:
-    own = controller(tmp_path, meter=NoMeter())
+    own = controller(tmp_path, measure=no_meter)
     own.restore(0)
     go(own, 0, 5)
     assert own.state.promoted == GROUPS
     good = controller(
-        tmp_path, meter=NoMeter(), members=lambda: [Member(0, "http://x", 1, "map of " + ",".join(good.state.promoted))]
+        tmp_path,
+        measure=no_meter,
+        members=lambda: [Member(0, "http://x", 1, "map of " + ",".join(good.state.promoted))],
     )
     good.restore(6)
     for step in range(6, 30):
@@ -182,9 +176,7 @@ def test_a_replay_does_what_the_run_did(tmp_path: Path) -> None:
     run, replay = tmp_path / "run", tmp_path / "replay"
     for folder in (run, replay):
         folder.mkdir()
-    meter = Meter()
-    meter.term = lambda batch, promoted: 0.0  # type: ignore[method-assign, assignment]
-    own = controller(run, ladder=ladder, meter=meter)
+    own = controller(run, ladder=ladder, measure=lambda *_: 0.0)
     own.restore(0)
     factors = []
     for step in range(12):
@@ -194,7 +186,11 @@ def test_a_replay_does_what_the_run_did(tmp_path: Path) -> None:
     assert factors[6:] == [3.0**-0.5] * 6
 
     again = controller(
-        replay, ladder=ladder, decided_before=ControlFiles(run / "control", unfenced), members=lambda: [], meter=None
+        replay,
+        ladder=ladder,
+        decided_before=ControlFiles(run / "control", unfenced),
+        members=lambda: [],
+        measure=no_meter,
     )
     again.restore(0)
     repeated = []
@@ -210,9 +206,7 @@ def test_a_replay_does_what_the_run_did(tmp_path: Path) -> None:
 
 def test_a_lower_lag_holds_for_batches_that_cannot_have_begun(tmp_path: Path) -> None:
     ladder = Ladder(lag=4, lag_may_change=True, has_age=True)
-    meter = Meter()
-    meter.term = lambda batch, promoted: 0.0  # type: ignore[method-assign, assignment]
-    own = controller(tmp_path, ladder=ladder, meter=meter)
+    own = controller(tmp_path, ladder=ladder, measure=lambda *_: 0.0)
     own.restore(0)
     for step in range(41):
         given = batch(step, lag=4)

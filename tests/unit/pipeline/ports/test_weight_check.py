@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import StoreError
-from pipeline.ports.weights import WEIGHT_CHECK_FILE, Probe, WeightCheck, probe_rows
+from pipeline.ports.weights import WEIGHT_CHECK_FILE, Probe, WeightCheck, mean_gap_nats, probe_rows
 
 PROBE = Probe(rows=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.5), (-0.1234567,)), max_mean_gap_nats=0.25)
 
@@ -44,19 +44,19 @@ def test_a_damaged_proof_is_named(tmp_path: Path, text: str) -> None:
 
 def test_the_gap_is_the_mean_over_all_tokens() -> None:
     engine = [np.array([-1.5, -2.5], np.float32), np.array([-0.1234567], np.float32)]
-    assert PROBE.mean_gap_nats(engine) == pytest.approx(0.5 / 3)
+    assert mean_gap_nats(PROBE.logprobs, engine) == pytest.approx(0.5 / 3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_what_is_not_finite_is_infinitely_far(bad: float) -> None:
-    assert PROBE.mean_gap_nats([np.array([bad, -2.5], np.float32), np.array([-0.1], np.float32)]) == math.inf
+    assert mean_gap_nats(PROBE.logprobs, [np.array([bad, -2.5], np.float32), np.array([-0.1], np.float32)]) == math.inf
 
 
 def test_other_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="argument"):
-        PROBE.mean_gap_nats([np.zeros(2, np.float32)])
+        mean_gap_nats(PROBE.logprobs, [np.zeros(2, np.float32)])
     with pytest.raises(ValueError, match="broadcast"):
-        PROBE.mean_gap_nats([np.zeros(3, np.float32), np.zeros(1, np.float32)])
+        mean_gap_nats(PROBE.logprobs, [np.zeros(3, np.float32), np.zeros(1, np.float32)])
 
 
 def test_probe_rows_are_fixed_and_plain() -> None:

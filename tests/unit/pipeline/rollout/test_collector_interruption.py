@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.audit import verify_history
-from pipeline.data.batch import FINISH_REASONS, Batch, Completion
+from pipeline.data.batch import FINISH_REASONS, Batch, Completion, Sampling
 from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
-from pipeline.ports.engines import Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.group_sampler import Interruption
 from pipeline.schedule import Schedule

@@ -14,7 +14,8 @@ import pytest
 
 from pipeline.data.checksums import fingerprints, list_checksums, write_sealed
 from pipeline.data.epochs import claim
-from pipeline.data.files import is_temporary
+from pipeline.data.files import is_temporary, remove_leftovers
+from pipeline.data.run_directory import unfenced
 from pipeline.errors import CorruptCheckpointError, DiskFullError, StoreError, SupersededError
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints, commit, verify
 from tests.support.one_rank import OneRank
@@ -124,7 +125,7 @@ def test_a_thawed_learner_commits_no_checkpoint(tmp_path: Path) -> None:
     thawed = Checkpoints(folder, keep=1, fence=old.check)
     thawed.save(learner, 4, {})
     new = Checkpoints(folder, keep=1, fence=claim(tmp_path, "learner").check)
-    for attempt in (lambda: thawed.save(learner, 8, {}), lambda: thawed.remove_partial(learner)):
+    for attempt in (lambda: thawed.save(learner, 8, {}), lambda: remove_leftovers(folder, old.check)):
         with pytest.raises(SupersededError):
             attempt()
     assert names(folder) == ["000004"], "what gets no name fills no disk"
@@ -192,7 +193,7 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_alone(tmp_path: Pat
     killed.begin_save(learner, 8, {"entropy": 2.0})
     killed.advance(learner)
     started_again = Checkpoints(tmp_path, keep=2)
-    started_again.remove_partial(learner)
+    remove_leftovers(tmp_path, unfenced)
     assert names(tmp_path) == ["000004"]
     assert started_again.restore(learner) == (4, {"entropy": 1.0})
 
@@ -300,7 +301,7 @@ def test_what_cannot_be_deleted_ends_no_learner(tmp_path: Path, monkeypatch: pyt
     assert [name for name in names(tmp_path) if not is_temporary(name)] == ["000012"]
     assert len(names(tmp_path)) > 1
     assert checkpoints.restore(learner) == (12, {})
-    checkpoints.remove_partial(learner)
+    remove_leftovers(tmp_path, unfenced)
     assert names(tmp_path) == ["000012"], "the next start deletes it"
 
 

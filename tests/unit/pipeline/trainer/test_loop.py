@@ -27,7 +27,7 @@ from pipeline.errors import EngineHungError, NonFiniteError, StoppedError, Super
 from pipeline.ports.learner import Update
 from pipeline.schedule import Schedule
 from pipeline.trainer.checkpoints import Saved
-from pipeline.trainer.loop import LEAST, SHARE, OwnExperts, Scoring, Trainer, spread_samples
+from pipeline.trainer.loop import LEAST, SHARE, OwnExperts, Scoring, Trainer
 from tests.support.batches import batch_of_rewards
 from tests.support.one_rank import OneRank
 
@@ -577,6 +577,8 @@ def test_some_samples_are_scored_with_the_learners_own_experts_before_the_step()
     effect = OwnExperts.score(learner, whole)  # type: ignore[arg-type]
     assert effect is not None
     assert [asked.num_samples for asked in learner.asked] == [20]
+    chosen = np.flatnonzero(effect.samples)
+    assert (chosen[0], chosen[-1], int(np.diff(chosen).max())) == (0, 4 * 5 * SHARE - 1, SHARE + 1)
     assert learner.asked[0].experts is None
     found = effect.compared(whole, learner.score(whole))
     assert found["log_ratio_abs_mean_with_replay"] == pytest.approx(0.1, rel=1e-4)
@@ -600,11 +602,3 @@ def test_a_batch_without_recorded_experts_costs_nothing() -> None:
     learner = Learner(off=0.0)
     assert OwnExperts.score(learner, replace(batch(8), experts=None)) is None  # type: ignore[arg-type]
     assert learner.asked == []
-
-
-@pytest.mark.parametrize(("count", "wanted"), [(1, 1), (LEAST - 1, LEAST - 1), (100, LEAST), (40 * SHARE, 40)])
-def test_chosen_samples_are_spread_over_the_batch(count: int, wanted: int) -> None:
-    chosen = np.flatnonzero(spread_samples(count))
-    assert len(chosen) == wanted
-    assert (chosen[0], chosen[-1]) == (0, count - 1)
-    assert wanted == 1 or np.diff(chosen).max() <= -(-count // wanted) + 1

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import pytest
 
+from pipeline.data.batch import Sampling
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
-from pipeline.ports.engines import Sampling
 from pipeline.ports.weights import WeightUpdateReport
 from rollout_sglang.client import EngineClient
 from rollout_sglang.engine_pool import PooledEngine
