@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipeline.data.batch import Completion, Sampling
-from pipeline.data.store import BatchStore
 from rollout_sglang.client import EngineClient
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engines import ROWS, TinyEngine, TinyEngines, load, under_way

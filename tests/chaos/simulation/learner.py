@@ -33,7 +33,7 @@ Floats = NDArray[np.float32]
 
 
 class HashLearner(OneRank):
-    """Implements pipeline.ports.learner.Learner on one rank."""
+    """Stand for the learner on one rank."""
 
     def __init__(self, world: World) -> None:
         self._world = world
