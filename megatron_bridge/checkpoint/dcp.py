@@ -7,6 +7,7 @@ such an index is made of are let through; the boxes themselves, and objects that
 
 from __future__ import annotations
 
+import enum
 import importlib
 import io
 import math
@@ -157,10 +158,21 @@ class CheckpointIndex:
 
 class _IndexUnpickler(pickle.Unpickler):  # noqa: S301 (it finds only what is allowed)
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         found = getattr(importlib.import_module(module), name, None) if module in _ALLOWED else None
         if name in _ALLOWED.get(module, ()) or (module == "torch" and isinstance(found, torch.dtype)):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into the index of a checkpoint")
+
+
+def _enum_member(kind: Any, name: Any) -> Any:
+    """Return an enumeration's member: some releases of Python (3.11.2) pickle one as getattr(class, name)."""
+    if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(
+        f"getattr({quoted(kind)}, {quoted(name)}) does not belong into the index of a checkpoint"
+    )
 
 
 def _read(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, _Place]]:

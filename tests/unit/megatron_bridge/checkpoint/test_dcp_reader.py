@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from megatron_bridge.checkpoint.dcp import CheckpointIndex, StoredTensor, find_sources, stream_hf_tensors
 from megatron_bridge.hf.model_config import ModelConfig
@@ -64,6 +66,25 @@ def write(folder: Path, state: dict[str, Tensor]) -> Path:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return write(tmp_path / "checkpoint", megatron_state())
+
+
+def test_an_index_of_another_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.2 pickles a member of an enumeration as getattr(class, name), 3.11.7 as class(value)."""
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
+    folder = write(tmp_path / "checkpoint", megatron_state())
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert CheckpointIndex(folder).tensors.keys() == megatron_state().keys()
+
+
+@pytest.mark.parametrize("wanted", [(torch.Size, "numel"), (_MEM_FORMAT_ENCODING, "__class__")])
+def test_an_index_fetches_no_attribute(checkpoint: Path, wanted: tuple[object, str]) -> None:
+    class Fetched:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, wanted
+
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Fetched()))
+    with pytest.raises(CorruptCheckpointError, match=r"getattr.* does not belong into the index"):
+        CheckpointIndex(checkpoint)
 
 
 def test_hf_tensors_by_hand(checkpoint: Path) -> None:
