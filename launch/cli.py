@@ -21,7 +21,7 @@ from launch.quant_map.commands import quant_map_app
 from launch.repair import repair
 from launch.roles.commands import role_app
 from launch.schedulers.commands import launch_app
-from launch.show.commands import runs_app, scaling_app, trace, trajectories_app
+from launch.show.commands import runs_app, scaling, trace, trajectories_app
 from launch.terminal import (
     AsJson,
     Overrides,
@@ -52,7 +52,6 @@ app.add_typer(model_app, name="model")
 app.add_typer(quant_map_app, name="quant-map")
 app.add_typer(role_app, name="role")
 app.add_typer(runs_app, name="runs")
-app.add_typer(scaling_app, name="scaling")
 app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(verify_app, name="verify")
 
@@ -60,6 +59,7 @@ app.command("export")(export)
 app.command("fork")(fork)
 app.command("plugins")(plugins)
 app.command("repair")(repair)
+app.command("scaling")(scaling)
 app.command("trace")(trace)
 COMPLETION_VARIABLE = "_EVENKEEL_COMPLETE"
 """Set by a shell that asks how a word may go on; typer answers."""

@@ -47,7 +47,7 @@ from launch.run.replay import learned_otherwise
 from megatron_bridge.hf.folders import write_policy
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.hf.tensor_files import TensorFolder
-from pipeline.analysis.mismatch import EngineCheck, Measured, Setting, findings, verdict
+from pipeline.analysis.mismatch import EngineCheck, Measured, Setting, findings, verdict, write_page
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
@@ -197,8 +197,6 @@ def measure(
         name, root = recipe.run.name, recipe.run.root
     result = judged(measured)
     folder = out or root / f"{name}-mismatch"
-    from pipeline.analysis.mismatch_page import write_page
-
     page = write_page(result, folder)
     write_atomically(folder / "mismatch.json", json.dumps(result) + "\n")
     return {**result, "page": str(page)}

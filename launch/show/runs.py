@@ -1,4 +1,5 @@
-"""`evenkeel runs`: the headline numbers of one run, of the runs of a folder, or of several side by side."""
+"""Tables of `evenkeel runs` and `scaling`: the headline numbers of one run, of the runs of a folder, or of several side
+by side; fits of scaling curves."""
 
 from __future__ import annotations
 
@@ -25,70 +26,63 @@ def render(numbers: Mapping[str, Any]) -> Table:
 
 
 def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if numbers["sft"]:
-        return _sft_rows(numbers)
+    def change(first: float | None, last: float | None) -> str:
+        return f"{decimal(first)} → {decimal(last)}"
+
+    def counted(kinds: Mapping[str, str]) -> str:
+        return ", ".join(f"{name} {numbers[key]}" for key, name in kinds.items() if numbers[key])
+
+    steps = ("steps", f"{numbers['steps']} of {numbers['steps_planned']}")
+    wall = ("wall time", f"{duration(numbers['wall_s'])}, without pauses between two starts")
+    learner = ("learner", f"{numbers['learner_layout']}, {numbers['learner_precision']}")
+    warnings = [("warning", sentence) for sentence in numbers["warnings"]]
+    if sft := numbers["sft"]:
+        return [
+            ("loss", f"{change(sft['loss_first'], sft['loss_last'])} nats a token"),
+            ("held-out loss", f"{change(sft['held_out_loss_first'], sft['held_out_loss_last'])} nats a token"),
+            steps,
+            wall,
+            ("learned tokens", count(numbers["tokens"])),
+            ("learning rate", f"{decimal(sft['lr_last'])} at the last step"),
+            learner,
+            *warnings,
+        ]
     low, high = numbers["pass_at_1_last_low"], numbers["pass_at_1_last_high"]
     interval = f" (95 %: {percent(low)} to {percent(high)})" if low is not None and high is not None else ""
-    k = numbers["k"] or "k"
+    told = [
+        ("held-out pass@1", f"{percent(numbers['pass_at_1_first'])} → {percent(numbers['pass_at_1_last'])}{interval}")
+    ]
+    if numbers["k"] != 1:
+        many = f"{percent(numbers['pass_at_k_first'])} → {percent(numbers['pass_at_k_last'])}"
+        told.append((f"held-out pass@{numbers['k'] or 'k'}", many))
+    failures = numbers["held_out_failures_first"], numbers["held_out_failures_last"]
+    if any(failures):
+        told.append(("held-out failures", f"{failures[0]} → {failures[1]} samples without a reward"))
+    told.append(("held-out reward", change(numbers["held_out_reward_first"], numbers["held_out_reward_last"])))
+    first, last = numbers["held_out_parts_first"], numbers["held_out_parts_last"]
+    names = dict.fromkeys((*last, *first))
+    parts = [f"{one_line(name, _NAME)} {change(first.get(name), last.get(name))}" for name in names]
+    if parts:
+        told.append(("held-out parts", listed(parts, most=12, between=", ")))
     return [
-        ("held-out pass@1", f"{percent(numbers['pass_at_1_first'])} → {percent(numbers['pass_at_1_last'])}{interval}"),
-        *(
-            [(f"held-out pass@{k}", f"{percent(numbers['pass_at_k_first'])} → {percent(numbers['pass_at_k_last'])}")]
-            if k != 1
-            else []
-        ),
-        *_unjudged(numbers),
-        ("held-out reward", _change(numbers["held_out_reward_first"], numbers["held_out_reward_last"])),
-        *_parts(numbers),
-        ("steps", f"{numbers['steps']} of {numbers['steps_planned']}"),
-        ("wall time", f"{duration(numbers['wall_s'])}, without pauses between two starts"),
+        *told,
+        steps,
+        wall,
         ("samples", count(numbers["samples"])),
         ("trained tokens", f"{count(numbers['tokens'])}, {count(numbers['tokens_per_s'])} a second of the steps"),
-        ("learner", f"{numbers['learner_layout']}, {numbers['learner_precision']}"),
+        learner,
         ("engines", f"{numbers['engines']}, {numbers['rollout_precision']}"),
         ("objective", str(numbers["objective"])),
         ("advantage", f"{numbers['advantage']}, correction {numbers['correction']}"),
         ("schedule", f"{numbers['schedule']}, oldest token {decimal(numbers['lag_max'])} versions"),
         ("ESS", f"last {decimal(numbers['ess_last'])}, lowest {decimal(numbers['ess_min'])}"),
         ("k3 KL, entropy", f"{decimal(numbers['k3_kl_last'])}, {decimal(numbers['entropy_last'])}"),
-        ("prompts", _counted(numbers, _PROMPTS) or "all asked as they came"),
-        ("trouble", _counted(numbers, _TROUBLE) or "none"),
+        ("prompts", counted(_PROMPTS) or "all asked as they came"),
+        ("trouble", counted(_TROUBLE) or "none"),
         ("bottleneck", str(numbers["bottleneck"])),
-        *(("warning", sentence) for sentence in numbers["warnings"]),
+        *warnings,
         *(("alarm", text) for text in numbers["alarms"]),
     ]
-
-
-def _sft_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    sft = numbers["sft"]
-    return [
-        ("loss", f"{_change(sft['loss_first'], sft['loss_last'])} nats a token"),
-        ("held-out loss", f"{_change(sft['held_out_loss_first'], sft['held_out_loss_last'])} nats a token"),
-        ("steps", f"{numbers['steps']} of {numbers['steps_planned']}"),
-        ("wall time", f"{duration(numbers['wall_s'])}, without pauses between two starts"),
-        ("learned tokens", count(numbers["tokens"])),
-        ("learning rate", f"{decimal(sft['lr_last'])} at the last step"),
-        ("learner", f"{numbers['learner_layout']}, {numbers['learner_precision']}"),
-        *(("warning", sentence) for sentence in numbers["warnings"]),
-    ]
-
-
-def _change(first: float | None, last: float | None) -> str:
-    return f"{decimal(first)} → {decimal(last)}"
-
-
-def _unjudged(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A row where a held-out sample of the first or the last evaluation has no reward."""
-    first, last = numbers["held_out_failures_first"], numbers["held_out_failures_last"]
-    return [("held-out failures", f"{first} → {last} samples without a reward")] if first or last else []
-
-
-def _parts(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """One row for all parts of the held-out reward; none where it has no parts."""
-    first, last = numbers["held_out_parts_first"], numbers["held_out_parts_last"]
-    names = dict.fromkeys((*last, *first))
-    told = [f"{one_line(name, _NAME)} {_change(first.get(name), last.get(name))}" for name in names]
-    return [("held-out parts", listed(told, most=12, between=", "))] if told else []
 
 
 _NAME = 60
@@ -108,37 +102,38 @@ _PROMPTS = {
 }
 
 
-def _counted(numbers: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {numbers[key]}" for key, name in kinds.items() if numbers[key])
-
-
 def render_list(folder: Path, runs: Sequence[Mapping[str, Any]]) -> Table:
     """A row a run, of what pipeline.analysis.summary.list_runs returned."""
     table = Table(title=Text(f"runs in {folder}"), title_justify="left")
     for heading in ("run", "state", "steps", "held-out pass@1", "reward", "wall time"):
         table.add_column(heading, overflow="fold")
     for run in runs:
-        name = Path(run["path"]).name
-        table.add_row(*map(Text, (name, run["error"]) if "error" in run else (name, *_listed(run))))
+        cells = (
+            [run["error"]]
+            if "error" in run
+            else [
+                str(run["state"]),
+                f"{run['steps']} of {run['steps_planned']}",
+                f"{percent(run['pass_at_1_first'])} → {percent(run['pass_at_1_last'])}",
+                decimal(run["reward_last"]),
+                duration(run["wall_s"]),
+            ]
+        )
+        table.add_row(*map(Text, (Path(run["path"]).name, *cells)))
     return table
-
-
-def _listed(run: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        str(run["state"]),
-        f"{run['steps']} of {run['steps_planned']}",
-        f"{percent(run['pass_at_1_first'])} → {percent(run['pass_at_1_last'])}",
-        decimal(run["reward_last"]),
-        duration(run["wall_s"]),
-    )
 
 
 def render_comparison(compared: Mapping[str, Any]) -> Table:
     """A column a run, of what pipeline.analysis.comparison.compare_runs returned; only rows in which runs differ."""
     runs = compared["runs"]
-    told = [_by_name(run) for run in runs]
-    rows = {name: [numbers.get(name, "–") for numbers in told] for name in dict.fromkeys(n for t in told for n in t)}
-    differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    told = []
+    for run in runs:  # several warnings or alarms are lines of one row
+        rows = {"state": str(run["state"])}
+        for name, value in _rows(run):
+            rows[name] = f"{rows[name]}\n{value}" if name in rows else value
+        told.append(rows)
+    values_of = {name: [rows.get(name, "–") for rows in told] for name in dict.fromkeys(n for t in told for n in t)}
+    differing = {name: values for name, values in values_of.items() if len(set(values)) > 1}
     where = "where they differ" if differing or compared["recipe"] else "which differ in nothing"
     table = Table(title=Text(f"{len(runs)} runs, {where}"), title_justify="left")
     table.add_column(style="dim", overflow="fold")
@@ -152,16 +147,52 @@ def render_comparison(compared: Mapping[str, Any]) -> Table:
     return table
 
 
-def _by_name(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """The rows of `render`; several warnings or alarms are lines of one."""
-    rows = {"state": str(numbers["state"])}
-    for name, value in _rows(numbers):
-        rows[name] = f"{rows[name]}\n{value}" if name in rows else value
-    return rows
-
-
 def print_summary(result: Mapping[str, Any]) -> None:
     """Print a run's headline numbers as a table, and where its report lies."""
     Console().print(render(result))
     if "report" in result:
         print(f"report: {result['report']}")
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """Return the fits, the fits at a common A, and the forecasts, as far as a report has them."""
+
+    def with_interval(fit: dict[str, Any], key: str) -> str:
+        digits = {"A": ".3f", "B": ".2f", "C_mid": ".4g"}[key]
+        low, high = fit[f"{key}_interval"]
+        return f"{fit[key]:{digits}} ({low:{digits}} to {high:{digits}})"
+
+    fits = report.get("runs_fitted") or [report]
+    own = Table("curve", "points", "R_0", "A", "B", "C_mid", "noise", "A known", box=None)
+    for fit in fits:
+        own.add_row(
+            ", ".join(fit["runs"]),
+            str(fit["num_points"]),
+            f"{fit['R_0']:.3f}",
+            *(with_interval(fit, key) for key in ("A", "B", "C_mid")),
+            f"{fit['residual_std']:.4f}",
+            "yes" if fit["identifiable"] else "no",
+        )
+    tables = [own]
+    if "common_A" in report:
+        common = Table("curve", "B", "C_mid", "noise", box=None, title=f"at A = {report['common_A']:.3f}")
+        for fit in fits:
+            refit = fit["at_common_A"]
+            row = (with_interval(refit, "B"), with_interval(refit, "C_mid"), f"{refit['residual_std']:.4f}")
+            common.add_row(", ".join(fit["runs"]), *row)
+        tables.append(common)
+    if "forecasts" in report:
+        forecasts = Table(report["x"], report["y"], "95 %", "", box=None)
+        for one in report["forecasts"]:
+            low, high = one["R_interval"]
+            beyond = "beyond the data" if one["extrapolated"] else ""
+            forecasts.add_row(f"{one['C']:g}", f"{one['R']:.3f}", f"{low:.3f} to {high:.3f}", beyond)
+        tables.append(forecasts)
+    return tables
+
+
+def warnings(report: dict[str, Any]) -> list[str]:
+    """Return what to keep in mind when reading a report."""
+    fits = report.get("runs_fitted") or [report]
+    named = [f"{', '.join(fit['runs'])}: {text}" if len(fits) > 1 else text for fit in fits for text in fit["warnings"]]
+    return named + (report["warnings"] if "runs_fitted" in report else [])

@@ -10,7 +10,9 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from html import escape, unescape
 from importlib import resources
 from typing import Any
@@ -90,35 +92,44 @@ def page(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -
     return environment.from_string(text).render(style=folder.joinpath("page.css").read_text(encoding="utf-8"), **values)
 
 
-def render(name: str, size: tuple[float, float], draw: Callable[[Axes], None], *, left_in: float = 0.62) -> str:
-    """Draw one pair of axes and return it as an <svg> element whose colors are CSS variables. `size` and `left_in`, the
-    room for the labels of the y axis, are inches."""
+@dataclass
+class Picture:
+    """One pair of axes; `svg` is there once the picture is drawn."""
+
+    axes: Axes
+    svg: str = ""
+
+
+@contextmanager
+def picture(name: str, size: tuple[float, float], *, left_in: float = 0.62) -> Iterator[Picture]:
+    """Yield a picture to draw into, and make it an <svg> element whose colors are CSS variables. `size` and `left_in`,
+    the room for the labels of the y axis, are inches."""
     width, height = size
     with mpl.rc_context(STYLE | {"svg.hashsalt": name}):
         figure = Figure(figsize=size)
         above = 0.32 if width > 6 else 0.1
         figure.subplots_adjust(left_in / width, 0.45 / height, 1 - 0.12 / width, 1 - above / height)
-        draw(figure.add_subplot())
+        drawn = Picture(figure.add_subplot())
+        yield drawn
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+
+    def titled(found: re.Match[str]) -> str:
+        """Put a <title> into each point of `add_values`."""
+        told = unescape(found[1]).split(_BETWEEN)
+        points = re.findall(r"<use ([^>]*)/>", found[2])
+        if len(points) != len(told):  # some lie outside the picture: it cannot be told which
+            return ""
+        uses = (f"<use {at}><title>{escape(text)}</title></use>" for at, text in zip(points, told, strict=True))
+        return f'<g class="values">{"".join(uses)}</g>'
+
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(rf'<g id="{re.escape(_MARK)}([^"]*)">(.*?</g>)\s*</g>', _titled, svg, flags=re.DOTALL)
+    svg = re.sub(rf'<g id="{re.escape(_MARK)}([^"]*)">(.*?</g>)\s*</g>', titled, svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
     for color, placeholder in COLORS.items():
         svg = svg.replace(placeholder, f"var(--{color})")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
-
-
-def _titled(found: re.Match[str]) -> str:
-    """Return the points of `add_values` as matplotlib wrote them, with a <title> in each."""
-    told = unescape(found[1]).split(_BETWEEN)
-    points = re.findall(r"<use [^>]*/>", found[2])
-    if len(points) != len(told):  # some lie outside the picture: it cannot be told which
-        return ""
-    titles = iter(told)
-    body = re.sub(r"<use ([^>]*)/>", lambda use: f"<use {use[1]}><title>{escape(next(titles))}</title></use>", found[2])
-    return f'<g class="values">{body}</g>'
+    drawn.svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
 
 
 def curve(
@@ -136,17 +147,33 @@ def curve(
     more: Callable[[Axes], None] | None = None,
 ) -> str | None:
     """Draw curves of [n] points each. `floor` is the lowest end of the y axis; `marks` are places of dotted lines.
-    Without `smooth`, what was set rather than measured is drawn as it was. `more` draws onto the same axes."""
+    Without `smooth`, what was set rather than measured is drawn as it was. `more` draws onto the same axes.
+
+    A logarithmic axis is chosen where the values need one. What is below its beginning, such as the gradient of a step
+    without any advantage, is drawn there, and tells its value: it must not flatten the rest."""
     known = [line for line in lines if len(line[0])]
     if not known:
         return None
-
-    def draw(axes: Axes) -> None:
-        values = np.concatenate([np.asarray(ys, float) for _, ys, _, _ in known])
-        lowest = _lowest_of_log(values) if log else None
+    values = np.concatenate([np.asarray(ys, float) for _, ys, _, _ in known])
+    lowest, positive = None, values[values > 0]
+    if log and len(positive) and values.min() >= 0:
+        begin = max(float(positive.min()), 10.0**-LOG_DECADES * float(positive.max()))
+        lowest = begin if positive.max() > LOG_FROM_RATIO * begin else None
+    with picture(name, size) as drawn:
+        axes = drawn.axes
         for place, (xs, ys, label, color) in enumerate(known):
+            heights = np.asarray(ys, float) if lowest is None else np.maximum(ys, lowest)
+            add_values(axes, xs, heights, label, color, told=ys)
             # Each is drawn over a wider one: where two are the same, both can be seen.
-            _line(axes, xs, ys, label, color, lowest=lowest, smooth=smooth, wider=1.2 * (len(known) - 1 - place))
+            style: dict[str, Any] = dict(color=COLORS[color], linewidth=1.7 + 1.2 * (len(known) - 1 - place))
+            if len(xs) == 1:
+                axes.plot(xs, heights, label=f"{label} {ys[0]:.4g}", marker="o", clip_on=False, **style)
+                continue
+            shown = extremes(heights)
+            if len(xs) >= SMOOTH_FROM and smooth:
+                axes.plot(np.take(xs, shown), heights[shown], color=COLORS[color], alpha=0.3, linewidth=0.8)
+                heights = running_mean(heights, len(heights) // 20)
+            axes.plot(np.take(xs, shown), heights[shown], label=label, **style)
         if more is not None:
             more(axes)
         steps_axis(axes, xlabel)
@@ -160,44 +187,7 @@ def curve(
             axes.yaxis.set_major_formatter(FuncFormatter(percent_label))
         if legend and (len(known) > 1 or len(values) == 1 or more is not None):
             axes.legend(loc="best", fontsize=8)
-
-    return render(name, size, draw)
-
-
-def _lowest_of_log(values: NDArray[np.float64]) -> float | None:
-    """Return where a logarithmic axis begins; None where a linear one shows all. What is lower, such as the gradient of
-    a step without any advantage, is drawn there, and tells its value: it must not flatten the rest."""
-    positive = values[values > 0]
-    if not len(positive) or values.min() < 0:
-        return None
-    lowest = max(float(positive.min()), 10.0**-LOG_DECADES * float(positive.max()))
-    return lowest if positive.max() > LOG_FROM_RATIO * lowest else None
-
-
-def _line(
-    axes: Axes,
-    xs: Sequence[float],
-    ys: Sequence[float],
-    label: str,
-    color: str,
-    *,
-    lowest: float | None,
-    smooth: bool,
-    wider: float,
-) -> None:
-    """Draw a line, or of many points a faint line under its running mean; a single point is a dot, whose value the
-    legend says. What is below `lowest` is drawn there."""
-    drawn = np.asarray(ys, float) if lowest is None else np.maximum(ys, lowest)
-    add_values(axes, xs, drawn, label, color, told=ys)
-    style: dict[str, Any] = dict(color=COLORS[color], linewidth=1.7 + wider)
-    if len(xs) == 1:
-        axes.plot(xs, drawn, label=f"{label} {ys[0]:.4g}", marker="o", clip_on=False, **style)
-        return
-    shown = extremes(drawn)
-    if len(xs) >= SMOOTH_FROM and smooth:
-        axes.plot(np.take(xs, shown), drawn[shown], color=COLORS[color], alpha=0.3, linewidth=0.8)
-        drawn = running_mean(drawn, len(drawn) // 20)
-    axes.plot(np.take(xs, shown), drawn[shown], label=label, **style)
+    return drawn.svg
 
 
 def add_values(

@@ -1,5 +1,5 @@
 """Where the mismatch of learner and engine comes from: scores of tokens as an attribution of plain values, ready for
-JSON and for a page; then findings, the most urgent first, and one paragraph that a person can act on.
+JSON; then findings, the most urgent first, one paragraph that a person can act on, and an HTML page with figures.
 
 A fault is a term that is larger than the precision of both sides explains. How large that is rests on the formats: two
 float32 programs differ by rounding, 16-bit ones by more, and where formats are emulated, activations that lie between
@@ -11,14 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
+from pipeline.analysis.drawing import COLORS, page, picture
+from pipeline.data.files import write_atomically
 from precision.formats.rollout_format import RolloutFormat
 from precision.mismatch.attribution import (
     LEAST_SCALE,
+    TERMS,
     TRIED_SCALE,
     TokenScores,
     attribute,
@@ -94,76 +99,57 @@ class Measured:
     audit: EngineCheck
 
     def result(self) -> dict[str, Any]:
-        """JSON values."""
-        attribution = attribute(self.scores)
-        terms = self.scores.terms()
+        """Return JSON values."""
+        attribution, scores, terms = attribute(self.scores), self.scores, self.scores.terms()
+        layers: list[dict[str, Any]] = []
+        if self.layer_steps and scores.then is not None:
+            steps = [scores.then, *map(_tensor, self.layer_steps.values())]
+            by_layer = zip(self.layer_steps, split_by_layer(steps), strict=True)
+            layers = [dict(layer=layer, **asdict(term_statistics(t, steps[0] - steps[-1]))) for layer, t in by_layer]
+        # Mean |term| in each bucket of precision.mismatch.statistics, up to the last that has tokens.
+        buckets = {}
+        for name, values in (("position", self.position.astype(np.float64)), ("entropy", self.entropy)):
+            split = next(one for one in SPLITS if one.name == name)
+            bucket = np.digitize(values, split.edges).astype(np.int64)
+            labels = split.buckets[: int(bucket.max()) + 1]
+            means = by_bucket({**terms, "total": scores.total}, torch.from_numpy(bucket), len(labels))
+            buckets[f"by_{name}"] = dict(
+                labels=list(labels),
+                num_tokens=np.bincount(bucket, minlength=len(labels)).tolist(),
+                mean_abs={term: [None if math.isnan(v) else v for v in mean] for term, mean in means.items()},
+            )
+        # Faults that would explain the engine's terms, the best first.
+        explained, below = {}, scores.then if scores.quantized is None else scores.quantized
+        if below is not None:
+            # To first order log p at T is log p - (T - 1)(log p + entropy).
+            tempered = {"temperature": below + _tensor(self.entropy)}
+            explained["decoding"] = suspects(terms["decoding"], tempered, {"temperature": -1.0})
+        if self.searched is not None and self.effects:
+            kernels = terms["kernels"]
+            if scores.prefill is None:  # then the decoding term holds them
+                kernels = kernels + terms["decoding"]
+            tried = {name: _tensor(effect) for name, effect in self.effects.items()}
+            least = {name: LEAST_SCALE for name in tried if name.startswith("scale:")}
+            explained["kernels"] = suspects(kernels[torch.from_numpy(self.searched)], tried, least)
         return dict(
             **asdict(self.setting),
             num_tokens=attribution.num_tokens,
             total=asdict(attribution.total),
             terms={name: asdict(term) for name, term in attribution.terms.items()},
-            measured=self._measured(),
+            # Which terms were taken, and are not 0 for want of a score.
+            measured=dict(
+                staleness=scores.then is not None,
+                quantization=scores.quantized is not None,
+                routing=scores.routed is not None,
+                kernels=scores.prefill is not None,
+                decoding=True,
+            ),
             largest_error=attribution.largest_error,
-            layers=self._layers(),
-            by_position=self._by("position", self.position.astype(np.float64), terms),
-            by_entropy=self._by("entropy", self.entropy, terms),
+            layers=layers,
+            **buckets,
             audit=asdict(self.audit),
-            suspects=self._suspects(terms),
+            suspects={term: [asdict(one) for one in every[:MOST_SUSPECTS]] for term, every in explained.items()},
         )
-
-    def _measured(self) -> dict[str, bool]:
-        """Which terms were taken, and are not 0 for want of a score."""
-        scores = self.scores
-        return dict(
-            staleness=scores.then is not None,
-            quantization=scores.quantized is not None,
-            routing=scores.routed is not None,
-            kernels=scores.prefill is not None,
-            decoding=True,
-        )
-
-    def _layers(self) -> list[dict[str, Any]]:
-        if not self.layer_steps or self.scores.then is None:
-            return []
-        steps = [self.scores.then, *map(_tensor, self.layer_steps.values())]
-        whole, terms = steps[0] - steps[-1], split_by_layer(steps)
-        return [
-            dict(layer=layer, **asdict(term_statistics(term, whole)))
-            for layer, term in zip(self.layer_steps, terms, strict=True)
-        ]
-
-    def _by(self, name: str, values: NDArray[np.float64], terms: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Mean |term| in each bucket of one of precision.mismatch.statistics, up to the last that has tokens."""
-        split = next(one for one in SPLITS if one.name == name)
-        bucket = np.digitize(values, split.edges).astype(np.int64)
-        return self._buckets(terms, bucket, split.buckets[: int(bucket.max()) + 1])
-
-    def _buckets(self, terms: Mapping[str, Tensor], bucket: NDArray[np.int64], labels: Sequence[str]) -> dict[str, Any]:
-        means = by_bucket({**terms, "total": self.scores.total}, torch.from_numpy(bucket), len(labels))
-        return dict(
-            labels=list(labels),
-            num_tokens=np.bincount(bucket, minlength=len(labels)).tolist(),
-            mean_abs={name: [None if math.isnan(v) else v for v in values] for name, values in means.items()},
-        )
-
-    def _suspects(self, terms: Mapping[str, Tensor]) -> dict[str, list[dict[str, Any]]]:
-        """Faults that would explain the engine's terms, the best first."""
-        below = self.scores.then if self.scores.quantized is None else self.scores.quantized
-        found = {}
-        if below is not None:
-            # To first order log p at T is log p - (T - 1)(log p + entropy).
-            tempered = {"temperature": below + _tensor(self.entropy)}
-            found["decoding"] = suspects(terms["decoding"], tempered, {"temperature": -1.0})
-        if self.searched is not None and self.effects:
-            kernels = terms["kernels"]
-            if self.scores.prefill is None:  # then the decoding term holds them
-                kernels = kernels + terms["decoding"]
-            kernels = kernels[torch.from_numpy(self.searched)]
-            tried = {name: _tensor(effect) for name, effect in self.effects.items()}
-            found["kernels"] = suspects(
-                kernels, tried, {name: LEAST_SCALE for name in tried if name.startswith("scale:")}
-            )
-        return {term: [asdict(one) for one in every[:MOST_SUSPECTS]] for term, every in found.items()}
 
 
 def _tensor(values: NDArray[np.float64]) -> Tensor:
@@ -184,14 +170,37 @@ TIED = 0.02
 ESS_FINE, ESS_LOW = 0.98, 0.9
 """From the first on nothing need be done. Below the second a tenth of the batch is lost to reweighting."""
 
-_WORDS = {
-    "staleness": "staleness (the weights moved since the tokens were sampled)",
-    "quantization": "quantization (the rollout's formats)",
-    "routing": "routing (the engine chose other experts)",
-    "kernels": "kernels (the engine computes otherwise than the learner with the same formats)",
-    "decoding": "decoding (the engine samples otherwise than it scores)",
+MEANING = {
+    "staleness": "weights moved since",
+    "quantization": "the rollout's formats",
+    "routing": "other experts",
+    "kernels": "engine computes otherwise",
+    "decoding": "engine samples otherwise than it scores",
 }
-_TOGETHER = "kernels and decoding together (they cannot be told apart here: the engine did not score what it sampled)"
+_ACTIONS = {
+    "staleness": "lower the lag or the learning rate",
+    "quantization": "keep the layers with the largest shares in BF16, or roll out in BF16",
+    "routing": "set rollout.replay_experts: true",
+}
+_IGNORED = "compare the quant map with the engine's list of ignored layers"
+_SUSPECTS = {
+    "scale": "The engine behaves as if {module} were multiplied by about {factor:.2f}: look at its scales",
+    "full": f"The engine behaves as if {{module}} were not quantized: {_IGNORED}",
+    "quantized": f"The engine behaves as if {{module}} were quantized: {_IGNORED}",
+    "format": "The engine behaves as if all weights were in {module}: it was started with another format",
+    "weights_only": "The engine behaves as if activations were not quantized: look at its FP8 kernels",
+    "bf16": "The engine behaves as if {module} were in bfloat16: keep it in float32 on both sides",
+    "stale": "The engine behaves as if it held the weights of the version before: its update was lost",
+}
+_FAULTS = {
+    "kernels": "The kernels term is larger than rounding explains, and no fault of a single module has its pattern: "
+    "compare what all layers share, such as config.json, RoPE, the norms' epsilon and the attention kernel.",
+    "decoding": "The engine gives its own samples other probabilities when it scores them again: look at the KV cache "
+    "(its format, and prefixes kept across a weight update) and at the decoding attention kernel.",
+    "kernels or decoding": "The engine did not score what it sampled, so that kernels and decoding cannot be told "
+    "apart here. Together they are larger than rounding explains, and no fault that was tried has their pattern: "
+    "compare config.json, RoPE and the attention kernel, and look at the KV cache.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,21 +218,85 @@ class Finding:
 
 
 def findings(result: Mapping[str, Any]) -> list[Finding]:
-    """Of `Measured.result()`: faults first, then terms by their share of the total."""
-    faults = [*_kernels(result), *_decoding(result)] if result["measured"]["kernels"] else _together(result)
-    faults.sort(key=lambda one: -result["terms"][one.term]["mean_abs"])
-    by_share = sorted(result["terms"], key=lambda term: -abs(result["terms"][term]["share"]))
+    """Return the findings of `Measured.result()`: what the engine itself says about what it loaded, then faults, then
+    terms by their share of the total."""
+    terms, measured, audit = result["terms"], result["measured"], result["audit"]
+    rounding, luck = _bounds(result)
+
+    def fault(term: str, cause: str, text: str, where: tuple[str, ...] = ()) -> Finding:
+        return Finding(term=term, kind="fault", cause=cause, where=where, text=text)
+
+    found = []
+    if differing := tuple(audit["differing"]):
+        text = (
+            f"The engine holds {len(differing)} of {audit['compared']} parameters otherwise than they were published: "
+            f"{_listed(differing)}. Give it the weights again; if they come out the same, its loader is at fault."
+        )
+        found.append(fault("kernels", "checksums", text, differing))
+    if modules := tuple(dict.fromkeys(one["module"] for one in audit["misheld"])):
+        text = (
+            f"The engine's account of {_listed(modules)} is not what the quant map and the published folder say: "
+            f"{modules[0]}: {audit['misheld'][0]['message']}. Start it from the published folder, without arguments "
+            "of its own about quantization."
+        )
+        found.append(fault("kernels", "audit", text, modules))
+
+    faults, apart, alike = [], measured["kernels"], tied_suspects(result)
+    tempered = next((one for one in result["suspects"].get("decoding", ()) if one["explained"] >= EXPLAINED), None)
+    if terms["decoding"]["mean_abs"] <= luck:
+        tempered = None
+    if tempered is not None and not apart and alike and tempered["explained"] < alike[0]["explained"] - TIED:
+        tempered = None
+    term = "kernels" if apart else "decoding"
+    if terms[term]["mean_abs"] > rounding and (apart or tempered is None):
+        cause = "kernels" if apart else "kernels or decoding"
+        if alike:
+            texts, where = [], list[str]()
+            for one in alike:
+                kind, _, module = one["name"].partition(":")
+                factor = 1.0 + (TRIED_SCALE - 1.0) * one["amount"]
+                texts.append(_SUSPECTS.get(kind, _SUSPECTS["stale"]).format(module=module, factor=factor))
+                where += [module] if kind in ("scale", "full", "quantized", "bf16") and module != "all" else []
+            text = f"{texts[0]} ({100 * alike[0]['explained']:.0f} % of {cause} is explained by it alone)."
+            if names := " or ".join(one["name"] for one in alike[1:]):
+                text += f" The scores cannot tell that from {names}."
+            faults.append(fault(term, alike[0]["name"], text, tuple(where)))
+        elif terms[term]["mean_abs"] > luck:
+            text = _FAULTS[cause]
+            if not measured["quantization"] and result["rollout_precision"] in tuple(RolloutFormat):
+                text = f"The formats could not be emulated here: the term of {cause} holds them too."
+            faults.append(fault(term, cause, text))
+    if tempered is not None:
+        text = (
+            "The engine samples at another temperature: about "
+            f"{result['temperature'] * (1.0 + tempered['amount']):.2f} where the learner has "
+            f"{result['temperature']:g}. Set rollout.temperature, learner.temperature and the engine's own defaults to "
+            "one value, or know that sampling itself is off-policy."
+        )
+        faults.append(fault("decoding", "temperature", text))
+    elif apart and terms["decoding"]["mean_abs"] > luck:
+        faults.append(fault("decoding", "decoding", _FAULTS["decoding"]))
+    found += sorted(faults, key=lambda one: -terms[one.term]["mean_abs"])
+
     faulty = {one.term for one in faults}
-    expected = [
-        _expected(result, term)
-        for term in by_share
-        if term not in faulty and result["terms"][term]["mean_abs"] > _rounding(result)
-    ]
-    return [*_audit(result), *faults, *expected]
+    for term in sorted(terms, key=lambda term: -abs(terms[term]["share"])):
+        if term in faulty or terms[term]["mean_abs"] <= rounding:
+            continue
+        ess, action = terms[term]["ess"], _ACTIONS.get(term)
+        layers = sorted(result["layers"], key=lambda one: -one["share"])[:2] if term == "quantization" else []
+        text = "What is left of the engine's computation is what rounding to the formats leaves."
+        if action is not None:
+            advice = action if ess < ESS_LOW else f"if it falls further, {action}"
+            worst = " and ".join(f"layer {one['layer']} ({100 * one['share']:.0f} %)" for one in layers)
+            text = f"{term.capitalize()} alone would leave an ESS of {ess:.4f}{', most of it ' * bool(worst)}{worst}; "
+            text += f"{advice if ess < ESS_FINE else 'nothing need be done about it'}."
+        places = tuple(f"model.layers.{one['layer']}" for one in layers)
+        found.append(Finding(term=term, kind="expected", cause=term, where=places, text=text))
+    return found
 
 
 def verdict(result: Mapping[str, Any], found: list[Finding]) -> str:
-    """One paragraph: how large, from what, and what to do."""
+    """Return one paragraph: how large, from what, and what to do."""
     total = result["total"]
     size = (
         f"Learner and engine differ by {total['mean_abs']:.2g} nats a token in the mean, over {result['num_tokens']:,} "
@@ -231,91 +304,18 @@ def verdict(result: Mapping[str, Any], found: list[Finding]) -> str:
     )
     if not found:
         return " ".join([size, "That is rounding, and nothing need be done.", *result["remarks"]])
-    shares = [
-        f"{100 * statistics['share']:.0f} % {_words(result, term)}"
-        for term, statistics in sorted(result["terms"].items(), key=lambda item: -abs(item[1]["share"]))
-        if abs(statistics["share"]) >= 0.005
-    ]
-    return " ".join(
-        [size, f"Of the squared gap, {', '.join(shares)}.", *(one.text for one in found), *result["remarks"]]
-    )
-
-
-def _words(result: Mapping[str, Any], term: str) -> str:
-    return _TOGETHER if term == "decoding" and not result["measured"]["kernels"] else _WORDS[term]
-
-
-def _audit(result: Mapping[str, Any]) -> list[Finding]:
-    """What the engine itself says about what it loaded."""
-    return [*_checksums(result), *_formats(result)]
-
-
-def _checksums(result: Mapping[str, Any]) -> list[Finding]:
-    compared, differing = result["audit"]["compared"], tuple(result["audit"]["differing"])
-    if not differing:
-        return []
-    if len(differing) > compared / 2:
-        text = (
-            f"The engine holds other weights: {len(differing)} of {compared} parameters differ from what was "
-            "published. Give it the weights again, and find out why the update left them."
-        )
-    else:
-        text = (
-            f"The engine holds {len(differing)} of {compared} parameters otherwise than they were published: "
-            f"{_listed(differing)}. Give it the weights again; if they come out the same, its loader is at fault."
-        )
-    return [Finding(term="kernels", kind="fault", cause="checksums", where=differing, text=text)]
-
-
-def _formats(result: Mapping[str, Any]) -> list[Finding]:
-    misheld = result["audit"]["misheld"]
-    if not misheld:
-        return []
-    modules = tuple(dict.fromkeys(one["module"] for one in misheld))
-    first = misheld[0]
-    text = (
-        f"The engine's own account of {_listed(modules)} is not what the quant map and the published folder say: "
-        f"{first['module']}: {first['message']}. Start it from the published folder, without arguments of its own "
-        "about quantization."
-    )
-    return [Finding(term="kernels", kind="fault", cause="audit", where=modules, text=text)]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _kernels(result: Mapping[str, Any]) -> list[Finding]:
-    size = result["terms"]["kernels"]["mean_abs"]
-    if size <= _rounding(result):
-        return []
-    if alike := tied_suspects(result):
-        return [_suspected(alike, "kernels", "the kernels term")]
-    if size <= _luck(result):
-        return []
-    text = (
-        "The kernels term is larger than rounding explains, and no fault of a single module has its pattern: compare "
-        "what all layers share, such as config.json, RoPE, the norms' epsilon and the attention kernel."
-    )
-    if not result["measured"]["quantization"] and result["rollout_precision"] in tuple(RolloutFormat):
-        text = "The formats could not be emulated here: the kernels term holds them too."
-    return [Finding(term="kernels", kind="fault", cause="kernels", where=(), text=text)]
-
-
-def _suspected(alike: Sequence[Mapping[str, Any]], term: str, what: str) -> Finding:
-    best, *others = alike
-    where, text = _named(best)
-    text = f"{text} ({100 * best['explained']:.0f} % of {what} is explained by it alone)."
-    if others:
-        names = " or ".join(one["name"] for one in others)
-        text += f" The scores cannot tell that from {names}."
-        where += tuple(module for one in others for module in _named(one)[0])
-    return Finding(term=term, kind="fault", cause=best["name"], where=where, text=text)
+    meaning = MEANING
+    if not result["measured"]["kernels"]:
+        meaning = MEANING | {"decoding": "kernels and decoding together, which cannot be told apart here"}
+    by_share = sorted(result["terms"].items(), key=lambda item: -abs(item[1]["share"]))
+    shares = [f"{100 * one['share']:.0f} % {t} ({meaning[t]})" for t, one in by_share if abs(one["share"]) >= 0.005]
+    texts = [one.text for one in found]
+    return " ".join([size, f"Of the squared gap, {', '.join(shares)}.", *texts, *result["remarks"]])
 
 
 def tied_suspects(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The best suspects of the kernels term, or of kernels and decoding where they are one term: those that explain it
-    equally well; none where none explains enough.
+    """Return the best suspects of the kernels term, or of kernels and decoding where they are one term: those that
+    explain it equally well; none where none explains enough.
 
     Some faults are the same function: attention is linear in v, so that a scale of v_proj is one of o_proj.
     """
@@ -325,128 +325,95 @@ def tied_suspects(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one for one in every if one["explained"] >= every[0]["explained"] - TIED]
 
 
-def _named(suspect: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
-    """Where, and a sentence without its end."""
-    kind, _, module = suspect["name"].partition(":")
-    amount = suspect["amount"]
-    if kind == "scale":
-        factor = 1.0 + (TRIED_SCALE - 1.0) * amount
-        return (module,), (
-            f"In the engine, {module} behaves as if its weights were multiplied by about {factor:.2f}: look at its "
-            "scales"
-        )
-    if kind == "full" and module == "all":
-        return (), "The engine behaves as if nothing were quantized: it was started without the formats of the recipe"
-    if kind == "full":
-        return (module,), (
-            f"The engine behaves as if {module} were not quantized, though the quant map says it is: compare the map "
-            "with the engine's list of ignored layers"
-        )
-    if kind == "quantized":
-        return (module,), (
-            f"The engine behaves as if {module} were quantized, though the quant map leaves it out: compare the map "
-            "with the engine's list of ignored layers"
-        )
-    if kind == "format":
-        return (), f"The engine behaves as if all weights were in {module}: it was started with another format"
-    if kind == "weights_only":
-        return (), "The engine behaves as if only weights were quantized, and activations not: look at its FP8 kernels"
-    if kind == "bf16":
-        return (module,), f"The engine behaves as if {module} were in bfloat16: keep it in float32 on both sides"
-    return (), "The engine behaves as if it held the weights of the version before: its update was lost"
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _decoding(result: Mapping[str, Any]) -> list[Finding]:
-    size = result["terms"]["decoding"]["mean_abs"]
-    if size <= max(_rounding(result), _luck(result)):
-        return []
-    if (best := _tempered(result)) is not None:
-        return [Finding(term="decoding", kind="fault", cause="temperature", where=(), text=_temperature(result, best))]
-    text = (
-        "The engine gives its own samples other probabilities when it scores them again. Look at the KV cache (its "
-        "format, and prefixes that were kept across a weight update) and at the decoding attention kernel."
-    )
-    if not result["measured"]["kernels"]:  # it did not score them again
-        text = (
-            "The decoding term is larger than rounding explains. Here it holds the kernels too, and of mixtures the "
-            "routing of tokens without known experts; these cannot be told apart."
-        )
-    return [Finding(term="decoding", kind="fault", cause="decoding", where=(), text=text)]
-
-
-def _tempered(result: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Another sampling temperature, where it explains enough of the decoding term."""
-    best = next(iter(result["suspects"].get("decoding", ())), None)
-    return best if best is not None and best["explained"] >= EXPLAINED else None
-
-
-def _temperature(result: Mapping[str, Any], best: Mapping[str, Any]) -> str:
-    seen = result["temperature"] * (1.0 + best["amount"])
-    return (
-        f"The engine samples at another temperature: about {seen:.2f} where the learner has "
-        f"{result['temperature']:g}. Set rollout.temperature, learner.temperature and the engine's own defaults to "
-        "one value, or know that sampling itself is off-policy."
-    )
-
-
-def _together(result: Mapping[str, Any]) -> list[Finding]:
-    """Kernels and decoding as one term, the decoding one: the engine did not score what it sampled."""
-    size = result["terms"]["decoding"]["mean_abs"]
-    if size <= _rounding(result):
-        return []
-    alike, tempered = tied_suspects(result), _tempered(result)
-    larger = size > _luck(result)
-    if larger and tempered is not None and (not alike or tempered["explained"] >= alike[0]["explained"] - TIED):
-        text = _temperature(result, tempered)
-        if others := [one["name"] for one in alike if one["explained"] >= tempered["explained"] - TIED]:
-            text += f" The scores cannot tell that from {' or '.join(others)}."
-        return [Finding(term="decoding", kind="fault", cause="temperature", where=(), text=text)]
-    if alike:
-        return [_suspected(alike, "decoding", "kernels and decoding together")]
-    if not larger:
-        return []
-    text = (
-        "What the engine said as it sampled is not what the learner says with the same weights, by more than rounding "
-        "explains, and no fault that was tried has its pattern. Kernels and decoding cannot be told apart here: "
-        "compare config.json, RoPE and the attention kernel, and look at the KV cache."
-    )
-    if not result["measured"]["quantization"] and result["rollout_precision"] in tuple(RolloutFormat):
-        text = "The formats could not be emulated here: the term of kernels and decoding together holds them too."
-    return [Finding(term="decoding", kind="fault", cause="kernels or decoding", where=(), text=text)]
-
-
-def _expected(result: Mapping[str, Any], term: str) -> Finding:
-    ess = result["terms"][term]["ess"]
-    where: tuple[str, ...] = ()
-    if term == "staleness":
-        text = f"Staleness alone would leave an ESS of {ess:.4f}{_advice(ess, 'lower the lag or the learning rate')}."
-    elif term == "quantization":
-        layers = sorted(result["layers"], key=lambda layer: -layer["share"])
-        where = tuple(f"model.layers.{layer['layer']}" for layer in layers[:2])
-        worst = " and ".join(f"layer {layer['layer']} ({100 * layer['share']:.0f} %)" for layer in layers[:2])
-        advice = _advice(ess, f"keep {'the layers named' if layers else 'some layers'} in BF16, or roll out in BF16")
-        most = f", most of it from {worst}" if layers else ""
-        text = f"The formats alone would leave an ESS of {ess:.4f}{most}{advice}."
-    elif term == "routing":
-        text = f"Routing alone would leave an ESS of {ess:.4f}{_advice(ess, 'set rollout.replay_experts: true')}."
-    else:
-        name = "decoding" if result["measured"]["kernels"] else "kernels and decoding"
-        text = f"The {term if term != 'decoding' else name} term is what rounding to the formats leaves."
-    return Finding(term=term, kind="expected", cause=term, where=where, text=text)
-
-
-def _advice(ess: float, action: str) -> str:
-    if ess >= ESS_FINE:
-        return "; nothing need be done about it"
-    return f"; {action}" if ess < ESS_LOW else f"; if it falls further, {action}"
-
-
-def _rounding(result: Mapping[str, Any]) -> float:
+def _bounds(result: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the mean |term| that rounding may cause, and what formats whose emulation is not exact may leave."""
     exact = result["engine_dtype"] == "float32" and result["learner_precision"] == "fp32"
-    return ROUNDING_NATS["float32" if exact else "bfloat16"]
-
-
-def _luck(result: Mapping[str, Any]) -> float:
-    """What formats whose emulation is not exact may leave."""
+    rounding = ROUNDING_NATS["float32" if exact else "bfloat16"]
     luck = ROUNDING_LUCK * float(result["terms"]["quantization"]["mean_abs"])
-    return max(_rounding(result), EMULATED_LUCK_NATS if result["trains_formats"] else luck)
+    return rounding, max(rounding, EMULATED_LUCK_NATS if result["trains_formats"] else luck)
+
+
+TERM_COLORS = dict(
+    staleness="violet", quantization="orange", routing="teal", kernels="blue", decoding="pink", total="ink"
+)
+SMALLEST_SHARE = 1e-5
+"""Of the largest total of a bucket; a term that stays below it has no line."""
+NOTHING_NATS = 1e-9
+"""What is drawn as 0: smaller numbers are rounding of float64."""
+_SIZE = (5.5, 2.6)
+"""Inches; two stand side by side."""
+
+
+def write_page(result: Mapping[str, Any], folder: Path) -> Path:
+    """Write mismatch.html, with its figures inside, into `folder` and return its path."""
+
+    def percent(value: float) -> str:
+        return f"{round(100 * value, 1) + 0.0:.1f} %"  # never -0.0
+
+    # Routing is shown only where it was measured.
+    shown = [term for term in TERMS if term != "routing" or result["measured"]["routing"]]
+    shares = [100 * result["terms"][term]["share"] for term in shown]
+    low, high = min(0.0, *shares), max(100.0, *shares)
+    with picture("shares of the squared gap", _SIZE, left_in=1.6) as drawn:
+        axes = drawn.axes
+        axes.barh(range(len(shown)), shares, color=[COLORS[TERM_COLORS[term]] for term in shown], height=0.62)
+        for row, (term, share) in enumerate(zip(shown, shares, strict=True)):
+            text = percent(share / 100) if result["measured"][term] else "not measured"
+            axes.text(max(share, 0.0) + 0.015 * (high - low), row, text, va="center")
+        axes.set_yticks(range(len(shown)), [f"{term}\n{MEANING[term].split(' than ')[0]}" for term in shown])
+        axes.invert_yaxis()
+        axes.set_xlim(low * 1.15, high * 1.22)
+        axes.set_xlabel("% of the squared gap; the bars add up to 100")
+        axes.grid(axis="x")
+    figures = [("Where the gap comes from", drawn.svg)]
+    if layers := result["layers"]:
+        with picture("quantization by layer", _SIZE, left_in=0.9) as drawn:
+            axes, sizes = drawn.axes, [one["mean_abs"] for one in layers]
+            axes.bar([one["layer"] for one in layers], sizes, color=COLORS["orange"], width=0.7)
+            if len(layers) <= 12:
+                for one in layers:
+                    axes.text(one["layer"], one["mean_abs"], f"{100 * one['share']:.0f} %", ha="center", va="bottom")
+                axes.set_xticks([one["layer"] for one in layers])
+            axes.set_ylim(top=1.15 * max(NOTHING_NATS, *sizes))
+            axes.set_xlabel("decoder layer (%: its share of the term)")
+            axes.set_ylabel("mean |nats| that the layer adds")
+        figures.append(("Quantization, layer by layer", drawn.svg))
+    splits = (
+        ("By position", "by_position", "place of the token in the response"),
+        ("By entropy (sure → unsure)", "by_entropy", "entropy of the learner's distribution, nats"),
+    )
+    for title, split, label in splits if result["total"]["mean_abs"] > NOTHING_NATS else ():
+        buckets = result[split]
+        places = [at for at, count in enumerate(buckets["num_tokens"]) if count]
+        least = max(NOTHING_NATS, SMALLEST_SHARE * max(buckets["mean_abs"]["total"][at] for at in places))
+        with picture(split, _SIZE, left_in=0.8) as drawn:
+            axes = drawn.axes
+            for term in [*shown, "total"]:
+                values = np.array([buckets["mean_abs"][term][at] for at in places], float)
+                if (values > least).any():
+                    style = "--" if term == "total" else "-"
+                    heights = np.where(values > least, values, np.nan)
+                    color = COLORS[TERM_COLORS[term]]
+                    axes.plot(range(len(places)), heights, style, marker="o", markersize=4, color=color, label=term)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("e-0", "e-")))
+            axes.set_xticks(range(len(places)), [buckets["labels"][at] for at in places], fontsize=7.5)
+            axes.set_xlabel(label)
+            axes.set_ylabel("mean |nats|")
+            axes.legend(loc="best", fontsize=8)
+        figures.append((title, drawn.svg))
+    rows = [(term, MEANING[term], result["terms"][term]) for term in shown]
+    text = page(
+        "mismatch.html.j2",
+        dict(nats=lambda value: "0" if value == 0 else f"{value:.2g}", percent=percent),
+        result=result,
+        rows=[*rows, ("total", "all of it", result["total"])],
+        figures=figures,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "mismatch.html", text)
+    return folder / "mismatch.html"

@@ -16,20 +16,11 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from pipeline.analysis import summary
 from pipeline.analysis.drawing import page
 from pipeline.analysis.figures import PHASE_COLORS, sections
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.samples_page import write_samples
-from pipeline.analysis.summary import (
-    AlarmHistory,
-    alarm_history,
-    count,
-    decimal,
-    duration,
-    newest_shares,
-    percent,
-    summarize,
-)
+from pipeline.analysis.samples import write_samples
 from pipeline.data.files import write_atomically
 
 NOTEWORTHY = ("restarted", "dropped", "retried")
@@ -59,33 +50,26 @@ def write_last_report(run_dir: Path) -> Path | None:
 
 def render_page(run_log: RunLog, *, samples: bool = False) -> str:
     """Return the page as text; `samples`: there is a page of samples that it leads to."""
-    histories, listed, shares = alarm_history(run_log), event_rows(run_log), newest_shares(run_log)
+
+    def code(text: str) -> Markup:
+        """Put what stands between backticks into <code>."""
+        return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+    histories, listed, shares = summary.alarm_history(run_log), event_rows(run_log), summary.newest_shares(run_log)
+    formats = dict(percent=summary.percent, decimal=summary.decimal, duration=summary.duration, count=summary.count)
     return page(
         "report.html.j2",
-        dict(percent=percent, decimal=decimal, duration=duration, count=count, code=_code),
+        dict(**formats, code=code),
         samples=samples,
-        summary=summarize(run_log, histories),
+        summary=summary.summarize(run_log, histories),
         sections=sections(run_log),
         shares=[dict(phase=phase, share=share, color=PHASE_COLORS[phase]) for phase, share in shares.items() if share],
-        alarms=list(map(_alarm_row, histories)),
+        alarms=histories,
         events=listed[-MAX_LISTED_EVENTS:],
         num_events=len(listed),
         environment=environment_rows(run_log),
         recipe=run_log.recipe.to_yaml(),
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-    )
-
-
-def _alarm_row(history: AlarmHistory) -> dict[str, str]:
-    """Say what was out of bounds, over which steps, and what to do about it."""
-    rule, worst = history.worst.rule, history.worst
-    text = f"{rule.what} was {worst.value_text} at worst, {rule.wrong} {worst.bound:g}"
-    return dict(
-        when=history.steps,
-        name=history.name,
-        text=f"{text[0].upper()}{text[1:]}.",
-        to_do=f"{rule.to_do[0].upper()}{rule.to_do[1:]}.",
-        source=rule.source,
     )
 
 
@@ -99,7 +83,7 @@ def event_rows(run_log: RunLog) -> list[dict[str, str]]:
         rest = [f"{key} {value}" for key, value in first.items() if key not in ("kind", "time", "reason")]
         rest = rest if len(same) == 1 else [f"{len(same)} times"]
         reason = [str(first["reason"])] if first.get("reason") else []
-        when = duration(first["time"] - run_log.events[0]["time"])
+        when = summary.duration(first["time"] - run_log.events[0]["time"])
         rows.append(dict(when=when, kind=str(first["kind"]), text=": ".join([", ".join(rest), *reason])))
     return rows
 
@@ -128,8 +112,3 @@ def environment_rows(run_log: RunLog) -> list[tuple[str, str]]:
             packages.setdefault(name, []).append(str(version))
     rows += [(name, all_of(versions)) for name, versions in packages.items()]
     return [(name, text) for name, text in rows if text]
-
-
-def _code(text: str) -> Markup:
-    """Return a sentence as HTML, with what stands between backticks as code."""
-    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))

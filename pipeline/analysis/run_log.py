@@ -15,14 +15,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from sys import intern
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, read_metrics
@@ -43,7 +39,7 @@ _ROUTINE = ("issued", "sampled", "consumed")
 """Kinds of events that come with every step and that no report reads."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunLog:
     """`metrics` holds one mapping a step, sorted; `events` are in the order in which they were written. Of a long run
     the groups of a step (`mismatch`, histograms) are there at some MOST_DETAILED steps; `seconds`, and what alarms look
@@ -56,13 +52,33 @@ class RunLog:
     events: list[dict[str, Any]]
     damage: tuple[str, ...] = ()
     """A sentence for each log of which damaged lines were passed over."""
+    skipped: list[int] = field(init=False)
+    """Steps that were skipped because their batch was lost by damage, ascending."""
+    num_steps: int = field(init=False)
+    """Steps trained so far, or skipped."""
+    _by_kind: dict[str, list[dict[str, Any]]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.skipped = RunDirectory(self.run_dir).skipped_steps()
+        newest = [int(line["step"]) for line in self.metrics[-1:]]
+        self.num_steps = 1 + max([*newest, *self.skipped[-1:]], default=-1)
+        self._by_kind = {}
+        for event in self.events:
+            self._by_kind.setdefault(event["kind"], []).append(event)
 
     @staticmethod
     def read(run_dir: Path) -> RunLog:
         """Read a run, finished or not. Raises StoreError when `run_dir` is not a run directory."""
         recipes, damage = recipes_of(run_dir), list[str]()
         metrics = read_metrics(run_dir, damage, prepare=_Thinned())
-        events = read_events(run_dir, damage=damage, prepare=_without_routine)
+
+        def prepare(event: dict[str, Any]) -> dict[str, Any]:
+            """Keep of an event what reports read."""
+            if event["kind"] in _ROUTINE:
+                return dict(kind=intern(event["kind"]), time=event["time"])
+            return {intern(key): value for key, value in event.items() if key != "measured"}
+
+        events = read_events(run_dir, damage=damage, prepare=prepare)
         return RunLog(run_dir=run_dir, recipes=recipes, metrics=metrics, events=events, damage=tuple(damage))
 
     @property
@@ -97,38 +113,11 @@ class RunLog:
             return list(self._by_kind.get(kinds[0], ()))
         return [event for event in self.events if event["kind"] in kinds]
 
-    @cached_property
-    def _by_kind(self) -> dict[str, list[dict[str, Any]]]:
-        found: dict[str, list[dict[str, Any]]] = {}
-        for event in self.events:
-            found.setdefault(event["kind"], []).append(event)
-        return found
-
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """`evaluated` events by version; when a version was evaluated twice, the later one."""
         by_version = {int(event["version"]): event for event in self.of_kind("evaluated")}
         return [by_version[version] for version in sorted(by_version)]
-
-    @property
-    def skipped(self) -> list[int]:
-        """Steps that were skipped because their batch was lost by damage, ascending."""
-        return RunDirectory(self.run_dir).skipped_steps()
-
-    @property
-    def is_sft(self) -> bool:
-        """Whether `evenkeel sft` made the run: it has demonstrations, and neither samples nor rewards."""
-        return (self.run_dir / SFT_FILE).exists()
-
-    @property
-    def num_steps(self) -> int:
-        """Steps trained so far, or skipped."""
-        return 1 + max([*(int(line["step"]) for line in self.metrics[-1:]), *self.skipped[-1:]], default=-1)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every step of the recipe was trained."""
-        return self.num_steps >= self.recipe.run.steps
 
     @property
     def wall_s(self) -> float:
@@ -167,39 +156,43 @@ class Step:
     ended: float | None
     """Seconds since 1970."""
 
-    def spent(self, x: str) -> float | None:
-        """On one of COMPUTE_AXES."""
-        return dict(samples=self.samples, tokens=self.tokens, hours=self.hours)[x]
-
 
 def steps_of(run_log: RunLog) -> list[Step]:
-    """Every step so far, from step 0 on."""
+    """Return every step so far, from step 0 on."""
     lines = {int(line["step"]): line for line in run_log.metrics}
     samples = samples_of_batches(run_log)
     skipped_at = {int(event["step"]): float(event["time"]) for event in run_log.of_kind("skipped")}
-    skipped = set(run_log.skipped)
-    return [
-        Step(samples=0, tokens=0.0, hours=0.0, ended=skipped_at.get(step))
-        if step in skipped
-        else _trained(lines.get(step), samples.get(step), run_log.recipe_of(step))
-        for step in range(run_log.num_steps)
-    ]
+    skipped, steps = set(run_log.skipped), list[Step]()
+    for step in range(run_log.num_steps):
+        line = lines.get(step)
+        if step in skipped:
+            steps.append(Step(samples=0, tokens=0.0, hours=0.0, ended=skipped_at.get(step)))
+        elif line is None:
+            steps.append(Step(samples=samples.get(step), tokens=None, hours=None, ended=None))
+        else:
+            hours, recipe = None, run_log.recipe_of(step)
+            if "seconds" in line:  # engines that the run did not start (rollout.urls) work for it, too
+                gpus = replace(GpuNeeds.of(recipe), engines=recipe.rollout.engines).total
+                hours = gpus * sum(map(float, line["seconds"].values())) / 3600.0
+            tokens, ended = number(line, "num_tokens"), float(line["time"])
+            steps.append(Step(samples=samples.get(step), tokens=tokens, hours=hours, ended=ended))
+    return steps
 
 
 def spent_by_version(steps: Sequence[Step], x: str) -> list[float]:
-    """[versions] of one of COMPUTE_AXES, spent when version v had been trained: from version 0, which cost nothing, to
-    the last one of which all is known."""
+    """Return of one of COMPUTE_AXES what was spent when version v had been trained, [versions]: from version 0, which
+    cost nothing, to the last one of which all is known."""
     spent = [0.0]
     for step in steps:
-        if (cost := step.spent(x)) is None:
+        if (cost := getattr(step, x)) is None:
             break
-        spent.append(spent[-1] + cost)
+        spent.append(spent[-1] + float(cost))
     return spent
 
 
 def samples_of_batches(run_log: RunLog) -> dict[int, int]:
-    """Batch → its samples, for every batch that was committed; one of which neither the event nor a file that can be
-    read is left is missing."""
+    """Return batch → its samples, for every batch that was committed; one of which neither the event nor a file that
+    can be read is left is missing."""
     found = {int(event["batch"]): int(event["samples"]) for event in run_log.of_kind("committed")}
     batches = RunDirectory(run_log.run_dir).batches
     if untold := numbered_files(batches, ".zarr.zip").keys() - found.keys():
@@ -208,27 +201,6 @@ def samples_of_batches(run_log: RunLog) -> dict[int, int]:
             with suppress(StoreError):
                 found[index] = store.num_samples(index)
     return found
-
-
-def _trained(line: Mapping[str, Any] | None, samples: int | None, recipe: Recipe) -> Step:
-    if line is None:
-        return Step(samples=samples, tokens=None, hours=None, ended=None)
-    return Step(
-        samples=samples,
-        tokens=number(line, "num_tokens"),
-        hours=_accelerators(recipe) * step_seconds(line) / 3600.0 if "seconds" in line else None,
-        ended=float(line["time"]),
-    )
-
-
-def step_seconds(line: Mapping[str, Any]) -> float:
-    """Of all phases of a step, by its line of metrics, waiting included."""
-    return sum(float(spent) for spent in line["seconds"].values())
-
-
-def _accelerators(recipe: Recipe) -> int:
-    """Also those of engines that the run did not start (rollout.urls): they work for it."""
-    return replace(GpuNeeds.of(recipe), engines=recipe.rollout.engines).total
 
 
 @dataclass
@@ -262,12 +234,6 @@ class _Thinned:
             line[FRESH[0]] = {FRESH[1]: {FRESH[2]: fresh}}
 
 
-def _without_routine(event: dict[str, Any]) -> dict[str, Any]:
-    if event["kind"] in _ROUTINE:
-        return dict(kind=intern(event["kind"]), time=event["time"])
-    return {intern(key): value for key, value in event.items() if key != "measured"}
-
-
 def _within(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The mapping that holds the last part of a key; an empty one where there is none."""
     for part in key.split("/")[:-1]:
@@ -292,12 +258,3 @@ def numbers(line: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, flo
             yield from numbers(value, f"{above}{name}/")
         elif (found := number(line, name)) is not None:
             yield f"{above}{name}", found
-
-
-def columns(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, NDArray[Any]]:
-    """Return name → [lines] float64, NaN where a line has no such number; `key`, which each line has, is the first
-    column, int64."""
-    rows = [dict(numbers(line)) for line in lines]
-    names = dict.fromkeys(name for row in rows for name in row if name != key)
-    first = {key: np.array([line[key] for line in lines], np.int64)}
-    return first | {name: np.array([row.get(name, np.nan) for row in rows], np.float64) for name in names}

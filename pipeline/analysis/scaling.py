@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.analysis.run_log import COMPUTE_AXES, RunLog, number, spent_by_version, steps_of
@@ -44,79 +43,47 @@ class Curve:
 
 
 def read_curve(source: Path, x: str | None, y: str | None) -> Curve:
-    """A run directory or a JSONL file.
+    """Read a run directory or a JSONL file.
 
     A run: `x` is one of COMPUTE_AXES (default samples) and `y` a field of its `evaluated` events (default pass_at_1).
     JSONL: `x` and `y` name fields; lines that lack either are passed over, as a log mixes kinds of line. Raises
     StoreError when the source cannot be read or holds no point, RecipeError when a field must be chosen first.
     """
     if source.is_dir():
-        curve = _run_curve(source, x or "samples", y or "pass_at_1")
+        x, y = x or "samples", y or "pass_at_1"
+        if x not in COMPUTE_AXES:
+            raise RecipeError(f"--x {x} is not known for a run, expected one of {', '.join(COMPUTE_AXES)}")
+        run_log = RunLog.read(source)
+        scores = {int(event["version"]): number(event, y) for event in run_log.evaluations}
+        evaluated = [(version, score) for version, score in scores.items() if score is not None]
+        if not evaluated:
+            raise StoreError(f"{source} has no evaluation with a number {y!r} yet; train on, or choose another --y")
+        spent = spent_by_version(steps_of(run_log), x)
+        if missing := [version for version, _ in evaluated if version >= len(spent)]:
+            raise StoreError(
+                f"{source}: version {missing[0]} was evaluated, but the {x} of step {len(spent) - 1} are in no log; "
+                "put back copies of the run's metrics, events and batches, or choose another --x"
+            )
+        points = [(spent[version], score) for version, score in evaluated]
     elif source.is_file():
-        curve = _file_curve(source, x, y)
+        lines = _read_lines(source)
+        fields = sorted({key for line in lines for key in line if number(line, key) is not None})
+        listed = ", ".join(fields) or "none"
+        if x is None or y is None:
+            raise RecipeError(f"{source} is no run: name its fields with --x and --y; it has numbers in {listed}")
+        for name in (x, y):
+            if name not in fields:
+                raise StoreError(f"{source} has no number in a field {name!r}, only in {listed}")
+        read = [(number(line, x), number(line, y)) for line in lines]
+        points = [(c, r) for c, r in read if c is not None and r is not None]
+        if not points:
+            raise StoreError(f"{source} has no line with both {x!r} and {y!r}; write them on the same line")
     else:
         raise StoreError(f"{source} does not exist; give the folder of a run or a JSONL file")
-    if curve.compute.min() < 0.0:
-        raise StoreError(f"{source}: {curve.x} goes down to {curve.compute.min():g}, expected compute from 0 upwards")
-    return curve
-
-
-def points_of(curves: Sequence[Curve], *, r0: float | None = None, skip: float = 0.0) -> Points:
-    """The points to fit: all those above `skip` (and above zero) of all curves, which are repeats of one setting.
-
-    `r0` is taken as exact. Otherwise the point of least compute of each curve measures R_0 (of a run: version 0), is
-    no point of the fit, and counts as one measurement with noise; `skip` does not touch it.
-    """
-    compute = np.concatenate([curve.compute for curve in curves])
-    score = np.concatenate([curve.score for curve in curves])
-    keep = (compute > 0.0) & (compute >= skip)
-    if r0 is None:
-        first = np.concatenate([curve.compute == curve.compute.min() for curve in curves])
-        keep &= ~first
-        measured = score[first]
-        return Points.of(compute[keep], score[keep], float(measured.mean()), start_weight=len(measured))
-    return Points.of(compute[keep], score[keep], r0, start_weight=math.inf)
-
-
-def _run_curve(run: Path, x: str, y: str) -> Curve:
-    if x not in COMPUTE_AXES:
-        raise RecipeError(f"--x {x} is not known for a run, expected one of {', '.join(COMPUTE_AXES)}")
-    run_log = RunLog.read(run)
-    scores = {int(event["version"]): number(event, y) for event in run_log.evaluations}
-    known = {version: score for version, score in scores.items() if score is not None}
-    if not known:
-        raise StoreError(f"{run} has no evaluation with a number {y!r} yet; train on, or choose another --y")
-    spent = spent_by_version(steps_of(run_log), x)
-    missing = [version for version in known if version >= len(spent)]
-    if missing:
-        raise StoreError(
-            f"{run}: version {missing[0]} was evaluated, but the {x} of step {len(spent) - 1} are in no log; put back "
-            "copies of the run's metrics, events and batches, or choose another --x"
-        )
-    versions = sorted(known)
-    return Curve(
-        name=run.name,
-        x=x,
-        y=y,
-        compute=np.array([spent[version] for version in versions]),
-        score=np.array([known[version] for version in versions]),
-    )
-
-
-def _file_curve(path: Path, x: str | None, y: str | None) -> Curve:
-    lines = _read_lines(path)
-    fields = sorted({key for line in lines for key in line if number(line, key) is not None})
-    listed = ", ".join(fields) or "none"
-    if x is None or y is None:
-        raise RecipeError(f"{path} is no run: name its fields with --x and --y; it has numbers in {listed}")
-    for name in (x, y):
-        if name not in fields:
-            raise StoreError(f"{path} has no number in a field {name!r}, only in {listed}")
-    read = [(number(line, x), number(line, y)) for line in lines]
-    known = np.array(sorted((c, r) for c, r in read if c is not None and r is not None), np.float64)
-    if not len(known):
-        raise StoreError(f"{path} has no line with both {x!r} and {y!r}; write them on the same line")
-    return Curve(name=path.stem, x=x, y=y, compute=known[:, 0], score=known[:, 1])
+    known = np.array(sorted(points), np.float64)
+    if known[0, 0] < 0.0:
+        raise StoreError(f"{source}: {x} goes down to {known[0, 0]:g}, expected compute from 0 upwards")
+    return Curve(name=source.name.removesuffix(".jsonl"), x=x, y=y, compute=known[:, 0], score=known[:, 1])
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -150,8 +117,19 @@ class Bounds:
     c_mid_max: float | None = None
 
     def points(self, curves: Sequence[Curve]) -> Points:
-        """Of repeats of one setting. Raises StoreError for too few, or a score that no A of the grid can reach."""
-        points = points_of(curves, r0=self.r0, skip=self.skip)
+        """Return the points to fit: all those above `skip` (and above zero) of all curves, which are repeats of one
+        setting. `r0` is taken as exact. Otherwise the point of least compute of each curve measures R_0 (of a run:
+        version 0), is no point of the fit, and counts as one measurement with noise; `skip` does not touch it. Raises
+        StoreError for too few points, or a score that no A of the grid can reach."""
+        compute = np.concatenate([curve.compute for curve in curves])
+        score = np.concatenate([curve.score for curve in curves])
+        keep = (compute > 0.0) & (compute >= self.skip)
+        if self.r0 is None:
+            first = np.concatenate([curve.compute == curve.compute.min() for curve in curves])
+            keep &= ~first
+            points = Points.of(compute[keep], score[keep], float(score[first].mean()), start_weight=int(first.sum()))
+        else:
+            points = Points.of(compute[keep], score[keep], self.r0, start_weight=math.inf)
         if points.score.max() > self.a_max:
             raise StoreError(
                 f"{curves[0].name}: the score reaches {points.score.max():g}, above --a-max {self.a_max:g}; give an "
@@ -160,6 +138,7 @@ class Bounds:
         return points
 
     def grid(self, points: Points) -> Grid:
+        """Return the grid, what is not given from the data."""
         return Grid.derived(
             points, a_min=self.a_min, a_max=self.a_max, c_mid_min=self.c_mid_min, c_mid_max=self.c_mid_max
         )
@@ -174,7 +153,7 @@ def fit_report(
     at: Sequence[float] = (),
     plot_path: Path | None = None,
 ) -> dict[str, Any]:
-    """A joint fit of repeats, and with `at` forecasts. Keys A, B, C_mid, R_0, their intervals, identifiable, …"""
+    """Return a joint fit of repeats, with `at` forecasts: A, B, C_mid, R_0, their intervals, identifiable, …"""
     if any(compute <= 0.0 for compute in at):
         raise RecipeError(f"--at {min(at):g} is no compute to forecast for, expected more than 0")
     curves = _read(sources, x, y)
@@ -202,25 +181,29 @@ def compare_report(
     y: str | None,
     bounds: Bounds,
     *,
-    common_a: float | None = None,
     plot_path: Path | None = None,
 ) -> dict[str, Any]:
-    """A fit of each source, and another of each at a common A, in whose light B and C_mid can be compared."""
+    """Return a fit of each source, and another of each at a common A, at which B and C_mid can be compared."""
     if len(sources) < 2:
-        raise RecipeError("compare needs at least two sources; for one use `evenkeel scaling fit`")
+        raise RecipeError("--compare needs at least two sources; leave it out for one")
     curves = _read(sources, x, y)
     all_fitted, reports = zip(*(_fit([curve], bounds) for curve in curves), strict=True)
     all_points = [fitted.points for fitted in all_fitted]
-    if common_a is None:  # from a grid that is above every curve's R_0
-        least = max(float(bounds.grid(points).asymptotes[0]) for points in all_points)
-        common_a = common_asymptote([(points, replace(bounds, a_min=least).grid(points)) for points in all_points])
+    # From a grid that is above every curve's R_0.
+    least = max(float(bounds.grid(points).asymptotes[0]) for points in all_points)
+    common_a = common_asymptote([(points, replace(bounds, a_min=least).grid(points)) for points in all_points])
     for curve, report in zip(curves, reports, strict=True):
         refit = _fit([curve], bounds, fixed=common_a)[1]
         kept = ("A", "B", "C_mid", "R_0", "B_interval", "C_mid_interval", "residual_std")
         report["at_common_A"] = {key: refit[key] for key in kept}
     if plot_path is not None:
         plot(all_fitted, plot_path, x=curves[0].x, y=curves[0].y)
-    return dict(common_A=common_a, runs_fitted=list(reports), warnings=_remarks(reports))
+    asymptotes, warnings = [report["A"] for report in reports], list[str]()
+    if unknown := [", ".join(report["runs"]) for report in reports if not report["identifiable"]]:
+        warnings = [f"the common A rests partly on curves that cannot tell their own: {'; '.join(unknown)}"]
+    elif max(asymptotes) - min(asymptotes) <= MARGIN:
+        warnings = [f"the asymptotes differ by no more than repeats of one run do ({MARGIN}): compare B and C_mid"]
+    return dict(common_A=common_a, runs_fitted=list(reports), warnings=warnings)
 
 
 def _read(sources: Sequence[Path], x: str | None, y: str | None) -> list[Curve]:
@@ -233,13 +216,15 @@ def _read(sources: Sequence[Path], x: str | None, y: str | None) -> list[Curve]:
 
 def _fit(curves: Sequence[Curve], bounds: Bounds, fixed: float | None = None) -> tuple[Fitted, dict[str, Any]]:
     points = bounds.points(curves)
-    if fixed is not None and fixed <= points.start:
-        raise RecipeError(f"a common A of {fixed:g} is not above an R_0 of {points.start:g}; give --common-a above")
     grid = (bounds if fixed is None else replace(bounds, a_min=fixed, a_max=fixed)).grid(points)
     fit = fit_curve(points, grid)
     region = Region.around(fit, points, grid)
     identifiable, warnings = judge(fit, region, points, grid)
     fitted = Fitted(name=curves[0].name, points=points, fit=fit, region=region)
+    first = max(float(curve.compute.min()) for curve in curves)
+    risen = float(progress(max(first, 1e-300), fit.exponent, fit.midpoint)[0]) * (fit.asymptote - fit.start)
+    if bounds.r0 is None and first > 0.0 and risen >= 0.5 * fit.residual_std:  # then A is too high
+        warnings.append(f"R_0 was taken at C = {first:g}, where the curve has risen by {risen:.3f} already; give --r0")
     report = dict(
         A=fit.asymptote,
         B=fit.exponent,
@@ -256,31 +241,9 @@ def _fit(curves: Sequence[Curve], bounds: Bounds, fixed: float | None = None) ->
         x=curves[0].x,
         y=curves[0].y,
         runs=[curve.name for curve in curves],
-        warnings=[*warnings, *_late_start(fitted, curves, bounds)],
+        warnings=warnings,
     )
     return fitted, report
-
-
-def _late_start(fitted: Fitted, curves: Sequence[Curve], bounds: Bounds) -> list[str]:
-    """R_0 taken from a point at which the curve has already risen makes A too high."""
-    if bounds.r0 is not None:
-        return []
-    fit, first = fitted.fit, max(float(curve.compute.min()) for curve in curves)
-    risen = float(progress(max(first, 1e-300), fit.exponent, fit.midpoint)[0]) * (fit.asymptote - fit.start)
-    if first == 0.0 or risen < 0.5 * fit.residual_std:
-        return []
-    return [f"R_0 was taken at C = {first:g}, where the curve has risen by {risen:.3f} already; give --r0"]
-
-
-def _remarks(reports: Sequence[dict[str, Any]]) -> list[str]:
-    """What to keep in mind when reading a comparison."""
-    asymptotes = [report["A"] for report in reports]
-    unknown = [", ".join(report["runs"]) for report in reports if not report["identifiable"]]
-    if unknown:
-        return [f"the common A rests partly on curves that cannot tell their own: {'; '.join(unknown)}"]
-    if max(asymptotes) - min(asymptotes) <= MARGIN:
-        return [f"the asymptotes differ by no more than repeats of one run do ({MARGIN}): compare B and C_mid"]
-    return []
 
 
 _NUM_PLACES = 120
@@ -307,7 +270,17 @@ def plot(fitted: Sequence[Fitted], path: Path, *, x: str, y: str, marks: Sequenc
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for index, one in enumerate(fitted):
-        _draw(axes, one, f"C{index}", max([_BEYOND * one.points.end, *marks]))
+        points, fit, color = one.points, one.fit, f"C{index}"
+        places = np.geomspace(points.compute[0], max([_BEYOND * points.end, *marks]), _NUM_PLACES)
+        lows, highs = zip(*(one.region.score_at(place) for place in places), strict=True)
+        axes.fill_between(places, lows, highs, color=color, alpha=0.15, linewidth=0)
+        label = f"{one.name}: A {fit.asymptote:.3f}, B {fit.exponent:.2f}, C_mid {fit.midpoint:.4g}"
+        until = np.append(places[places < points.end], points.end)
+        beyond = np.append(points.end, places[places > points.end])
+        axes.plot(until, fit.score_at(until), color=color, label=label)
+        axes.plot(beyond, fit.score_at(beyond), color=color, linestyle="--")
+        axes.plot(points.compute, points.score, ".", color=color, markersize=4)
+        axes.axvline(fit.midpoint, color=color, linestyle=":", linewidth=1)
     for mark in marks:
         low, high = fitted[0].region.score_at(mark)
         middle = float(fitted[0].fit.score_at(mark))
@@ -318,17 +291,3 @@ def plot(fitted: Sequence[Fitted], path: Path, *, x: str, y: str, marks: Sequenc
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=150)
-
-
-def _draw(axes: Axes, one: Fitted, color: str, end: float) -> None:
-    points, fit = one.points, one.fit
-    places = np.geomspace(points.compute[0], end, _NUM_PLACES)
-    low, high = zip(*(one.region.score_at(place) for place in places), strict=True)
-    axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
-    label = f"{one.name}: A {fit.asymptote:.3f}, B {fit.exponent:.2f}, C_mid {fit.midpoint:.4g}"
-    until = np.append(places[places < points.end], points.end)
-    beyond = np.append(points.end, places[places > points.end])
-    axes.plot(until, fit.score_at(until), color=color, label=label)
-    axes.plot(beyond, fit.score_at(beyond), color=color, linestyle="--")
-    axes.plot(points.compute, points.score, ".", color=color, markersize=4)
-    axes.axvline(fit.midpoint, color=color, linestyle=":", linewidth=1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.advantages.methods import Advantage
-from pipeline.analysis.run_log import RunLog, number, samples_of_batches, step_seconds
+from pipeline.analysis.run_log import SFT_FILE, RunLog, number, samples_of_batches
 from pipeline.config.recipe import Recipe, advice, layout_name
 from pipeline.errors import EvenKeelError, StoreError
 from precision.corrections import Correction
@@ -60,11 +60,26 @@ def summarize(run_log: RunLog, histories: Sequence[AlarmHistory] | None = None) 
     tokens = sum(run_log.series("num_tokens")[1])
     committed, samples = run_log.of_kind("committed"), sum(samples_of_batches(run_log).values())
     timed = [line for line in run_log.metrics if line.get("seconds")]
-    seconds = sum(map(step_seconds, timed))
-    since = _reward_since(run_log)
+    seconds = sum(float(spent) for line in timed for spent in line["seconds"].values())
+    # Scores before a changed reward are of another one.
+    changed = [int(event["step"]) for event in run_log.of_kind("files_changed") if event["what"] == "reward"]
+    for before, after in pairwise(run_log.recipes):
+        tasks = [one.recipe.task.model_dump(mode="json") for one in (before, after)]
+        judged = [[task.get("reward"), *(part.get("reward") for part in task.get("sources") or ())] for task in tasks]
+        changed += [after.first_step] if judged[0] != judged[1] else []
+    since = max(changed, default=0)
     state = f"unfinished: {run_log.num_steps} of {recipe.run.steps} steps"
-    if run_log.is_complete or not (run_log.events or run_log.metrics):
-        state = "finished" if run_log.is_complete else "not started"
+    if run_log.num_steps >= recipe.run.steps:
+        state = "finished"
+    elif not (run_log.events or run_log.metrics):
+        state = "not started"
+    sft: dict[str, float | None] | None = None
+    if (run_log.run_dir / SFT_FILE).exists():
+        sft = {"lr_last": run_log.last("lr")}
+        for name in ("loss", "held_out_loss"):
+            values = run_log.series(name)[1]
+            sft |= {f"{name}_first": values[0] if values else None, f"{name}_last": values[-1] if values else None}
+    updates = recipe.learner.updates_per_batch
     return dict(
         name=recipe.run.name,
         state=state,
@@ -74,7 +89,7 @@ def summarize(run_log: RunLog, histories: Sequence[AlarmHistory] | None = None) 
         wall_s=run_log.wall_s,
         samples=samples,
         tokens=int(tokens),
-        sft=_sft(run_log) if run_log.is_sft else None,
+        sft=sft,
         tokens_per_s=sum(number(line, "num_tokens") or 0.0 for line in timed) / seconds if seconds > 0 else None,
         learner_layout=layout_name(recipe.learner).replace("one", "one process"),
         learner_precision=recipe.learner.precision + (", FP8 emulated" if recipe.learner.fp8_emulation else ""),
@@ -83,7 +98,7 @@ def summarize(run_log: RunLog, histories: Sequence[AlarmHistory] | None = None) 
         objective=describe_choice(recipe.objective),
         correction=describe_choice(recipe.correction),
         advantage=describe_choice(recipe.advantage),
-        schedule=describe_schedule(recipe),
+        schedule=f"{recipe.build_schedule()}" + (f", {updates} updates a batch" if updates > 1 else ""),
         reward_last=run_log.last("reward_mean"),
         ess_last=run_log.last("ess"),
         ess_min=min(run_log.series("ess")[1], default=None),
@@ -97,17 +112,8 @@ def summarize(run_log: RunLog, histories: Sequence[AlarmHistory] | None = None) 
         bottleneck=bottleneck(newest_shares(run_log)),
         teacher_failures=int(sum(run_log.series("teacher_failures")[1])),
         warnings=_warnings(run_log, samples, since),
-        alarms=[history.text for history in histories],
+        alarms=[f"{one.name}: {one.beyond}, at {one.steps}" for one in histories],
     )
-
-
-def _sft(run_log: RunLog) -> dict[str, float | None]:
-    """Return the first and the last loss, on what is learned and held out, and the last learning rate."""
-    found = {"lr_last": run_log.last("lr")}
-    for name in ("loss", "held_out_loss"):
-        values = run_log.series(name)[1]
-        found |= {f"{name}_first": values[0] if values else None, f"{name}_last": values[-1] if values else None}
-    return found
 
 
 def _warnings(run_log: RunLog, samples: int, since: int) -> list[str]:
@@ -154,12 +160,6 @@ def describe_choice(section: Objective | Correction | Advantage) -> str:
     return f"{section.name} ({options})" if options else section.name
 
 
-def describe_schedule(recipe: Recipe) -> str:
-    """Return the schedule with its number, and the updates of a batch where there are several."""
-    updates = recipe.learner.updates_per_batch
-    return f"{recipe.build_schedule()}" + (f", {updates} updates a batch" if updates > 1 else "")
-
-
 def _held_out(run_log: RunLog, since: int) -> dict[str, Any]:
     """Return of the first and the last evaluation from version `since` on: pass@1 with its interval, pass@k of the
     largest k that both measured, and rewards."""
@@ -185,21 +185,6 @@ def _held_out(run_log: RunLog, since: int) -> dict[str, Any]:
     return values
 
 
-def _reward_since(run_log: RunLog) -> int:
-    """Return the first step of the reward that the run has now: scores before it are of another."""
-    changed = [int(event["step"]) for event in run_log.of_kind("files_changed") if event["what"] == "reward"]
-    for before, after in pairwise(run_log.recipes):
-        if rewards_of(before.recipe) != rewards_of(after.recipe):
-            changed.append(after.first_step)
-    return max(changed, default=0)
-
-
-def rewards_of(recipe: Recipe) -> list[Any]:
-    """Return the keys of a recipe that say how an answer is judged."""
-    task = recipe.task.model_dump(mode="json")
-    return [task.get("reward"), [source.get("reward") for source in task.get("sources") or ()]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class AlarmHistory:
     """All steps of a run that broke one rule."""
@@ -213,22 +198,11 @@ class AlarmHistory:
     lasts: bool
     """Whether the newest step broke it."""
 
-    @property
-    def name(self) -> str:
-        return self.worst.rule.name.replace("_", " ")
-
-    @property
-    def text(self) -> str:
-        """One line: `ess low: 0.12 at worst, below 0.3, at 2 of steps 3 to 7, until now`."""
-        beyond = f"{self.worst.value_text} at worst, {self.worst.rule.wrong} {self.worst.bound:g}"
-        return f"{self.name}: {beyond}, at {self.steps}"
-
-    @property
-    def steps(self) -> str:
-        """`step 3`, or `2 of steps 3 to 7, until now`."""
-        first, last = self.first_step, self.last_step
-        steps = f"step {first}" if first == last else f"{self.num_steps} of steps {first} to {last}"
-        return f"{steps}, until now" if self.lasts else steps
+    name: str
+    steps: str
+    """`step 3`, or `2 of steps 3 to 7, until now`."""
+    beyond: str
+    """`0.12 at worst, below 0.3`."""
 
 
 def formats_differ(recipe: Recipe) -> bool:
@@ -250,14 +224,20 @@ def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
             by_rule.setdefault(alarm.rule.name, []).append((step, alarm))
     found = []
     for steps in by_rule.values():
-        sign = 1.0 if steps[0][1].rule.wrong == "above" else -1.0
+        (first, alarm), (last, _) = steps[0], steps[-1]
+        sign, lasts = 1.0 if alarm.rule.wrong == "above" else -1.0, last == run_log.num_steps - 1
+        worst = max((broken for _, broken in steps), key=lambda one: sign * (one.value - one.bound))
+        when = f"step {first}" if first == last else f"{len(steps)} of steps {first} to {last}"
         found.append(
             AlarmHistory(
-                worst=max((alarm for _, alarm in steps), key=lambda alarm: sign * (alarm.value - alarm.bound)),
-                first_step=steps[0][0],
-                last_step=steps[-1][0],
+                worst=worst,
+                first_step=first,
+                last_step=last,
                 num_steps=len(steps),
-                lasts=steps[-1][0] == run_log.num_steps - 1,
+                lasts=lasts,
+                name=alarm.rule.name.replace("_", " "),
+                steps=f"{when}, until now" if lasts else when,
+                beyond=f"{worst.value_text} at worst, {worst.rule.wrong} {worst.bound:g}",
             )
         )
     return sorted(found, key=lambda history: (not history.lasts, -history.last_step, -history.num_steps))

@@ -31,7 +31,7 @@ def split(arm: Arm, share: float) -> int:
 
 def forecast_end(arm: Arm, share: float) -> Told:
     """Fit pass@1 (mean over seeds) against samples in the first `share` of the run and read the curve at its end, as
-    `evenkeel scaling forecast` does: R_0 is a point like the others, each a mean over
+    `evenkeel scaling --at` does: R_0 is a point like the others, each a mean over
     the same runs."""
     scores, samples, known = arm.curve().mean(axis=(0, 2)), arm.costs("samples"), split(arm, share)
     try:

@@ -13,8 +13,8 @@ from launch.roles.base import Rendezvous
 from launch.roles.engine import hold_weights, release_weights
 from launch.run.replay import manifest
 from launch.verify.history import check_history
+from pipeline.analysis.samples import Background, render_batch
 from pipeline.analysis.summary import summary
-from pipeline.analysis.trajectories import render_batch
 from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import newest
 from pipeline.data.quant_maps import NumberedMaps, read_quant_map
@@ -63,9 +63,10 @@ def trajectories(path: Path) -> str:
     run = RunDirectory(path)
     tokenizer = build_tokenizer(run.recipe())
     store = BatchStore(run.batches)
-    lines = []
+    background, lines = Background(path), list[str]()
     for index in store.committed():
-        lines += render_batch(store.read(index, None), tokenizer, learner_logprobs=run.learner_logprobs(index))
+        learner = run.learner_logprobs(index)
+        lines += render_batch(store.read(index, None), tokenizer, background, learner_logprobs=learner)
     return "\n".join(lines)
 
 

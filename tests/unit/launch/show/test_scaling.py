@@ -54,7 +54,7 @@ def answer(*arguments: object) -> dict[str, Any]:
 
 
 def test_fit_as_json(scale_rl: Path) -> None:
-    result = answer("fit", scale_rl)
+    result = answer(scale_rl)
     assert set(result) >= KEYS
     assert result["A"] == pytest.approx(0.610, abs=0.01)
     assert result["B"] == pytest.approx(1.92, rel=0.1)
@@ -69,7 +69,7 @@ def test_fit_as_json(scale_rl: Path) -> None:
 
 def test_a_given_start_and_the_papers_grid(scale_rl: Path) -> None:
     ranges = ("--a-min", 0.45, "--a-max", 0.8, "--c-mid-min", 100, "--c-mid-max", 40_000)
-    result = answer("fit", scale_rl, "--r0", 0.35, *ranges)
+    result = answer(scale_rl, "--r0", 0.35, *ranges)
     assert result["R_0"] == 0.35
     assert result["A"] == pytest.approx(0.610, abs=0.011)
     spacing = (40_000 - 100) / 99
@@ -78,8 +78,8 @@ def test_a_given_start_and_the_papers_grid(scale_rl: Path) -> None:
 
 def test_too_short_a_curve_says_so_in_words(tmp_path: Path) -> None:
     short = write(tmp_path / "short.jsonl", 2542, 1.92, 0.610, reach=0.7)
-    assert answer("fit", short)["identifiable"] is False
-    said = " ".join(invoke("fit", short).split())
+    assert answer(short)["identifiable"] is False
+    said = " ".join(invoke(short).split())
     assert "! A is not identifiable" in said
     assert "train to at least twice C_mid" in said
 
@@ -87,22 +87,22 @@ def test_too_short_a_curve_says_so_in_words(tmp_path: Path) -> None:
 def test_a_start_taken_late_is_warned_of(tmp_path: Path, scale_rl: Path) -> None:
     late = tmp_path / "late.jsonl"
     late.write_text("".join(scale_rl.read_text(encoding="utf-8").splitlines(keepends=True)[8:]), encoding="utf-8")
-    assert any("R_0 was taken at C = 2033.6" in text for text in answer("fit", late)["warnings"])
+    assert any("R_0 was taken at C = 2033.6" in text for text in answer(late)["warnings"])
 
 
 def test_repeats_are_fitted_jointly(tmp_path: Path, scale_rl: Path) -> None:
     again = write(tmp_path / "again.jsonl", 2542, 1.92, 0.610, seed=5)
-    result = answer("fit", scale_rl, again)
+    result = answer(scale_rl, again)
     assert result["num_points"] == 80
     assert len(result["A_by_run"]) == 2
-    alone = answer("fit", scale_rl)
+    alone = answer(scale_rl)
     assert result["A_by_run"][0] == alone["A"]
     width, alone_width = (np.ptp(one["A_interval"]) for one in (result, alone))
     assert width < alone_width
 
 
 def test_forecast(scale_rl: Path) -> None:
-    result = answer("forecast", scale_rl, "--at", 2542, "--at", 25_420)
+    result = answer(scale_rl, "--at", 2542, "--at", 25_420)
     inside, beyond = result["forecasts"]
     # Half way at C_mid; at 10 C_mid 1 / (1 + 10^-1.92) = .98812 of the rise of .26.
     assert inside["R"] == pytest.approx(0.35 + 0.13, abs=0.003)
@@ -111,11 +111,11 @@ def test_forecast(scale_rl: Path) -> None:
     for one in (inside, beyond):
         assert one["R_interval"][0] <= one["R"] <= one["R_interval"][1]
     assert np.ptp(inside["R_interval"]) < np.ptp(beyond["R_interval"])
-    assert "beyond the data" in invoke("forecast", scale_rl, "--at", 25_420)
+    assert "beyond the data" in invoke(scale_rl, "--at", 25_420)
 
 
 def test_compare_refits_at_a_common_asymptote(scale_rl: Path, batch_512: Path) -> None:
-    result = answer("compare", scale_rl, batch_512)
+    result = answer("--compare", scale_rl, batch_512)
     first, second = result["runs_fitted"]
     assert min(first["A"], second["A"]) <= result["common_A"] <= max(first["A"], second["A"])
     assert first["at_common_A"]["A"] == second["at_common_A"]["A"] == result["common_A"]
@@ -123,40 +123,33 @@ def test_compare_refits_at_a_common_asymptote(scale_rl: Path, batch_512: Path) -
     # One parameter less to be unsure of.
     assert np.ptp(first["at_common_A"]["B_interval"]) < np.ptp(first["B_interval"])
     assert any("compare B and C_mid" in text for text in result["warnings"])
-    given = answer("compare", scale_rl, batch_512, "--common-a", 0.62)
-    assert given["runs_fitted"][1]["at_common_A"]["A"] == 0.62
-    shown = invoke("compare", scale_rl, batch_512)
+    shown = invoke("--compare", scale_rl, batch_512)
     assert "at A = 0.6" in shown
     assert "batch_512" in shown
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"), [("fit", ()), ("forecast", ("--at", "90000")), ("compare", ("--common-a", "0.61"))]
-)
-def test_pictures(tmp_path: Path, scale_rl: Path, batch_512: Path, command: str, extra: tuple[str, ...]) -> None:
-    sources = [scale_rl, batch_512] if command == "compare" else [scale_rl]
-    invoke(command, *sources, *extra, "--plot", tmp_path / "p.svg")
+@pytest.mark.parametrize("extra", [("--at", "90000"), ("--compare",)])
+def test_pictures(tmp_path: Path, scale_rl: Path, batch_512: Path, extra: tuple[str, ...]) -> None:
+    sources = [scale_rl, batch_512] if "--compare" in extra else [scale_rl]
+    invoke(*sources, *extra, "--plot", tmp_path / "p.svg")
     svg = (tmp_path / "p.svg").read_text()
     assert "<svg" in svg
     # A dashed part for what lies beyond the data, and a dotted line at C_mid, for each curve.
     assert svg.count("stroke-dasharray") >= 2 * len(sources)
-    if command == "fit":
-        invoke(command, *sources, "--plot", tmp_path / "p.png")
-        assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("fit", "{tmp}/nowhere"), StoreError, "nowhere does not exist"),
-        (("fit", "{tmp}"), RecipeError, "--x gpu_hours is not known for a run"),
-        (("fit", "{file}", "--a-max", "0.5"), StoreError, r"reaches 0\.59\d*, above --a-max 0\.5"),
-        (("fit", "{file}", "--skip", "1e9"), StoreError, "0 points are left to fit"),
-        (("fit", "{file}", "--plot", "{tmp}/p.pdf"), RecipeError, r"expected \.png or \.svg"),
-        (("fit", "{file}", "--plot", "{tmp}/no/p.png"), RecipeError, "does not exist; make it first"),
-        (("forecast", "{file}", "--at", "0"), RecipeError, "--at 0 is no compute"),
-        (("compare", "{file}"), RecipeError, "compare needs at least two sources"),
-        (("compare", "{file}", "{file}", "--common-a", "0.2"), RecipeError, "not above an R_0"),
+        (("{tmp}/nowhere",), StoreError, "nowhere does not exist"),
+        (("{tmp}",), RecipeError, "--x gpu_hours is not known for a run"),
+        (("{file}", "--a-max", "0.5"), StoreError, r"reaches 0\.59\d*, above --a-max 0\.5"),
+        (("{file}", "--skip", "1e9"), StoreError, "0 points are left to fit"),
+        (("{file}", "--plot", "{tmp}/p.pdf"), RecipeError, r"expected \.png or \.svg"),
+        (("{file}", "--plot", "{tmp}/no/p.png"), RecipeError, "does not exist; make it first"),
+        (("{file}", "--at", "0"), RecipeError, "--at 0 is no compute"),
+        (("--compare", "{file}"), RecipeError, "--compare needs at least two sources"),
+        (("--compare", "{file}", "{file}", "--at", "9"), RecipeError, "--at belongs to a fit"),
     ],
 )
 def test_errors_are_ours(
@@ -169,7 +162,7 @@ def test_errors_are_ours(
 
 
 def test_the_command_ends_with_one_line_and_code_1(scale_rl: Path) -> None:
-    done = evenkeel("scaling", "fit", scale_rl)
+    done = evenkeel("scaling", scale_rl)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert "it has numbers in gpu_hours, reward" in done.stderr

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from launch.convert.new_model import new_model
-from launch.show.trajectories import Filter, as_mapping, export
+from launch.show.trajectories import as_mapping, export
 from pipeline.data.batch import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -60,8 +60,7 @@ def test_parquet_and_json_lines_hold_the_same_rows(run: RunDirectory, tmp_path: 
     gaps = np.linspace(-0.5, 0.25, len(sampled.rollout_logprobs), dtype=np.float32)
     run.write_learner_logprobs(0, sampled.rollout_logprobs + gaps)
     for kind in ("parquet", "jsonl"):
-        written = {"parquet": None, "jsonl": None, kind: tmp_path / f"out.{kind}"}
-        assert export(run.path, **written, chosen=Filter())["samples"] == 2
+        assert export(run.path, tmp_path / f"out.{kind}")["samples"] == 2
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     rows = [
         row | dict(reward_parts=dict(row["reward_parts"]))
@@ -82,7 +81,7 @@ def test_a_sample_that_the_learner_has_not_looked_at_has_no_log_ratio(run: RunDi
     learner[first] += 0.5
     run.write_learner_logprobs(0, learner)
     written = tmp_path / "out.jsonl"
-    assert export(run.path, parquet=None, jsonl=written, chosen=Filter())["samples"] == 2
+    assert export(run.path, written)["samples"] == 2
     unseen, seen = map(json.loads, written.read_text().splitlines())
     assert (unseen["log_ratio_mean"], unseen["log_ratio_abs_max"]) == (None, None)
     assert seen["log_ratio_mean"] == pytest.approx(0.5 / int(sampled.response_lengths[1]), abs=1e-6)
@@ -93,8 +92,8 @@ def test_filters_keep_what_they_name(run: RunDirectory, tmp_path: Path) -> None:
     BatchStore(run.batches).commit(batch(tmp_path, [[0.5, 0.25]], index=1, seed=1))
     text = as_mapping(run.path, 1, 1)["samples"][0]["response"]
 
-    def kept(**chosen: object) -> list[tuple[int, float]]:
-        export(run.path, parquet=None, jsonl=tmp_path / "out.jsonl", chosen=Filter(**chosen))  # type: ignore[arg-type]
+    def kept(**chosen: Any) -> list[tuple[int, float]]:
+        export(run.path, tmp_path / "out.jsonl", **chosen)
         lines = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
         return [(line["batch"], line["reward"]) for line in lines]
 
@@ -110,7 +109,7 @@ def test_filters_keep_what_they_name(run: RunDirectory, tmp_path: Path) -> None:
 def test_a_run_without_a_batch_has_nothing_to_export(run: RunDirectory, tmp_path: Path) -> None:
     path = write_run(tmp_path, 1, name="other", overrides=dict(model=dict(path=str(tmp_path / "base"))))
     with pytest.raises(RecipeError, match=r"other has no batch, so nothing to export"):
-        export(path, parquet=None, jsonl=tmp_path / "out.jsonl", chosen=Filter())
+        export(path, tmp_path / "out.jsonl")
 
 
 def test_samples_of_one_finish_or_source_are_kept(run: RunDirectory, tmp_path: Path) -> None:
@@ -126,18 +125,18 @@ def test_samples_of_one_finish_or_source_are_kept(run: RunDirectory, tmp_path: P
     BatchStore(RunDirectory(path).batches).commit(mixed)
 
     def kept(*options: str) -> list[float]:
-        done = evenkeel("trajectories", "export", path, "--jsonl", tmp_path / "out.jsonl", *options)
+        done = evenkeel("trajectories", "export", path, tmp_path / "out.jsonl", *options)
         assert done.returncode == 0, done.stderr
         return [json.loads(line)["reward"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
     assert kept("--finish", "length") == [0.0, 0.25]
     assert kept("--source", "words") == [0.5, 0.25]
     assert kept("--source", "sums", "--finish", "stop") == [1.0]
-    done = evenkeel("trajectories", "export", path, "--jsonl", tmp_path / "out.jsonl", "--source", "wrods")
+    done = evenkeel("trajectories", "export", path, tmp_path / "out.jsonl", "--source", "wrods")
     assert done.returncode == 1
     assert f"--source is 'wrods', but the sources of {path} are sums, words; name one of them" in done.stderr
     with pytest.raises(RecipeError, match=r"the task of .* has no task\.sources; leave --source out"):
-        export(run.path, parquet=None, jsonl=tmp_path / "out.jsonl", chosen=Filter(source="sums"))
+        export(run.path, tmp_path / "out.jsonl", source="sums")
 
 
 def _two_sources() -> dict[str, object]:
@@ -147,7 +146,7 @@ def _two_sources() -> dict[str, object]:
 
 def test_a_file_that_cannot_be_written_is_named(run: RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot write .*missing/out\.jsonl"):
-        export(run.path, parquet=None, jsonl=tmp_path / "missing" / "out.jsonl", chosen=Filter())
+        export(run.path, tmp_path / "missing" / "out.jsonl")
 
 
 def test_a_run_whose_model_is_gone_is_read_with_a_model_of_its_own(run: RunDirectory, tmp_path: Path) -> None:

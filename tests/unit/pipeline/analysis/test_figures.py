@@ -1,39 +1,29 @@
-"""The figures of a report: what objective, correction and advantage measured, rewards, mismatch, controller, speeds."""
+"""The figures of a report: rewards, mismatch, controller, weights by solve rate, speeds."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from launch.build.components import build_objective
 from launch.run.live_view import event_line
 from pipeline.advantages.methods import Advantage, Groups, Power, Rewards
 from pipeline.analysis.figures import LAST_STEPS, Section, floors, mean_by_bucket, sections, speeds
-from pipeline.analysis.report import render_page, write_report
+from pipeline.analysis.report import render_page
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.summary import summarize
-from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import recipe_from
-from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.event_log import EventLog
-from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.data.run_directory import unfenced
 from pipeline.data.run_recipes import RecipeInForce
 from pipeline.data.store import BatchStore
 from precision.controller.records import Decision, Evidence, State
-from precision.settings import Measure
 from tests.support.batches import batch_of_rewards
-from tests.support.objective_runs import run
-from tests.support.own_class import EXAMPLE, SECTION
-from tests.support.scored_steps import scored_step
 from tests.support.written_runs import START, write_run
 
 WriteRun = Callable[..., Path]
@@ -46,95 +36,6 @@ def section(run_log: RunLog, title: str) -> Section | None:
 def drawn(run_log: RunLog) -> dict[str, str]:
     """Title → svg of every figure."""
     return {figure.title: figure.svg for part in sections(run_log) for figure in part.figures}
-
-
-OLD_ANCHOR = dict(name="clipped", anchor="old")
-COMBINATIONS: list[dict[str, dict[str, Any]]] = [
-    dict(objective=dict(name="p3o"), advantage=dict(name="grpo")),
-    dict(objective=dict(name="p3o", ess_unit="sequence"), advantage=dict(name="rloo", batch_normalized=True)),
-    dict(objective=dict(name="p4o"), advantage=dict(name="asym_grpo")),
-    dict(objective=OLD_ANCHOR | dict(dual_clip=2.0), correction=dict(name="tis"), advantage=dict(name="fade")),
-    dict(objective=OLD_ANCHOR, correction=dict(name="mis"), advantage=dict(name="maxrl", aggregation="sequence")),
-    dict(objective=OLD_ANCHOR, correction=dict(name="icepop"), advantage=dict(name="power", delta=0.5)),
-    dict(objective=dict(name="gspo", anchor="old"), correction=dict(name="rejection")),
-    dict(objective=dict(name="cispo"), correction=dict(name="opsm"), advantage=dict(name="dr_grpo")),
-    dict(objective=dict(name="mu_grpo"), advantage=dict(name="f_grpo", zero_variance="skip")),
-    dict(objective=dict(name="decoupled"), advantage=dict(name="pass_at_k", k=7)),
-    dict(objective=dict(name="m2po"), advantage=dict(name="rloo", aggregation="constant")),
-    dict(objective=dict(name="dppo_tv")),
-    dict(objective=dict(name="topr"), advantage=dict(name="dr_grpo", aggregation="prompt")),
-]
-COMBINATIONS += [
-    dict(objective=dict(name=name))
-    for name in OBJECTIVES
-    if all(sections["objective"]["name"] != name for sections in COMBINATIONS)
-]
-"""Every objective is among them."""
-
-NOT_DRAWN = {"clip_hits", "k3", "kl"}
-"""The sum of two that are drawn, and what the page shows as k3 KL."""
-
-
-def names(values: dict[str, dict[str, Any]]) -> str:
-    return "-".join(section["name"] for section in values.values())
-
-
-def measured_by(recipe: Recipe) -> dict[str, float]:
-    """What a real step writes: two responses with ratios far from 1."""
-    step = scored_step([[0.3, -0.8, 1.1], [0.9, -1.4]], [1.0, -1.0], old=[[0.2, -0.5, 0.9], [0.8, -1.2]])
-    outcome = run(build_objective(recipe), step)
-    estimator = recipe.advantage.estimator()
-    estimator.observe(solve_rate=0.4, entropy=1.5)
-    sums = {name: value / 5 for name, value in outcome.sums.items()}
-    return sums | dict(outcome.prepared.measured) | estimator.measured()
-
-
-@pytest.mark.parametrize("sections", COMBINATIONS, ids=names)
-def test_every_choice_renders_and_leaves_no_measure_out(write_run: WriteRun, sections: dict[str, Any]) -> None:
-    path = write_run(0, overrides=sections)
-    measured = measured_by(RunDirectory(path).recipe())
-    for step in range(2):
-        EventLog(path, "learner-000001").metrics(step, solve_rate=0.4, entropy=1.5, **measured)
-    run_log = RunLog.read(path)
-    page = render_page(run_log)
-    assert 'aria-label="weight by solve rate"' in page
-    shown = measures_of(run_log.recipe)
-    drawn = {metric for measure in shown if f'aria-label="{escape(measure.title)}"' in page for metric in keys(measure)}
-    assert set(measured) - NOT_DRAWN <= drawn
-    assert summarize(run_log)["objective"].startswith(sections["objective"]["name"])
-    assert sections.get("correction", dict(name="none"))["name"] in page
-
-
-def measures_of(recipe: Recipe) -> list[Measure]:
-    return [*recipe.objective.measures, *recipe.correction.measures, *recipe.advantage.measures]
-
-
-def keys(measure: Measure) -> list[str]:
-    return [metric for metric, _, _ in measure.lines]
-
-
-def test_every_drawn_metric_is_one_that_something_measures(write_run: WriteRun) -> None:
-    """Otherwise a renamed measure would leave the page silently."""
-    measured = {"solve_rate", "entropy"}
-    for number, chosen in enumerate(COMBINATIONS):
-        measured |= set(measured_by(RunDirectory(write_run(0, name=f"r{number}", overrides=chosen)).recipe()))
-    everything = (*OBJECTIVES.values(), *CORRECTIONS.values(), *ADVANTAGES.values())
-    assert {metric for choice in everything for measure in choice.measures for metric in keys(measure)} <= measured
-
-
-def test_a_user_s_own_class_has_its_name_and_its_figure(
-    write_run: WriteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_objectives.py").write_text(EXAMPLE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_objectives", raising=False)
-    path = write_run(3, overrides=SECTION)
-    EventLog(path, "learner-000001").metrics(3, weight=1.25)
-    history = RunLog.read(path)
-    assert summarize(history)["objective"] == "soft_cap (cap 3.0)"
-    page = render_page(history)
-    assert 'aria-label="Mean weight"' in page
-    assert "soft_cap (cap 3.0)" in page
 
 
 class Halves(Advantage):
@@ -183,24 +84,6 @@ def test_an_advantage_without_a_closed_form_is_drawn_for_the_run_s_groups(write_
     assert ">failures</text>" in svg
 
 
-def test_sources_and_parts_of_the_reward_are_lines_whose_names_are_no_part_of_the_page(write_run: WriteRun) -> None:
-    """The run may be somebody else's."""
-    name = "\"'><img src=x onerror=a()>|&lt;"
-    path = write_run(0)
-    log = EventLog(path, "learner-000009")
-    for step in range(3):
-        told = {name: dict(share=0.75, reward_mean=0.1 * step), "chat": dict(share=0.25)}
-        if step:
-            told["chat"] |= dict(reward_mean=2.0)
-        log.metrics(step, sources=told, reward_parts={name: 1.0, "brief": 0.25})
-    found = drawn(RunLog.read(path))
-    assert ">chat<" in found["Reward, by source"]
-    assert ">brief<" in found["Parts of the reward"]
-    page = write_report(path).read_text()
-    assert "<img" not in page
-    assert "&lt;img src=x onerror=a()&gt;" in page
-
-
 def with_batches(path: Path, *rewards: list[list[float]]) -> list[str]:
     """The titles in the histogram of a run that has these batches."""
     store = BatchStore(path / "batches")
@@ -227,7 +110,7 @@ def test_many_rewards_are_binned_and_a_damaged_batch_is_passed_over(write_run: W
     assert all(title.startswith("batch 1, ") for title in titles)
 
 
-def test_held_out_prompts_have_their_interval_and_reward(write_run: WriteRun) -> None:
+def test_held_out_prompts_have_their_values(write_run: WriteRun) -> None:
     path = write_run(0)
     log = EventLog(path, "collector-000001")
     for version, value in ((0, 0.25), (8, 0.5)):
@@ -235,7 +118,6 @@ def test_held_out_prompts_have_their_interval_and_reward(write_run: WriteRun) ->
     found = drawn(RunLog.read(path))
     assert "<title>pass@1, 8: 0.5</title>" in found["Held-out pass@1"]
     assert "<title>pass@4, 0: 0.5</title>" in found["Held-out pass@1"]
-    assert "<title>mean reward, 8: 0.5</title>" in found["Held-out reward"]
 
 
 def test_buckets_are_means_over_the_tokens_of_the_last_steps(write_run: WriteRun) -> None:

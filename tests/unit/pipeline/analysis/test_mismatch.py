@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.analysis.mismatch import EngineCheck, findings, verdict
-from pipeline.analysis.mismatch_page import write_page
+from pipeline.analysis.mismatch import EngineCheck, findings, verdict, write_page
 from tests.support.attributions import TOKENS, measured
 
 FULL = "full:model.layers.0.self_attn.qkv_proj"
@@ -54,8 +53,6 @@ def test_the_checksums_come_first_and_name_the_parameters() -> None:
     assert (first.cause, first.where) == ("checksums", (name,))
     assert (second.cause, second.where) == (SCALE, ("model.layers.1.mlp.down_proj",))
     assert "multiplied by about 1.25" in second.text
-    lost = measured(audit=EngineCheck(compared=30, differing=tuple(map(str, range(30))))).result()
-    assert "The engine holds other weights: 30 of 30" in findings(lost)[0].text
 
 
 def test_faults_that_the_scores_cannot_tell_apart_are_named_together() -> None:
@@ -67,20 +64,17 @@ def test_faults_that_the_scores_cannot_tell_apart_are_named_together() -> None:
     assert "cannot tell that from scale:up_proj" in found.text
 
 
-def test_the_verdict_is_a_paragraph_that_says_what_to_do() -> None:
+def test_the_verdict_says_how_large_from_what_and_what_to_do() -> None:
     def said(**changes: Any) -> str:
         result = measured(**changes).result()
         return verdict(result, findings(result))
 
-    quiet = said(sizes=dict(quantization=0.0))
-    assert quiet.endswith("That is rounding, and nothing need be done.")
-    usual = said()
-    assert "Of the squared gap, 100 % quantization" in usual
-    assert "nothing need be done about it" in usual
+    assert said(sizes=dict(quantization=0.0)).endswith("That is rounding, and nothing need be done.")
+    assert "Of the squared gap, 100 % quantization" in said()
     assert "about 1.20 where the learner has 1" in said(tempered=0.2)
     assert "lower the lag" in said(sizes=dict(staleness=0.5))
-    for text in (quiet, usual):
-        assert "\n" not in text
+    for term in ("kernels", "decoding"):
+        assert "cannot be told apart here" in said(sizes={term: 0.03}, prefilled=False)
 
 
 @pytest.mark.parametrize(("luck", "kind"), [(0.003, "expected"), (0.03, "fault")])
@@ -89,15 +83,6 @@ def test_luck_of_a_learner_that_trains_with_the_formats_is_no_fault(term: str, l
     """An FP8 engine of 16 layers differs from itself by about 0.003; the quantization term cannot say so."""
     (found,) = findings(measured({"quantization": 0.0, term: luck}, trains_formats=True).result())
     assert (found.term, found.kind) == (term, kind)
-
-
-def test_without_a_score_of_the_engine_no_decoding_fault_is_claimed() -> None:
-    for term in ("kernels", "decoding"):
-        result = measured({term: 0.03}, prefilled=False).result()
-        said = verdict(result, findings(result))
-        assert "cannot be told apart here" in said
-        assert "scores them again" not in said
-        assert "samples otherwise than it scores" not in said
 
 
 def test_terms_layers_and_buckets_of_the_result() -> None:

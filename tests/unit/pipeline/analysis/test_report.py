@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.analysis import report
+from pipeline.analysis.drawing import percent_label
 from pipeline.analysis.report import environment_rows, write_last_report, write_report
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import count, decimal, duration, percent
@@ -97,15 +98,9 @@ def test_every_figure_is_there_for_a_full_run(full_page: str) -> None:
         "Training reward",
         "Entropy, nats a token",
         "Gradient norm",
-        "Learning rate",
-        "Response length, tokens",
-        "Truncated responses",
         "Effective sample size",
         "KL from engine to learner, nats a token",
         "Staleness, versions",
-        "Effective sample size by sign of A",
-        "Log-ratio of a token, nats",
-        "Tokens beyond a factor of 2",
         "ESS by bucket",
         "log-ratio histogram",
         "weight by solve rate",
@@ -162,6 +157,12 @@ def test_long_runs_are_smoothed_and_stay_small(write_run: WriteRun) -> None:
 
 
 def test_numbers_in_words() -> None:
+    assert (percent(1.0), percent(0.00004), percent_label(1.0), percent_label(1e-4)) == (
+        "100.0 %",
+        "0.0 %",
+        "100 %",
+        "0.01 %",
+    )
     assert (percent(0.1234), percent(None)) == ("12.3 %", "–")
     assert (decimal(0.00012345), decimal(1.0), decimal(None)) == ("0.0001234", "1", "–")
     assert (count(1234567), count(None)) == ("1\u2009234\u2009567", "–")

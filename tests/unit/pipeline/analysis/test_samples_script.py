@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.samples_page import write_samples
+from pipeline.analysis.samples import write_samples
 from pipeline.data.batch import Batch, Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore

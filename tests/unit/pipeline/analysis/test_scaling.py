@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.analysis.scaling import Curve, points_of, read_curve
+from pipeline.analysis.scaling import Bounds, Curve, read_curve
 from pipeline.config.loader import recipe_from
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
@@ -222,28 +222,28 @@ def curve(compute: list[float], score: list[float]) -> Curve:
 
 def test_the_first_point_of_each_repeat_measures_the_start() -> None:
     repeats = [curve([0, 1, 2, 3], [0.1, 0.2, 0.3, 0.4]), curve([0, 1, 2], [0.3, 0.2, 0.3])]
-    points = points_of(repeats)
+    points = Bounds().points(repeats)
     assert points.start == pytest.approx(0.2)  # the mean of .1 and .3
     assert points.start_weight == 2
     np.testing.assert_array_equal(points.compute, [1, 1, 2, 2, 3])
 
 
 def test_a_given_start_is_exact_and_leaves_all_points_above_zero() -> None:
-    points = points_of([curve([0, 1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4, 0.5])], r0=0.15)
+    points = Bounds(r0=0.15).points([curve([0, 1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4, 0.5])])
     assert (points.start, points.start_weight, len(points.compute)) == (0.15, math.inf, 4)
-    late = points_of([curve([1, 2, 3, 4], [0.2, 0.3, 0.4, 0.5])], r0=0.15)
+    late = Bounds(r0=0.15).points([curve([1, 2, 3, 4], [0.2, 0.3, 0.4, 0.5])])
     assert len(late.compute) == 4
 
 
 def test_skip_leaves_the_start_alone() -> None:
-    points = points_of([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])], skip=2.0)
+    points = Bounds(skip=2.0).points([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])])
     assert points.start == 0.1
     np.testing.assert_array_equal(points.compute, [2, 3, 4, 5])
     with pytest.raises(StoreError, match="3 points are left to fit, expected at least 4"):
-        points_of([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])], skip=3.0)
+        Bounds(skip=3.0).points([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])])
 
 
 def test_a_late_first_point_is_no_point_of_the_fit() -> None:
-    points = points_of([curve([1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])])
+    points = Bounds().points([curve([1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])])
     assert points.start == 0.1
     np.testing.assert_array_equal(points.compute, [2, 3, 4, 5])

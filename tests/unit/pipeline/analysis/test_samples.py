@@ -1,4 +1,5 @@
-"""The page of samples: what it shows, that nothing in a text gets out of its place, and that it stays small."""
+"""Samples as a page and as text: what they show, that nothing in a text gets out of its place, and that a page stays
+small."""
 
 from __future__ import annotations
 
@@ -10,26 +11,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.analysis import samples_page as samples
+from pipeline.analysis import samples
 from pipeline.analysis.report import write_report
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.samples_page import (
+from pipeline.analysis.samples import (
+    Background,
     choose,
     color_of,
     ends_of,
     pick,
+    render_batch,
+    sample_rows,
     shares_of,
     spread_over,
-    visible_text,
+    visible,
     write_samples,
 )
-from pipeline.analysis.trajectories import Background, render_batch, sample_rows
-from pipeline.data.batch import Batch, Completion, Group, Prompt, Sample
+from pipeline.data.batch import VERIFIER_FAILED, Batch, Completion, DroppedGroup, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.rollout.evaluation import kept_responses
@@ -190,7 +194,7 @@ def test_no_text_of_a_run_gets_out_of_its_place(written: Written) -> None:
     written.commit(0, [(HOSTILE, [(HOSTILE, 1.0)])])
     page = written.page()
     parsed = Page(page)
-    assert parsed.texts == [visible_text(HOSTILE)] * 2
+    assert parsed.texts == [visible(HOSTILE, "⏎\n")] * 2
     assert not {"img"} & {tag for tag, _ in parsed.tags}
     assert [tag for tag, _ in parsed.tags].count("script") == 1
     assert not [name for _, attributes in parsed.tags for name in attributes if name.startswith("on")]
@@ -286,7 +290,7 @@ def test_the_reference_answer_and_what_a_sample_is_trained_with_stand_beside_it(
     assert [(row["answer"], row["metadata"], row["advantage"]) for row in rows] == [
         (answer, {}, float(value)) for value in advantages
     ]
-    text = list(render_batch(batch, written.tokenizer, background=Background(written.run.path)))
+    text = list(render_batch(batch, written.tokenizer, Background(written.run.path)))
     assert f"  answer    {answer}" in text
     for value in advantages:
         assert f"reward, advantage {value:.4g}<" in page
@@ -362,30 +366,23 @@ def test_the_widest_spread_the_truncated_and_the_worst_token_are_among_the_group
     batch = replace(batch, truncated=truncated)
     learner = batch.rollout_logprobs.copy()
     learner[batch.response_offsets[16]] -= 2.0
-    chosen = choose(batch, learner)
-    assert list(chosen.groups) == [0, 6, 7, 8]
-    assert chosen.num_groups == 9
-    assert (chosen.groups[6].reward_spread, chosen.groups[7].num_truncated) == (1.0, 1)
-    assert chosen.groups[8].worst_gap == pytest.approx(2.0)
-    assert chosen.batch.group.tolist() == [0, 0, 6, 6, 7, 7, 8, 8]
-    assert chosen.learner_logprobs is not None
-    assert np.flatnonzero(chosen.learner_logprobs != chosen.batch.rollout_logprobs).tolist() == [
-        int(chosen.batch.response_offsets[6])
-    ]
+    shown, facts = choose(batch, learner)
+    assert list(facts) == [0, 6, 7, 8]
+    assert (facts[6]["reward_spread"], facts[7]["num_truncated"]) == (1.0, 1)
+    assert facts[8]["worst_gap"] == pytest.approx(2.0)
+    assert batch.group[shown].tolist() == [0, 0, 6, 6, 7, 7, 8, 8]
 
 
 def test_of_a_large_group_the_best_the_worst_and_the_truncated_are_shown() -> None:
     rewards = [0.5] * 20
     rewards[18], rewards[13] = 1.0, 0.0
-    batch = batch_of_rewards([rewards])
     truncated = np.zeros(20, np.bool_)
     truncated[16] = True
-    chosen = choose(replace(batch, truncated=truncated), None)
-    assert chosen.groups[0].num_samples == 20
-    assert chosen.batch.num_samples == 8
-    assert {0.0, 1.0} < set(chosen.batch.reward.tolist())
-    assert chosen.batch.truncated.any()
-    assert chosen.groups[0].worst_gap is None
+    batch = replace(batch_of_rewards([rewards]), truncated=truncated)
+    shown, facts = choose(batch, None)
+    assert (facts[0]["num_samples"], facts[0]["worst_gap"]) == (20, None)
+    assert np.count_nonzero(shown) == 8
+    assert {13, 16, 18} < set(np.flatnonzero(shown).tolist())
 
 
 def test_a_gap_that_is_not_finite_is_the_worst_and_unsampled_tokens_have_none() -> None:
@@ -393,15 +390,70 @@ def test_a_gap_that_is_not_finite_is_the_worst_and_unsampled_tokens_have_none() 
     learner = np.where(batch.loss_mask, batch.rollout_logprobs + 0.25, 99.0).astype(np.float32)
     learner[batch.response_offsets[2]] = -np.inf
     assert not batch.loss_mask.all()
-    facts = choose(batch, learner).groups
-    assert [facts[group].worst_gap for group in (0, 1)] == [pytest.approx(0.25), np.inf]
+    facts = choose(batch, learner)[1]
+    assert [facts[group]["worst_gap"] for group in (0, 1)] == [pytest.approx(0.25), np.inf]
 
 
-def test_what_the_learner_has_not_looked_at_is_no_mismatch() -> None:
-    batch = batch_of_rewards([[1.0, 1.0]] * 5 + [[0.0, 1.0]])
-    learner = batch.rollout_logprobs.copy()
-    learner[: batch.response_offsets[10]] = np.nan
-    learner[batch.response_offsets[11]] += 0.5
-    chosen = choose(batch, learner)
-    assert list(chosen.groups) == [0, 1, 2, 5]
-    assert [facts.worst_gap for facts in chosen.groups.values()] == [None, None, None, pytest.approx(0.5)]
+def text_of(written: Written, batch: Batch, **how: Any) -> list[str]:
+    return list(render_batch(batch, written.tokenizer, Background(written.run.path), **how))
+
+
+def test_a_batch_as_text(written: Written) -> None:
+    batch = written.commit(4, [("12=", [("abc", 1.0), ("de", 0.25)])])
+    batch = replace(batch, dropped=(DroppedGroup(group=9, reason="too long"),))
+    learner = batch.rollout_logprobs + np.array([0.5, -0.25, np.nan, 0, 0], np.float32)
+    sampled = replace(batch, loss_mask=np.array([True, True, True, True, False]))
+    lines = text_of(written, sampled, learner_logprobs=learner)
+    assert lines[:10] == [
+        "batch 4: 2 samples, 5 response tokens; group 9 dropped: too long",
+        "",
+        "sample 0, group 400",
+        "  prompt    12=",
+        "  response  abc",
+        "  reward    1 (right 1)",
+        "  advantage 0.7071",
+        "  finish    stop after 3 tokens, engine 0, generated 0 s",
+        "  versions  3",
+        "  token            version   rollout   learner       gap",
+    ]
+    assert lines[10:13] == [
+        "  a                      3   -0.5000    0.0000   +0.5000",
+        "  b                      3   -0.5000   -0.7500   -0.2500",
+        "  c                      3   -0.5000       not looked at",
+    ]
+    assert lines[-1] == "  e                      3 unsampled"
+    assert not [line for line in text_of(written, batch, limit=1) if line.startswith("sample 1")]
+    with pytest.raises(ValueError, match=r"learner_logprobs is \(3,\), expected \(5,\)"):
+        text_of(written, batch, learner_logprobs=learner[:3])
+
+
+def test_solved_groups_are_counted_and_a_sample_without_a_reward_says_so(written: Written) -> None:
+    batch = written.commit(0, [("1=", [("a", 1.0), ("b", 0.0)])])
+    solved = tuple(DroppedGroup(group=group, reason="…", kind="solved") for group in (2, 3))
+    parts = batch.reward_parts | {VERIFIER_FAILED: np.array([1.0, np.nan], "f4")}
+    lines = text_of(written, replace(batch, dropped=solved, reward_parts=parts))
+    assert lines[0].endswith("; 2 groups of solved problems passed over")
+    rewards = [line for line in lines if line.startswith("  reward")]
+    assert rewards == ["  reward    none: its verifier failed (right 1)", "  reward    0 (right 0)"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\n\tb\r", "a⏎⇥b␍"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("\u202eevil\u200b\x00", "\\u202eevil\\u200b\\x00"),
+        ("é漢🙂", "é漢🙂"),
+    ],
+)
+def test_nothing_invisible_reaches_the_terminal(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+def test_names_and_reasons_of_a_file_command_no_terminal(written: Written) -> None:
+    batch = written.commit(0, [("1=", [("a", 1.0)])])
+    parts = {"\x1b]0;owned\x07[red]": next(iter(batch.reward_parts.values()))}
+    dropped = (DroppedGroup(group=9, reason="\x1b[2J\r\nall is well"),)
+    text = "\n".join(text_of(written, replace(batch, reward_parts=parts, dropped=dropped)))
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert r"\x1b]0;owned\x07[red]" in text

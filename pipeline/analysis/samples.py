@@ -1,0 +1,492 @@
+"""What was sampled, for people and for tables: rows of plain values, text for a terminal, and one HTML page.
+
+The page shows some batches of a run, of each some groups, siblings of a group side by side, each token colored by how
+learner and engine differ. Texts of a run may hold anything. The template escapes all of them, and the page's policy
+lets a browser run the page's own script alone, and fetch nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib import resources
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.advantages.compute import AdvantageComputer
+from pipeline.analysis.run_log import RunLog
+from pipeline.data.batch import FINISH_REASONS, VERIFIER_FAILED, Batch
+from pipeline.data.files import write_atomically
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_recipes import all_recipes, recipe_of_step
+from pipeline.data.store import BatchStore
+from pipeline.errors import EvenKeelError, ModelError
+from pipeline.ports.learner import looked_at
+from pipeline.tasks import Task, build_task
+from pipeline.tasks.task import Problem
+from pipeline.tasks.tokenizer import Tokenizer
+from precision.text import one_line
+
+SAMPLE_COLUMNS = (
+    *("batch", "sample", "group", "problem", "source", "prompt", "answer", "metadata", "response"),
+    *("reward", "reward_parts", "advantage", "finish"),
+    *("truncated", "prompt_tokens", "response_tokens", "version_min", "version_max", "engine", "generated_s"),
+    *("log_ratio_mean", "log_ratio_abs_max"),
+)
+"""The keys of a row of `sample_rows`, in their order."""
+MOST_METADATA = 2_000
+_SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
+
+
+class Background:
+    """What a run knows of its samples beside its batches: reference answers and metadata, by its task, and advantages,
+    by its recipe. `missing` says why there are no answers, where the task cannot be built here."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._recipes = all_recipes(run_dir)
+        self._task: Task | None = None
+        self.missing = ""
+        recipe = self._recipes[-1].recipe
+        try:
+            self._task = build_task(recipe.task, recipe.run.seed)
+        except Exception as error:  # noqa: BLE001 - data that is gone or changed, or whatever a user's own class raises
+            self.missing = f"reference answers are not shown: {one_line(error, 300)}"
+
+    def problem(self, number: int) -> Problem | None:
+        """Return a problem that was asked; None where it is not known."""
+        if self._task is None or not 0 <= number < self._task.num_prompts:
+            return None
+        return self._task.problem(number)
+
+    def advantages(self, batch: Batch) -> NDArray[np.float64] | None:
+        """Return what the samples of a whole batch are trained with, [samples]; None where that depends on more than
+        the batch."""
+        recipe = recipe_of_step(self._recipes, batch.index)
+        by_tokens = recipe.distillation is not None and recipe.distillation.judges_alone
+        if recipe.advantage.moving_parts or by_tokens:
+            return None
+        return AdvantageComputer.of(recipe).compute_advantages(batch).values
+
+
+def tokenizer_of(run: RunDirectory, model: Path, sha256: str) -> Tokenizer:
+    """Return the tokenizer that batches with this digest were sampled with: from `model`, where the recipe names it, or
+    from a model of the run. Raises ModelError where neither has it, for example where the run was copied from another
+    machine."""
+    policies = sorted(run.policies.glob("[0-9]*"), reverse=True)
+    for folder in (model, run.model, *policies[:1]):
+        with suppress(ModelError):
+            tokenizer = Tokenizer.load(folder)
+            if tokenizer.sha256 == sha256:
+                return tokenizer
+    raise ModelError(
+        f"the tokenizer that {run.path} was sampled with is neither in {model} nor in a model of the run; put the "
+        f"model back there, or its tokenizer into {run.model}"
+    )
+
+
+def sample_rows(
+    batch: Batch,
+    tokenizer: Tokenizer | None,
+    background: Background,
+    *,
+    learner_logprobs: NDArray[np.float32] | None = None,
+    advantages: NDArray[np.float64] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield one mapping a sample, of plain values that JSON and Parquet can hold.
+
+    `answer` and `metadata` are the task's, `advantage` what the sample is trained with (of a part of a batch, what
+    `advantages` says); None where they are not known. `prompt` and `response` are decoded with special tokens, and
+    empty without a tokenizer. `reward` is None for a sample whose verifier failed. `log_ratio_mean` and
+    `log_ratio_abs_max` are of learner minus engine, nats, over the tokens that an engine sampled and the learner looked
+    at; None without `learner_logprobs` ([responses], natural log, under the batch's contract), or where there is no
+    such token.
+    """
+    if learner_logprobs is not None and learner_logprobs.shape != batch.rollout_logprobs.shape:
+        raise ValueError(f"learner_logprobs is {learner_logprobs.shape}, expected {batch.rollout_logprobs.shape}")
+    judged, gaps = batch.judged, np.full(batch.num_response_tokens, np.nan)
+    if learner_logprobs is not None:
+        known = looked_at(batch, learner_logprobs) & np.isfinite(learner_logprobs) & np.isfinite(batch.rollout_logprobs)
+        np.subtract(learner_logprobs, batch.rollout_logprobs, out=gaps, where=known, dtype=np.float64)
+    if advantages is None:
+        advantages = background.advantages(batch)
+    for sample in range(batch.num_samples):
+        span = responses_of(batch, sample)
+        prompt, response = np.split(batch.sample_tokens(sample), [int(batch.prompt_lengths[sample])])
+        parts = {name: float(values[sample]) for name, values in batch.reward_parts.items()}
+        versions = batch.policy_version[span]
+        known = gaps[span][~np.isnan(gaps[span])]
+        problem = background.problem(int(batch.problem[sample]))
+        yield dict(
+            batch=batch.index,
+            sample=sample,
+            group=int(batch.group[sample]),
+            problem=int(batch.problem[sample]),
+            source=next((name for name, within in batch.sources.items() if batch.problem[sample] in within), None),
+            prompt="" if tokenizer is None else tokenizer.decode(prompt.tolist(), special=True),
+            answer=None if problem is None else problem.answer,
+            metadata=None if problem is None else dict(problem.metadata),
+            response="" if tokenizer is None else tokenizer.decode(response.tolist(), special=True),
+            reward=float(batch.reward[sample]) if judged[sample] else None,
+            reward_parts={name: value for name, value in parts.items() if not np.isnan(value)},
+            advantage=None if advantages is None else float(advantages[sample]),
+            finish=FINISH_REASONS[batch.finish[sample]],
+            truncated=bool(batch.truncated[sample]),
+            prompt_tokens=len(prompt),
+            response_tokens=len(response),
+            version_min=int(versions.min()) if len(versions) else None,
+            version_max=int(versions.max()) if len(versions) else None,
+            engine=int(batch.engine[sample]),
+            generated_s=float(batch.generated_s[sample]),
+            log_ratio_mean=float(known.mean()) if len(known) else None,
+            log_ratio_abs_max=float(np.abs(known).max()) if len(known) else None,
+        )
+
+
+def render_batch(
+    batch: Batch,
+    tokenizer: Tokenizer,
+    background: Background,
+    *,
+    learner_logprobs: NDArray[np.float32] | None = None,
+    limit: int | None = None,
+) -> Iterator[str]:
+    """Yield lines of text, without line ends: of each of the first `limit` samples what its row of `sample_rows` holds;
+    with `learner_logprobs` also one line a token with learner minus rollout. A token that no engine sampled has
+    neither, and one that the learner did not look at has no gap."""
+    unfit = [drop for drop in batch.dropped if drop.kind != "solved"]
+    dropped = "".join(f"; group {drop.group} dropped: {visible(drop.reason)}" for drop in unfit)
+    if solved := sum(drop.kind == "solved" for drop in batch.dropped):
+        dropped += f"; {solved} groups of solved problems passed over"
+    yield f"batch {batch.index}: {batch.num_samples} samples, {batch.num_response_tokens} response tokens{dropped}"
+    rows = sample_rows(batch, tokenizer, background, learner_logprobs=learner_logprobs)
+    for sample, row in zip(range(batch.num_samples if limit is None else limit), rows, strict=False):
+        row["reward_parts"].pop(VERIFIER_FAILED, None)
+        parts = ", ".join(f"{visible(name)} {value:g}" for name, value in row["reward_parts"].items())
+        reward = "none: its verifier failed" if row["reward"] is None else f"{row['reward']:g}"
+        lines = dict(
+            prompt=visible(row["prompt"]),
+            answer=visible(row["answer"] or ""),
+            metadata=visible(metadata_text(row["metadata"])),
+            response=visible(row["response"]) or " ",
+            reward=f"{reward} ({parts})" if parts else reward,
+            advantage="" if row["advantage"] is None else f"{row['advantage']:.4g}",
+            finish=f"{row['finish']} after {row['response_tokens']} tokens, engine {row['engine']}, "
+            f"generated {row['generated_s']:.3g} s",
+            versions=span_text(row["version_min"], row["version_max"]),
+        )
+        yield from ("", f"sample {sample}, group {row['group']}")
+        yield from (f"  {name:<9} {text}" for name, text in lines.items() if text)
+        if learner_logprobs is None:
+            continue
+        yield f"  {'token':<16}{'version':>8}{'rollout':>10}{'learner':>10}{'gap':>10}"
+        span, tokens = responses_of(batch, sample), batch.sample_tokens(sample)[row["prompt_tokens"] :]
+        arrays = (batch.policy_version, batch.loss_mask, batch.rollout_logprobs, learner_logprobs)
+        for token, version, sampled, rollout, learner in zip(tokens, *(array[span] for array in arrays), strict=True):
+            text = f"  {visible(tokenizer.decode([int(token)], special=True)):<16}{version:>8}"
+            gap = f"{'not looked at':>20}" if np.isnan(learner) else f"{learner:>10.4f}{learner - rollout:>+10.4f}"
+            yield f"{text}{rollout:>10.4f}{gap}" if sampled else f"{text}{'unsampled':>10}"
+
+
+def responses_of(batch: Batch, sample: int) -> slice:
+    """Return where the response tokens of a sample are in the arrays [responses]."""
+    offsets = batch.response_offsets
+    return slice(int(offsets[sample]), int(offsets[sample + 1]))
+
+
+def metadata_text(metadata: dict[str, Any] | None) -> str:
+    """Return what the data says beside prompt and answer, as JSON of at most MOST_METADATA characters; empty for
+    none."""
+    text = json.dumps(metadata, ensure_ascii=False, default=str) if metadata else ""
+    return text if len(text) <= MOST_METADATA else f"{text[:MOST_METADATA]}…"
+
+
+def span_text(low: int | None, high: int | None) -> str:
+    """Return `3`, `3 to 4`, or a dash."""
+    if low is None:
+        return "–"
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def visible(text: str, line_end: str = "⏎") -> str:
+    """Return a text that shows what it holds: line ends and tabs as symbols, other unprintable characters as
+    escapes."""
+
+    def shown(character: str) -> str:
+        if character.isprintable():
+            return character
+        low = f"\\x{ord(character):02x}"
+        return _SYMBOLS.get(character) or (
+            character.encode("unicode_escape").decode() if ord(character) > 0x20 else low
+        )
+
+    return "".join(map(shown, text)).replace("⏎", line_end)
+
+
+MOST_TOKENS = 48_000
+"""Response tokens on a page: some 3 MB."""
+MOST_PROMPT_CHARACTERS = 2_000
+MOST_BATCHES, MOST_GROUPS, MOST_SAMPLES = 6, 4, 8
+"""Of a run, of a batch, of a group: siblings fit beside one another, and a page can be looked through."""
+BOUNDS = (0.01, 0.05, 0.2, 1.0)
+"""Where the colors of |learner - engine| begin, nats: fixed, so that pages of two runs can be compared."""
+_LINES = "⏎\n"
+
+Pieces = Callable[[Sequence[int]], list[str]]
+
+
+class Token(NamedTuple):
+    """A token as it is shown: its color, what it says where the pointer rests, and its text."""
+
+    color: str
+    said: str
+    text: str
+
+
+def write_samples(run_log: RunLog) -> Path | None:
+    """Write `samples.html` into the run directory and return its path; None where no batch is committed yet. Reads one
+    batch at a time, and keeps what is shown of it."""
+    from pipeline.analysis.drawing import page
+
+    run = RunDirectory(run_log.run_dir)
+    store = BatchStore(run.batches)
+    committed = store.committed() if run.batches.is_dir() else []
+    if not committed:
+        return None
+    background, unread = Background(run.path), list[str]()
+    chosen: list[tuple[Batch, NDArray[np.float32] | None, NDArray[np.float64] | None, dict[int, dict[str, Any]]]] = []
+    num_groups = 0
+    for index in spread_over(committed):
+        try:
+            batch = store.read(index, None)
+            learner = run.learner_logprobs(index, batch.num_response_tokens)
+            advantages = background.advantages(batch)
+        except EvenKeelError as error:
+            unread.append(f"Batch {index}: {visible(str(error))}")
+            continue
+        kept, facts = choose(batch, learner)
+        num_groups += len(np.unique(batch.group))
+        advantages = None if advantages is None else advantages[kept]
+        learner = None if learner is None else learner[np.repeat(kept, batch.response_lengths)]
+        chosen.append((batch.select(kept), learner, advantages, facts))
+    tokenizer = None
+    with suppress(ModelError):
+        wanted = {batch.contract.tokenizer_sha256 for batch, *_ in chosen}
+        if len(wanted) == 1:
+            tokenizer = tokenizer_of(run, run_log.recipe.model.path, *wanted)
+    lengths = [length for batch, *_ in chosen for length in batch.response_lengths.tolist()]
+    most = shares_of(lengths, MOST_TOKENS)
+    pieces = (lambda tokens: [f"{token} " for token in tokens]) if tokenizer is None else tokenizer.pieces
+    groups = []
+    for batch, learner, advantages, facts in chosen:
+        rows = list(sample_rows(batch, None, background, learner_logprobs=learner, advantages=advantages))
+        for group, of_group in facts.items():
+            members = [row for row in rows if row["group"] == group]
+            shown = _shown_group(batch, members, pieces)
+            samples = [_shown_sample(batch, learner, row, pieces, most) for row in members]
+            groups.append(dict(shown, facts=of_group, scored=learner is not None, samples=samples))
+    script = resources.files("pipeline.analysis").joinpath("pages/samples.js").read_text(encoding="utf-8")
+    text = page(
+        "samples.html.j2",
+        {},
+        script=script,
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        name=run_log.recipe.run.name,
+        num_batches=len(committed),
+        steps=[batch.index for batch, *_ in chosen],
+        groups=groups,
+        held_out=_held_out(run, unread),
+        unread=unread,
+        no_answers=background.missing,
+        num_samples=len(lengths),
+        num_groups=num_groups,
+        num_cut=sum(length > most for length in lengths),
+        most_tokens=most,
+        bounds=BOUNDS,
+        readable=tokenizer is not None,
+        uncolored=[batch.index for batch, learner, *_ in chosen if learner is None],
+    )
+    write_atomically(run.path / "samples.html", text)
+    return run.path / "samples.html"
+
+
+def _held_out(run: RunDirectory, unread: list[str]) -> list[dict[str, Any]]:
+    """Return what some evaluations kept of their answers, the newest first; note in `unread` those that cannot be
+    read."""
+    versions, shown = sorted(run.evaluated_versions()), []
+    for version in reversed(spread_over(versions)) if versions else ():
+        try:
+            kept = run.evaluation(version).get("responses", ())
+        except EvenKeelError as error:
+            unread.append(f"Evaluation of version {version}: {visible(str(error))}")
+            continue
+        for one in kept:
+            one |= {name: visible(one[name], _LINES) for name in ("prompt", "answer", "source")}
+            for sample in one["samples"]:
+                sample["response"] = visible(sample["response"], _LINES)
+                sample["reward"] = None if sample["reward"] is None else f"{sample['reward']:.4g}"
+        if kept:
+            shown.append(dict(version=version, prompts=kept))
+    return shown
+
+
+def _shown_group(batch: Batch, members: list[dict[str, Any]], pieces: Pieces) -> dict[str, Any]:
+    """Return what the template shows of a group beside its samples: of a long prompt its two ends."""
+    first = members[0]
+    ids = batch.sample_tokens(first["sample"])[: first["prompt_tokens"]].tolist()
+    prompt = visible("".join(pieces(ids)), _LINES)
+    before, after = ends_of(len(prompt), MOST_PROMPT_CHARACTERS)
+    return dict(
+        step=batch.index,
+        group=first["group"],
+        problem=first["problem"] if first["problem"] >= 0 else None,
+        source=None if first["source"] is None else visible(first["source"]),
+        prompt=(prompt[:before], len(prompt) - before - after, prompt[len(prompt) - after :]),
+        answer=visible(first["answer"] or "", _LINES),
+        metadata=visible(metadata_text(first["metadata"])),
+    )
+
+
+def _shown_sample(
+    batch: Batch, learner: NDArray[np.float32] | None, row: dict[str, Any], pieces: Pieces, most: int
+) -> dict[str, Any]:
+    """Return what the template shows of a sample: of a long response its two ends, and how many tokens are left out
+    between them. `worst` is the largest gap and which token of the response that is, from 1; it may be one that is left
+    out."""
+    span, oldest, newest = responses_of(batch, row["sample"]), row["version_min"], row["version_max"]
+    ids = batch.sample_tokens(row["sample"])[row["prompt_tokens"] :].tolist()
+    before, after = ends_of(len(ids), most)
+    worst, unseen = None, False
+    if learner is not None and len(ids):
+        gaps = token_gaps(batch, learner)[span]
+        worst = float(gaps.max()), int(gaps.argmax()) + 1
+        unseen = bool(batch.loss_mask[span].any() and not looked_at(batch, learner)[span].any())
+
+    def tokens(first: int, end: int) -> Iterator[Token]:
+        for place, piece in enumerate(pieces(ids[first:end]), start=span.start + first):
+            text, rollout = visible(piece, _LINES), float(batch.rollout_logprobs[place])
+            chance = f"p {np.exp(min(rollout, 0.0)):.3g}"
+            if not batch.loss_mask[place]:
+                yield Token("unsampled", "not sampled by an engine", text)
+            elif learner is None:
+                yield Token("", chance, text)
+            elif np.isnan(learner[place]):
+                yield Token("unseen", f"the learner did not look, {chance}", text)
+            else:
+                gap = float(learner[place]) - rollout
+                yield Token(color_of(gap), f"{gap:+.2g}, {chance}", text)
+
+    return dict(
+        reward=None if row["reward"] is None else f"{row['reward']:.4g}",
+        parts={visible(name): f"{value:.4g}" for name, value in row["reward_parts"].items()},
+        advantage=None if row["advantage"] is None else f"{row['advantage']:.4g}",
+        finish=row["finish"],
+        truncated=row["truncated"],
+        num_tokens=len(ids),
+        versions=span_text(oldest, newest),
+        ages="–" if oldest is None else span_text(batch.index - newest, batch.index - oldest),
+        head=list(tokens(0, before)),
+        num_left_out=len(ids) - before - after,
+        tail=list(tokens(len(ids) - after, len(ids))),
+        worst=worst,
+        unseen=unseen,
+    )
+
+
+def color_of(gap: float) -> str:
+    """Return `more2`, for example, where the learner finds the token likelier, in the second color; empty below the
+    first."""
+    if not np.isfinite(gap):
+        return "broken"
+    level = int(np.searchsorted(BOUNDS, abs(gap), side="right"))
+    return f"{'more' if gap > 0 else 'less'}{level}" if level else ""
+
+
+def ends_of(length: int, most: int) -> tuple[int, int]:
+    """Return how much is shown of the beginning and of the end: all, or two thirds of `most` and one."""
+    return (length, 0) if length <= most else (most - most // 3, most // 3)
+
+
+def spread_over(indices: Sequence[int]) -> list[int]:
+    """Return at most MOST_BATCHES of them at equal distances, with the first and the last."""
+    places = np.linspace(0, len(indices) - 1, min(len(indices), MOST_BATCHES)).round().astype(int)
+    return [indices[place] for place in places.tolist()]
+
+
+def choose(
+    batch: Batch, learner_logprobs: NDArray[np.float32] | None
+) -> tuple[NDArray[np.bool_], dict[int, dict[str, Any]]]:
+    """Choose groups by worst token, spread of rewards and truncated responses, then the first ones; of their samples
+    those with the worst token, the highest and the lowest reward and the truncated ones, then the first. Return which
+    samples are shown, [samples], and of each group that is shown: its number of samples and of truncated ones, highest
+    minus lowest reward (0 where fewer than two samples have one), and its largest |learner - engine| of a token, nats
+    (None where the learner looked at none)."""
+    worst = np.full(batch.num_samples, -np.inf)
+    if learner_logprobs is not None:
+        looked = looked_at(batch, learner_logprobs)
+        sample = np.repeat(np.arange(batch.num_samples), batch.response_lengths)
+        np.maximum.at(worst, sample[looked], token_gaps(batch, learner_logprobs)[looked])
+    borders = 1 + np.flatnonzero(batch.group[1:] != batch.group[:-1])
+    spans = [span for span in np.split(np.arange(batch.num_samples), borders) if len(span)]
+    facts: list[dict[str, Any]] = []
+    for span in spans:
+        rewards = batch.reward[span][batch.judged[span]]
+        facts.append(
+            dict(
+                num_samples=len(span),
+                num_truncated=int(np.count_nonzero(batch.truncated[span])),
+                reward_spread=float(np.ptp(rewards)) if len(rewards) else 0.0,
+                worst_gap=None if worst[span].max() == -np.inf else float(worst[span].max()),
+            )
+        )
+    # A measure that is 0 or unknown chooses nothing.
+    measures = [[one[key] or -np.inf for one in facts] for key in ("worst_gap", "reward_spread", "num_truncated")]
+    groups = pick(measures, len(facts), MOST_GROUPS)
+    chosen = np.zeros(batch.num_samples, np.bool_)
+    for group in groups:
+        span = spans[group]
+        reward = np.where(batch.judged[span], batch.reward[span], -np.inf)
+        lowest = np.where(batch.judged[span], -batch.reward[span], -np.inf)
+        truncated = np.where(batch.truncated[span], 1.0, -np.inf)
+        order = [one.tolist() for one in (worst[span], reward, lowest, truncated)]
+        chosen[span[pick(order, len(span), MOST_SAMPLES)]] = True
+    return chosen, {int(batch.group[spans[group][0]]): facts[group] for group in groups}
+
+
+def pick(measures: Sequence[Sequence[float]], size: int, most: int) -> list[int]:
+    """Return the places of `most` of `size` items, ascending. In turn each measure takes its highest, and the last turn
+    of a round takes the first item that is left. What is -inf is never taken for its measure."""
+    ranked = []
+    for values in measures:
+        order = np.argsort(-np.array(values, np.float64), kind="stable").tolist()
+        ranked.append([place for place in order if values[place] > -np.inf])
+    taken: dict[int, None] = {}
+    for round_ in zip_longest(*ranked, range(size)):
+        for place in round_:
+            if place is not None and len(taken) < most:
+                taken.setdefault(place)
+    return sorted(taken)
+
+
+def token_gaps(batch: Batch, learner_logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return [responses] |learner - engine|, nats: 0 for a token that no engine sampled or that the learner did not
+    look at, inf where it is not finite."""
+    with np.errstate(invalid="ignore"):
+        gaps = np.abs(learner_logprobs.astype(np.float64) - batch.rollout_logprobs)
+    return np.where(looked_at(batch, learner_logprobs), np.where(np.isfinite(gaps), gaps, np.inf), 0.0)
+
+
+def shares_of(lengths: Sequence[int], most: int) -> int:
+    """Return how much of each may be shown so that it is `most` in all: short ones leave their rest to long ones."""
+    left = most
+    for count, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
+        if length * count > left:
+            return left // count
+        left -= length
+    return max(lengths, default=0)
