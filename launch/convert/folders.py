@@ -470,9 +470,9 @@ def _dequantized_model(hf_config: Any, folder: Path, quant: Any) -> Any:
 
 
 def _quantize_input(rollout_format: Any) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
-    from precision.formats.formats import fake_quantize_activation_as
+    from precision.formats.formats import fake_quantize
 
-    return lambda _, inputs: (fake_quantize_activation_as(inputs[0], rollout_format), *inputs[1:])
+    return lambda _, inputs: (fake_quantize(inputs[0], rollout_format, per_token=True), *inputs[1:])
 
 
 def _gaps(ours: Scores, theirs: Scores) -> NDArray[np.float64]:

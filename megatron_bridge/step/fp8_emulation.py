@@ -42,7 +42,7 @@ from megatron_bridge.weights import (
 )
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import ModelError, NonFiniteError
-from precision.formats.formats import fake_quantize_activation_as, straight_through
+from precision.formats.formats import fake_quantize, straight_through
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
@@ -265,7 +265,7 @@ def _rounded(linear: Any, hidden: Tensor, rollout_format: RolloutFormat) -> Tens
     width, group = hidden.shape[-1], rollout_format.activation_group
     split = isinstance(linear, RowParallelLinear) and linear.tp_group.size() > 1
     if not split or (group is not None and width % group == 0):
-        return fake_quantize_activation_as(hidden, rollout_format)
+        return fake_quantize(hidden, rollout_format, per_token=True)
     whole = gather_from_tensor_model_parallel_region(hidden, group=linear.tp_group)
-    quantized = fake_quantize_activation_as(whole, rollout_format)
+    quantized = fake_quantize(whole, rollout_format, per_token=True)
     return quantized.narrow(-1, linear.tp_group.rank() * width, width).contiguous()

@@ -80,7 +80,7 @@ class NumberedMaps:
 
 def _read(path: Path, remedy: str) -> QuantMapFile:
     try:
-        return QuantMapFile.parse(read_sealed(path, remedy), path)
+        return QuantMapFile.read(path, read_sealed(path, remedy))
     except OSError as error:
         raise StoreError(f"cannot read {path} ({error.strerror}); {remedy}") from error
     except ValueError as error:

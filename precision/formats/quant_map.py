@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +56,7 @@ ModuleFormat = Literal[
     "emulated_mxfp4",
 ]
 FULL: ModuleFormat = "full"
+_QUANTIZED: Mapping[str, RolloutFormat] = {rollout_format.value: rollout_format for rollout_format in RolloutFormat}
 ENGINE_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """The formats that name a dtype, and that dtype as SGLang calls it."""
 
@@ -66,30 +68,17 @@ class QuantMapFile(Settings):
     exceptions: dict[str, ModuleFormat] = Field(default_factory=dict, description="Exact module name → its format.")
 
     @classmethod
-    def read(cls, path: Path) -> QuantMapFile:
-        """Raises ValueError, in one line, for a file that cannot be read or says something else."""
+    def read(cls, path: Path, text: str | None = None) -> QuantMapFile:
+        """Read the file at `path`, or its `text`. Raises ValueError, in one line, for a file that cannot be read or
+        says something else."""
         try:
-            data = read_yaml(path)
+            return cls.model_validate(read_yaml(path) if text is None else parse_yaml(text))
         except OSError as error:
             raise ValueError(
                 f"cannot read quant map {one_line(path, 200)}: {error.strerror}; give the path of a YAML file"
             ) from error
         except YamlError as error:
             raise ValueError(f"quant map {path}: {error}") from None
-        return cls._of(data, path)
-
-    @classmethod
-    def parse(cls, text: str, path: Path) -> QuantMapFile:
-        """The text of the file at `path`. Raises ValueError as `read` does."""
-        try:
-            return cls._of(parse_yaml(text), path)
-        except YamlError as error:
-            raise ValueError(f"quant map {path}: {error}") from None
-
-    @classmethod
-    def _of(cls, data: Any, path: Path) -> QuantMapFile:
-        try:
-            return cls.model_validate(data)
         except ValidationError as error:
             problems = [
                 f"{one_line('.'.join(map(str, one['loc'])), 120)}: {one_line(one['msg'], 200)}"
@@ -98,27 +87,21 @@ class QuantMapFile(Settings):
             raise ValueError(f"quant map {path}: {listed(problems)}; expected `base` and `exceptions`") from None
 
     def to_yaml(self) -> str:
-        """The file's text."""
+        """Return the file's text."""
         return dump_yaml(self.model_dump(mode="json"))
 
     def rollout_formats(self) -> frozenset[RolloutFormat]:
-        """The quantized formats that it names."""
-        named = {self.base, *self.exceptions.values()}
-        return frozenset(RolloutFormat(name) for name in named if name in tuple(RolloutFormat))
+        """Return the quantized formats that it names."""
+        return frozenset(_QUANTIZED[name] for name in (self.base, *self.exceptions.values()) if name in _QUANTIZED)
 
     def check_dtype(self, dtype: str) -> None:
-        """Raises ValueError when a module is to be held in another dtype than the engine's (`--dtype`)."""
+        """Raise ValueError when a module is to be held in another dtype than the engine's (`--dtype`)."""
         for module, name in (("base", self.base), *self.exceptions.items()):
             if ENGINE_DTYPES.get(name, dtype) != dtype:
                 raise ValueError(
                     f"{module} is {name}, but the engines of this run compute in {dtype}, which is the only "
                     "dtype they hold beside FP8; write full, or change learner.precision"
                 )
-
-
-def rollout_format_of(name: ModuleFormat) -> RolloutFormat | None:
-    """None for what is not quantized."""
-    return RolloutFormat(name) if name in tuple(RolloutFormat) else None
 
 
 @dataclass(frozen=True)
@@ -168,19 +151,19 @@ class QuantMap:
     def from_file(cls, file: QuantMapFile, num_layers: int, num_experts: int | None = None) -> QuantMap:
         """The file's map of a model. Raises ValueError for names that the model does not have, with the nearest that
         it has, and when an engine could not give a group's modules the formats that they are named with."""
-        whole = cls.for_decoder(num_layers, rollout_format_of(file.base), num_experts)
-        formats = dict(whole.formats)
+        whole = cls.for_decoder(num_layers, _QUANTIZED.get(file.base), num_experts)
+        formats: dict[str, RolloutFormat | None] = dict(whole.formats)
         mixtures = {name: modules for name, modules in whole.groups.items() if name.endswith(".experts")}
         whole._require_known(name for name in file.exceptions if name not in mixtures)
         for name, module_format in file.exceptions.items():
-            _give(formats, mixtures.get(name, (name,)), rollout_format_of(module_format))
-        made = replace(whole, formats=formats)
+            formats |= dict.fromkeys(mixtures.get(name, (name,)), _QUANTIZED.get(module_format))
+        made = replace(whole, formats={module: chosen for module, chosen in formats.items() if chosen is not None})
         for modules in mixtures.values():
             made._require_one_format(modules, "are one module of the engine")
         return made
 
     def to_file(self) -> QuantMapFile:
-        """The map as a file that `from_file` makes the same map of."""
+        """Return the map as a file that `from_file` makes the same map of."""
         counts = {name: list(self.formats.values()).count(name) for name in RolloutFormat}
         base = max(RolloutFormat, key=lambda name: counts[name])
         if not counts[base]:
@@ -193,18 +176,22 @@ class QuantMap:
                 exceptions |= dict.fromkeys(names, FULL if found is None else found.value)
         return QuantMapFile(base=base.value, exceptions=exceptions)
 
-    @property
+    @cached_property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """The engine's name of each module that it multiplies by → the Hugging Face modules in it, in their order.
+        """Return the engine's name of each module that it multiplies by → the Hugging Face modules in it, in
+        their order.
 
         Such as `model.layers.0.self_attn.qkv_proj`, `….o_proj`, `….mlp.gate_up_proj`, `….mlp.down_proj`, and
         `….mlp.experts` for all experts of a layer.
         """
-        found: dict[str, tuple[str, ...]] = {}
+        found: dict[str, list[str]] = {}
         for group in self.fused_groups:
-            name = _engine_name(group)
-            found[name] = found.get(name, ()) + group
-        return found
+            stack = _STACK_OF.get(tuple(module.rpartition(".")[2] for module in group))
+            name = group[0] if stack is None else f"{group[0].rpartition('.')[0]}.{stack}"
+            if match := _EXPERT.fullmatch(group[0]):
+                name = match[1]
+            found.setdefault(name, []).extend(group)
+        return {name: tuple(modules) for name, modules in found.items()}
 
     @property
     def rollout_format(self) -> RolloutFormat | None:
@@ -224,9 +211,9 @@ class QuantMap:
         `modules` are names of modules or of `groups`; one module stands for its whole group. Raises ValueError for
         unknown names, with the nearest known one.
         """
-        formats = dict(self.formats)
-        _give(formats, self._whole_groups(modules), None if to is None else RolloutFormat.named(to))
-        return replace(self, formats=formats)
+        chosen = None if to is None else RolloutFormat.named(to)
+        formats = self.formats | dict.fromkeys(self._whole_groups(modules), chosen)
+        return replace(self, formats={module: name for module, name in formats.items() if name is not None})
 
     def only(self, modules: Iterable[str]) -> QuantMap:
         """Another map, in which the groups of `modules` keep their formats and nothing else is quantized. Names as in
@@ -311,20 +298,3 @@ class QuantMap:
         if len({self.formats.get(module) for module in modules}) > 1:
             named = (f"{module} ({self.formats.get(module, FULL)})" for module in modules[:8])
             raise ValueError(f"{', '.join(named)} {why} but differ in format; give them one")
-
-
-def _give(formats: dict[str, RolloutFormat], modules: Iterable[str], rollout_format: RolloutFormat | None) -> None:
-    for module in modules:
-        if rollout_format is None:
-            formats.pop(module, None)
-        else:
-            formats[module] = rollout_format
-
-
-def _engine_name(group: tuple[str, ...]) -> str:
-    """The engine's name of what it stacks `group` into."""
-    if match := _EXPERT.fullmatch(group[0]):
-        return match[1]
-    before, _, _ = group[0].rpartition(".")
-    stack = _STACK_OF.get(tuple(module.rpartition(".")[2] for module in group))
-    return group[0] if stack is None else f"{before}.{stack}"

@@ -40,7 +40,6 @@ WARPS = 8
 
 def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
     """formats.quantize_block of a bfloat16, float16 or float32 `weight` [N, K]: (q e4m3, scale_inv f32)."""
-    formats.require_values(weight)
     formats.require_matrix(weight)
     weight = weight.detach()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -61,13 +60,13 @@ def tile(block: tuple[int, int]) -> dict[str, int]:
 
 @triton.jit
 def _magnitude_bits(values: tl.tensor) -> tl.tensor:
-    """int32 bits of |values|, which are in float32."""
+    """Return the int32 bits of |values|, which are in float32."""
     return values.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
 def _on_grid(values: tl.tensor) -> tl.tensor:
-    """`values` float32 rounded to e4m3's grid, still in float32; a zero keeps its sign."""
+    """Round `values` float32 to e4m3's grid, still in float32; a zero keeps its sign."""
     bits = values.to(tl.int32, bitcast=True)
     anchor = (tl.maximum(bits & _EXPONENT, _SMALLEST_NORMAL) + _TO_ANCHOR).to(tl.float32, bitcast=True)
     rounded = tl.abs(values) + anchor - anchor

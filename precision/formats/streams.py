@@ -12,18 +12,14 @@ for each shard. Each expert of a mixture is stacked by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from precision.formats import formats
-from precision.formats.formats import FAKE_QUANTIZE, fake_quantize_tensor, scale_of
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
-
-_WEIGHT = ".weight"
 
 
 def quantize_block(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,24 +42,17 @@ def quantize_state(named_tensors: Iterable[tuple[str, Tensor]], quant_map: Quant
     """
     if unserved := sorted({name for name in quant_map.formats.values() if not name.is_served}):
         raise ValueError(f"{', '.join(unserved)} is emulated by the learner only; send engines fp8_block or fp8_tensor")
-    missing = {module for group in quant_map.fused_groups for module in group}
-    for name, tensor in named_tensors:
-        module = name.removesuffix(_WEIGHT)
-        if name.endswith(_WEIGHT):
-            missing.discard(module)
-        rollout_format = quant_map.formats.get(module) if name.endswith(_WEIGHT) else None
+    for name, tensor, rollout_format in _with_formats(named_tensors, quant_map):
+        try:
+            if rollout_format is RolloutFormat.FP8_BLOCK:
+                tensor, scale_inv = quantize_block(tensor)
+            elif rollout_format is not None and rollout_format.is_emulated:
+                tensor = formats.fake_quantize(tensor, rollout_format)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{name}: {error}") from error
+        yield name, tensor
         if rollout_format is RolloutFormat.FP8_BLOCK:
-            with _naming(name):
-                quantized, scale_inv = quantize_block(tensor)
-            yield name, quantized
-            yield f"{module}.weight_scale_inv", scale_inv
-        elif rollout_format is not None and rollout_format.is_emulated:
-            with _naming(name):
-                rounded = FAKE_QUANTIZE[rollout_format](tensor)
-            yield name, rounded
-        else:
-            yield name, tensor
-    _require_all(missing)
+            yield f"{name}_scale_inv", scale_inv
 
 
 def fake_quantize_state(
@@ -74,50 +63,41 @@ def fake_quantize_state(
     Pass tensors in the dtype that the engine loads. Members of a fused fp8_tensor group are held back until the group
     is whole; all else keeps its order. Raises as `quantize_state`.
     """
-    groups = {module: group for group in quant_map.fused_groups for module in group}
-    waiting: dict[str, Tensor] = {}
-    missing = {module for group in quant_map.fused_groups for module in group}
-    for name, tensor in named_tensors:
-        module = name.removesuffix(_WEIGHT)
-        if name.endswith(_WEIGHT):
-            missing.discard(module)
-        rollout_format = quant_map.formats.get(module) if name.endswith(_WEIGHT) else None
+    groups = {f"{module}.weight": group for group in quant_map.fused_groups for module in group}
+    waiting: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, tensor, rollout_format in _with_formats(named_tensors, quant_map):
         if rollout_format is None:
             yield name, tensor
             continue
+        try:
+            if rollout_format is RolloutFormat.FP8_TENSOR:
+                amax = tensor.detach().abs().amax().float()
+                formats.require_finite(amax)
+                waiting[name] = tensor, amax
+            else:
+                tensor = formats.fake_quantize(tensor, rollout_format)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{name}: {error}") from error
         if rollout_format is not RolloutFormat.FP8_TENSOR:
-            with _naming(name):
-                quantized = FAKE_QUANTIZE[rollout_format](tensor)
-            yield name, quantized
-            continue
-        waiting[module] = tensor
-        if all(member in waiting for member in groups[module]):
-            yield from _fake_quantize_group({member: waiting.pop(member) for member in groups[module]})
-    _require_all(missing)
+            yield name, tensor
+        elif all(f"{member}.weight" in waiting for member in groups[name]):
+            whole = {f"{member}.weight": waiting.pop(f"{member}.weight") for member in groups[name]}
+            shared = torch.stack([amax for _, amax in whole.values()]).amax()
+            for member, (part, _) in whole.items():
+                yield member, formats.fake_quantize(part, rollout_format, amax=shared)
 
 
-def _fake_quantize_group(group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    amaxes = []
-    for module, tensor in group.items():
-        amaxes.append(tensor.detach().abs().amax().float())
-        with _naming(module + _WEIGHT):
-            scale_of(amaxes[-1])
-    shared = torch.stack(amaxes).amax()
-    for module, tensor in group.items():
-        yield module + _WEIGHT, fake_quantize_tensor(tensor, shared)
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    try:
-        yield
-    except FloatingPointError as error:
-        raise FloatingPointError(f"{name}: {error}") from error
-
-
-def _require_all(missing: set[str]) -> None:
+def _with_formats(
+    named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap
+) -> Iterator[tuple[str, Tensor, RolloutFormat | None]]:
+    """Yield each tensor with the format that the map gives it. Raises ValueError at the end for a missing module."""
+    missing = {f"{module}.weight" for group in quant_map.fused_groups for module in group}
+    chosen = {f"{module}.weight": rollout_format for module, rollout_format in quant_map.formats.items()}
+    for name, tensor in named_tensors:
+        missing.discard(name)
+        yield name, tensor, chosen.get(name)
     if missing:
         raise ValueError(
-            f"{len(missing)} modules of the quant map had no weight, the first {min(missing)}; expected a weight for "
-            "each; compare num_layers and the module names with the model"
+            f"{len(missing)} modules of the quant map had no weight, the first {min(missing).removesuffix('.weight')}; "
+            "expected a weight for each; compare num_layers and the module names with the model"
         )

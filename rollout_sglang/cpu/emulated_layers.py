@@ -12,7 +12,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from torch import Tensor
 
-from precision.formats.formats import fake_quantize_activation_as
+from precision.formats.formats import fake_quantize
 from precision.formats.rollout_format import EMULATED_METHOD, RolloutFormat
 
 
@@ -25,7 +25,7 @@ class EmulatedLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Any:
         """`x` [..., in] rounded, times the weight [out, in]."""
-        return super().apply(layer, fake_quantize_activation_as(x, self.rollout_format), bias)
+        return super().apply(layer, fake_quantize(x, self.rollout_format, per_token=True), bias)
 
 
 class EmulatedConfig(QuantizationConfig):  # type: ignore[misc]

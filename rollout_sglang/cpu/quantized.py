@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precision.formats.formats import dequantize_block, fake_quantize_activation, fake_quantize_tensor
-from precision.formats.rollout_format import EMULATED_METHOD
+from precision.formats.formats import dequantize_block, fake_quantize
+from precision.formats.rollout_format import EMULATED_METHOD, RolloutFormat
 
 _MODULE = "sglang.srt.layers.quantization.fp8"
 _METHOD = f"{_MODULE}.Fp8LinearMethod"
@@ -78,12 +78,12 @@ def dequantized(method: Any, layer: Any) -> Tensor:
         rows = torch.tensor(layer.logical_widths)
         scale: Tensor = layer.weight_scale.data.repeat_interleave(rows)
         return (weight.float() * scale[:, None]).to(layer.orig_dtype)
-    return fake_quantize_tensor(weight)
+    return fake_quantize(weight, RolloutFormat.FP8_TENSOR)
 
 
 def _apply(_: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    group = int(method.weight_block_size[1]) if method.block_quant else None
-    return F.linear(fake_quantize_activation(x, group), layer.dequantized_weight, bias)
+    rollout_format = RolloutFormat.FP8_BLOCK if method.block_quant else RolloutFormat.FP8_TENSOR
+    return F.linear(fake_quantize(x, rollout_format, per_token=True), layer.dequantized_weight, bias)
 
 
 def _add_method(*_: object, **__: object) -> None:

@@ -9,7 +9,9 @@ loading: the method that multiplies, the dtype, the scales.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ def handle(original: Callable[..., Any], checker: Any, *args: Any, **options: An
     placement = checker._parallelism_info(**{name: options[name] for name in ("role",) if name in options})
     return dict(
         checksums={
-            name: held.to_json()
+            name: json.dumps(asdict(held))
             for name, held in (
                 *held_modules(model, statistics=action == STATISTICS),
                 *held_caches(model, _asked_cache()),

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from precision.formats.formats import FAKE_QUANTIZE, fake_quantize_activation_as, fake_quantize_tensor, quantize_block
+from precision.formats.formats import fake_quantize, quantize_block
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.server.start import EngineSpec
@@ -93,11 +93,8 @@ def _quantize(layers: Sequence[Any], rollout_format: RolloutFormat) -> None:
     """`layers`: what an engine multiplies by at once, and what therefore shares a scale of fp8_tensor."""
     amax = torch.stack([layer.weight.detach().abs().amax() for layer in layers]).amax()
     for layer in layers:
-        weight = layer.weight.detach()
-        if rollout_format is RolloutFormat.FP8_TENSOR:
-            layer.weight.data = fake_quantize_tensor(weight, amax)
-        else:
-            layer.weight.data = FAKE_QUANTIZE[rollout_format](weight)
+        shared = amax if rollout_format is RolloutFormat.FP8_TENSOR else None
+        layer.weight.data = fake_quantize(layer.weight.detach(), rollout_format, amax=shared)
         layer.forward = _QuantizedForward(layer, rollout_format)
 
 
@@ -106,7 +103,7 @@ class _QuantizedForward:
         self._layer, self._format = layer, rollout_format
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(fake_quantize_activation_as(x, self._format), self._layer.weight, self._layer.bias)
+        return F.linear(fake_quantize(x, self._format, per_token=True), self._layer.weight, self._layer.bias)
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

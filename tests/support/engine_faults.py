@@ -66,18 +66,22 @@ def _after_loading(module: str, change: Callable[[Any], None]) -> None:
 def _weights_only() -> None:
     from rollout_sglang.cpu import quantized
 
-    quantized.fake_quantize_activation = lambda activation, group=None: activation
+    right = quantized.fake_quantize
+    quantized.fake_quantize = lambda values, name, per_token=False: values if per_token else right(values, name)
 
 
 def _decode_attention() -> None:
-    from precision.formats.formats import fake_quantize_tensor
+    from precision.formats.formats import fake_quantize
+    from precision.formats.rollout_format import RolloutFormat
     from rollout_sglang.cpu import forward
 
     right = forward.attention
 
     def wrong(query: Any, keys: Any, values: Any, mask: Any, scale: Any) -> Any:
         one_new_token = query.shape[1] == 1
-        return right(query, keys, fake_quantize_tensor(values) if one_new_token else values, mask, scale)
+        return right(
+            query, keys, fake_quantize(values, RolloutFormat.FP8_TENSOR) if one_new_token else values, mask, scale
+        )
 
     forward.attention = wrong
 

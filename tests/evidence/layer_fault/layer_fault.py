@@ -46,8 +46,8 @@ def _patch_engine(fp8: Any) -> None:
         HookRegistry.register(f"{fp8._MODULE}.Fp8Config.get_quant_method", named, HookType.AROUND)
 
     def apply(_: Any, method: Any, layer: Any, x: Any, bias: Any = None) -> Any:
-        group = int(method.weight_block_size[1]) if method.block_quant else None
-        rounded = fp8.fake_quantize_activation(x, group)
+        rollout_format = fp8.RolloutFormat.FP8_BLOCK if method.block_quant else fp8.RolloutFormat.FP8_TENSOR
+        rounded = fp8.fake_quantize(x, rollout_format, per_token=True)
         if getattr(layer, "fault_name", "") in modules and is_there():
             rounded = x + factor * (rounded - x)
         return fp8.F.linear(rounded, layer.dequantized_weight, bias)

@@ -26,7 +26,7 @@ from megatron_bridge.weights import (
     stage_tensors,
 )
 from pipeline.config.recipe import LearnerSection
-from precision.formats.formats import fake_quantize_activation_as
+from precision.formats.formats import fake_quantize
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.supervised import Supervised
@@ -75,7 +75,7 @@ def expert_inputs_are_quantized_whole(chunk: torch.nn.Module) -> bool:
     mine = whole.chunk(group.size(), -1)[group.rank()]
     for name in RolloutFormat:
         quantized = _quantize_input(name)(linear, (mine,))[0]
-        if not torch.equal(quantized, fake_quantize_activation_as(whole, name).chunk(group.size(), -1)[group.rank()]):
+        if not torch.equal(quantized, fake_quantize(whole, name, per_token=True).chunk(group.size(), -1)[group.rank()]):
             return False
     return True
 

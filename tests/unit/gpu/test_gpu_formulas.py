@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
 from precision.formats import formats
+from precision.formats.rollout_format import RolloutFormat
 from tests.gpu import models
 from tests.gpu.checks import logprob, te_linear, training
 from tests.gpu.scale import Scale
@@ -39,9 +40,9 @@ def test_an_emulated_layer_is_within_its_bounds(precision: str) -> None:
         "bf16": (x64, w64, g64),
         "fp8_tensor": (rounded(x64, "e4m3"), rounded(w64, "e4m3"), rounded(g64, gradient_format)),
         "fp8_block": (
-            formats.fake_quantize_activation(x64, 128),
-            formats.fake_quantize_block(w64),
-            formats.fake_quantize_activation(g64, 128),
+            formats.fake_quantize(x64, RolloutFormat.FP8_BLOCK, per_token=True),
+            formats.fake_quantize(w64, RolloutFormat.FP8_BLOCK),
+            formats.fake_quantize(g64, RolloutFormat.FP8_BLOCK, per_token=True),
         ),
     }
     qx, qw, qg = quantized[precision]

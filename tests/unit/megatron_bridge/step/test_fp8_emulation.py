@@ -23,7 +23,7 @@ from megatron_bridge.step.optimizer import reduced_gradient_norm
 from megatron_bridge.weights import load_named
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import ModelError, NonFiniteError
-from precision.formats.formats import fake_quantize_activation_as, quantize_block
+from precision.formats.formats import fake_quantize, quantize_block
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
@@ -134,7 +134,7 @@ def write_out_definition(learner: MegatronLearner, formats: QuantMap) -> None:
 def definition(weight: Tensor, rounded: Tensor, chosen: RolloutFormat) -> Any:
     def forward(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         # x - x is exactly 0, and the derivative of the first x is 1.
-        quantized = fake_quantize_activation_as(hidden.detach(), chosen) + (hidden - hidden.detach())
+        quantized = fake_quantize(hidden.detach(), chosen, per_token=True) + (hidden - hidden.detach())
         return quantized @ (rounded + (weight - weight.detach())).T, None
 
     return forward

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -95,7 +95,6 @@ def test_a_wrong_scale_is_named(whole_module: bool) -> None:
     assert {finding.module for finding in findings} == {DOWN}
     assert findings[0].kind == "scales"
     assert not whole_module or "smallest of its weight scales" in str(findings[0])
-    assert not whole_module or "1.25 times the expected" in str(findings[0])
 
 
 def test_wrong_values_are_named_where_there_are_no_scales() -> None:
@@ -105,7 +104,7 @@ def test_wrong_values_are_named_where_there_are_no_scales() -> None:
     wrong[f"{DOWN}.weight"] *= 1.25
     (finding,) = audit([held_by_engine(quant_map, wrong)], formats_of(quant_map, "bfloat16"), expected)
     assert (finding.module, finding.kind) == (DOWN, "values")
-    assert "1.25 times the expected" in str(finding)
+    assert "the norm of the values that the engine multiplies by" in str(finding)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -132,7 +131,7 @@ def test_descriptions_travel_as_text() -> None:
         layout="a", dtype="b", num_values=3, squares=0.1, scales=Scales(count=2, smallest=1, largest=2, total=3)
     )
     for one in (held, replace(held, squares=None, scales=None)):
-        assert Held.from_json(one.to_json()) == one
+        assert Held.from_json(json.dumps(asdict(one))) == one
     for text in ("00ff", "[]", '{"layout": 1}', '{"layout": "a", "more": 2}'):
         with pytest.raises(ValueError, match=r".+"):
             Held.from_json(text)
@@ -165,5 +164,5 @@ def test_sum_of_squares(rows: int, columns: int, kind: str, seed: int) -> None:
 def test_scale_statistics() -> None:
     found = scale_statistics(torch.tensor([[1.0, 4.0], [2.0, 3.0]]))
     assert (found.count, found.smallest, found.largest, found.total) == (4, 1.0, 4.0, 10.0)
-    assert found.plus(found).total == 20.0
-    assert not math.isnan(found.plus(found).smallest)
+    held = Held(layout="a", dtype="b", num_values=4, scales=found)
+    assert held.plus(held).scales == Scales(count=8, smallest=1.0, largest=4.0, total=20.0)

@@ -11,27 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precision.formats.formats import (
-    E4M3,
     E4M3_MAX,
     SCALE_FLOOR,
     dequantize_block,
-    dequantize_channel,
-    dequantize_tensor,
-    fake_quantize_activation,
-    fake_quantize_activation_as,
-    fake_quantize_block,
-    fake_quantize_channel,
-    fake_quantize_mxfp8,
-    fake_quantize_tensor,
+    fake_quantize,
     quantize_block,
-    quantize_channel,
-    quantize_mxfp8,
-    quantize_tensor,
     to_e4m3,
 )
 from precision.formats.rollout_format import RolloutFormat
 from tests.support.examples import examples
 
+TENSOR, BLOCKS = RolloutFormat.FP8_TENSOR, RolloutFormat.FP8_BLOCK
 HALF_ULP = 2.0**-4
 """Largest relative rounding error of a normal e4m3 value: half of the last of 3 mantissa bits."""
 HALF_SUBNORMAL = 2.0**-10
@@ -68,9 +58,8 @@ def test_cast_saturates(size: int, value: float) -> None:
 
 def test_tensor_by_hand() -> None:
     # amax 896: scale 2; 100 / 2 = 50 lies between 48 and 52 (step 4): tie, even mantissa is 48 (12 * 4) -> 96
-    quantized, scale = quantize_tensor(torch.tensor([[896.0, -100.0], [0.0, 26.0]]))
-    assert (quantized.dtype, scale.dtype, scale.shape, scale.item()) == (E4M3, torch.float32, (), 2.0)
-    assert dequantize_tensor(quantized, scale).tolist() == [[896.0, -96.0], [0.0, 26.0]]
+    weight = torch.tensor([[896.0, -100.0], [0.0, 26.0]])
+    assert fake_quantize(weight, TENSOR).tolist() == [[896.0, -96.0], [0.0, 26.0]]
 
 
 def test_block_by_hand() -> None:
@@ -84,7 +73,7 @@ def test_block_by_hand() -> None:
 
 def test_gaussian_weights_lose_2_65_percent() -> None:
     weight = gaussian(512, 384)
-    for restored in (fake_quantize_block(weight), fake_quantize_tensor(weight)):
+    for restored in (fake_quantize(weight, BLOCKS), fake_quantize(weight, TENSOR)):
         relative = float((restored - weight).norm() / weight.norm())
         assert relative == pytest.approx(0.0265, abs=0.0005)
 
@@ -114,59 +103,58 @@ def test_block_error_bound_idempotence_and_shape(shape: tuple[int, int], magnitu
 
 
 @settings(max_examples=examples(40))
-@given(st.lists(st.integers(1, 40), min_size=0, max_size=3), magnitudes, st.integers(0, 100))
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), magnitudes, st.integers(0, 100))
 def test_tensor_error_bound_idempotence_and_shape(shape: list[int], magnitude: float, seed: int) -> None:
     weight = magnitude * gaussian(*shape, seed=seed)
-    quantized, scale = quantize_tensor(weight)
-    restored = dequantize_tensor(quantized, scale)
-    assert_within_half_ulp(restored, weight, scale)
-    again, _ = quantize_tensor(restored)
-    assert torch.equal(again.view(torch.uint8), quantized.view(torch.uint8))
+    restored = fake_quantize(weight, TENSOR)
+    assert_within_half_ulp(restored, weight, weight.abs().amax() / E4M3_MAX)
+    assert torch.equal(fake_quantize(restored, TENSOR), restored)
 
 
 @settings(max_examples=examples(40))
-@given(st.integers(1, 5), st.integers(1, 300), st.sampled_from([None, 1, 7, 128]), st.integers(0, 100))
-def test_activation_equals_each_group_quantized_alone(tokens: int, channels: int, group: int | None, seed: int) -> None:
+@given(st.integers(1, 5), st.integers(1, 300), st.sampled_from([TENSOR, BLOCKS]), st.integers(0, 100))
+def test_activation_equals_each_group_quantized_alone(
+    tokens: int, channels: int, name: RolloutFormat, seed: int
+) -> None:
     activation = gaussian(tokens, channels, seed=seed) * torch.logspace(-3, 3, tokens)[:, None]
-    restored = fake_quantize_activation(activation, group)
-    size = group or channels
+    restored = fake_quantize(activation, name, per_token=True)
+    size = name.activation_group or channels
     for token in range(tokens):
         for start in range(0, channels, size):
-            alone = fake_quantize_tensor(activation[token, start : start + size])
+            alone = fake_quantize(activation[token, start : start + size], TENSOR)
             assert torch.equal(restored[token, start : start + size], alone)
 
 
 def test_activation_keeps_shape_dtype_and_empties() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         activation = gaussian(2, 3, 130).to(dtype)
-        restored = fake_quantize_activation(activation, 128)
+        restored = fake_quantize(activation, BLOCKS, per_token=True)
         assert (restored.shape, restored.dtype) == (activation.shape, dtype)
-    assert fake_quantize_activation(torch.zeros(0, 8), 4).shape == (0, 8)
-    with pytest.raises(ValueError, match="activation group is 0"):
-        fake_quantize_activation(torch.zeros(1, 8), 0)
+    assert fake_quantize(torch.zeros(0, 8), BLOCKS, per_token=True).shape == (0, 8)
 
 
 def test_zeros_stay_zeros() -> None:
     zeros = torch.zeros(130, 5)
-    for restored in (fake_quantize_tensor(zeros), fake_quantize_block(zeros), fake_quantize_activation(zeros, 4)):
-        assert torch.equal(restored, zeros)
-    assert quantize_tensor(zeros)[1].item() == pytest.approx(SCALE_FLOOR)
+    for name in RolloutFormat:
+        for per_token in (False, True):
+            assert torch.equal(fake_quantize(zeros, name, per_token=per_token), zeros)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_input_raises(bad: float) -> None:
     weight = torch.ones(3, 3)
     weight[1, 2] = bad
-    for quantize in (fake_quantize_tensor, fake_quantize_block, fake_quantize_activation):
-        with pytest.raises(FloatingPointError, match="expected finite"):
-            quantize(weight)
+    for name in RolloutFormat:
+        for per_token in (False, True):
+            with pytest.raises(FloatingPointError, match=r"largest magnitude to quantize is .* expected finite"):
+                fake_quantize(weight, name, per_token=per_token)
 
 
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="need a matrix"):
         quantize_block(torch.zeros(2, 3, 4))
     with pytest.raises(ValueError, match="is empty"):
-        quantize_tensor(torch.zeros(0))
+        fake_quantize(torch.zeros(0, 4), TENSOR)
     quantized, _ = quantize_block(torch.ones(130, 4))
     with pytest.raises(ValueError, match="pass the scales of the same tensor"):
         dequantize_block(quantized, torch.ones(1, 1))
@@ -176,48 +164,34 @@ def test_gradients_pass_straight_through_and_input_is_untouched() -> None:
     weight = gaussian(5, 7).requires_grad_()
     before = weight.detach().clone()
     upstream = gaussian(5, 7, seed=1)
-    for fake in (fake_quantize_tensor, fake_quantize_block, fake_quantize_activation):
-        weight.grad = None
-        fake(weight).backward(upstream)  # type: ignore[no-untyped-call]
-        assert weight.grad is not None
-        assert torch.equal(weight.grad, upstream)
+    for name in RolloutFormat:
+        for per_token in (False, True):
+            weight.grad = None
+            fake_quantize(weight, name, per_token=per_token).backward(upstream)  # type: ignore[no-untyped-call]
+            assert weight.grad is not None
+            assert torch.equal(weight.grad, upstream)
     assert torch.equal(weight, before)
 
 
 def test_shared_amax_is_the_scale_of_the_stacked_matrix() -> None:
     small, large = gaussian(4, 6), 100 * gaussian(2, 6, seed=1)
-    stacked = fake_quantize_tensor(torch.cat([small, large]))
+    stacked = fake_quantize(torch.cat([small, large]), TENSOR)
     amax = torch.cat([small, large]).abs().amax()
-    assert torch.equal(torch.cat([fake_quantize_tensor(small, amax), fake_quantize_tensor(large, amax)]), stacked)
-
-
-def test_rollout_formats() -> None:
-    activation = gaussian(2, 260) * torch.logspace(-3, 3, 260)
-    tensor, block = RolloutFormat("fp8_tensor"), RolloutFormat("fp8_block")
-    assert torch.equal(fake_quantize_activation_as(activation, tensor), fake_quantize_activation(activation, None))
-    assert torch.equal(fake_quantize_activation_as(activation, block), fake_quantize_activation(activation, 128))
-    assert not torch.equal(
-        fake_quantize_activation_as(activation, tensor), fake_quantize_activation_as(activation, block)
-    )
+    parts = [fake_quantize(part, TENSOR, amax=amax) for part in (small, large)]
+    assert torch.equal(torch.cat(parts), stacked)
 
 
 def test_channel_scales_are_the_rows() -> None:
     weight = torch.tensor([[448.0, 17.0], [0.448, 0.017], [0.0, 0.0]])
-    quantized, scale = quantize_channel(weight)
-    assert scale.tolist() == pytest.approx([1.0, 0.001, SCALE_FLOOR])
-    assert quantized.float().tolist() == [[448.0, 16.0], [448.0, 16.0], [0.0, 0.0]]
-    torch.testing.assert_close(dequantize_channel(quantized, scale)[1], torch.tensor([0.448, 0.016]))
+    restored = fake_quantize(weight, RolloutFormat.FP8_CHANNEL)
+    torch.testing.assert_close(restored, torch.tensor([[448.0, 16.0], [0.448, 0.016], [0.0, 0.0]]))
 
 
 def test_mx_scales_are_powers_of_two_that_keep_all_values_below_the_largest() -> None:
     """32 values a scale: 448 has scale 1, 449 has scale 2, and the last group may be short."""
-    row = torch.cat([torch.full((32,), 448.0), torch.full((32,), 449.0), torch.full((3,), 2.0**-20), torch.zeros(32)])
-    quantized, scale = quantize_mxfp8(row[None, :67])
-    assert scale.dtype == torch.float8_e8m0fnu
-    assert scale.float().tolist() == [[1.0, 2.0, 2.0**-28]]
-    assert quantized.float()[0, [0, 32, 64]].tolist() == [448.0, 224.0, 256.0]
-    assert quantize_mxfp8(torch.zeros(1, 32))[1].float().tolist() == [[2.0**-126]]
-    assert torch.equal(fake_quantize_mxfp8(torch.zeros(2, 40)), torch.zeros(2, 40))
+    row = torch.cat([torch.full((32,), 448.0), torch.full((32,), 449.0), torch.full((3,), 2.0**-20)])
+    restored = fake_quantize(row[None], RolloutFormat.MXFP8)[0]
+    assert restored[[0, 32, 64]].tolist() == [448.0, 448.0, 2.0**-20]  # with scale 1, 450 of 449
 
 
 @pytest.mark.parametrize("exponent", [-120, -7, 0, 7, 100])
@@ -225,27 +199,14 @@ def test_mx_restores_e4m3_values_of_any_magnitude(exponent: int) -> None:
     values = torch.tensor(all_e4m3_values()) * 2.0**exponent
     groups = torch.cat([values, torch.full((-len(values) % 32,), 448.0 * 2.0**exponent)]).reshape(-1, 32)
     groups[:, 0] = 448.0 * 2.0**exponent  # fixes the scale of each group
-    assert torch.equal(fake_quantize_mxfp8(groups), groups)
-
-
-def test_gradients_pass_through_mx_and_channels() -> None:
-    for fake in (fake_quantize_mxfp8, fake_quantize_channel):
-        values = gaussian(3, 40).requires_grad_()
-        fake(values).backward(torch.full((3, 40), 2.0))
-        assert torch.equal(values.grad, torch.full((3, 40), 2.0))  # type: ignore[arg-type]
-
-
-def test_what_is_not_finite_is_refused() -> None:
-    for quantize in (quantize_mxfp8, quantize_channel):
-        with pytest.raises(FloatingPointError, match="largest magnitude to quantize is"):
-            quantize(torch.tensor([[1.0, float("inf")]]))
-        with pytest.raises(ValueError, match="is empty"):
-            quantize(torch.zeros(0, 4))
+    assert torch.equal(fake_quantize(groups, RolloutFormat.MXFP8), groups)
 
 
 def test_every_format_rounds_activations_its_own_way() -> None:
     activation = gaussian(5, 256) * torch.linspace(0.01, 10, 256)
-    rounded = {name: fake_quantize_activation_as(activation, name) for name in RolloutFormat}
-    assert torch.equal(rounded[RolloutFormat.FP8_CHANNEL], rounded[RolloutFormat.FP8_TENSOR])
-    assert torch.equal(rounded[RolloutFormat.MXFP8], fake_quantize_mxfp8(activation))
-    assert not torch.equal(rounded[RolloutFormat.MXFP8], fake_quantize_activation(activation, 32))
+    rounded = {name: fake_quantize(activation, name, per_token=True) for name in RolloutFormat}
+    assert torch.equal(rounded[RolloutFormat.FP8_CHANNEL], rounded[TENSOR])
+    assert torch.equal(rounded[RolloutFormat.MXFP8], fake_quantize(activation, RolloutFormat.MXFP8))
+    for name in RolloutFormat:
+        same = [other for other in RolloutFormat if torch.equal(rounded[name], rounded[other])]
+        assert same == ([TENSOR, RolloutFormat.FP8_CHANNEL] if name in (TENSOR, RolloutFormat.FP8_CHANNEL) else [name])

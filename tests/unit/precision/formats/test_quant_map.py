@@ -13,16 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.formats.formats import (
-    E4M3,
-    dequantize_block,
-    dequantize_tensor,
-    fake_quantize_block,
-    fake_quantize_channel,
-    fake_quantize_mxfp8,
-    fake_quantize_tensor,
-    quantize_tensor,
-)
+from precision.formats.formats import E4M3, dequantize_block, fake_quantize
 from precision.formats.quant_map import QuantMap, QuantMapFile
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state, quantize_state
@@ -211,7 +202,7 @@ def test_stacking_block_quantized_parts_is_quantizing_the_stack() -> None:
     """Rows of q, k and gate are multiples of 128, so the engine may stack before or after."""
     emulated = dict(fake_quantize_state(state(1).items(), QuantMap.for_decoder(1, "fp8_block")))
     names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
-    stacked = fake_quantize_block(torch.cat([state(1)[name] for name in names]))
+    stacked = fake_quantize(torch.cat([state(1)[name] for name in names]), RolloutFormat.FP8_BLOCK)
     assert torch.equal(torch.cat([emulated[name] for name in names]), stacked)
 
 
@@ -229,10 +220,12 @@ def test_tensor_emulation_has_one_scale_a_stacked_matrix() -> None:
     for layer in range(2):
         for parts in (("self_attn.q", "self_attn.k", "self_attn.v"), ("self_attn.o",), ("mlp.gate", "mlp.up")):
             names = [f"model.layers.{layer}.{part}_proj.weight" for part in parts]
-            stack = dequantize_tensor(*quantize_tensor(torch.cat([original[name] for name in names])))
+            stack = fake_quantize(torch.cat([original[name] for name in names]), RolloutFormat.FP8_TENSOR)
             assert torch.equal(torch.cat([emulated[name] for name in names]), stack)
     q = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(emulated[q], fake_quantize_tensor(original[q]))  # v is 100 times larger than q
+    assert not torch.equal(
+        emulated[q], fake_quantize(original[q], RolloutFormat.FP8_TENSOR)
+    )  # v is 100 times larger than q
     for name in UNTOUCHED:
         assert torch.equal(emulated[name], original[name])
 
@@ -303,10 +296,9 @@ def test_engines_are_sent_what_the_learner_emulates_bit_for_bit(rollout_format: 
 def test_formats_that_are_not_served_are_emulated_and_not_sent(rollout_format: RolloutFormat) -> None:
     quant_map = QuantMap.for_decoder(2, rollout_format)
     emulated = dict(fake_quantize_state(state().items(), quant_map))
-    fake = {RolloutFormat.FP8_CHANNEL: fake_quantize_channel, RolloutFormat.MXFP8: fake_quantize_mxfp8}[rollout_format]
     for name, weight in state().items():
         quantized = name.removesuffix(".weight") in quant_map.formats
-        assert torch.equal(emulated[name], fake(weight) if quantized else weight)
+        assert torch.equal(emulated[name], fake_quantize(weight, rollout_format) if quantized else weight)
     for refused in (lambda: list(quantize_state(state().items(), quant_map)), quant_map.to_hf_quantization_config):
         with pytest.raises(ValueError, match=f"{rollout_format} is emulated by the learner only"):
             refused()

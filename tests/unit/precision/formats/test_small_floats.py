@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -11,22 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.formats.formats import (
-    E2M1,
-    E3M2,
-    FAKE_QUANTIZE,
-    SCALE_FLOOR,
-    SmallFloat,
-    fake_quantize_activation_as,
-    fake_quantize_matrix,
-    fake_quantize_mxfp4,
-    fake_quantize_nvfp4_matrix,
-    fake_quantize_nvfp4_tokens,
-    fake_quantize_tokens,
-)
+from precision.formats.formats import E2M1, E3M2, SCALE_FLOOR, SmallFloat, fake_quantize
 from precision.formats.rollout_format import RolloutFormat
 from tests.support.examples import examples
 
+FP4, NVFP4, MXFP4 = RolloutFormat.EMULATED_FP4, RolloutFormat.EMULATED_NVFP4, RolloutFormat.EMULATED_MXFP4
 EMULATED = [name for name in RolloutFormat if name.is_emulated]
 
 
@@ -95,11 +85,11 @@ def test_rounding_is_to_the_nearest_in_exact_arithmetic(kind: SmallFloat, values
 
 def test_one_scale_for_a_matrix_and_one_a_token() -> None:
     weight = torch.tensor([[12.0, 5.0], [-0.9, 0.4]])  # amax 12: scale 2, so 5 → 2.5 → 2 (even), .9 → .45 → .5
-    assert fake_quantize_matrix(weight, E2M1).tolist() == [[12.0, 4.0], [-1.0, 0.0]]
+    assert fake_quantize(weight, FP4).tolist() == [[12.0, 4.0], [-1.0, 0.0]]
     tokens = torch.tensor([[12.0, 5.0], [-0.9, 0.4]])  # the second token has a scale of .15: .4 → 2.67 → 3
-    rounded = fake_quantize_tokens(tokens, E2M1)
+    rounded = fake_quantize(tokens, FP4, per_token=True)
     torch.testing.assert_close(rounded, torch.tensor([[12.0, 4.0], [-0.9, 0.45]]))
-    assert torch.equal(rounded[1:], fake_quantize_matrix(tokens[1:], E2M1))
+    assert torch.equal(rounded[1:], fake_quantize(tokens[1:], FP4))
 
 
 def modelopt_nvfp4(weight: Tensor) -> Tensor:
@@ -120,24 +110,20 @@ def modelopt_mxfp4(weight: Tensor) -> Tensor:
 
 @pytest.mark.slow  # importing ModelOpt takes seconds
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [(fake_quantize_nvfp4_matrix, modelopt_nvfp4), (fake_quantize_mxfp4, modelopt_mxfp4)]
-)
+@pytest.mark.parametrize(("ours", "theirs"), [(NVFP4, modelopt_nvfp4), (MXFP4, modelopt_mxfp4)])
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_block_formats_are_modelopts(
-    ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], spread: float
-) -> None:
+def test_block_formats_are_modelopts(ours: RolloutFormat, theirs: Callable[[Tensor], Tensor], spread: float) -> None:
     pytest.importorskip("modelopt")
     weight = 0.02 * gaussian(48, 96) * torch.logspace(-spread, spread, 96)[torch.randperm(96)]
     weight[3, 32:64] = 0.0
-    assert torch.equal(ours(weight), theirs(weight))
+    assert torch.equal(fake_quantize(weight, ours), theirs(weight))
 
 
 def test_a_tie_of_mxfp4_goes_to_the_even_value() -> None:
     """Where ModelOpt's takes the lower one."""
     row = torch.zeros(1, 32)
     row[0, :4] = torch.tensor([6.0, 0.75, 1.75, 3.5])
-    assert fake_quantize_mxfp4(row)[0, :4].tolist() == [6.0, 1.0, 2.0, 4.0]
+    assert fake_quantize(row, MXFP4)[0, :4].tolist() == [6.0, 1.0, 2.0, 4.0]
 
 
 def test_scales_of_nvfp4_by_hand() -> None:
@@ -145,7 +131,7 @@ def test_scales_of_nvfp4_by_hand() -> None:
     weight[0, 0] = 2688.0  # 6 · 448: the float32 scale is 1, that of the first 16 is 448
     weight[0, 16:18] = torch.tensor([6.0, 2.6])  # scale 1: 2.6 → 3
     weight[0, 32] = 0.01  # .01 / 6 is below the smallest e4m3 scale 2^-9, which makes 5.12 of it: 6
-    found = fake_quantize_nvfp4_matrix(weight)
+    found = fake_quantize(weight, NVFP4)
     assert found[0, [0, 16, 17, 32]].tolist() == [2688.0, 6.0, 3.0, 6 * 2.0**-9]
 
 
@@ -153,37 +139,37 @@ def test_a_token_is_rounded_alone_and_a_short_last_group_as_if_zeros_followed() 
     tokens = gaussian(5, 40) * torch.logspace(-3, 3, 5)[:, None]
     whole = torch.nn.functional.pad(tokens, (0, 24))
     for name in EMULATED:
-        rounded = fake_quantize_activation_as(tokens, name)
+        rounded = fake_quantize(tokens, name, per_token=True)
         for token in range(5):
-            assert torch.equal(rounded[token], fake_quantize_activation_as(tokens[token], name))
-        assert torch.equal(rounded, fake_quantize_activation_as(whole, name)[:, :40])
-    assert torch.equal(fake_quantize_nvfp4_tokens(tokens[2:3]), fake_quantize_nvfp4_matrix(tokens[2:3]))
+            assert torch.equal(rounded[token], fake_quantize(tokens[token], name, per_token=True))
+        assert torch.equal(rounded, fake_quantize(whole, name, per_token=True)[:, :40])
+    assert torch.equal(fake_quantize(tokens[2:3], NVFP4, per_token=True), fake_quantize(tokens[2:3], NVFP4))
 
 
 @pytest.mark.parametrize("name", list(RolloutFormat))
 def test_shares_of_channels_may_be_rounded_alone_exactly_where_the_format_says_so(name: RolloutFormat) -> None:
     """Ranks that share the channels of a token do so, or gather them."""
     activation = gaussian(3, 512) * torch.logspace(-2, 2, 512)
-    shares = [fake_quantize_activation_as(share, name) for share in activation.chunk(4, dim=1)]
-    alone = torch.equal(torch.cat(shares, dim=1), fake_quantize_activation_as(activation, name))
+    shares = [fake_quantize(share, name, per_token=True) for share in activation.chunk(4, dim=1)]
+    alone = torch.equal(torch.cat(shares, dim=1), fake_quantize(activation, name, per_token=True))
     assert alone == (name.activation_group is not None)
 
 
 @pytest.mark.parametrize("name", EMULATED)
 def test_finite_values_of_any_size_stay_finite_and_others_are_refused(name: RolloutFormat) -> None:
-    for rounding in (FAKE_QUANTIZE[name], lambda values: fake_quantize_activation_as(values, name)):
+    for rounding in (partial(fake_quantize, rollout_format=name, per_token=per_token) for per_token in (False, True)):
         for size in (0.0, 1e-45, 1e-38, SCALE_FLOOR, 1e20, 1e38):
             assert bool(rounding(torch.full((2, 33), size)).isfinite().all())
         for wrong in (torch.inf, -torch.inf, torch.nan):
             with pytest.raises(FloatingPointError, match="largest magnitude to quantize"):
                 rounding(torch.tensor([[1.0, wrong]]))
         assert rounding(gaussian(4, 48).bfloat16()).dtype is torch.bfloat16
-    assert fake_quantize_activation_as(torch.zeros(0, 8), name).shape == (0, 8)
+    assert fake_quantize(torch.zeros(0, 8), name, per_token=True).shape == (0, 8)
 
 
 @pytest.mark.parametrize("name", EMULATED)
 def test_gradients_pass_straight_through(name: RolloutFormat) -> None:
-    for rounding in (FAKE_QUANTIZE[name], lambda values: fake_quantize_activation_as(values, name)):
+    for rounding in (partial(fake_quantize, rollout_format=name, per_token=per_token) for per_token in (False, True)):
         weight = gaussian(3, 32).requires_grad_()
         slopes = gaussian(3, 32, seed=1)
         (rounding(weight) * slopes).sum().backward()
@@ -193,7 +179,7 @@ def test_gradients_pass_straight_through(name: RolloutFormat) -> None:
 
 def test_fewer_bits_lose_more() -> None:
     weight = gaussian(256, 256)
-    lost = {name: float((FAKE_QUANTIZE[name](weight) - weight).norm() / weight.norm()) for name in FAKE_QUANTIZE}
+    lost = {name: float((fake_quantize(weight, name) - weight).norm() / weight.norm()) for name in RolloutFormat}
     order = [RolloutFormat.FP8_BLOCK, RolloutFormat.EMULATED_FP6, RolloutFormat.EMULATED_NVFP4]
     assert lost[order[0]] < lost[order[1]] < lost[order[2]] < lost[RolloutFormat.EMULATED_MXFP4]
     assert lost[RolloutFormat.EMULATED_NVFP4] < lost[RolloutFormat.EMULATED_FP4]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from precision.formats.audit import Held, audit
-from precision.formats.formats import dequantize_block, quantize_block, quantize_tensor
+from precision.formats.formats import dequantize_block, quantize_block, scale_of, to_e4m3
 from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.client import FORMATS, STATISTICS
 from rollout_sglang.server import format_report
@@ -106,7 +106,8 @@ def test_a_stack_with_as_many_blocks_as_rows_keeps_the_scales_of_each_part() -> 
 
 def test_a_channel_scale_beside_a_transposed_weight() -> None:
     weight = gaussian(256, 256)
-    quantized, scale = quantize_tensor(weight)
+    scale = scale_of(weight.abs().amax())
+    quantized = to_e4m3(weight / scale)
     rows = scale.repeat(256)[:, None]
     made = layer(Fp8LinearMethod(None), weight_scale=rows, output_partition_sizes=[128, 128])
     made.weight = nn.Parameter(quantized.t(), requires_grad=False)
