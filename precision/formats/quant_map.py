@@ -212,7 +212,7 @@ class QuantMap:
         unknown names, with the nearest known one.
         """
         chosen = None if to is None else RolloutFormat.named(to)
-        formats = self.formats | dict.fromkeys(self._whole_groups(modules), chosen)
+        formats = dict(self.formats) | dict.fromkeys(self._whole_groups(modules), chosen)
         return replace(self, formats={module: name for module, name in formats.items() if name is not None})
 
     def only(self, modules: Iterable[str]) -> QuantMap:
