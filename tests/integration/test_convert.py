@@ -93,7 +93,7 @@ def run_with_checkpoint(folder: Path, model: Path, weights: Path) -> Path:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        (dict(tie=True), dict(tensor=2, pipeline=2, expert=1)),
+        pytest.param(dict(tie=True), dict(tensor=2, pipeline=2, expert=1), marks=pytest.mark.slow),
         # The router and the norms lie on both ranks, half of the experts on each.
         (dict(experts=4, experts_per_token=2, expert_ffn=128), dict(tensor=1, pipeline=1, expert=2)),
     ],

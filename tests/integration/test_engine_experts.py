@@ -24,7 +24,7 @@ from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engine_forks import start_engine
 from tests.support.engines import KEY, TinyEngine, load, under_way
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 SHAPE = ExpertShape(num_layers=2, moe_layers=(0, 1), num_experts=8, per_token=2)
 ROWS = [[random.Random(row).randrange(46) for _ in range(24)] for row in range(4)]

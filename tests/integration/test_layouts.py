@@ -26,7 +26,6 @@ from tests.support.rank_programs import forked_programs
 TOLERANCE = 1e-5
 CASES = [
     Case("dense", "one"),
-    Case("dense", "one×MB1"),
     Case("dense", "CP2"),
     Case("dense", "DP2×PLAIN"),
     Case("dense", "TP2×SP×CP2"),
@@ -34,7 +33,6 @@ CASES = [
     Case("dense", "TP2×PP2", "saved"),
     Case("dense", "one", "loaded"),
     Case("dense", "TP2", "loaded"),
-    Case("dense", "PP2", "loaded"),
     Case("dense", "DP2", "loaded"),
     Case("padded", "one"),
     Case("padded", "TP2×SP"),
@@ -48,7 +46,6 @@ CASES = [
     Case("replay", "one"),
     Case("replay", "CP2"),
     Case("replay", "PP2×EP2"),
-    Case("replay", "TP2×SP"),
 ]
 REPLAY_TOLERANCE = 1e-6
 

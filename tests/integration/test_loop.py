@@ -20,11 +20,10 @@ from pipeline.ports.weights import WeightCheck
 from precision.formats.quant_map import QuantMapFile
 from tests.chaos.flips.flip import KINDS, try_flip
 from tests.chaos.flips.runs import complete
-from tests.support.engine_forks import forked_engines
 from tests.support.glossary import unexplained
 from tests.support.listening import ListeningWatch
 from tests.support.rank_programs import forked_programs
-from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
+from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe, trained
 from tests.support.scraper import Scraper, free_run_of_ports
 from tests.support.traces import check_trace, rows_of
 
@@ -218,22 +217,6 @@ def test_resume_with_another_recipe_names_the_key(tp2: Path, workshop: Path) -> 
     assert "Traceback" not in done.stderr
 
 
-def test_a_truncated_batch_file_stops_the_run_by_name(tp2: Path) -> None:
-    """On a replay, since there the learner alone reads the batches."""
-    batch = tp2 / "batches" / "000003.zarr.zip"
-    whole = batch.read_bytes()
-    (tp2.with_name("tp2-replay") / "checkpoints" / "000004" / "COMMIT").unlink()
-    batch.write_bytes(whole[: len(whole) // 2])
-    try:
-        with forked_programs():
-            done = evenkeel("train", "--replay", tp2)
-    finally:
-        batch.write_bytes(whole)
-    assert done.returncode != 0
-    assert "000003.zarr.zip" in done.stderr.strip().splitlines()[-1]
-    assert "Traceback" not in done.stderr
-
-
 def log_of(run: Path, process: str) -> str:
     """What all starts of a process have written."""
     logs = sorted((run / "logs").glob(f"{process}-*.log"))
@@ -241,23 +224,14 @@ def log_of(run: Path, process: str) -> str:
     return "".join(log.read_text() for log in logs)
 
 
-def finished(workshop: Path, name: str, steps: int, **sections: dict[str, Any]) -> Path:
-    recipe = make_recipe(workshop, workshop / "model", name, run=dict(name=name, steps=steps), **sections)
-    with forked_engines():
-        result = evenkeel_json("train", recipe)
-    assert result["steps"] == steps
-    run = workshop / "runs" / name
-    assert evenkeel_json("verify", "history", run)["ok"]
-    return run
-
-
 def test_async_lag_2_with_pp2(workshop: Path) -> None:
-    """Two pipeline stages, each with memory of its own that the engine opens, while answers are under way; tokens
-    are scored at the version that sampled them."""
-    run = finished(
+    """Two pipeline stages, each with a process group of its own with the engine, send block FP8 while answers are under
+    way; tokens are scored at the version that sampled them."""
+    run = trained(
         workshop,
+        workshop / "model",
         "pp2",
-        7,
+        run=dict(steps=7),
         schedule=dict(kind="async", lag=2),
         learner=dict(
             pipeline_parallel=2,
@@ -268,19 +242,21 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
         evaluation=dict(every=3, prompts=4, samples=2),
         objective=dict(name="split"),
         advantage=dict(name="fade"),
-        weights=dict(channel="ipc", bucket_mib=1),
+        rollout=dict(precision="fp8_block"),
+        weights=dict(channel="broadcast", bucket_mib=1),
     )
     lags = policy_lags(run)
     assert all(lag <= 2 for found in lags.values() for lag in found)
     assert max(lag for found in lags.values() for lag in found) >= 1, "an asynchronous run that is never behind is sync"
     assert [event["version"] for event in read_events(run, "evaluated")] == [0, 3, 6, 7], "each answered by one version"
     metrics = read_metrics(run)
-    num_bytes = 4 * sum(tensor.numel() for tensor in load_file(workshop / "model" / "model.safetensors").values())
+    whole = 4 * sum(tensor.numel() for tensor in load_file(workshop / "model" / "model.safetensors").values())
     published = [event["measured"] for event in read_events(run, "published")]
-    assert [found["transfer_bytes"] for found in published] == [num_bytes] * 7
+    assert len(published) == 7
+    assert all(0 < found["transfer_bytes"] < 0.8 * whole for found in published), "the embeddings stay as they are"
     assert all(found["engines_checked"] == 1 for found in published), "checksums are those of what was sent"
     assert ["transfer_bytes" in line for line in metrics] == [False] + [True] * 6, "a step tells of the version before"
-    assert "init custom process group" not in log_of(run, "engine-0"), "no process group was made"
+    assert log_of(run, "engine-0").count("init custom process group") == 2, "one for each pipeline stage"
     # FADE: nobody solves anything here, so the smoothed solve rate falls from .5, and H* is half the first entropy.
     rates = [line["advantage_solve_rate"] for line in metrics]
     assert rates == sorted(rates, reverse=True)
@@ -300,16 +276,18 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
 
 @pytest.mark.slow
 def test_staged_mu_8_with_two_engines_and_dp2(workshop: Path) -> None:
-    run = finished(
+    run = trained(
         workshop,
+        workshop / "model",
         "staged",
-        10,
+        run=dict(steps=10),
         schedule=dict(kind="staged", updates_per_stage=8),
         rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, engines=2),
         learner=dict(data_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
         advantage=dict(name="dr_grpo"),
         objective=dict(name="clipped", anchor="old"),
         correction=dict(name="tis"),
+        weights=dict(channel="ipc"),
     )
     assert policy_lags(run) == {i: {i % 8} for i in range(10)}
     # pi_old is the learner when the stage began: what it thought of batches 0 and 8 when it met them, and not of 7.

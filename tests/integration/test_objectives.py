@@ -18,16 +18,17 @@ from launch.convert.new_model import new_model
 from tests.integration.workers.objectives_worker import measure
 from tests.support.ranks import run_ranks
 
-LAYOUTS = {1: ["one×MB1", "one"], 2: ["DP2", "CP2", "PP2"]}
+EVERYDAY = {1: ["one×MB1", "one"], 2: ["CP2"]}
+FURTHER = ["DP2", "PP2"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of every layout."""
+    """Results of the layouts of every day."""
     folder = tmp_path_factory.mktemp("objectives")
     new_model(folder / "model", hidden=32, layers=2, head_dim=16, ffn=64, seed=1)
     new_model(folder / "reference", hidden=32, layers=2, head_dim=16, ffn=64, seed=2)
-    for ranks, layouts in LAYOUTS.items():
+    for ranks, layouts in EVERYDAY.items():
         run_ranks(ranks, measure, folder, layouts)
     return folder
 
@@ -36,7 +37,20 @@ def found(folder: Path, layout: str) -> tuple[dict[str, dict[str, float]], dict[
     return json.loads((folder / f"{layout}.json").read_text()), dict(np.load(folder / f"{layout}.npz"))
 
 
-@pytest.mark.parametrize("layout", ["one", *LAYOUTS[2]])
+@pytest.fixture(scope="module")
+def further(folder: Path) -> Path:
+    """Results of the others too."""
+    run_ranks(2, measure, folder, FURTHER)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FURTHER)
+def test_no_further_layout_changes_a_step(further: Path, layout: str) -> None:
+    test_no_layout_changes_a_step(further, layout)
+
+
+@pytest.mark.parametrize("layout", ["one", "CP2"])
 def test_no_layout_changes_a_step(folder: Path, layout: str) -> None:
     metrics, changes = found(folder, layout)
     expected, expected_changes = found(folder, "one×MB1")

@@ -22,7 +22,7 @@ from tests.integration.workers.scoring import score
 from tests.support.engines import TinyEngines
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = [random.Random(0).randrange(256) for _ in range(24)]
 TEMPERATURE, TOP_P, TOP_K = 1.3, 0.8, 5

@@ -33,7 +33,7 @@ from tests.doubles.bad_answers import BAD_ANSWERS
 from tests.support.recorded_answers import PROMPT, SCORED, recorded
 
 COUNT = 4000
-IN_MAKE_TEST = 80
+IN_MAKE_TEST = 40
 VOCABULARY = 512
 DEADLINE_S = 5.0
 EXPERTS = ExpertShape(num_layers=2, moe_layers=(1,), num_experts=16, per_token=2)

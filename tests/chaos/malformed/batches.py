@@ -29,7 +29,7 @@ from tests.chaos.malformed.mutations import judged, mutated_bytes, mutated_data
 from tests.support.sealed_zip import sealed_zip
 
 COUNT = 2000
-IN_MAKE_TEST = 40
+IN_MAKE_TEST = 25
 VOCABULARY, LONGEST, NUM_EXPERTS = 64, 8, 8
 LIMITS = Limits(vocab_size=VOCABULARY, max_response_tokens=LONGEST, num_experts=NUM_EXPERTS)
 

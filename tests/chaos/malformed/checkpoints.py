@@ -24,7 +24,7 @@ from tests.chaos.malformed.mutations import judged, mutated_bytes, mutated_data
 from tests.support.one_rank import OneRank
 
 COUNT = 1000
-IN_MAKE_TEST = 30
+IN_MAKE_TEST = 20
 _INDEX = ".metadata"
 _STRANGERS = (
     "000003.bak", "000009.tmp", "latest", "000004.zip", "٠٠٠٠٠٤", "0000000000000000000000000000000000000000099",

@@ -14,7 +14,7 @@ from tests.chaos.malformed.mutations import judged, judged_line, mutated_bytes, 
 from tests.support.runs import evenkeel
 
 COUNT = 3000
-IN_MAKE_TEST = 80
+IN_MAKE_TEST = 40
 FILES = sorted(SHIPPED.glob("*.yaml"))
 _BASE = "run: {name: a, steps: 4}\nmodel: {path: m}\ntask: {name: sort_digits}\n"
 

@@ -12,7 +12,7 @@ import pytest
 from tests.chaos.simulation.plan import Fault, Plan, plan_of
 from tests.chaos.simulation.simulate import simulate
 
-SEEDS, EVERYDAY, BLOCK = 200, 100, 20
+SEEDS, EVERYDAY, BLOCK = 200, 60, 20
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Malformed input: 300 tries of all kinds every day."""
+"""Malformed input: some tries of all kinds every day."""
 
 from __future__ import annotations
 

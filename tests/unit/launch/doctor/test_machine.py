@@ -17,6 +17,7 @@ from launch.doctor.machine import GIB, Check, diagnose, render, run_doctor
 from rollout_sglang.server.rollout_python import PYTHON_VARIABLE
 
 
+@pytest.mark.slow
 def test_this_machine_is_diagnosed_completely(tmp_path: Path) -> None:
     checks = {check.name: check for check in diagnose(tmp_path)}
     assert {
