@@ -13,8 +13,8 @@ from launch.verify.parity import Engine, Rows
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.batch import Completion, Sampling
-from tests.gpu.machine import ROOT
-from tests.gpu.scale import Scale
+from tests.gpu.check import Scale
+from tests.support.runs import ROOT
 
 ONE_GPU = ROOT / "pipeline" / "recipes" / "one_gpu.yaml"
 """Its engine arguments are those of the checks too."""

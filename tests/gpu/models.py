@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from launch.convert.new_model import DEFAULT_CHARACTERS, new_model
-from tests.gpu.scale import Scale
+from tests.gpu.check import Scale
 
 VOCABULARY = 151_936
 SIZES = {

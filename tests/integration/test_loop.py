@@ -297,3 +297,12 @@ def test_staged_mu_8_with_two_engines_and_dp2(workshop: Path) -> None:
     assert all(0 < line["correction_factor"] <= 2 for line in read_metrics(run))
     for index in range(2):
         assert "Prefill batch" in log_of(run, f"engine-{index}"), "the router must use both engines"
+
+
+@pytest.mark.slow
+def test_an_engine_that_never_comes_up_shows_the_end_of_its_log(workshop: Path) -> None:
+    rollout = dict(extra_args=["--no-such-option"], start_deadline_s=90)
+    done = evenkeel("train", make_recipe(workshop, workshop / "model", "engine", rollout=rollout))
+    assert done.returncode != 0
+    assert "--no-such-option" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr

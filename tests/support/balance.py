@@ -16,7 +16,6 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 ENGINES = "tests/integration/test_engine.py"
 SHARE_ENGINES = (
     ENGINES,
-    "tests/integration/test_sampling_contract.py",
     "tests/integration/test_weight_check.py",
 )
 """The file that may end an engine stays last."""

@@ -85,7 +85,7 @@ def begin(folder: Path, steps: int, **plan: Any) -> Path:
 def start_train(folder: Path) -> psutil.Popen:
     """`evenkeel train`, in a session and, where the machine permits it, with a /dev/shm of its own."""
     environment = {name: value for name, value in usual().items() if not name.startswith("PYTEST")}
-    command = [sys.executable, "-m", "launch.cli", "train", str(folder / "recipe.yaml"), "--json"]
+    command = [sys.executable, "-m", "launch.cli", "train", str(folder / "run.yaml"), "--json"]
     with (folder / "train.out").open("ab") as out, (folder / "train.err").open("ab") as err:
         return psutil.Popen(
             [*own_shm(), *command],

@@ -1,56 +1,35 @@
-"""Malformed input: whatever is given, a try ends within its deadline, by one line that says what is wrong,
-or harmlessly.
+"""Malformed input: a try ends within its deadline, by one line that says what is wrong, or harmlessly.
 
-    KINDS[name].attempt(seed, folder) ──▶ "ok" or what is wrong      one try, drawn from its seed alone
-    tries.run_tries(module, seeds)                                   in a process of its own,
-    with a deadline and a bound
-
-Never a traceback, never past a deadline, and nothing in the ledger of a run. A case is a block of tries.
+A kind is a module of this folder: `attempt(seed, folder)` → "ok" or what is wrong, one try drawn from its seed alone;
+`prepare()`; COUNT of its tries, of which the first IN_MAKE_TEST are run every day. tests.chaos.malformed.tries runs
+them in a process of its own, with a deadline and a bound on memory. Never a traceback, never past a deadline, and
+nothing in the ledger of a run. A case is a block of tries.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tests.chaos.ledger import OK, Case, Check
 
-NAMES = ("recipes", "checkpoints", "answers", "batches")
+KINDS = ("recipes", "checkpoints", "answers", "batches")
 BLOCK = 50
 """Tries of a case."""
 
 
-class Kind(Protocol):
-    """A module of this folder."""
-
-    COUNT: int
-    """Tries of a whole part."""
-    IN_MAKE_TEST: int
-    """Of these, the first that every `make test` runs."""
-
-    attempt: Callable[[int, Path], str]
-    """(seed, an empty folder that is removed afterwards) → "ok" or one line."""
-
-
 def cases() -> Sequence[Case]:
     """Blocks of all kinds, one block of each in turn: a part of them is a part of each kind."""
-    blocks = [(name, start) for name in present() for start in range(0, kind(name).COUNT, BLOCK)]
-    blocks.sort(key=lambda block: (block[1], NAMES.index(block[0])))
-    return [Check(f"{name}-{start:05d}", partial(_block, name, start)) for name, start in blocks]
+    blocks = [(start, name) for name in KINDS for start in range(0, kind(name).COUNT, BLOCK)]
+    blocks.sort(key=lambda block: (block[0], KINDS.index(block[1])))
+    return [Check(f"{name}-{start:05d}", partial(_block, name, start)) for start, name in blocks]
 
 
-def present() -> list[str]:
-    """The kinds that there are."""
-    return [name for name in NAMES if (Path(__file__).parent / f"{name}.py").exists()]
-
-
-def kind(name: str) -> Kind:
+def kind(name: str) -> Any:
     """Its module."""
-    module: Any = importlib.import_module(f"tests.chaos.malformed.{name}")
-    return module  # type: ignore[no-any-return]
+    return importlib.import_module(f"tests.chaos.malformed.{name}")
 
 
 def _block(name: str, start: int, details: dict[str, Any]) -> str:

@@ -65,13 +65,6 @@ def prepare() -> None:
     calls()
 
 
-def malformed_answers(seed: int) -> Answer:
-    """The changed answer of a try, for whoever sends it himself."""
-    rng = random.Random(f"answers/{seed}")
-    call = _chosen(rng)
-    return _changed(rng, call.answer)
-
-
 def attempt(seed: int, folder: Path) -> str:
     """Ask a server that gives the changed answer."""
     rng = random.Random(f"answers/{seed}")

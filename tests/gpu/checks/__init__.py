@@ -1,1 +1,1 @@
-"""One file a check (tests.gpu.harness.Check). They import torch and everything heavy inside functions only."""
+"""One file a check (tests.gpu.check). They import torch and everything heavy inside functions only."""

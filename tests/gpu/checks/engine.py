@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 
-from tests.gpu.goals import Figures, Goal, ratios
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, Scale, ratios
 
 NAME = "engine"
 AFTER: tuple[str, ...] = ()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.gpu.goals import Figures, Goal, NotMeasured
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, NotMeasured, Scale
 
 NAME = "logprob"
 AFTER: tuple[str, ...] = ()
@@ -105,7 +104,3 @@ def accuracy(logits: Any, labels: Any) -> Figures:
         "entropy_error": float((entropies.detach().double() - entropy.detach()).abs().max()),
         "gradient_error": relative_error(gradient, exact.grad),
     }
-
-
-def derive(figures: Figures) -> Figures:
-    return {}

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.goals import Figures, Goal
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, Scale
 
 NAME = "loop"
 AFTER = ("stack.imports", "engine.fp8_block")
@@ -56,7 +55,7 @@ def run(scale: Scale) -> Figures:
 def shipped(scale: Scale) -> tuple[Path, list[str]]:
     """The recipe with a model that was just made and warmed up."""
     from tests.gpu.engines import ONE_GPU
-    from tests.gpu.machine import ROOT
+    from tests.support.runs import ROOT
 
     base, warm = scale.folder / "base", scale.folder / "warm"
     evenkeel("model", "new", str(base), "--config", str(ROOT / "pipeline/recipes/models/qwen3-0.6b"))
@@ -121,7 +120,3 @@ def summary(metrics: Sequence[dict[str, Any]]) -> Figures:
         "reward": [float(line["reward_mean"]) for line in metrics],
         "seconds of each step": table,
     }
-
-
-def derive(figures: Figures) -> Figures:
-    return {}

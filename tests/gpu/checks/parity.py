@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.goals import Figures, Goal
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, Scale
 
 NAME = "parity"
 AFTER = ("stack.imports",)
@@ -130,7 +129,3 @@ def gaps(learner: Any, engine: Any) -> Figures:
 
     found = gap(learner, engine)
     return {"k3": found.k3, "mean_gap": found.mean_abs, "max_gap": found.max_abs, "ess": found.ess}
-
-
-def derive(figures: Figures) -> Figures:
-    return {}

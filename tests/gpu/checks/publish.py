@@ -12,8 +12,7 @@ import statistics
 from typing import Any
 
 from pipeline.data.membership import Member
-from tests.gpu.goals import Figures, Goal, ratios
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, Scale, ratios
 
 NAME = "publish"
 AFTER = ("stack.imports", "engine")

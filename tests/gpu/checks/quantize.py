@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.gpu.goals import Figures, Goal, NotMeasured
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, NotMeasured, Scale
 
 NAME = "quantize"
 AFTER: tuple[str, ...] = ()
@@ -85,7 +84,3 @@ def differing_bytes(found: tuple[Any, Any], reference: tuple[Any, Any]) -> int:
         int((one.contiguous().reshape(-1).view(torch.uint8) != other.contiguous().reshape(-1).view(torch.uint8)).sum())
         for one, other in zip(found, reference, strict=True)
     )
-
-
-def derive(figures: Figures) -> Figures:
-    return {}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from tests.gpu.goals import Figures, Goal, ratios
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, Scale, ratios
 
 NAME = "stack"
 AFTER: tuple[str, ...] = ()

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.gpu.goals import Figures, Goal
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, Scale
 
 NAME = "te_layer"
 AFTER = ("stack.imports", "te_linear")
@@ -108,7 +107,3 @@ def layer_pass(subject: Any, chunk: Any, micro_batch: Any) -> tuple[Any, dict[st
         if ".layers." in name
     }
     return seen[0], gradients
-
-
-def derive(figures: Figures) -> Figures:
-    return {}

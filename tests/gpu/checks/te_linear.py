@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tests.gpu.goals import Figures, Goal
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, Scale
 
 NAME = "te_linear"
 AFTER: tuple[str, ...] = ()
@@ -115,7 +114,3 @@ def recipe_of(precision: str) -> Any:
 
     sizes = dict(num_layers=1, hidden_size=4096, num_attention_heads=32)
     return get_fp8_recipe(TransformerConfig(**sizes, bf16=True, **fp8_arguments(precision)))
-
-
-def derive(figures: Figures) -> Figures:
-    return {}

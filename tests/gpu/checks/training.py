@@ -20,8 +20,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.goals import Figures, Goal, ratios
-from tests.gpu.scale import Scale
+from tests.gpu.check import Figures, Goal, Scale, ratios
 
 NAME = "training"
 AFTER = ("stack.imports", "te_linear")

@@ -13,8 +13,8 @@ from megatron_bridge.hf.model_config import ModelConfig
 from precision.formats import formats
 from precision.formats.rollout_format import RolloutFormat
 from tests.gpu import models
+from tests.gpu.check import Scale
 from tests.gpu.checks import logprob, te_linear, training
-from tests.gpu.scale import Scale
 
 
 @pytest.fixture
