@@ -84,8 +84,62 @@ class Role:
         return f"--- {self.name} on {self.host}, ended {self.ends()}\n" + "\n".join(text.splitlines()[-lines:])
 
 
+class Watched:
+    """A run that is watched from outside, by its directory."""
+
+    path: Path
+    steps: int
+    groups: int | None = None
+    """Of a batch; None where they are not counted."""
+
+    def gave_up(self) -> str:
+        """Which role cannot go on; empty while all can."""
+        raise NotImplementedError
+
+    def tails(self) -> str:
+        """The end of every log."""
+        raise NotImplementedError
+
+    def trained(self) -> int:
+        """Steps that were trained."""
+        return len(read_metrics(self.path)) if self.path.exists() else 0
+
+    def published(self) -> int:
+        """The version that the run serves; -1 before the first."""
+        run = RunDirectory(self.path)
+        return run.published_version() if run.is_published() else -1
+
+    def wait(self, condition: Callable[[], Any], what: str, deadline_s: float = 120.0) -> Any:
+        """Until the condition holds; returns what it found. Fails at once when a role has given up."""
+        give_up = time.monotonic() + deadline_s
+        while not (found := condition()):
+            assert not (failed := self.gave_up()), f"{failed} while we waited for {what}\n{self.tails()}"
+            if time.monotonic() > give_up:
+                raise AssertionError(f"waited {deadline_s:g} s for {what}; {self.trained()} steps\n{self.tails()}")
+            time.sleep(0.1)
+        return found
+
+    def wait_steps(self, steps: int, deadline_s: float = 180.0) -> None:
+        self.wait(lambda: self.trained() >= steps, f"step {steps}", deadline_s)
+
+    def end(self) -> dict[str, Any]:
+        """What `verify history` and a replay on one machine say of it."""
+        audit = evenkeel_json("verify", "history", self.path)
+        replay = evenkeel_json("train", "--replay", self.path, in_process=False, timeout=900)
+        return audit | {"bit_identical": replay["bit_identical"], "differing_tensors": replay["differing_tensors"]}
+
+    def check_sound(self, end: dict[str, Any] | None = None) -> None:
+        """What every run must end with, whatever happened to it."""
+        end = end or self.end()
+        assert (end["lost"], end["duplicated"], end["version_violations"], end["missing_batches"]) == (0, 0, 0, 0), end
+        assert end["batches"] == self.steps
+        assert self.groups is None or end["groups"] == self.steps * self.groups
+        assert end["bit_identical"], end["differing_tensors"][:5]
+        assert [line["step"] for line in read_metrics(self.path)] == list(range(self.steps))
+
+
 @dataclass
-class ClusterRun:
+class ClusterRun(Watched):
     """One run; roles start with `start_all` or one by one."""
 
     hosts: Hosts
@@ -95,6 +149,7 @@ class ClusterRun:
     """Of the roles, outside the run directory."""
     layout: Layout = field(default_factory=Layout)
     steps: int = 30
+    groups: int | None = 8
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     key: str = field(default_factory=lambda: secrets.token_hex(24))
     roles: dict[str, Role] = field(default_factory=dict)
@@ -205,33 +260,14 @@ class ClusterRun:
 
     # What happens
 
-    def trained(self) -> int:
-        """Steps that were trained."""
-        return len(read_metrics(self.path)) if self.path.exists() else 0
-
-    def published(self) -> int:
-        """The version that the run serves; -1 before the first."""
-        run = RunDirectory(self.path)
-        return run.published_version() if run.is_published() else -1
+    def gave_up(self) -> str:
+        failed = [role.name for role in self.roles.values() if role.keeper.poll() == 64]
+        return f"{failed[0]} gave up" if failed else ""
 
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
         """Events of one kind, by time."""
         found = [event for event in read_events(self.path) if event["kind"] == kind and event["time"] >= since]
         return sorted(found, key=lambda event: event["time"])
-
-    def wait(self, condition: Callable[[], Any], what: str, deadline_s: float = 120.0) -> Any:
-        """Until the condition holds; returns what it found. Fails at once when a role has given up."""
-        give_up = time.monotonic() + deadline_s
-        while not (found := condition()):
-            failed = [role for role in self.roles.values() if role.keeper.poll() == 64]
-            assert not failed, f"{failed[0].name} gave up while we waited for {what}\n{failed[0].tail()}"
-            if time.monotonic() > give_up:
-                raise AssertionError(f"waited {deadline_s:g} s for {what}; {self.trained()} steps\n{self.tails()}")
-            time.sleep(0.1)
-        return found
-
-    def wait_steps(self, steps: int, deadline_s: float = 180.0) -> None:
-        self.wait(lambda: self.trained() >= steps, f"step {steps}", deadline_s)
 
     def tails(self) -> str:
         """The end of every log."""
@@ -273,14 +309,4 @@ class ClusterRun:
         waited = [self.roles[name] for name in roles or ("learner-0", "collector")]
         self.wait(lambda: all(role.keeper.poll() is not None for role in waited), "the end of the run", deadline_s)
         assert [role.keeper.returncode for role in waited] == [0] * len(waited), self.tails()
-        audit = evenkeel_json("verify", "history", self.path)
-        replay = evenkeel_json("train", "--replay", self.path, in_process=False, timeout=900)
-        return audit | {"bit_identical": replay["bit_identical"], "differing_tensors": replay["differing_tensors"]}
-
-    def check_sound(self, end: dict[str, Any]) -> None:
-        """What every run must end with, whatever happened to it."""
-        assert (end["lost"], end["duplicated"], end["version_violations"], end["missing_batches"]) == (0, 0, 0, 0), end
-        assert end["batches"] == self.steps
-        assert end["groups"] == self.steps * 8
-        assert end["bit_identical"], end["differing_tensors"][:5]
-        assert [line["step"] for line in read_metrics(self.path)] == list(range(self.steps))
+        return self.end()

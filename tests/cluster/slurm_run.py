@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipeline.data.event_log import read_metrics
-from pipeline.data.run_directory import RunDirectory, numbered_folders
+from pipeline.data.run_directory import numbered_folders
+from tests.cluster.cluster_run import Watched
 from tests.cluster.rig import Slurm
-from tests.support.runs import ROOT, evenkeel_json, make_recipe
+from tests.support.runs import ROOT, evenkeel, make_recipe
 
 STEP_OPTIONS = ("--gpus-per-node", "0", "--learner-nodes", "2")
 
 
 @dataclass
-class SlurmRun:
+class SlurmRun(Watched):
     """One run: a learner of two pipeline stages over two nodes, an engine and the collector beside it."""
 
     slurm: Slurm
@@ -82,14 +80,6 @@ class SlurmRun:
 
     # What happens
 
-    def trained(self) -> int:
-        """Steps that were trained."""
-        return len(read_metrics(self.path)) if self.path.exists() else 0
-
-    def published(self) -> int:
-        run = RunDirectory(self.path)
-        return run.published_version() if run.is_published() else -1
-
     def saved(self) -> list[int]:
         """Steps with a complete checkpoint."""
         folder = self.path / "checkpoints"
@@ -116,19 +106,8 @@ class SlurmRun:
     def logs(self, job: str, restart: int = 0) -> Path:
         return self.path / "logs" / f"slurm-{job}-{restart}"
 
-    def wait(self, condition: Callable[[], Any], what: str, deadline_s: float = 120.0) -> Any:
-        """Until the condition holds. Fails at once when a batch script has given up."""
-        give_up = time.monotonic() + deadline_s
-        while not (found := condition()):
-            failed = "\nerror: " in f"\n{self.said()}"
-            assert not failed, f"the job gave up while we waited for {what}\n{self.tails()}"
-            if time.monotonic() > give_up:
-                raise AssertionError(f"waited {deadline_s:g} s for {what}; {self.trained()} steps\n{self.tails()}")
-            time.sleep(0.2)
-        return found
-
-    def wait_steps(self, steps: int, deadline_s: float = 180.0) -> None:
-        self.wait(lambda: self.trained() >= steps, f"step {steps}", deadline_s)
+    def gave_up(self) -> str:
+        return "the job gave up" if "\nerror: " in f"\n{self.said()}" else ""
 
     def wait_end(self, job: str, deadline_s: float = 240.0) -> None:
         """Until the job has ended, with exit code 0."""
@@ -143,20 +122,9 @@ class SlurmRun:
         texts["the batch scripts"] = self.said()
         return "\n".join(f"--- {name}\n" + "\n".join(text.splitlines()[-lines:]) for name, text in texts.items())
 
-    def check_sound(self) -> None:
-        """What every run must end with, whatever happened to it."""
-        audit = evenkeel_json("verify", "history", self.path)
-        found = {name: audit[name] for name in ("lost", "duplicated", "version_violations", "missing_batches")}
-        assert found == dict(lost=0, duplicated=0, version_violations=0, missing_batches=0), audit
-        assert audit["batches"] == self.steps
-        replay = evenkeel_json("train", "--replay", self.path, in_process=False, timeout=600)
-        assert replay["bit_identical"], replay["differing_tensors"][:5]
-
 
 def evenkeel_launch(recipe: Path, out: Path, *options: str) -> str:
     """`evenkeel launch slurm`; returns what it printed."""
-    from tests.support.runs import evenkeel
-
     words = ["launch", "slurm", str(recipe), "--out", str(out), "--workdir", str(ROOT), "--python", sys.executable]
     done = evenkeel(*words, *options)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from tests.evidence.claims import Judged, curves_of, judge, quantity, show, with
 from tests.evidence.hypotheses import Curve
 from tests.evidence.matrix import Experiment, Matrix
 from tests.evidence.results import Arm, Result
-from tests.evidence.statistics import ALPHA, POWER, Spread, runs_needed, visible_difference
+from tests.evidence.statistics import ALPHA, Spread
 
 EMPHASISED = ("shown", "refuted")
 
@@ -25,11 +25,6 @@ HEAD = """\
 SGLang engine, a real Megatron-Core learner and a Qwen3 of about half a million parameters on a generated task. Read an
 answer as “here”, never as “at 32B”. **{undecided} of {verdicts} answers are “undecided”**: runs of one recipe differ
 from each other far more than prompts do, and two or three seeds say little about that.
-
-{power}
-
-*Visible*: the true difference of two arms at the end that is seen with a chance of {power_share:.0%} at the level of
-the first step of Holm's correction. *Seeds for*: how many each arm needs to see such a difference.
 
 pass@k is held-out, sampled at T = 1 from the engine that serves the policy. The run is the unit: intervals are 95 % t
 intervals with the run-to-run variance pooled within an experiment. A run that diverged scores 0 from then on. Time to
@@ -61,32 +56,9 @@ def _head(
         cells=str(declared) if measured == declared else f"{measured} of {declared} declared",
         undecided=sum(answer == "undecided" for answer in answers),
         verdicts=len(answers),
-        power="\n".join(_power(matrix, results, num_hypotheses=2 * len(answers))),
-        power_share=POWER,
         hypotheses=2 * len(answers),
         alpha=ALPHA,
     ).split("\n")
-
-
-def _power(matrix: Matrix, results: Mapping[str, Sequence[Result]], num_hypotheses: int) -> list[str]:
-    """What each experiment can see of a difference at the end."""
-    wanted = (0.10,)
-    header = ["experiment", "run-to-run SD", "degrees of freedom", "seeds", "visible"]
-    lines = [_row([*header, *(f"seeds for {one:.2f}" for one in wanted)]), "|---" * (len(header) + len(wanted)) + "|"]
-    alpha = ALPHA / max(num_hypotheses, 1)
-    for name, experiment in matrix.experiments.items():
-        curves = curves_of(experiment, results[name])
-        spread = Spread.of(curve.end for curve in curves.values())
-        row = [experiment.title, "not known", str(spread.df), str(len(experiment.seeds))]
-        if spread.df < 1 or spread.sd <= 0.0:
-            lines.append(_row([*row, *["–"] * (len(wanted) + 1)]))
-            continue
-        sd, runs = float(spread.sd), min(curve.end.shape[-1] for curve in curves.values())
-        row[1] = f"{sd:.3f}"
-        visible = visible_difference(sd, runs, spread.df, alpha)
-        row.append(f"{visible:.2f}" if visible < 1.0 else "none")
-        lines.append(_row([*row, *(str(runs_needed(one, sd, len(curves), alpha)) for one in wanted)]))
-    return lines
 
 
 def _verdicts(matrix: Matrix, judged: dict[str, list[Judged]]) -> list[str]:

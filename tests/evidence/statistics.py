@@ -1,4 +1,4 @@
-"""Inference with the run as the unit: t estimates with a pooled run-to-run variance, Holm's correction, power.
+"""Inference with the run as the unit: t estimates with a pooled run-to-run variance, Holm's correction.
 
 A cell is a condition and an arm; its runs differ by seed, by prompts and by chance. The variance s² of a quantity is
 pooled within the cells c of one experiment, with n_c runs each:
@@ -28,8 +28,6 @@ Array = NDArray[np.float64]
 
 ALPHA = 0.05
 """The chance that a page has any false verdict at all."""
-POWER = 0.80
-MAX_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -96,28 +94,3 @@ def holm(p: Array) -> Array:
     result = np.empty_like(adjusted)
     np.put_along_axis(result, order, adjusted, axis=-1)
     return result
-
-
-def power(difference: float, sd: float, num_runs: int, df: int, alpha: float) -> float:
-    """The chance that a one-sided t test at `alpha` sees a true difference of two means of `num_runs` runs each:
-    the tail of the noncentral t distribution with noncentrality difference / (sd √(2 / num_runs))."""
-    return float(stats.nct.sf(stats.t.isf(alpha, df), df, difference / (sd * math.sqrt(2.0 / num_runs))))
-
-
-def visible_difference(sd: float, num_runs: int, df: int, alpha: float) -> float:
-    """The smallest true difference that is seen with a chance of POWER, to 0.001."""
-    low, high = 0.0, 200.0 * sd
-    while high - low > 0.001:
-        middle = (low + high) / 2.0
-        low, high = (low, middle) if power(middle, sd, num_runs, df, alpha) >= POWER else (middle, high)
-    return high
-
-
-def runs_needed(difference: float, sd: float, num_cells: int, alpha: float) -> int:
-    """The smallest number of runs a cell with which `difference` is seen with a chance of POWER; at most MAX_RUNS."""
-    low, high = 2, MAX_RUNS
-    while low < high:
-        middle = (low + high) // 2
-        enough = power(difference, sd, middle, num_cells * (middle - 1), alpha) >= POWER
-        low, high = (low, middle) if enough else (middle + 1, high)
-    return high

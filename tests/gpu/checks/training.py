@@ -78,7 +78,7 @@ def run(scale: Scale) -> Figures:
         batches = [supervised_batch(vocabulary, rows, length, seed) for seed in range(STEPS)]
         for name, value in steps(scale, subject, batches).items():
             scale.keep(**{f"{scale.part}_{name}": value})
-        step_s = scale.kept()[f"{scale.part}_step_s"]
+        step_s = scale.read("figures")[f"{scale.part}_step_s"]
         assert isinstance(step_s, float)
         flops = model_flops(subject.model_config, rows * (length - 1), float(length))
         scale.keep(**{f"{scale.part}_utilization": flops / step_s / rate, "matmul_tflop_s": rate / 1e12})
