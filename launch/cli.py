@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from launch import terminal
 from launch.convert.commands import convert_app
 from launch.exit_codes import run_command
 from launch.export.command import export
@@ -27,7 +28,6 @@ from launch.terminal import (
     Overrides,
     RecipeArgument,
     RecipePath,
-    begin_command,
     check_recipe_or_run,
     emit,
     emit_or_print,
@@ -471,7 +471,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # a name in another encoding, or a terminal in one, is no reason to fail
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    begin_command()
+    terminal.is_command = True
     sys.exit(run_command(_command))
 
 

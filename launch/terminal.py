@@ -29,34 +29,17 @@ EVERY_S = 10.0
 """No silence is longer, where there is no terminal."""
 SLOW_S = 2.0
 """Steps that take longer have a line each."""
-_line_at = time.monotonic()
+line_at = time.monotonic()
 """When this process said its last line of progress."""
-_is_command = False
+is_command = False
 """Whether this process is one command. Then blocks of some seconds each, and what is between, make one long silence."""
 
 
-def begin_command() -> None:
-    """Count the silence from the start of this process's only command."""
-    global _is_command
-    _is_command = True
-    note_line()
-
-
-def begin_block() -> None:
-    """Count the silence from here on, but for a command's."""
-    if not _is_command:
-        note_line()
-
-
-def note_line() -> None:
-    """Count the silence from now on."""
-    global _line_at
-    _line_at = time.monotonic()
-
-
-def is_quiet() -> bool:
-    """Whether nothing was said for EVERY_S."""
-    return time.monotonic() - _line_at >= EVERY_S
+def note_line(*, block: bool = False) -> None:
+    """Count the silence from now on; where a `block` begins, only in a process that is no command."""
+    global line_at
+    if not (block and is_command):
+        line_at = time.monotonic()
 
 
 def is_due(steps: int, passed_s: float) -> bool:
@@ -78,11 +61,7 @@ def counted(what: str, total: int) -> Iterator[Callable[..., None]]:
     columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
-
-        def show(done: int, remark: str = "") -> None:
-            progress.update(task, completed=done, description=remark)
-
-        yield show
+        yield lambda done, remark="": progress.update(task, completed=done, description=remark)
 
 
 @contextmanager
@@ -99,7 +78,7 @@ def going_on(what: str) -> Iterator[None]:
 
 @contextmanager
 def _lines(what: str, total: int) -> Iterator[Callable[..., None]]:
-    begin_block()
+    note_line(block=True)
     began, ended, lock = time.monotonic(), threading.Event(), threading.Lock()
     done, remark, said_done, said_at = 0, "", 0, began
 
@@ -108,12 +87,12 @@ def _lines(what: str, total: int) -> Iterator[Callable[..., None]]:
         nonlocal said_done, said_at
         with lock:
             now = time.monotonic()
-            if is_quiet() or is_due(done - said_done, now - said_at):
+            if now - line_at >= EVERY_S or is_due(done - said_done, now - said_at):
                 said_done, said_at = done, now
                 note_line()
                 parts = [what, f"{done}/{total}" if total else "", remark, f"({now - began:.0f} s)"]
                 print(" ".join(filter(None, parts)), file=sys.stderr, flush=True)
-            return max(0.0, _line_at + EVERY_S - time.monotonic())
+            return max(0.0, line_at + EVERY_S - time.monotonic())
 
     def show(now_done: int, now_remark: str = "") -> None:
         nonlocal done, remark

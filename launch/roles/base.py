@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from launch.run.addresses import own_address
+from launch.run.addresses import LOOPBACK, own_address
 from launch.run.metrics import METRICS_HOST_VARIABLE, METRICS_PORT_VARIABLE
-from launch.run.processes import leave_fatal_note
-from launch.run.restarts import count_start, forget_start
+from launch.run.processes import end_process, leave_fatal_note
+from launch.run.restarts import count_start
 from launch.run.waiting import FINISHED_POLL_S, RECIPE_DEADLINE_S, Stop, Throttle, grace_s, wait_for
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.data.checksums import read_sealed_json, write_sealed_json
@@ -46,28 +46,33 @@ DATA_POLL_S = 10.0
 """All of the data is read at each look."""
 
 
-def run_role(run: RunDirectory, name: str, body: Callable[[Stop], int | None]) -> NoReturn:
-    """Run a role to its end, and end this process with the exit status that says how it went."""
+def run_role(
+    run: RunDirectory,
+    name: str,
+    body: Callable[[Stop], int | None],
+    *,
+    metrics_port: int | None = None,
+    host: str = LOOPBACK,
+) -> NoReturn:
+    """Run a role to its end, and end this process with the exit status that says how it went. With a `metrics_port`,
+    the environment says that this role's process, or the learner's rank 0, shows its metrics there."""
     try:
         with as_disk_full(run.path):
             grace_s()  # at SIGTERM it would be too late to refuse it
             count_start(run, name)
-            status = body(Stop().install()) or 0
+            stop = Stop().install()
+            if metrics_port is not None:
+                address = own_address(host, stop.check)
+                os.environ |= {METRICS_PORT_VARIABLE: str(metrics_port), METRICS_HOST_VARIABLE: address}
+            status = body(stop) or 0
     except EvenKeelError as error:
         status = status_of(error)
         print(f"{'error' if status in (1, FATAL_EXIT_CODE) else name}: {error}", file=sys.stderr, flush=True)
         if status == FATAL_EXIT_CODE:
             leave_fatal_note(run, name, error)
         if status == STOPPED_EXIT_CODE:
-            forget_start(run, name)
+            count_start(run, name, back=True)
     end_process(status)
-
-
-def end_process(status: int) -> NoReturn:
-    """End this process at once: helper threads and process groups must not keep a role alive that has ended."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def status_of(error: EvenKeelError) -> int:
@@ -130,15 +135,6 @@ def is_in_force(run: RunDirectory, frozen: RecipeInForce) -> bool:
     that changes the recipe ends those that it finds."""
     newest = newest_recipe_file(run.path)
     return newest == frozen.path or changed_keys(run.recipe(), frozen.recipe).keys() <= DIGEST_KEYS
-
-
-def show_metrics(port: int | None, host: str, stop: Stop) -> None:
-    """Say in the environment where this role's process, or the learner's rank 0, shows its metrics.
-
-    Raises as `own_address` does, and StoppedError.
-    """
-    if port is not None:
-        os.environ |= {METRICS_PORT_VARIABLE: str(port), METRICS_HOST_VARIABLE: own_address(host, stop.check)}
 
 
 T = TypeVar("T")

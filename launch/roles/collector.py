@@ -46,19 +46,16 @@ def run_collector(run: RunDirectory, stop: Stop, recipe: Path | None = None) -> 
     if newest_recipe_file(run.path) != frozen.path:  # it was changed between the two
         return run_collector(run, stop, recipe)
     with epoch.as_superseded():
-        _collect_unless_finished(run.under(epoch), frozen.recipe, epoch, stop)
+        run, in_force = run.under(epoch), frozen.recipe
+        if run.is_finished():
+            return 0
+        if not announced(run, in_force):
+            check_reward(run, in_force, build_task(in_force.task, in_force.run.seed))
+        wait_for_policy(run, in_force, stop)
+        wait_for_engines(run, in_force, stop, 1)
+        asyncio.run(collect(run, epoch, stop.check))
+        run.set_finished("collector")
     return 0
-
-
-def _collect_unless_finished(run: RunDirectory, recipe: Recipe, epoch: Epoch, stop: Stop) -> None:
-    if run.is_finished():
-        return
-    if not announced(run, recipe):
-        check_reward(run, recipe, build_task(recipe.task, recipe.run.seed))
-    wait_for_policy(run, recipe, stop)
-    wait_for_engines(run, recipe, stop, 1)
-    asyncio.run(collect(run, epoch, stop.check))
-    run.set_finished("collector")
 
 
 def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
@@ -83,11 +80,6 @@ def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> Collect
         solved_at=recipe.reward.solved_at,
         special_tokens=recipe.reward.special_tokens,
     )
-
-
-def _published(run: RunDirectory) -> tuple[int, Path]:
-    version = run.published_version()
-    return version, run.policy_directory(version)
 
 
 def lags_of(run: RunDirectory, recipe: Recipe) -> Callable[[int], tuple[tuple[int, int], ...]] | None:
@@ -139,8 +131,8 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
                     stop=stop,
                 )
                 if metrics is not None:
-                    metrics.watch_fleet(fleet.state, lambda: collector.num_waiting)
-                async with fleet.monitored(lambda: _published(run)):
+                    metrics.fleet, metrics.waiting = fleet.state, lambda: collector.num_waiting
+                async with fleet.monitored(lambda: (version := run.published_version(), run.policy_directory(version))):
                     spare_collections()
                     finished = await collector.collect()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -71,18 +72,13 @@ def learner(
 
         evenkeel role learner /shared/runs/a 1 --nodes 2 --host n2 --recipe a.yaml
     """
-    from launch.roles.base import run_role, show_metrics
+    from launch.roles.base import run_role
     from launch.roles.learner import LearnerNode, run_learner_node
-    from launch.run.waiting import Stop
     from pipeline.data.run_directory import RunDirectory
 
     own = LearnerNode(RunDirectory(run.absolute()), node, nodes, host, port, recipe)
-
-    def body(stop: Stop) -> int:
-        show_metrics(metrics_port, host, stop)
-        return run_learner_node(own, stop)
-
-    run_role(own.run, "learner" if node == 0 else f"learner-node-{node}", body)
+    name = "learner" if node == 0 else f"learner-node-{node}"
+    run_role(own.run, name, lambda stop: run_learner_node(own, stop), metrics_port=metrics_port, host=host)
 
 
 @role_app.command()
@@ -93,18 +89,13 @@ def collector(
 
     Waits for the run to begin and for an engine. What was in flight when it ended is asked again.
     """
-    from launch.roles.base import run_role, show_metrics
+    from launch.roles.base import run_role
     from launch.roles.collector import run_collector
-    from launch.run.waiting import Stop
     from pipeline.data.run_directory import RunDirectory
 
     directory = RunDirectory(run.absolute())
-
-    def body(stop: Stop) -> int:
-        show_metrics(metrics_port, host, stop)
-        return run_collector(directory, stop, recipe)
-
-    run_role(directory, "collector", body)
+    body = partial(run_collector, directory, recipe=recipe)
+    run_role(directory, "collector", body, metrics_port=metrics_port, host=host)
 
 
 @role_app.command()
@@ -146,8 +137,9 @@ def router(
     Starts without engines: the fleet, in learner and collector, gives it those that it has verified.
     """
     from launch.roles.base import run_role
-    from launch.roles.engine import RouterRole, run_router
+    from launch.roles.engine import run_router
     from pipeline.data.run_directory import RunDirectory
 
-    own = RouterRole(RunDirectory(run.absolute()), host, port, metrics_port, recipe)
-    run_role(own.run, "router", lambda stop: run_router(own, stop))
+    directory = RunDirectory(run.absolute())
+    body = partial(run_router, directory, host=host, port=port, metrics_port=metrics_port, recipe=recipe)
+    run_role(directory, "router", body)

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ _LINK_ATTEMPTS = 20
 """How often a policy may be deleted while it is linked."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineRole:
     """One host's part of one engine."""
 
@@ -73,9 +73,10 @@ class EngineRole:
     recipe: Path | None = None
     """The one that the learner is given, if it is known."""
 
-    @property
-    def rendezvous(self) -> Path:
-        return self.run.path / "engines" / f"hosts-{self.index:06d}.json"
+    rendezvous: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rendezvous = self.run.path / "engines" / f"hosts-{self.index:06d}.json"
 
 
 def run_engine(own: EngineRole, stop: Stop) -> int:
@@ -137,7 +138,7 @@ def _run_start(
             Rendezvous(epoch.number, address, meeting_port, own.nodes, spec.version).write(own.rendezvous)
 
     spec = keeper.first(newest) if keeper else hold_weights(own.run, own.index, own.node, epoch.number, newest, meet)
-    release = partial(release_weights, spec)
+    release = partial(shutil.rmtree, spec.model, ignore_errors=True)  # may be called twice
     loaded, ended = (keeper.begin, keeper.close) if keeper else (release, release)
 
     def announce(hung: str) -> None:
@@ -261,7 +262,7 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
                     return 0
             finally:
                 stop_server(server, 0.0)
-                release_weights(spec)
+                shutil.rmtree(spec.model, ignore_errors=True)
         stop.check()
         print(f"start {rendezvous.epoch} of engine {own.index} is superseded; following the next", flush=True)
 
@@ -308,7 +309,7 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
             if any(
                 one.index == own.index and one.started == epoch.number for one in outage.tolerate(announced, nobody)
             ):
-                release_weights(spec)  # node 0 is up, and so are all
+                shutil.rmtree(spec.model, ignore_errors=True)  # node 0 is up, and so are all
         time.sleep(POLL_S)
     return False
 
@@ -362,7 +363,7 @@ def hold_weights(
     newest: Callable[[], EngineSpec],
     held: Callable[[EngineSpec], None] = lambda _: None,
 ) -> EngineSpec:
-    """Return `newest()` with a folder that no learner deletes; `release_weights` does once the engine is up.
+    """Return `newest()` with a folder that no learner deletes; whoever asked removes it once the engine is up.
 
     A learner deletes old policies (weights.keep), and SGLang opens its files many seconds after it was started: in a
     run of fast steps they would be gone. So an engine starts from a folder of hard links of its own:
@@ -392,61 +393,48 @@ def hold_weights(
     )
 
 
-def release_weights(spec: EngineSpec) -> None:
-    """Remove the folder that `hold_weights` made. May be called twice."""
-    shutil.rmtree(spec.model, ignore_errors=True)
-
-
 def _link(source: Path, folder: Path) -> bool:
     """Link every file of `source`, which may be deleted meanwhile. Returns whether `folder` has them all."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        names = _files(source)
+        # Weights for engines with an older quant map are in a folder within it.
+        names = {entry.name for entry in os.scandir(source) if entry.is_file()}
         for name in names:
             os.link(source / name, folder / name)
-        return _files(source) == names != []
+        return {entry.name for entry in os.scandir(source) if entry.is_file()} == names != set()
     except FileNotFoundError:
         return False
 
 
-def _files(folder: Path) -> list[str]:
-    """List the files of a policy. Weights for engines with an older quant map are in a folder within it."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
-
-
-@dataclass(frozen=True)
-class RouterRole:
-    """The router of a run: `evenkeel role router RUN`. It starts empty; the fleet gives it engines that it has
-    verified."""
-
-    run: RunDirectory
-    host: str = LOOPBACK
-    port: int | None = None
-    metrics_port: int | None = None
-    recipe: Path | None = None
-    """The one that the learner is given, if it is known."""
-
-
-def run_router(own: RouterRole, stop: Stop) -> int:
-    """Run the router; returns the exit status, 0 once the run is finished."""
+def run_router(
+    run: RunDirectory,
+    stop: Stop,
+    *,
+    host: str = LOOPBACK,
+    port: int | None = None,
+    metrics_port: int | None = None,
+    recipe: Path | None = None,
+) -> int:
+    """Run the router; returns the exit status, 0 once the run is finished. It starts empty: the fleet gives it engines
+    that it has verified. `recipe` is the one that the learner is given, if it is known."""
     key = read_api_key()
-    address = bind_address(own.host, key, stop.check)
-    frozen = wait_for_recipe(own.run, stop, own.recipe)
+    address = bind_address(host, key, stop.check)
+    frozen = wait_for_recipe(run, stop, recipe)
     rollout = frozen.recipe.rollout
-    port = own.port or (rollout.port or DEFAULT_PORT) + rollout.engines
-    epoch = claim(own.run.path, "router", recipe=frozen.path.name)
-    if not is_in_force(own.run, frozen):
-        return run_router(own, stop)
-    url, membership = server_url(own.host, port), own.run.membership()
+    listens = port or (rollout.port or DEFAULT_PORT) + rollout.engines
+    epoch = claim(run.path, "router", recipe=frozen.path.name)
+    if not is_in_force(run, frozen):
+        return run_router(run, stop, host=host, port=port, metrics_port=metrics_port, recipe=recipe)
+    url, membership = server_url(host, listens), run.membership()
     server = start_router(
-        port, key, log_file(), address, own.metrics_port, request_deadline_s=rollout.request_deadline_s
+        listens, key, log_file(), address, metrics_port, request_deadline_s=rollout.request_deadline_s
     )
     try:
         with epoch.as_superseded():
             serve(
                 server,
-                own.run,
+                run,
                 epoch,
                 stop,
                 rollout.start_deadline_s,

@@ -39,19 +39,36 @@ class Ending:
     reason: str = ""
 
 
-class Peers:
-    """Node 0's side. Use as a context manager; what it has found is read from any thread."""
+class Side:
+    """What each side knows of the other; read from any thread."""
+
+    lost: str | None = None
+    """Which node is gone, and why that is known."""
+    ending: Ending | None = None
+    """How the first node to fail has ended; of node 0, how the learner has."""
+    stop_asked = False
+    """Whether another node was asked to end, which ends the learner: node 0 lets the ranks of all nodes end."""
+
+    def trouble(self) -> Ending | None:
+        """Return why this node's ranks cannot go on, or that they need not: another node has ended, or is gone."""
+        return self.ending or (None if self.lost is None else Ending(1, self.lost))
+
+    def wait_for_trouble(self, deadline_s: float) -> Ending | None:
+        """Wait for what another node says once this one's ranks have ended, which may be the cause."""
+        ends = time.monotonic() + deadline_s
+        while (found := self.trouble()) is None and time.monotonic() < ends:
+            time.sleep(_POLL_S)
+        return found
+
+
+class Peers(Side):
+    """Node 0's side; a context manager."""
 
     def __init__(self, address: str, port: int, *, nodes: int, epoch: int, key: str | None) -> None:
         """Listens at once. Raises OSError when the port is taken."""
-        self.lost: str | None = None
-        """Which node is gone, and why that is known."""
-        self.stop_asked = False
-        """Whether a node was asked to end, which ends the learner."""
-        self.ending: Ending | None = None
-        """How the first node to fail has ended."""
+        self.joined: dict[int, _Line] = {}
+        """The other nodes that are there."""
         self._nodes, self._epoch, self._key = nodes, epoch, key
-        self._lines: dict[int, _Line] = {}
         self._started = self._closed = False
         self._lock = threading.Lock()
         """Held while nodes join and leave, and while the ranks are started."""
@@ -67,25 +84,15 @@ class Peers:
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # ends the wait in accept, as closing alone does not
         self._server.close()
-        for line in list(self._lines.values()):
+        for line in list(self.joined.values()):
             line.close()
-
-    @property
-    def joined(self) -> set[int]:
-        """The other nodes that are there."""
-        return set(self._lines)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every other node has joined."""
-        return len(self._lines) == self._nodes - 1
 
     def start_ranks(self) -> None:
         """Tell all nodes to start their ranks; from now on none may leave or join. A node that has left just before is
         lost: the others are not told."""
         with self._lock:
             self._started = True
-            if not self.complete:
+            if len(self.joined) < self._nodes - 1:
                 self.lost = self.lost or "a node left before the ranks were started"
                 return
         self._tell(go=True)
@@ -94,19 +101,8 @@ class Peers:
         """Tell all nodes how the learner ended. A node that does not hear it notices that node 0 is gone."""
         self._tell(status=ending.status, reason=ending.reason)
 
-    def trouble(self) -> Ending | None:
-        """Return why this node's ranks cannot go on: another node has failed, or is gone."""
-        return self.ending or (None if self.lost is None else Ending(1, self.lost))
-
-    def wait_for_trouble(self, deadline_s: float) -> Ending | None:
-        """Wait for what another node says once this one's ranks have failed, which may be the cause."""
-        ends = time.monotonic() + deadline_s
-        while (found := self.trouble()) is None and time.monotonic() < ends:
-            time.sleep(_POLL_S)
-        return found
-
     def _tell(self, **message: Any) -> None:
-        for line in list(self._lines.values()):
+        for line in list(self.joined.values()):
             with suppress(OSError):
                 line.send(**message)
 
@@ -123,7 +119,12 @@ class Peers:
         give_up = threading.Timer(HANDSHAKE_S, line.close)
         give_up.start()
         try:
-            node = self._greet(line)
+            hello = line.read()
+            node, theirs, ours = int(hello["node"]), str(hello["nonce"]), secrets.token_hex(16)
+            about = f"{self._epoch} {node} {theirs} {ours}"
+            line.send(nonce=ours, proof=_proof(self._key, "node 0", about))
+            if not _shows(line.read(), _proof(self._key, "peer", about)) or not 0 < node < self._nodes:
+                raise ValueError("wrong key, or no such node")
         except (OSError, ValueError, KeyError, TypeError, EOFError):
             line.close()
             return
@@ -133,28 +134,16 @@ class Peers:
             if late := self._started:
                 self.lost = self.lost or f"node {node} was started again"
             else:
-                self._lines[node] = line
+                self.joined[node] = line
         if late:  # it waits for the next start then, and ends the connection
             line.exchange(lambda _: None, status=1, reason=self.lost)
             return
         why = line.exchange(lambda message: self._take(node, message))
         with self._lock:
-            if self._lines.get(node) is line:  # it has not come again meanwhile
-                del self._lines[node]
+            if self.joined.get(node) is line:  # it has not come again meanwhile
+                del self.joined[node]
                 if self._started:
                     self.lost = self.lost or f"node {node} is gone ({why})"
-
-    def _greet(self, line: _Line) -> int:
-        """Return the node that has shown that it knows the key. Raises ValueError."""
-        hello = line.read()
-        node, theirs, ours = int(hello["node"]), str(hello["nonce"]), secrets.token_hex(16)
-        about = f"{self._epoch} {node} {theirs} {ours}"
-        line.send(nonce=ours, proof=_proof(self._key, "node 0", about))
-        if not _is_shown(line.read(), _proof(self._key, "peer", about)):
-            raise ValueError("wrong key")
-        if not 0 < node < self._nodes:
-            raise ValueError("no such node")
-        return node
 
     def _take(self, node: int, message: dict[str, Any]) -> None:
         self.stop_asked = self.stop_asked or bool(message.get("stop"))
@@ -162,25 +151,20 @@ class Peers:
             self.ending = self.ending or Ending(message["status"], f"node {node}: {message.get('reason', '')}")
 
 
-class Peer:
-    """The side of node 1, 2, …; use as a context manager."""
-
-    stop_asked = False
-    """Node 0 lets the ranks of all nodes end; this one does not ask its own."""
+class Peer(Side):
+    """The side of node 1, 2, …; a context manager."""
 
     def __init__(self, host: str, port: int, *, node: int, epoch: int, key: str | None) -> None:
         """Connects. Raises OSError, EOFError or ValueError when node 0 is not there, or not this epoch's."""
         self.go = False
         """Whether node 0 has all nodes, so that ranks start."""
-        self.ending: Ending | None = None
-        self.lost: str | None = None
         self._line = _Line(socket.create_connection((host, port), HANDSHAKE_S))
         try:
             ours = secrets.token_hex(16)
             self._line.send(node=node, nonce=ours)
             answer = self._line.read()
             about = f"{epoch} {node} {ours} {answer.get('nonce')}"
-            if not _is_shown(answer, _proof(key, "node 0", about)):
+            if not _shows(answer, _proof(key, "node 0", about)):
                 raise ValueError("it has another API key, or is of another start")
             self._line.send(proof=_proof(key, "peer", about))
         except BaseException:
@@ -193,10 +177,6 @@ class Peer:
 
     def __exit__(self, *_: object) -> None:
         self._line.close()
-
-    def trouble(self) -> Ending | None:
-        """Return why this node's ranks cannot go on, or that they need not."""
-        return self.ending or (None if self.lost is None else Ending(1, self.lost))
 
     def ask_to_stop(self) -> None:
         """Say that this node was asked to end: node 0 lets all ranks save and end."""
@@ -275,7 +255,6 @@ def _proof(key: str | None, who: str, about: str) -> str:
     return hmac.new((key or "").encode(), f"evenkeel heartbeat {who} {about}".encode(), hashlib.sha256).hexdigest()
 
 
-def _is_shown(answer: dict[str, Any], proof: str) -> bool:
-    """Tell whether the answer holds the proof. As bytes, since compare_digest raises TypeError for text beyond
-    ASCII."""
+def _shows(answer: dict[str, Any], proof: str) -> bool:
+    """Whether the answer holds the proof. As bytes: compare_digest raises TypeError for text beyond ASCII."""
     return hmac.compare_digest(str(answer.get("proof")).encode(errors="replace"), proof.encode())

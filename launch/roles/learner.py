@@ -15,11 +15,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
 
 from launch.build.api_key import API_KEY_VARIABLE, read_api_key
 from launch.build.engines import shares_gpus
@@ -68,7 +66,7 @@ LAST_WORD_S = 60.0
 """Longest wait of a node whose ranks have ended well for node 0 to say that all have."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LearnerNode:
     """One host's part of the learner."""
 
@@ -81,9 +79,10 @@ class LearnerNode:
     recipe: Path | None = None
     """Node 0 begins the run with it, or goes on with it; the others wait for that."""
 
-    @property
-    def rendezvous(self) -> Path:
-        return self.run.path / "learner.json"
+    rendezvous: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rendezvous = self.run.path / "learner.json"
 
 
 def run_learner_node(own: LearnerNode, stop: Stop) -> int:
@@ -119,10 +118,11 @@ def lead(own: LearnerNode, stop: Stop) -> Ending:
     for sentence in note_outside(own.run.under(epoch), recipe, event_log):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
     with epoch.as_superseded():
-        return _lead_start(own, recipe, address, epoch, stop, key)
+        return lead_start(own, recipe, address, epoch, stop, key)
 
 
-def _lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, key: str | None) -> Ending:
+def lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, key: str | None) -> Ending:
+    """Run one start of node 0, once the recipe is frozen and the start claimed."""
     run = own.run.under(epoch)
     remove_old_leftovers(run.shared_folders)
     if run.is_finished():
@@ -130,51 +130,37 @@ def _lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, st
     seed_policy(run, recipe)
     if shares_gpus(recipe):
         wait_for_engines(run, recipe, stop, recipe.rollout.engines)
+    with ExitStack() as stack:
+        peers: Peers | None = None
+        if own.nodes > 1:
+            try:
+                peers = Peers(address, own.port + 1, nodes=own.nodes, epoch=epoch.number, key=key)
+            except OSError as error:
+                raise PortInUseError(
+                    f"port {own.port + 1} of {own.host} is taken ({os.strerror(error.errno or 0)}); stop what listens "
+                    "there or give --port"
+                ) from None
+            joined = stack.enter_context(peers).joined
 
-    def attended(peers: Peers | None) -> Ending:
-        ending = attend(own, recipe, address, epoch, stop, peers)
-        if ending.status == 0:
-            run.set_finished("learner")
-        return ending
+            def complete() -> bool | None:
+                epoch.check()
+                return len(joined) == own.nodes - 1 or None
 
-    return attended(None) if own.nodes == 1 else _lead_others(own, recipe, address, epoch, stop, key, attended)
-
-
-def _lead_others(
-    own: LearnerNode,
-    recipe: Recipe,
-    address: str,
-    epoch: Epoch,
-    stop: Stop,
-    key: str | None,
-    attended: Callable[[Peers], Ending],
-) -> Ending:
-    """`attended` runs the ranks, and marks a learner that has finished before the other nodes hear of it: they are not
-    started again then."""
-
-    def complete() -> bool | None:
-        epoch.check()
-        return peers.complete or None
-
-    try:
-        peers = Peers(address, own.port + 1, nodes=own.nodes, epoch=epoch.number, key=key)
-    except OSError as error:
-        raise PortInUseError(
-            f"port {own.port + 1} of {own.host} is taken ({os.strerror(error.errno or 0)}); stop what listens there or "
-            "give --port"
-        ) from None
-    with peers:
-        epoch.check()  # a later start may have written its own
-        Rendezvous(epoch.number, own.host, own.port, own.nodes).write(own.rendezvous)
-        others = f"the other {own.nodes - 1} nodes of the learner"
-        wait_for(stop, complete, others, recipe.rollout.start_deadline_s)
-        peers.start_ranks()
+            epoch.check()  # a later start may have written its own
+            Rendezvous(epoch.number, own.host, own.port, own.nodes).write(own.rendezvous)
+            others = f"the other {own.nodes - 1} nodes of the learner"
+            wait_for(stop, complete, others, recipe.rollout.start_deadline_s)
+            peers.start_ranks()
         try:
-            ending = attended(peers)
+            ending = attend(own, recipe, address, epoch, stop, peers)
+            if ending.status == 0:
+                run.set_finished("learner")  # before the other nodes hear of it: they are not started again then
         except BaseException as error:
-            peers.end(Ending(1, str(error)))
+            if peers is not None:
+                peers.end(Ending(1, str(error)))
             raise
-        peers.end(ending)
+        if peers is not None:
+            peers.end(ending)
     return ending
 
 
@@ -182,49 +168,45 @@ def follow(own: LearnerNode, stop: Stop) -> Ending:
     """Run node 1, 2, …: one start of the learner after the other, until it has ended for good."""
     recipe = wait_for_recipe(own.run, stop, own.recipe).recipe
     processes_a_node(recipe, own.nodes)
-    address, seen = bind_address(own.host, read_api_key(), stop.check), 0
+    key = read_api_key()
+    address, ended = bind_address(own.host, key, stop.check), set[int]()
+
+    def join(found: Rendezvous) -> tuple[Rendezvous, Peer] | None:
+        try:
+            return found, Peer(found.host, found.port + 1, node=own.node, epoch=found.epoch, key=key)
+        except (OSError, ValueError, KeyError, EOFError):
+            return None  # it has ended, or has not begun: the file is read again
+
     while True:
-        joined = _join(own, recipe, seen, stop)
+        joined = await_node_0(
+            own.run,
+            own.rendezvous,
+            own.nodes,
+            is_alive=lambda found: found.epoch > max(ended, default=0),
+            join=join,
+            role="the learner",
+            stop=stop,
+            deadline_s=recipe.rollout.start_deadline_s,
+        )
         if joined == "finished":
             return Ending(0)
         rendezvous, peer = joined
         recipe = own.run.recipe()  # a start may have changed it
         with peer:
-            ending = _follow_one(own, recipe, address, rendezvous, stop, peer)
+            ending = follow_one(own, recipe, address, rendezvous, stop, peer)
         if ending.status in (0, FATAL_EXIT_CODE) or (stop.asked and ending.status == STOPPED_EXIT_CODE):
             return ending
         print(f"start {rendezvous.epoch} of the learner has ended ({ending.reason}); following the next", flush=True)
         if peer.go or peer.ending is not None:
-            seen = rendezvous.epoch
+            ended.add(rendezvous.epoch)
         else:
             time.sleep(POLL_S)  # the connection was lost before the ranks were started: it may join the same start
 
 
-def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Rendezvous, Peer] | Literal["finished"]:
-    """Join node 0 of a start after `seen` that answers, and knows the key. Raises as `await_node_0` does."""
-
-    def join(found: Rendezvous) -> tuple[Rendezvous, Peer] | None:
-        try:
-            key = read_api_key()
-            return found, Peer(found.host, found.port + 1, node=own.node, epoch=found.epoch, key=key)
-        except (OSError, ValueError, KeyError, EOFError):
-            return None  # it has ended, or has not begun: the file is read again
-
-    return await_node_0(
-        own.run,
-        own.rendezvous,
-        own.nodes,
-        is_alive=lambda found: found.epoch > seen,
-        join=join,
-        role="the learner",
-        stop=stop,
-        deadline_s=recipe.rollout.start_deadline_s,
-    )
-
-
-def _follow_one(
+def follow_one(
     own: LearnerNode, recipe: Recipe, address: str, rendezvous: Rendezvous, stop: Stop, peer: Peer
 ) -> Ending:
+    """Run this node's part of one start of the learner, which it has joined."""
     while not peer.go:
         if (found := peer.trouble()) is not None:
             return found
@@ -239,9 +221,7 @@ def _follow_one(
     peer.end(ending)
     if ending.status == SUPERSEDED_EXIT_CODE:
         return ending
-    ends = time.monotonic() + (LAST_WORD_S if ending.status == 0 else REASON_S)
-    while peer.trouble() is None and time.monotonic() < ends:
-        time.sleep(POLL_S)
+    peer.wait_for_trouble(LAST_WORD_S if ending.status == 0 else REASON_S)
     if peer.ending is None and ending.status == 0 and not own.run.is_finished():
         # Node 0 may have died before it said that the learner has finished: it would wait for this node then.
         return Ending(1, peer.lost or f"node 0 has not said within {LAST_WORD_S:g} s how it ended")
@@ -259,7 +239,12 @@ def attend(
 ) -> Ending:
     """Run this node's ranks to their end. Raises SupersededError when a later start has begun."""
     notes, look, outage, ends = FatalNotes(own.run), Throttle(EPOCH_POLL_S), Outage("the learner's agent"), None
-    with Ranks(rank_command(own, recipe, address, master), rank_environment(own, address, epoch)) as ranks:
+    scratch = make_scratch("learner")
+    stop_file = scratch / "stop"
+    command, environment = rank_program(own, recipe, address, epoch, master)
+    environment |= {**scratch_environment(scratch), STOP_FILE_VARIABLE: str(stop_file)}
+    ranks = _Torchrun(command, log_file(), environment, own_session=True)
+    try:
         while (status := ranks.poll()) is None:
             if look():
                 outage.tolerate(epoch.check, None)
@@ -270,18 +255,21 @@ def attend(
                 ends = time.monotonic() + grace_s()
                 if isinstance(others, Peer):
                     others.ask_to_stop()
-                elif not ranks.have_begun:
+                elif not stop_file.with_name(BEGUN).exists():  # they import, join and load, and look for no file
                     return Ending(STOPPED_EXIT_CODE, "asked to end before it had begun; started again, it goes on")
                 else:
-                    ranks.ask_to_stop()
+                    stop_file.touch()  # rank 0 finds it at its next step, and tells the others
             if ends is not None and time.monotonic() > ends:
                 return Ending(STOPPED_EXIT_CODE, f"asked to end; the ranks did not within {grace_s():g} s: killed")
             time.sleep(POLL_S)
+    finally:
+        ranks.kill()
+        remove_scratch(scratch)
     epoch.check()
     if status == 0:
         return Ending(0)
-    if (reason := notes.message(epoch.name)) is not None:
-        return Ending(FATAL_EXIT_CODE, reason)
+    if (error := notes.error(epoch.name)) is not None:
+        return Ending(FATAL_EXIT_CODE, str(error))
     if ends is not None:
         return Ending(STOPPED_EXIT_CODE, "asked to end before the run was finished; started again, it goes on")
     if isinstance(others, Peers) and (found := others.wait_for_trouble(REASON_S)) is not None:
@@ -301,30 +289,28 @@ def processes_a_node(recipe: Recipe, nodes: int) -> int:
     return processes // nodes
 
 
-def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Rendezvous | None) -> list[str]:
-    """Make the command of torchrun for this node's ranks; `master` is None on node 0."""
+def rank_program(
+    own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, master: Rendezvous | None
+) -> tuple[list[str], dict[str, str]]:
+    """Make the command of torchrun for this node's ranks, and its environment; `master` is None on node 0."""
     if own.nodes == 1:
         rendezvous = rendezvous_options(0, address, 0, address)
     else:
         host, port = (own.host, own.port) if master is None else (master.host, master.port)
         rendezvous = rendezvous_options(own.node, host, port, address, own.nodes)
     # Ranks ignore SIGTERM, and torchrun leaves it alone: when one of them fails, it need not wait for the others.
-    return torchrun(
+    command = torchrun(
         processes_a_node(recipe, own.nodes),
         "launch.run.learn_rank",
         str(own.run.path),
         options=(*rendezvous, "--signals-to-handle", "SIGHUP"),
     )
-
-
-def rank_environment(own: LearnerNode, address: str, epoch: Epoch) -> dict[str, str]:
-    """Make the environment of this node's ranks."""
     environment = {**child_environment(), **interface_environment(address), EPOCH_VARIABLE: str(epoch.number)}
     if key := read_api_key():
         environment[API_KEY_VARIABLE] = key
     if own.node != 0:
         environment.pop(METRICS_PORT_VARIABLE, None)  # rank 0 alone has something to show
-    return environment
+    return command, environment
 
 
 class _Torchrun(ProcessTree):
@@ -336,35 +322,3 @@ class _Torchrun(ProcessTree):
 
     when_parent_dies = signal.SIGKILL
     ignored = (signal.SIGTERM, signal.SIGINT)
-
-
-class Ranks:
-    """This host's ranks under torchrun. A context manager that leaves no process behind."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._folder = make_scratch("learner")
-        self._stop_file = self._folder / "stop"
-        given = {**environment, **scratch_environment(self._folder), STOP_FILE_VARIABLE: str(self._stop_file)}
-        self._torchrun = _Torchrun(command, log_file(), given, own_session=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._torchrun.kill()
-        remove_scratch(self._folder)
-
-    def poll(self) -> int | None:
-        """Exit status of torchrun; None while it runs."""
-        return self._torchrun.poll()
-
-    def ask_to_stop(self) -> None:
-        """Rank 0 finds the file at its next step, and tells the others."""
-        self._stop_file.touch()
-
-    @property
-    def have_begun(self) -> bool:
-        """Whether there may be anything to save. Until then ranks import, join and load, and look for no file."""
-        return self._stop_file.with_name(BEGUN).exists()

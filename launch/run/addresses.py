@@ -88,20 +88,16 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def interface_environment(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Make the variables that let gloo and NCCL listen at `address`; none that the user has set, none for loopback: a
-    learner that is reached at loopback may yet send weights to engines on other hosts."""
-    return {} if is_loopback(address) else _told(address, environment)
+def interface_environment(
+    address: str, environment: Mapping[str, str] = os.environ, *, alone: bool = False
+) -> dict[str, str]:
+    """Make the variables that let gloo and NCCL listen at `address`, but for those that the user has set. Left to
+    themselves, they listen at the address of this machine's name.
 
-
-def loopback_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Make the same variables for a run that is on this machine alone: nothing of it need be reached from outside. Left
-    to themselves, gloo and NCCL listen at the address of this machine's name."""
-    return _told(LOOPBACK, environment)
-
-
-def _told(address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    if (name := interface_of(address)) is None:
+    None for loopback, since a learner that is reached there may yet send weights to engines on other hosts; unless the
+    run is `alone` on this machine, and nothing of it need be reached from outside.
+    """
+    if (is_loopback(address) and not alone) or (name := interface_of(address)) is None:
         return {}
     return {key: f"{before}{name}" for key, before in _INTERFACE_VARIABLES.items() if key not in environment}
 

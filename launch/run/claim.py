@@ -34,49 +34,39 @@ def claimed(run: RunDirectory, *, takes_over: bool = False) -> Iterator[Epoch]:
     """Be the supervisor of a run. Raises RunConflictError while another one is visibly at work, unless this one takes
     over from whoever that is."""
     alive = epoch_folder(run.path, "supervisor") / "ALIVE"
-    if not takes_over:
-        _refuse_a_second(run, alive)
-    epoch = claim(run.path, "supervisor")
-    ended = threading.Event()
-    beat = threading.Thread(target=_beat, args=(alive, epoch, ended), name="supervisor-alive", daemon=True)
-    _write(alive, epoch, 0)
-    beat.start()
-    try:
-        yield epoch
-    finally:
-        ended.set()
-        beat.join()
-        if not epoch.is_superseded():
-            alive.unlink(missing_ok=True)
-
-
-def _refuse_a_second(run: RunDirectory, alive: Path) -> None:
-    first = _read(alive)
-    ends = time.monotonic() + WATCH_S
+    first, ends = (None if takes_over else _read(alive)), time.monotonic() + WATCH_S
     while first is not None and time.monotonic() < ends:
         time.sleep(_POLL_S)
         now = _read(alive)
         if now is None:
-            return  # it has just ended
+            break  # it has just ended
         if now != first:
             raise RunConflictError(
                 f"{run.path} is being trained by another process ({now.partition(',')[2].strip()}); wait for it, stop "
                 "it, or use another run.name"
             )
+    epoch = claim(run.path, "supervisor")
+    ended, line = threading.Event(), f"{epoch.number}.{{}}, host {socket.gethostname()}, process {os.getpid()}\n"
 
+    def beat() -> None:
+        number = 0
+        while not ended.wait(BEAT_S):
+            with suppress(OSError, EvenKeelError):  # the next one may succeed
+                if epoch.is_superseded():
+                    return
+                number += 1
+                write_atomically(alive, line.format(number))
 
-def _beat(alive: Path, epoch: Epoch, ended: threading.Event) -> None:
-    number = 0
-    while not ended.wait(BEAT_S):
-        with suppress(OSError, EvenKeelError):  # the next one may succeed
-            if epoch.is_superseded():
-                return
-            number += 1
-            _write(alive, epoch, number)
-
-
-def _write(alive: Path, epoch: Epoch, number: int) -> None:
-    write_atomically(alive, f"{epoch.number}.{number}, host {socket.gethostname()}, process {os.getpid()}\n")
+    beats = threading.Thread(target=beat, name="supervisor-alive", daemon=True)
+    write_atomically(alive, line.format(0))
+    beats.start()
+    try:
+        yield epoch
+    finally:
+        ended.set()
+        beats.join()
+        if not epoch.is_superseded():
+            alive.unlink(missing_ok=True)
 
 
 def _read(alive: Path) -> str | None:

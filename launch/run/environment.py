@@ -11,6 +11,8 @@ import platform
 import socket
 import subprocess
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,12 +44,20 @@ _GIT_DEADLINE_S = 5.0
 
 def environment(gpus: Path = _GPUS, sources: Path = _SOURCES) -> dict[str, Any]:
     """Describe host, hardware and software of this process. Calls no driver, so it cannot hang."""
+    names: Counter[str] = Counter()
+    for path in sorted(gpus.glob("*/information")):  # the driver's: `NVIDIA H100 80GB HBM3` once for each
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        names.update(line.partition(":")[2].strip() for line in lines if line.startswith("Model:"))
+    packages: dict[str, str] = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return dict(
         host=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
-        gpus=_gpu_names(gpus),
+        gpus=sorted(names.elements()),
         python=platform.python_version(),
-        packages={name: version for name in PACKAGES if (version := _version(name)) is not None},
+        packages=packages,
         commit=commit_of(sources),
     )
 
@@ -60,49 +70,29 @@ def note_engine(run: RunDirectory, epoch: Epoch) -> None:
 
 
 def learner_facts(config: ModelConfig, ranks: int, gpus: list[str]) -> dict[str, Any]:
-    """Return what the use of the GPUs is computed from. `peak_tflops` is missing where they are none, or not known."""
-    peak = peak_tflops(gpus)
-    known = {} if peak is None else dict(peak_tflops=peak)
+    """Return what the use of the GPUs is computed from. `peak_tflops`, of one GPU, is missing where there is none,
+    where they differ, or where the name is not known."""
+    alike = gpus[0].lower() if len(set(gpus)) == 1 else ""
+    known = next((dict(peak_tflops=peak) for part, peak in PEAK_TFLOPS if part.lower() in alike), {})
     return dict(ranks=ranks, active_parameters=active_parameters(config), **known)
-
-
-def peak_tflops(gpus: list[str]) -> float | None:
-    """Return the peak of one GPU; None where there is none, where they differ, or where the name is not known."""
-    if len(set(gpus)) != 1:
-        return None
-    return next((peak for part, peak in PEAK_TFLOPS if part.lower() in gpus[0].lower()), None)
 
 
 def commit_of(sources: Path) -> str | None:
     """Return the commit that a checkout stands at, with `+` where files differ from it; None outside of one."""
     if not (sources / ".git").exists():
         return None
+    # Others may be at work in it.
+    git = partial(
+        subprocess.check_output,
+        encoding="utf-8",
+        errors="replace",
+        timeout=_GIT_DEADLINE_S,
+        stderr=subprocess.DEVNULL,
+    )
+    command = ["git", "--no-optional-locks", "-C", str(sources)]
     try:
-        head = _git(sources, "rev-parse", "--short=12", "HEAD").strip()
-        changed = _git(sources, "status", "--porcelain", "--untracked-files=no").strip()
+        head = git([*command, "rev-parse", "--short=12", "HEAD"]).strip()
+        changed = git([*command, "status", "--porcelain", "--untracked-files=no"]).strip()
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{head}+" if changed else head
-
-
-def _git(sources: Path, *arguments: str) -> str:
-    command = ["git", "--no-optional-locks", "-C", str(sources), *arguments]  # others may be at work in it
-    return subprocess.run(
-        command, capture_output=True, encoding="utf-8", errors="replace", timeout=_GIT_DEADLINE_S, check=True
-    ).stdout
-
-
-def _gpu_names(folder: Path) -> list[str]:
-    """Name the GPUs as the driver's files do, `NVIDIA H100 80GB HBM3` once for each."""
-    found: Counter[str] = Counter()
-    for path in sorted(folder.glob("*/information")):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        found.update(line.partition(":")[2].strip() for line in lines if line.startswith("Model:"))
-    return sorted(found.elements())
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline.child_process import append_working_folder_to_path, die_with_parent
 
 if TYPE_CHECKING:
-    from megatron_bridge.learner import MegatronLearner
-    from pipeline.data.epochs import Epoch
     from pipeline.data.run_directory import RunDirectory
     from pipeline.ports.weights import WeightChannel
 
@@ -32,7 +30,8 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     from launch.build.sizes import checkpoint_bytes
     from launch.run.environment import environment, learner_facts
     from launch.run.metrics import metrics_of, observers_of
-    from launch.run.waiting import BEGUN, Stop, wait_for_engines
+    from launch.run.waiting import BEGUN, EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
+    from pipeline.data.epochs import Epoch, claim, epoch_folder
     from pipeline.data.event_log import EventLog
     from pipeline.data.store import BatchStore
     from pipeline.spans import recorded
@@ -42,7 +41,10 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     recipe = run.recipe()
     learner = build_learner(recipe)
     learner.rates = build_rates(run)
-    epoch = epoch_of(run, learner)
+    if EPOCH_VARIABLE in os.environ:
+        epoch = rank_epoch(run.path)  # which the agent has claimed
+    else:
+        epoch = Epoch(epoch_folder(run.path, "learner"), learner.tell(lambda: claim(run.path, "learner").number))
     run = run.under(epoch)
     channel: WeightChannel | None = None
     transition = None
@@ -78,16 +80,6 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         trainer.train()
         if channel is not None:
             channel.close()
-
-
-def epoch_of(run: RunDirectory, learner: MegatronLearner) -> Epoch:
-    """Return the start of the learner that this rank belongs to: its agent has claimed it; without one, rank 0 does."""
-    from launch.run.waiting import EPOCH_VARIABLE, rank_epoch
-    from pipeline.data.epochs import Epoch, claim, epoch_folder
-
-    if EPOCH_VARIABLE in os.environ:
-        return rank_epoch(run.path)
-    return Epoch(epoch_folder(run.path, "learner"), learner.tell(lambda: claim(run.path, "learner").number))
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.terminal import begin_block, is_due, is_quiet, note_line
+from launch import terminal
 from pipeline.analysis.run_log import number
 from pipeline.analysis.summary import (
     WINDOW_STEPS,
@@ -71,48 +71,12 @@ SAID = (
 
 @dataclass(frozen=True)
 class Shown:
-    """One engine."""
+    """What an engine does, as its newest event says."""
 
     state: str
     reason: str
     since: float
     """Seconds since 1970."""
-
-
-@dataclass
-class EngineStates:
-    """Kept up to date by `take`."""
-
-    engines: dict[int, Shown] = field(default_factory=dict)
-
-    def take(self, event: dict[str, Any]) -> None:
-        """Take in an event, of an engine or not."""
-        kind, process, reason = event.get("kind"), str(event.get("process", "")), str(event.get("reason") or "")
-        if kind == "started" and process == "collector":
-            self.engines.clear()  # who says what engines do begins anew
-        elif kind == "restarted" and process.removeprefix("engine-").isdecimal():
-            self.engines[int(process.removeprefix("engine-"))] = Shown("starting again", reason, float(event["time"]))
-        elif kind in ENGINE_EVENTS:
-            index, at = int(event["engine"]), float(event["time"])
-            known = self.engines.get(index)
-            again = known is not None and known.state == "starting again"  # which says more than some others
-            if kind == "left" and not again:
-                self.engines.pop(index, None)
-            elif not (again and kind in ("left", "quarantined")):
-                since = known.since if known is not None and known.state == kind else at
-                self.engines[index] = Shown(str(kind), reason, since)
-
-    def table(self) -> Table | None:
-        """A row for each engine that is not admitted; None where all are."""
-        if all(engine.state == "admitted" for engine in self.engines.values()):
-            return None
-        table = Table.grid(padding=(0, 2))
-        for index, engine in sorted(self.engines.items()):
-            if engine.state != "admitted":
-                since = time.strftime("%H:%M:%S", time.localtime(engine.since))
-                state = Text(engine.state, style=_STYLES[engine.state])
-                table.add_row(Text(f"engine {index}"), state, Text(f"since {since}", style="dim"), Text(engine.reason))
-        return table
 
 
 @dataclass
@@ -126,7 +90,16 @@ class Progress:
     """The newest lines of metrics, of one start of the learner: the time between two starts is nobody's step."""
     start: str = ""
     """Of the learner, which wrote `recent`."""
-    evaluation: dict[str, Any] | None = None
+    last: dict[str, Any] = field(default_factory=dict)
+    """The newest of them."""
+    num_steps: int = 0
+    """Steps trained."""
+    step_s: float | None = None
+    """Mean seconds from the end of one step to the end of the next."""
+    tokens_per_s: float | None = None
+    """Trained response tokens a second over the recent steps."""
+    pass_at_1: str = "–"
+    """Of the newest evaluation."""
     restarts: int = 0
     control: dict[str, Any] | None = None
     """The latest decision of the ESS controller."""
@@ -152,7 +125,7 @@ class Progress:
     """Whether learner and engines do not compute in the same quantized format."""
     alarms: list[Alarm] = field(default_factory=list)
     """Of the newest step."""
-    engines: EngineStates = field(default_factory=EngineStates)
+    engines: dict[int, Shown] = field(default_factory=dict)
     waits: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By who waits: the latest notice of a wait that has not ended."""
 
@@ -160,8 +133,15 @@ class Progress:
         """One step has ended, of this start of the learner."""
         if start != self.start:
             self.recent.clear()
-        self.start = start
+        self.start, self.last, self.num_steps = start, line, int(line["step"]) + 1
         self.recent.append(line)
+        self.step_s = self.tokens_per_s = None
+        first, steps = self.recent[0], line["step"] - self.recent[0]["step"]
+        if steps > 0:
+            self.step_s = float(line["time"] - first["time"]) / float(steps)
+        if self.step_s is not None and self.step_s > 0:
+            tokens = [number(one, "num_tokens") or 0.0 for one in list(self.recent)[1:]]
+            self.tokens_per_s = sum(tokens) / len(tokens) / self.step_s
         self.samples_failed += number(line, "verifier_failures") or 0.0
         if number(line, "solve_rate"):
             self.unsolved = None
@@ -170,12 +150,14 @@ class Progress:
 
     def take_event(self, event: dict[str, Any]) -> None:
         """Take in what happened."""
-        self.engines.take(event)
-        match event.get("kind"):
+        kind, process, reason = event.get("kind"), str(event.get("process", "")), str(event.get("reason") or "")
+        match kind:
             case "evaluated":
-                self.evaluation = event
+                self.pass_at_1 = f"{percent(number(event, 'pass_at_1'))} (v{event.get('version')})"
             case "restarted":
                 self.restarts += 1
+                if (index := process.removeprefix("engine-")).isdecimal():
+                    self.engines[int(index)] = Shown("starting again", reason, float(event["time"]))
             case "controlled":
                 self.control = event
             case "sampled":
@@ -194,14 +176,25 @@ class Progress:
                 self.issued = event["batch"]
             case "committed":
                 self.committed = event["batch"]
-            case "started" if re.fullmatch(r"learner|collector|engine-\d+", str(event.get("process"))):
-                self.starting[event["process"]] = event["time"]
+            case "started":
+                if process == "collector":
+                    self.engines.clear()  # who says what engines do begins anew
+                if re.fullmatch(r"learner|collector|engine-\d+", process):
+                    self.starting[process] = event["time"]
             case "environment" if event.get("role") in ("learner", "collector"):
                 self.starting.pop(event["role"], None)
-            case "joined":
-                self.starting.pop(f"engine-{event.get('engine')}", None)
+            case "joined" | "admitted" | "quarantined" | "left":
+                if kind == "joined":
+                    self.starting.pop(f"engine-{event.get('engine')}", None)
+                engine, at = int(event["engine"]), float(event["time"])
+                known = self.engines.get(engine)
+                again = known is not None and known.state == "starting again"  # which says more than some others
+                if kind == "left" and not again:
+                    self.engines.pop(engine, None)
+                elif not (again and kind in ("left", "quarantined")):
+                    since = known.since if known is not None and known.state == kind else at
+                    self.engines[engine] = Shown(str(kind), reason, since)
 
-    @property
     def doing(self) -> str:
         """What is going on, and for how long."""
         if self.starting:
@@ -216,31 +209,6 @@ class Progress:
             what = f": engines answer batch {done}"
         since = f" ({time.time() - self.last['time']:.0f} s)" if self.recent else ""
         return f"step {done + 1} of {self.steps}{what}{since}"
-
-    @property
-    def last(self) -> dict[str, Any]:
-        return self.recent[-1] if self.recent else {}
-
-    @property
-    def num_steps(self) -> int:
-        """Steps trained."""
-        return int(self.last["step"]) + 1 if self.recent else 0
-
-    @property
-    def step_s(self) -> float | None:
-        """Mean seconds from the end of one step to the end of the next."""
-        if len(self.recent) < 2 or self.recent[-1]["step"] <= self.recent[0]["step"]:
-            return None
-        steps = self.recent[-1]["step"] - self.recent[0]["step"]
-        return float(self.recent[-1]["time"] - self.recent[0]["time"]) / float(steps)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Trained response tokens a second over the recent steps."""
-        if self.step_s is None or self.step_s <= 0:
-            return None
-        tokens = [number(line, "num_tokens") or 0.0 for line in list(self.recent)[1:]]
-        return sum(tokens) / len(tokens) / self.step_s
 
 
 class LiveView:
@@ -281,7 +249,7 @@ class LiveView:
     def __enter__(self) -> Self:
         self._take(says=False)
         self.progress.starting.clear()  # of earlier sessions
-        begin_block()
+        terminal.note_line(block=True)
         if self._live is not None:
             self._live.start()
         return self
@@ -316,22 +284,20 @@ class LiveView:
                     self._say(f"alarm at step {step}: {alarm.text}; {alarm.rule.to_do}")
                 for alarm in (before[name] for name in before if name not in now):
                     self._say(f"no longer at step {step}: {alarm.text}")
-                self._say_step()
-        if says and is_quiet():
-            self._say(self.progress.doing)
-
-    def _say_step(self) -> None:
-        done, ended, ends = self.progress.num_steps, self.progress.last["time"], self.progress.steps
-        if self._said is not None and done < ends and not is_due(done - self._said[0], ended - self._said[1]):
-            return
-        self._said = done, ended
-        self._say(step_line(self.progress))
-        if self.progress.sample is not None and (done - self._sampled >= SAMPLE_STEPS or done == ends):
-            self._sampled = done
-            self._say(sample_line(self.progress.sample))
+                done, ended, ends = self.progress.num_steps, line["time"], self.progress.steps
+                before_it = self._said
+                if before_it and done < ends and not terminal.is_due(done - before_it[0], ended - before_it[1]):
+                    continue
+                self._said = done, ended
+                self._say(step_line(self.progress))
+                if self.progress.sample is not None and (done - self._sampled >= SAMPLE_STEPS or done == ends):
+                    self._sampled = done
+                    self._say(sample_line(self.progress.sample))
+        if says and time.monotonic() - terminal.line_at >= terminal.EVERY_S:
+            self._say(self.progress.doing())
 
     def _say(self, text: str) -> None:
-        note_line()
+        terminal.note_line()
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -341,11 +307,11 @@ def render(progress: Progress) -> RenderableType:
     left = "" if progress.step_s is None else f"{duration(progress.step_s * max(0, progress.steps - steps))} left"
     head = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=progress.steps, completed=steps, width=BAR_CELLS)
-    head.add_row(Text(progress.doing, style="bold"), bar, Text(left, style="dim"))
+    head.add_row(Text(progress.doing(), style="bold"), bar, Text(left, style="dim"))
     lag = f"{decimal(number(last, 'lag_mean'))}, at most {decimal(number(last, 'lag_max'))}"
     rows = (
         {
-            "pass@1": _pass_at_1(progress),
+            "pass@1": progress.pass_at_1,
             "reward": decimal(number(last, "reward_mean")),
             "entropy": decimal(number(last, "entropy")),
             "tokens/s": count(progress.tokens_per_s),
@@ -361,8 +327,14 @@ def render(progress: Progress) -> RenderableType:
     for row in rows:
         numbers.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in row.items()))
     blocks: list[RenderableType] = [head, Text(), numbers]
-    if (engines := progress.engines.table()) is not None:
-        blocks += [Text(), engines]
+    if any(engine.state != "admitted" for engine in progress.engines.values()):
+        table = Table.grid(padding=(0, 2))
+        for index, engine in sorted(progress.engines.items()):
+            if engine.state != "admitted":
+                since = Text(time.strftime("since %H:%M:%S", time.localtime(engine.since)), style="dim")
+                state = Text(engine.state, style=_STYLES[engine.state])
+                table.add_row(f"engine {index}", state, since, Text(engine.reason))
+        blocks += [Text(), table]
     no_reward = f"{progress.samples_failed:.0f} samples of {steps} steps without a reward; the first: "
     untaught = f"{progress.samples_untaught:.0f} samples of {steps} steps without the teacher's scores; "
     notable = (("", progress.control), (no_reward, progress.reward_failed), ("", progress.unsolved))
@@ -379,7 +351,14 @@ def render(progress: Progress) -> RenderableType:
         blocks.append(Text.assemble(("alarm ", "bold red"), (alarm.text, "red"), (f"; {alarm.rule.to_do}", "dim")))
     if shares := phase_shares(progress.recent, stage=progress.stage):
         verdict = bottleneck(time_shares(progress.recent, stage=progress.stage))
-        blocks += [Text(), _phases(shares, progress.step_s), Text(verdict, style="italic")]
+        shares = {phase: share for phase, share in shares.items() if share > 0}
+        bar_of_phases = Text()
+        for phase, share in shares.items():
+            bar_of_phases.append("█" * round(share * BAR_CELLS), PHASE_STYLES[phase])
+        for phase, share in shares.items():
+            value = f"{share * progress.step_s:.2f} s" if progress.step_s is not None else percent(share)
+            bar_of_phases.append(f"  {phase} ", PHASE_STYLES[phase]).append(value)
+        blocks += [Text(), bar_of_phases, Text(verdict, style="italic")]
     return Padding(Group(*blocks), (1, 1))
 
 
@@ -391,7 +370,7 @@ def step_line(progress: Progress) -> str:
     parts = [
         f"step {progress.num_steps}/{progress.steps}",
         f"reward {decimal(number(last, 'reward_mean'))}",
-        f"pass@1 {_pass_at_1(progress)}",
+        f"pass@1 {progress.pass_at_1}",
         f"ESS {decimal(number(last, 'ess'))}",
         f"lag {decimal(number(last, 'lag_mean'))}",
         f"entropy {decimal(number(last, 'entropy'))}",
@@ -441,21 +420,3 @@ def event_line(event: dict[str, Any]) -> str:
             score = f"pass@1 {percent(number(event, 'pass_at_1'))} ({low} to {high}){many}{reward}"
             line = f"version {event['version']}: {score}{failed}"
     return one_line(line)
-
-
-def _phases(shares: dict[str, float], step_s: float | None) -> Text:
-    """A bar of BAR_CELLS cells, then seconds or share of each phase that took any."""
-    text = Text()
-    shares = {phase: share for phase, share in shares.items() if share > 0}
-    for phase, share in shares.items():
-        text.append("█" * round(share * BAR_CELLS), PHASE_STYLES[phase])
-    for phase, share in shares.items():
-        value = f"{share * step_s:.2f} s" if step_s is not None else percent(share)
-        text.append(f"  {phase} ", PHASE_STYLES[phase]).append(value)
-    return text
-
-
-def _pass_at_1(progress: Progress) -> str:
-    if progress.evaluation is None:
-        return "–"
-    return f"{percent(number(progress.evaluation, 'pass_at_1'))} (v{progress.evaluation.get('version')})"

@@ -35,8 +35,6 @@ from pipeline.errors import EvenKeelError, PortInUseError, StoreError
 from precision.mismatch.alarms import RULES, alarms
 from rollout_sglang.engine_pool import EngineState
 
-Kind = Literal["gauge", "counter"]
-
 
 @dataclass(frozen=True)
 class MetricName:
@@ -48,11 +46,7 @@ class MetricName:
     labels: tuple[str, ...] = ()
     """Beside `run`, which every metric has."""
     field: str = ""
-    """Of a line of metrics, which the gauge shows or the counter adds up."""
-
-    @property
-    def kind(self) -> Kind:
-        return "counter" if self.name.endswith("_total") else "gauge"
+    """Of a line of metrics, which the gauge shows or the counter adds up; of one with the label `phase`, a mapping."""
 
 
 LEARNER, COLLECTOR, SUPERVISOR = ("learner",), ("collector",), ("supervisor",)
@@ -124,8 +118,14 @@ METRICS: tuple[MetricName, ...] = (
         field="entropy",
     ),
     MetricName("evenkeel_gradient_norm", LEARNER, "Global gradient norm before it was clipped.", field="grad_norm"),
-    MetricName("evenkeel_phase_seconds", LEARNER, "Seconds of the step's phases.", ("phase",)),
-    MetricName("evenkeel_publish_phase_seconds", LEARNER, "Seconds of the parts of the newest publish.", ("phase",)),
+    MetricName("evenkeel_phase_seconds", LEARNER, "Seconds of the step's phases.", ("phase",), "seconds"),
+    MetricName(
+        "evenkeel_publish_phase_seconds",
+        LEARNER,
+        "Seconds of the parts of the newest publish.",
+        ("phase",),
+        "publish_seconds",
+    ),
     MetricName(
         "evenkeel_verifier_failures_total",
         LEARNER,
@@ -224,50 +224,94 @@ class RunMetrics:
     def __init__(self, role: str, run_dir: Path) -> None:
         self.role = role
         self.registry = CollectorRegistry()
-        self._run_dir = run_dir
+        self.fleet: Callable[[], Sequence[EngineState]] | None = None
+        """The engines of a collector, asked for at each scrape, in another thread."""
+        self.waiting: Callable[[], int] | None = None
+        """Prompts of a collector that wait, asked for in the same way."""
+        self._run_dir, self._fatal = run_dir, run_dir / "logs" / "fatal"
         self._lock = threading.Lock()
-        self._old_notes = self._fatal_notes()
+        self._old_notes = set(self._fatal.glob("*.json"))
         """Of earlier starts: a run that was started again has not given up."""
-        self._gauges: dict[str, Gauge] = {}
-        self._counters: dict[str, Counter] = {}
+        self._shown: dict[str, Gauge | Counter] = {}
         self._recipe: Recipe | None = None
-        self._fleet: Callable[[], Sequence[EngineState]] | None = None
-        self._waiting: Callable[[], int] | None = None
-        self._set("evenkeel_role_info", 1, role=role)
+        self._show("evenkeel_role_info", 1, role=role)
         for metric in METRICS:
-            if role in metric.roles and metric.name in SINCE_START:
-                self._set(metric.name, time.time())
-                self._set(metric.name, self._time_before(metric.name))
-            elif role in metric.roles and metric.kind == "counter" and not metric.labels:
-                self._count(metric.name, 0)  # shown from the start, so that its first increase can be seen
-        self.registry.register(_AtScrape(self))
-
-    def _time_before(self, name: str) -> float | None:
-        """Since when nothing was done: the first of the starts that have followed the newest step or batch, and one
-        another within LONGEST_PAUSE_S, so that a pause of the run does not count. None where nothing was done yet, or
-        nobody can tell."""
-        if name in NEWEST:
-            role, log, kind = NEWEST[name]
-            with suppress(OSError, ValueError, EvenKeelError):
-                if line := newest_line(self._run_dir, log, kind):
-                    done = float(line["time"])
-                    return first_start_after(epoch_folder(self._run_dir, role), done, LONGEST_PAUSE_S) or done
-        return None
+            if role not in metric.roles:
+                continue
+            if metric.name in SINCE_START:
+                self._show(metric.name, time.time())
+            elif metric.name.endswith("_total") and not metric.labels:
+                self._show(metric.name, 0)  # shown from the start, so that its first increase can be seen
+            if metric.name in NEWEST:
+                # The first of the starts that have followed the newest step or batch, and one another within
+                # LONGEST_PAUSE_S, so that a pause of the run does not count.
+                of, log, kind = NEWEST[metric.name]
+                with suppress(OSError, ValueError, EvenKeelError):
+                    if line := newest_line(run_dir, log, kind):
+                        done = float(line["time"])
+                        began = first_start_after(epoch_folder(run_dir, of), done, LONGEST_PAUSE_S)
+                        self._show(metric.name, began or done)
+        self.registry.register(self)
 
     def observe(self, which: LogName, line: Mapping[str, Any]) -> None:
         """Take in one line of the event log; an observer of pipeline.data.event_log.EventLog. Raises nothing."""
         with self._lock:
-            self._set("evenkeel_heartbeat_timestamp_seconds", line.get("time"))
+            self._show("evenkeel_heartbeat_timestamp_seconds", line.get("time"))
             if which == "metrics":
                 self._observe_step(line)
-            else:
-                observe = getattr(self, f"_observe_{line.get('kind')}", None)
-                if observe is not None:
-                    observe(line)
+                return
+            process = str(line.get("process"))
+            match line.get("kind"):
+                case "committed":
+                    self._show("evenkeel_last_batch", line.get("batch"))
+                    self._show("evenkeel_last_batch_timestamp_seconds", line.get("time"))
+                    self._show("evenkeel_samples_total", line.get("samples"))
+                    self._show("evenkeel_interrupted_samples_total", line.get("interrupted"))
+                    for field, reason in LEFT_OUT.items():
+                        self._show("evenkeel_groups_left_out_total", line.get(field), reason=reason)
+                    self._show("evenkeel_collect_phase_seconds", line.get("seconds"))
+                case "retried":
+                    self._show("evenkeel_retries_total", 1)
+                case "bad_answer":
+                    engine = "behind the router" if line.get("engine") is None else str(line["engine"])
+                    self._show("evenkeel_bad_answers_total", 1, engine=engine)
+                case "evaluated":
+                    self._show("evenkeel_pass_at_1_ratio", line.get("pass_at_1"))
+                    self._show("evenkeel_evaluated_version", line.get("version"))
+                case "saved":
+                    self._show("evenkeel_saved_step", line.get("step"))
+                    self._show("evenkeel_save_seconds", line.get("seconds"))
+                case "started":
+                    self._show("evenkeel_starts_total", 1, process=process)
+                    self._show("evenkeel_restarts_total", 0, process=process)
+                case "restarted":
+                    self._show("evenkeel_restarts_total", 1, process=process)
 
-    def watch_fleet(self, state: Callable[[], Sequence[EngineState]], waiting: Callable[[], int] | None = None) -> None:
-        """Show the engines as `state` gives them and the prompts that wait, at each scrape, in another thread."""
-        self._fleet, self._waiting = state, waiting
+    def _observe_step(self, line: Mapping[str, Any]) -> None:
+        for metric in METRICS:
+            if metric.field:
+                self._show(metric.name, line.get(metric.field))
+        self._show("evenkeel_steps_total", 1)
+        if self._recipe is None:
+            with suppress(OSError, EvenKeelError):
+                self._recipe = RunDirectory(self._run_dir).recipe()
+        recipe = self._recipe
+        if isinstance(step := line.get("step"), int) and recipe is not None:
+            self._show("evenkeel_steps_left", recipe.run.steps - 1 - step)
+        for name in (*OF_BUCKET.values(), "evenkeel_alarm_value"):
+            if name in self._shown:
+                self._shown[name].clear()  # what this step lacks is shown no more
+        splits = line.get("mismatch")
+        for split, buckets in splits.items() if isinstance(splits, Mapping) else ():
+            for bucket, statistics in buckets.items() if isinstance(buckets, Mapping) else ():
+                for field, name in OF_BUCKET.items() if isinstance(statistics, Mapping) else ():
+                    self._show(name, statistics.get(field), split=str(split), bucket=str(bucket))
+        quantized = recipe is not None and formats_differ(recipe)
+        broken = {alarm.rule.name for alarm in alarms(line, quantized=quantized)}
+        for rule in RULES:
+            self._show("evenkeel_alarm", float(rule.name in broken), alarm=rule.name)
+            self._show("evenkeel_alarm_bound", rule.bound_for(quantized=quantized), alarm=rule.name)
+            self._show("evenkeel_alarm_value", rule.value(line), alarm=rule.name)
 
     def serve(self, port: int, host: str = LOOPBACK) -> int:
         """Answer on the port, in a thread that ends with the process; returns the port. Raises PortInUseError."""
@@ -280,145 +324,59 @@ class RunMetrics:
             ) from None
         return int(server.server_port)
 
-    def at_scrape(self) -> Iterable[Metric]:
-        """What is looked up when someone asks."""
-        yield from self._engines()
+    def collect(self) -> Iterable[Metric]:
+        """Look up what is shown at a scrape; called by prometheus_client's registry."""
+        if self.waiting is not None:
+            yield self._family("evenkeel_waiting_prompts", [((), self.waiting())])
+        if self.fleet is not None:
+            engines = self.fleet()
+            label = {engine: (str(engine.index),) for engine in engines}
+            yield self._family("evenkeel_engines", [((), len(engines))])
+            yield self._family("evenkeel_engines_quarantined", [((), sum(one.quarantined for one in engines))])
+            yield self._family("evenkeel_engine_quarantined", [(label[one], float(one.quarantined)) for one in engines])
+            yield self._family("evenkeel_engine_served_version", [(label[one], one.version) for one in engines])
+            yield self._family("evenkeel_engine_in_flight_requests", [(label[one], one.in_flight) for one in engines])
         published = announced(self._run_dir / "policy" / "PUBLISHED")
         yield self._family("evenkeel_published_version", [((), float(published[-1]) if published else None)])
-        if self.role not in BY_NAME["evenkeel_finished"].roles:
+        if self.role not in WATCHERS:
             return
-        yield self._family("evenkeel_finished", [((), _is_finished(self._run_dir))])
-        errors = {error for path in self._fatal_notes() - self._old_notes if (error := _error_in(path))}
+        finished, errors = None, set[str]()
+        with suppress(OSError, EvenKeelError):
+            finished = float(RunDirectory(self._run_dir).is_finished())
+        yield self._family("evenkeel_finished", [((), finished)])
+        for path in set(self._fatal.glob("*.json")) - self._old_notes:
+            with suppress(OSError, StoreError, KeyError):
+                errors.add(str(read_sealed_json(path, "it is only counted")["error"]))
         yield self._family("evenkeel_fatal", [((error,), 1.0) for error in sorted(errors)])
         with suppress(OSError):
             usage = shutil.disk_usage(self._run_dir)
             yield self._family("evenkeel_run_directory_free_bytes", [((), usage.free)])
             yield self._family("evenkeel_run_directory_size_bytes", [((), usage.total)])
 
-    def _fatal_notes(self) -> set[Path]:
-        return set((self._run_dir / "logs" / "fatal").glob("*.json"))
-
-    def _engines(self) -> Iterable[Metric]:
-        if self._waiting is not None:
-            yield self._family("evenkeel_waiting_prompts", [((), self._waiting())])
-        if self._fleet is None:
-            return
-        engines = self._fleet()
-        label = {engine: (str(engine.index),) for engine in engines}
-        yield self._family("evenkeel_engines", [((), len(engines))])
-        yield self._family("evenkeel_engines_quarantined", [((), sum(engine.quarantined for engine in engines))])
-        yield self._family("evenkeel_engine_quarantined", [(label[one], float(one.quarantined)) for one in engines])
-        yield self._family("evenkeel_engine_served_version", [(label[one], one.version) for one in engines])
-        yield self._family("evenkeel_engine_in_flight_requests", [(label[one], one.in_flight) for one in engines])
-
-    def _observe_step(self, line: Mapping[str, Any]) -> None:
-        for metric in METRICS:
-            if metric.field:
-                (self._count if metric.kind == "counter" else self._set)(metric.name, line.get(metric.field))
-        self._count("evenkeel_steps_total")
-        recipe = self._frozen_recipe()
-        if isinstance(step := line.get("step"), int) and recipe is not None:
-            self._set("evenkeel_steps_left", recipe.run.steps - 1 - step)
-        self._set_buckets(line.get("mismatch"))
-        self._set_alarms(line, quantized=recipe is not None and formats_differ(recipe))
-        self._set_phases("evenkeel_phase_seconds", line.get("seconds"))
-        self._set_phases("evenkeel_publish_phase_seconds", line.get("publish_seconds"))
-
-    def _frozen_recipe(self) -> Recipe | None:
-        """Read once; None where it cannot be read."""
-        if self._recipe is None:
-            with suppress(OSError, EvenKeelError):
-                self._recipe = RunDirectory(self._run_dir).recipe()
-        return self._recipe
-
-    def _set_buckets(self, splits: Any) -> None:
-        """Those of the newest step alone: a bucket without tokens shows nothing."""
-        for name in OF_BUCKET.values():
-            self._clear(name)
-        for split, buckets in splits.items() if isinstance(splits, Mapping) else ():
-            for bucket, statistics in buckets.items() if isinstance(buckets, Mapping) else ():
-                for field, name in OF_BUCKET.items():
-                    value = statistics.get(field) if isinstance(statistics, Mapping) else None
-                    self._set(name, value, split=str(split), bucket=str(bucket))
-
-    def _set_alarms(self, line: Mapping[str, Any], *, quantized: bool) -> None:
-        self._clear("evenkeel_alarm_value")
-        broken = {alarm.rule.name for alarm in alarms(line, quantized=quantized)}
-        for rule in RULES:
-            self._set("evenkeel_alarm", float(rule.name in broken), alarm=rule.name)
-            self._set("evenkeel_alarm_bound", rule.bound_for(quantized=quantized), alarm=rule.name)
-            self._set("evenkeel_alarm_value", rule.value(line), alarm=rule.name)
-
-    def _observe_committed(self, event: Mapping[str, Any]) -> None:
-        self._set("evenkeel_last_batch", event.get("batch"))
-        self._set("evenkeel_last_batch_timestamp_seconds", event.get("time"))
-        self._count("evenkeel_samples_total", event.get("samples"))
-        self._count("evenkeel_interrupted_samples_total", event.get("interrupted"))
-        for field, reason in LEFT_OUT.items():
-            self._count("evenkeel_groups_left_out_total", event.get(field), reason=reason)
-        self._set_phases("evenkeel_collect_phase_seconds", event.get("seconds"))
-
-    def _observe_retried(self, _event: Mapping[str, Any]) -> None:
-        self._count("evenkeel_retries_total")
-
-    def _observe_bad_answer(self, event: Mapping[str, Any]) -> None:
-        engine = event.get("engine")
-        self._count("evenkeel_bad_answers_total", engine="behind the router" if engine is None else str(engine))
-
-    def _observe_evaluated(self, event: Mapping[str, Any]) -> None:
-        self._set("evenkeel_pass_at_1_ratio", event.get("pass_at_1"))
-        self._set("evenkeel_evaluated_version", event.get("version"))
-
-    def _observe_saved(self, event: Mapping[str, Any]) -> None:
-        self._set("evenkeel_saved_step", event.get("step"))
-        self._set("evenkeel_save_seconds", event.get("seconds"))
-
-    def _observe_started(self, event: Mapping[str, Any]) -> None:
-        process = str(event.get("process"))
-        self._count("evenkeel_starts_total", process=process)
-        self._count("evenkeel_restarts_total", 0, process=process)
-
-    def _observe_restarted(self, event: Mapping[str, Any]) -> None:
-        self._count("evenkeel_restarts_total", process=str(event.get("process")))
-
-    def _set_phases(self, name: str, seconds: Any) -> None:
-        for phase, value in seconds.items() if isinstance(seconds, Mapping) else ():
-            self._set(name, value, phase=phase.removesuffix("_s"))
-
-    def _set(self, name: str, value: Any, **labels: str) -> None:
-        if not isinstance(value, int | float):
-            return
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(name, BY_NAME[name].help, all_labels(name), registry=self.registry)
-        self._gauges[name].labels(run=self._run_dir.name, **labels).set(value)
-
-    def _clear(self, name: str) -> None:
-        if name in self._gauges:
-            self._gauges[name].clear()
-
-    def _count(self, name: str, more: Any = 1, **labels: str) -> None:
-        if not isinstance(more, int | float) or more < 0:
-            return
-        if name not in self._counters:
-            self._counters[name] = Counter(name, BY_NAME[name].help, all_labels(name), registry=self.registry)
-        self._counters[name].labels(run=self._run_dir.name, **labels).inc(more)
-
     def _family(self, name: str, values: Sequence[tuple[tuple[str, ...], float | None]]) -> Metric:
-        family = GaugeMetricFamily(name, BY_NAME[name].help, labels=all_labels(name))
+        family = GaugeMetricFamily(name, BY_NAME[name].help, labels=("run", *BY_NAME[name].labels))
         for labels, value in values:
             if value is not None:
                 family.add_metric((self._run_dir.name, *labels), value)
         return family
 
-
-class _AtScrape:
-    """A collector of prometheus_client: asked at each scrape."""
-
-    def __init__(self, metrics: RunMetrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics.at_scrape()
+    def _show(self, name: str, value: Any, **labels: str) -> None:
+        """Set a gauge, or add to a counter; what is no number, or makes a counter fall, changes nothing."""
+        metric = BY_NAME[name]
+        if isinstance(value, Mapping) and metric.labels == ("phase",):
+            for phase, seconds in value.items():
+                self._show(name, seconds, phase=str(phase).removesuffix("_s"))
+        if not isinstance(value, int | float) or labels.keys() != set(metric.labels):
+            return
+        counts = name.endswith("_total")
+        if name not in self._shown:
+            kind = Counter if counts else Gauge
+            self._shown[name] = kind(name, metric.help, ("run", *metric.labels), registry=self.registry)
+        shown = self._shown[name].labels(run=self._run_dir.name, **labels)
+        if isinstance(shown, Gauge):
+            shown.set(value)
+        elif value >= 0:
+            shown.inc(value)
 
 
 def metrics_of(role: str, run_dir: Path) -> RunMetrics | None:
@@ -448,24 +406,6 @@ def shown_metrics(role: str, run_dir: Path, port: int, host: str = LOOPBACK) -> 
 def observers_of(metrics: RunMetrics | None) -> tuple[Observer, ...]:
     """For an EventLog."""
     return () if metrics is None else (metrics.observe,)
-
-
-def all_labels(name: str) -> tuple[str, ...]:
-    """Every metric names its run."""
-    return ("run", *BY_NAME[name].labels)
-
-
-def _is_finished(run_dir: Path) -> float | None:
-    with suppress(OSError, EvenKeelError):
-        return float(RunDirectory(run_dir).is_finished())
-    return None
-
-
-def _error_in(path: Path) -> str | None:
-    try:
-        return str(read_sealed_json(path, "it is only counted")["error"])
-    except (OSError, StoreError, KeyError):
-        return None
 
 
 def markdown() -> str:

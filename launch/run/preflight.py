@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engines import check_extra_args, check_map_dtype, engine_dtype
 from launch.build.sizes import check_sizes, checkpoint_bytes
 from launch.build.teacher import check_teacher
-from launch.run.starter import metrics_ports, ports_of
+from launch.run.starter import metrics_ports
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.te_precision import is_fp8
@@ -79,7 +78,13 @@ def start_warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
                 f"rewards do not see {listed(unseen)}, special tokens of {tokenizer.folder}: a reward that looks for "
                 "them gives 0 to every sample; set reward.special_tokens to true"
             )
-    sentences += [*asked_again(recipe.rollout.prompts_per_batch, task.num_prompts), *task.notes]
+    batch = recipe.rollout.prompts_per_batch
+    if batch > task.num_prompts:
+        sentences.append(
+            f"a batch has {batch} prompts (rollout.prompts_per_batch), the task {task.num_prompts}: each is asked "
+            f"{batch / task.num_prompts:.1f} times a batch; lower the first, or give more data"
+        )
+    sentences += task.notes
     if recipe.evaluation.prompts > task.num_held_out:
         sentences.append(
             f"evaluations ask all {task.num_held_out} held-out prompts, since there are no {recipe.evaluation.prompts} "
@@ -95,16 +100,6 @@ def start_warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
             f"eos_token_id is a list then, with {end} in it"
         )
     return sentences
-
-
-def asked_again(batch: int, prompts: int) -> list[str]:
-    """A sentence where a batch asks for more prompts than a task has."""
-    if batch <= prompts:
-        return []
-    return [
-        f"a batch has {batch} prompts (rollout.prompts_per_batch), the task {prompts}: each is asked "
-        f"{batch / prompts:.1f} times a batch; lower the first, or give more data"
-    ]
 
 
 def start_left_out(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[str]:
@@ -125,6 +120,8 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     """
     if run.is_published():
         return
+    import torch
+
     from launch.build.engines import checksums_of
     from megatron_bridge.hf.folders import write_policy
     from megatron_bridge.hf.tensor_files import TensorFolder
@@ -137,24 +134,16 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
         known = () if digests is None else digests.digests()
         WeightCheck(version=0, digests=known, formats=formats).save(folder)
 
-    with _all_cores():
-        write_policy(tensors, source, folder, quant, digests=digests, beside=write_check, fence=run.fence)
-    run.set_published(0)
-
-
-@contextmanager
-def _all_cores() -> Iterator[None]:
-    """Torch may compute on every core that this process has: nothing else of the run does before version 0 is there. A
-    learner's agent has one thread otherwise (`child_environment`); another number is the user's, and stays."""
-    import torch
-
-    before = torch.get_num_threads()
-    if before == 1:
+    # Nothing else of the run computes before version 0 is there. A learner's agent has one thread
+    # (`child_environment`); another number is the user's, and stays.
+    threads = torch.get_num_threads()
+    if threads == 1:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
-        yield
+        write_policy(tensors, source, folder, quant, digests=digests, beside=write_check, fence=run.fence)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+    run.set_published(0)
 
 
 def check_learner_here(recipe: Recipe) -> None:
@@ -193,7 +182,8 @@ def check_model_here(recipe: Recipe) -> None:
 def check_ports(recipe: Recipe, metrics_port: int | None = None) -> None:
     """Raises PortInUseError when a port is taken that the recipe names, or at which a role would show its metrics: the
     roles would find it one after another, and be started again and again."""
-    named = ports_of(recipe.rollout)
+    first, rollout = recipe.rollout.port, recipe.rollout
+    named = range(0) if first is None else range(first, first + rollout.started_engines + rollout.starts_router)
     for port in named:
         check_port_free(port)
     for role, port in metrics_ports(recipe, metrics_port).items():

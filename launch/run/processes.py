@@ -94,7 +94,7 @@ def run_ranks(
         ranks.stop()
         remove_scratch(scratch)
     if ranks.poll() != 0:
-        raise FatalError(notes.message() or f"the {log.stem} died: {log_tail(log)}; the same command tries again")
+        raise FatalError(notes.error() or f"the {log.stem} died: {log_tail(log)}; the same command tries again")
 
 
 def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoReturn:
@@ -115,9 +115,14 @@ def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoRetur
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)
+    end_process(0)
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process at once: helper threads and process groups must not keep a program alive that has finished."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # helper threads and process groups must not keep a finished program alive
+    os._exit(status)
 
 
 def end_tree(pid: int) -> None:
@@ -160,28 +165,19 @@ class FatalNotes:
     _before: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._before = frozenset(self._names())
-
-    def message(self, process: str = "") -> str | None:
-        """The message of a new note, of the process whose name begins so; None when there is none."""
-        error = self.error(process)
-        return None if error is None else str(error)
+        self._before = frozenset(path.name for path in (self.run.logs / "fatal").glob("*.json"))
 
     def error(self, process: str = "") -> FatalError | None:
-        """The same as the error that it was."""
-        for name in sorted(self._names() - self._before):
-            if name.startswith(process):
+        """Return the error of a new note, of the process whose name begins so; None when there is none."""
+        for path in sorted((self.run.logs / "fatal").glob("*.json")):
+            if path.name.startswith(process) and path.name not in self._before:
                 try:
-                    note = read_sealed_json(self.run.logs / "fatal" / name, "it is only shown")
+                    note = read_sealed_json(path, "it is only shown")
                     kind, message = getattr(errors, str(note["error"]), None), str(note["message"])
                 except (OSError, StoreError, KeyError):
                     continue
                 return (kind if isinstance(kind, type) and issubclass(kind, FatalError) else FatalError)(message)
         return None
-
-    def _names(self) -> set[str]:
-        folder = self.run.logs / "fatal"
-        return {path.name for path in folder.glob("*.json")} if folder.is_dir() else set()
 
 
 def what_is_saved(run: RunDirectory, steps: int) -> str:

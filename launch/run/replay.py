@@ -45,19 +45,30 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     original = RunDirectory(source)
     recipes = all_recipes(source)  # which also says when SOURCE is no run, or one of another version
     wanted = manifest(original)
-    _refuse_learned_otherwise(source, recipes)
-    refuse_to_pass_lost(original, BatchStore(original.batches).all_lost(), 0, recipes[-1].recipe.run.steps)
+    newest = recipes[-1]
+    if (changed := learned_otherwise(recipes, range(newest.first_step), newest)) is not None:
+        # A fork whose steps before and since learned by other rules: a learner goes by one recipe, of which the
+        # learning rate alone may change with the steps.
+        raise RunConflictError(
+            f"{source} cannot be replayed: {changed}, and a replay trains all steps by one; replay the run that it is "
+            "a fork of"
+        )
+    refuse_to_pass_lost(original, BatchStore(original.batches).all_lost(), 0, newest.recipe.run.steps)
     replayed = Replayed.of(source)
-    steps = load_recipe(recipes[-1].path, overrides).run.steps
-    folders = (source.parent / f"{source.name}-replay{f'-{number}' if number > 1 else ''}" for number in count(1))
-    run = RunDirectory(next(folder for folder in folders if not _is_finished(folder, replayed, steps)))
+    steps = load_recipe(newest.path, overrides).run.steps
+    for number in count(1):
+        run = RunDirectory(source.parent / f"{source.name}-replay{f'-{number}' if number > 1 else ''}")
+        replayed.refuse_another(run.path)
+        if max(run.saved_steps(), default=0) < steps or not run.model_manifest.exists():
+            break  # the others are finished
     overrides = [f"run.name={run.path.name}", *overrides]
     recipes = [replace(one, recipe=load_recipe(one.path, overrides)) for one in recipes]
     recipe = recipes[-1].recipe
     replayed.begin(run.path)
     with claimed(run):
         adopt_recipes(run.path, recipes)  # steps keep the learning rates that they had
-        replayed.go_on(run.path)
+        if _read(record := run.path / RECORD) != replayed:
+            write_sealed_json(record, asdict(replayed))  # it learns from what the run has by now, too
         run.make_folders()
         remove_listed(
             run.model, run.model_manifest.name
@@ -81,17 +92,6 @@ def manifest(run: RunDirectory) -> dict[str, Any]:
     except OSError as error:
         raise StoreError(f"{path} is missing: {run.path} was not trained to its end; finish it first") from error
     return tensors
-
-
-def _refuse_learned_otherwise(source: Path, recipes: Sequence[RecipeInForce]) -> None:
-    """Raises RunConflictError for a fork whose steps before and since learned by other rules: a learner goes by one
-    recipe, of which the learning rate alone may change with the steps."""
-    newest = recipes[-1]
-    if (changed := learned_otherwise(recipes, range(newest.first_step), newest)) is not None:
-        raise RunConflictError(
-            f"{source} cannot be replayed: {changed}, and a replay trains all steps by one; replay the run that it is "
-            "a fork of"
-        )
 
 
 def learned_otherwise(recipes: Sequence[RecipeInForce], steps: range, by: RecipeInForce) -> str | None:
@@ -120,13 +120,8 @@ def learned_otherwise(recipes: Sequence[RecipeInForce], steps: range, by: Recipe
     return None
 
 
-def _is_finished(folder: Path, replayed: Replayed, steps: int) -> bool:
-    """Whether a replay has trained `steps` steps. Raises RunConflictError for a folder that is anything else."""
-    replayed.refuse_another(folder)
-    run = RunDirectory(folder)
-    return max(run.saved_steps(), default=0) >= steps and run.model_manifest.exists()
-
-
+RECORD = "replay.json"
+"""In a replay's folder: what it goes by."""
 _ADVICE = "rename or remove it, then give the command again"
 
 
@@ -153,10 +148,16 @@ class Replayed:
     def refuse_another(self, folder: Path) -> None:
         """Raises RunConflictError for a folder that holds anything but a replay of this run as it is or was, and
         StoreError where its record is damaged."""
-        path = _file(folder)
+        path = folder / RECORD
         if path.exists():
-            if difference := self._difference(_read(path)):
-                raise RunConflictError(f"{folder} is the replay of another run ({difference} differs); {_ADVICE}")
+            earlier = _read(path)
+            parts = (("recipe", earlier.recipes, self.recipes), ("batch", earlier.batches, self.batches))
+            for kind, before, now in parts:
+                for index, one in enumerate(before):
+                    if now[index : index + 1] != (one,):
+                        raise RunConflictError(
+                            f"{folder} is the replay of another run ({kind} {index} differs); {_ADVICE}"
+                        )
         elif os.path.lexists(folder) and not (folder.is_dir() and all(map(is_temporary, os.listdir(folder)))):
             raise RunConflictError(f"{folder} is not a replay: it has no {path.name}; {_ADVICE}")
 
@@ -165,28 +166,8 @@ class Replayed:
         self.refuse_another(folder)
         make_folder(folder)
         with suppress(FileExistsError):
-            create_sealed(_file(folder), json.dumps(asdict(self)) + "\n")
+            create_sealed(folder / RECORD, json.dumps(asdict(self)) + "\n")
         self.refuse_another(folder)  # another process may have been first
-
-    def go_on(self, folder: Path) -> None:
-        """The folder's replay learns from what the run has by now, too."""
-        if _read(_file(folder)) != self:
-            write_sealed_json(_file(folder), asdict(self))
-
-    def _difference(self, earlier: Replayed) -> str | None:
-        """What of an earlier state this one does not begin with."""
-        for kind, before, now in (
-            ("recipe", earlier.recipes, self.recipes),
-            ("batch", earlier.batches, self.batches),
-        ):
-            for index, one in enumerate(before):
-                if now[index : index + 1] != (one,):
-                    return f"{kind} {index}"
-        return None
-
-
-def _file(folder: Path) -> Path:
-    return folder / "replay.json"
 
 
 def _read(path: Path) -> Replayed:

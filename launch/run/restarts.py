@@ -42,30 +42,21 @@ def note_in_a_row(path: Path, reached: tuple[int, ...], count: int) -> None:
         write_sealed_json(path, dict(in_a_row=count, reached=reached))
 
 
-def count_start(run: RunDirectory, role: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Count a start of a role that nobody supervises. Raises FatalError at one too many without progress."""
+def count_start(
+    run: RunDirectory, role: str, environment: Mapping[str, str] = os.environ, *, back: bool = False
+) -> None:
+    """Count a start of a role that nobody supervises. Raises FatalError at one too many without progress. `back`: take
+    back that of a role that was asked to end, which starts again by nobody's fault."""
     most = environment.get(MAX_RESTARTS_VARIABLE, "")
     if not most.isdecimal() or environment.get("EVENKEEL_NODE", "0") != "0":  # node 0 counts for its others
         return
     with suppress(OSError, StoreError):  # a file system that does not answer: the role says so itself
-        path, reached = _path(run, role), progress(run)
-        starts = in_a_row(path, reached) + 1
+        path, reached = run.logs / "restarts" / f"{role}.json", progress(run)
+        starts = in_a_row(path, reached) + (-1 if back else 1)
         if starts - 1 > int(most):
             path.unlink(missing_ok=True)  # who starts it again has seen to it
             raise FatalError(
                 f"{role} was started again {most} times in a row without progress (run.max_restarts); see the first "
                 "error in the logs of its pods, then delete the JobSet and apply it again"
             )
-        note_in_a_row(path, reached, starts)
-
-
-def forget_start(run: RunDirectory, role: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Take back the start of a role that was asked to end: that it starts again is nobody's fault."""
-    if MAX_RESTARTS_VARIABLE in environment and environment.get("EVENKEEL_NODE", "0") == "0":
-        with suppress(OSError, StoreError):
-            path, reached = _path(run, role), progress(run)
-            note_in_a_row(path, reached, max(0, in_a_row(path, reached) - 1))
-
-
-def _path(run: RunDirectory, role: str) -> Path:
-    return run.logs / "restarts" / f"{role}.json"
+        note_in_a_row(path, reached, max(0, starts))

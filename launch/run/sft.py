@@ -92,7 +92,14 @@ class Source(Settings):
             if held_out is not None:
                 raise RecipeError("--held-out needs --data: a task's demonstrations are made, not read")
             return Source(batch_size=batch_size)
-        other = None if held_out is None else _held_out(held_out)
+        other: Path | float | None = None
+        if held_out is not None:
+            try:
+                other = float(held_out)
+            except ValueError:
+                other = Path(held_out).absolute()
+        if isinstance(other, float) and not 0.0 < other < 1.0:
+            raise RecipeError(f"--held-out is {held_out}, expected a share between 0 and 1, such as 0.05, or a file")
         return Source(
             batch_size=batch_size,
             data=data.absolute(),
@@ -133,16 +140,6 @@ def _digest(data: Path, option: str) -> str:
         return digest_of_data(data)
     except RecipeError as error:
         raise RecipeError(str(error).replace("set task.path to", f"give {option}")) from error
-
-
-def _held_out(given: str) -> Path | float:
-    try:
-        share = float(given)
-    except ValueError:
-        return Path(given).absolute()
-    if not 0.0 < share < 1.0:
-        raise RecipeError(f"--held-out is {given}, expected a share between 0 and 1, such as 0.05, or a file")
-    return share
 
 
 def read_recipe(path: Path | Mapping[str, Any], overrides: Sequence[str], steps: int, data: Path | None) -> Recipe:
@@ -186,30 +183,38 @@ def run_sft(
     check_folder(out, "--out")
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)
-    recipe = sft_recipe(recipe, steps, lr, warmup_of(steps) if warmup_steps is None else warmup_steps)
+    recipe = sft_recipe(recipe, steps, lr, warmup_steps)
     source = Source.of(batch_size, data, held_out)
     with going_on("reading the rows"):
-        _look_at(recipe, source)
+        look_at(recipe, source)
     run = RunDirectory(recipe.directory)
     check_room(recipe)
     started = time.time()
     with claimed(run), saying_what_is_saved(run, steps):
         run.freeze(recipe)
         source.freeze(run)
-        _supervise(run, recipe, out)
+        command = torchrun(recipe.learner.num_processes, "launch.run.sft", str(run.path), str(out))
+        with counted("sft", steps) as show:
+
+            def watch() -> None:
+                metrics = read_metrics(run.path)
+                losses = [line["held_out_loss"] for line in metrics if "held_out_loss" in line]
+                held = f", held out {losses[-1]:.3f}" if losses else ""
+                remark = f"loss {metrics[-1]['loss']:.3f}{held}" if metrics else "the learner starts"
+                show(len(metrics), f"{out} is written" if len(metrics) == steps else remark)
+
+            run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=watch)
     metrics = read_metrics(run.path)
     found = dict(model=str(out), steps=steps, loss=metrics[-1]["loss"], wall_s=round(time.time() - started, 1))
     losses = [line["held_out_loss"] for line in metrics if "held_out_loss" in line]
     return found | (dict(held_out_loss=losses[-1], held_out_loss_before=losses[0]) if losses else {})
 
 
-def warmup_of(steps: int) -> int:
-    """Return the steps of warm-up of a run that does not say how many: a short run is not warm-up alone."""
-    return min(MOST_WARMUP, steps // 4)
-
-
-def sft_recipe(recipe: Recipe, steps: int, lr: float, warmup_steps: int) -> Recipe:
-    """The recipe of the run that fine-tunes. Raises RecipeError for numbers that no recipe takes."""
+def sft_recipe(recipe: Recipe, steps: int, lr: float, warmup_steps: int | None) -> Recipe:
+    """Make the recipe of the run that fine-tunes. Where `warmup_steps` is None, a short run is not warm-up alone.
+    Raises RecipeError for numbers that no recipe takes."""
+    if warmup_steps is None:
+        warmup_steps = min(MOST_WARMUP, steps // 4)
     data = recipe.model_dump(mode="json")
     data["run"] |= dict(name=f"{recipe.run.name}-sft", steps=steps)
     data["learner"]["optimizer"] |= dict(lr=lr, warmup_steps=warmup_steps, decay="linear", min_lr=0.0, decay_steps=None)
@@ -218,7 +223,7 @@ def sft_recipe(recipe: Recipe, steps: int, lr: float, warmup_steps: int) -> Reci
     return recipe_from(data, source="evenkeel sft")
 
 
-def _look_at(recipe: Recipe, source: Source) -> None:
+def look_at(recipe: Recipe, source: Source) -> None:
     """Say what the data is. Raises RecipeError for data that cannot be used, before anything is started."""
     if source.data is None:
         demonstrations_of(build_task(recipe.task, recipe.run.seed), 0, 1)
@@ -259,24 +264,6 @@ def read_source(recipe: Recipe, source: Source, tokenizer: Tokenizer) -> tuple[D
     if source.held_out is None:
         return training, None
     return training, read_demonstrations(source.held_out, form, longest=longest)
-
-
-def _supervise(run: RunDirectory, recipe: Recipe, out: Path) -> None:
-    command = torchrun(recipe.learner.num_processes, "launch.run.sft", str(run.path), str(out))
-    with counted("sft", recipe.run.steps) as show:
-
-        def watch() -> None:
-            metrics = read_metrics(run.path)
-            if not metrics:
-                show(0, "the learner starts")
-            elif len(metrics) == recipe.run.steps:
-                show(len(metrics), f"{out} is written")
-            else:
-                losses = [line["held_out_loss"] for line in metrics if "held_out_loss" in line]
-                held = f", held out {losses[-1]:.3f}" if losses else ""
-                show(len(metrics), f"loss {metrics[-1]['loss']:.3f}{held}")
-
-        run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=watch)
 
 
 def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str]]:

@@ -13,17 +13,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from launch.build.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE, without_teacher_key
-from launch.run.addresses import loopback_environment
+from launch.run.addresses import LOOPBACK, interface_environment
 from launch.run.processes import ProcessTree, child_environment
 from launch.run.waiting import LOG_VARIABLE
 from pipeline.config.recipe import Recipe
-from pipeline.config.sections import RolloutSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import MachineError, RecipeError, RetryableError
 from pipeline.gpu_needs import OWN_PLACES, GpuNeeds, option
@@ -104,11 +103,6 @@ def role_command(run: RunDirectory, unit: Unit, *options: str) -> list[str]:
     return [sys.executable, "-P", "-m", "launch.cli", "role", unit.role, str(run.path.absolute()), *place, *options]
 
 
-def unit_environment(unit: Unit, environment: Mapping[str, str]) -> dict[str, str]:
-    """Take the teacher's key out of a unit's environment, but for the collector, which alone asks the teacher."""
-    return dict(environment) if unit.role == "collector" else without_teacher_key(environment)
-
-
 def metrics_options(unit: Unit, supervisor: int | None) -> list[str]:
     """Make the options by which a unit shows its metrics, where the supervisor has a port for its own."""
     if supervisor is None:
@@ -127,13 +121,6 @@ def metrics_ports(recipe: Recipe, supervisor: int | None) -> dict[str, int]:
     ports: dict[str, int] = {"supervisor": supervisor}
     ports |= {role: supervisor + 1 + place for place, role in enumerate(METRICS_PORTS) if role in started}
     return ports
-
-
-def ports_of(rollout: RolloutSection) -> range:
-    """Return the ports that a recipe names, those of the engines that are started and then the router's; none where any
-    are taken."""
-    first = rollout.port
-    return range(0) if first is None else range(first, first + rollout.started_engines + rollout.starts_router)
 
 
 class LocalStarter:
@@ -158,24 +145,24 @@ class LocalStarter:
         """See Starter."""
         options = metrics_options(unit, self._metrics_port)
         if unit.role in ("engine", "router"):
-            options += ["--port", str(self._port(unit))]
-        environment = unit_environment(unit, child_environment())
+            port = self._first_port
+            if port is not None:
+                port += self._engines if unit.index is None else unit.index
+            else:  # another one at each start: what took the last one may still be there
+                others = {drawn for one, drawn in self._drawn.items() if one != unit}
+                port = next(port for port in free_ports(len(others) + 1) if port not in others)
+                self._drawn[unit] = port
+            options += ["--port", str(port)]
+        environment = child_environment()
+        if unit.role != "collector":  # which alone asks the teacher
+            environment = without_teacher_key(environment)
         environment |= {API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
         environment |= self._places.environment(unit.role, unit.index)
         if not self._urls:
-            environment |= loopback_environment()
+            environment |= interface_environment(LOOPBACK, alone=True)
         if unit.role != "collector":  # which hides that file from code of rewards
             environment.pop(API_KEY_FILE_VARIABLE, None)
         return _Child(role_command(self._run, unit, *options), log, environment, own_session=True)
-
-    def _port(self, unit: Unit) -> int:
-        """The one that follows from the recipe, or another one at each start: what took the last one may still be
-        there."""
-        if self._first_port is not None:
-            return self._first_port + (self._engines if unit.index is None else unit.index)
-        others = {port for one, port in self._drawn.items() if one != unit}
-        self._drawn[unit] = next(port for port in free_ports(len(others) + 1) if port not in others)
-        return self._drawn[unit]
 
 
 class _Child(ProcessTree):
@@ -220,10 +207,29 @@ def gpu_places(recipe: Recipe, gpus: Sequence[str]) -> GpuPlaces:
     """
     if not gpus:
         return GpuPlaces()
-    _refuse_own_places(recipe)
+    teacher_section = recipe.started_teacher
+    given = {
+        "rollout": recipe.rollout.extra_args,
+        "distillation": teacher_section.extra_args if teacher_section else (),
+    }
+    for section, extra_args in given.items():
+        for name in OWN_PLACES:
+            if (value := option(extra_args, name)) is not None:
+                raise RecipeError(
+                    f"{section}.extra_args has {name} {value}, but on one machine every role is given GPUs of its own; "
+                    f"leave it out, and say by {VISIBLE_VARIABLE} which GPUs the run may use"
+                )
     needs = GpuNeeds.of(recipe)
     if needs.total > len(gpus):
-        raise MachineError(_too_few(recipe, needs, gpus))
+        sharing = recipe.model_copy(update=dict(weights=recipe.weights.model_copy(update=dict(channel="ipc"))))
+        fits_shared = needs.engines and GpuNeeds.of(sharing).total <= len(gpus)
+        named = os.environ.get(VISIBLE_VARIABLE)
+        raise MachineError(
+            f"{needs}, and this machine has {len(gpus)}{f' ({VISIBLE_VARIABLE} is {named})' if named else ''}; lower "
+            f"a size of the learner's layout{' or rollout.engines' if needs.engines else ''}, "
+            f"{'set weights.channel=ipc where learner and engine both fit on a GPU, ' if fits_shared else ''}"
+            f"or start the roles on several hosts (docs/cluster.md); {VISIBLE_VARIABLE}= runs a toy model on the CPU"
+        )
     beside, teacher = tuple(gpus[: needs.beside]), tuple(gpus[needs.beside : needs.total])
     first = 0 if needs.shared else needs.learner
     starts = [first + index * needs.engine for index in range(needs.engines)]
@@ -234,29 +240,4 @@ def gpu_places(recipe: Recipe, gpus: Sequence[str]) -> GpuPlaces:
             for start in starts
         ),
         collector=teacher,
-    )
-
-
-def _refuse_own_places(recipe: Recipe) -> None:
-    """Raises RecipeError for extra_args that place a server themselves."""
-    teacher = recipe.started_teacher
-    given = {"rollout": recipe.rollout.extra_args, "distillation": teacher.extra_args if teacher else ()}
-    for section, extra_args in given.items():
-        for name in OWN_PLACES:
-            if (value := option(extra_args, name)) is not None:
-                raise RecipeError(
-                    f"{section}.extra_args has {name} {value}, but on one machine every role is given GPUs of its own; "
-                    f"leave it out, and say by {VISIBLE_VARIABLE} which GPUs the run may use"
-                )
-
-
-def _too_few(recipe: Recipe, needs: GpuNeeds, gpus: Sequence[str]) -> str:
-    sharing = recipe.model_copy(update=dict(weights=recipe.weights.model_copy(update=dict(channel="ipc"))))
-    fits_shared = needs.engines and GpuNeeds.of(sharing).total <= len(gpus)
-    named = os.environ.get(VISIBLE_VARIABLE)
-    return (
-        f"{needs}, and this machine has {len(gpus)}{f' ({VISIBLE_VARIABLE} is {named})' if named else ''}; lower "
-        f"a size of the learner's layout{' or rollout.engines' if needs.engines else ''}, "
-        f"{'set weights.channel=ipc where learner and engine both fit on a GPU, ' if fits_shared else ''}"
-        f"or start the roles on several hosts (docs/cluster.md); {VISIBLE_VARIABLE}= runs a toy model on the CPU"
     )

@@ -28,7 +28,7 @@ from pipeline.background import Patience
 from pipeline.child_process import ending, log_tail, remove_left_scratch
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
-from pipeline.data.event_log import EventKind, EventLog
+from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
@@ -58,6 +58,8 @@ class RestartBudget:
     progress: int = -1
     words: str = ""
     """Of the last death, without numbers."""
+    pause_s: float = 0.0
+    """Seconds until the next start: none after one death, then 1, 2, 4, …"""
 
     def spend(self, name: str, progress: int, reason: str, words: str = "") -> None:
         """Count one death. Progress of the run since the last one restarts the count. `words` are what a process said
@@ -66,6 +68,7 @@ class RestartBudget:
         before, self.words = self.words, re.sub(r"\d+", "0", words)
         self.spent = 1 if progress > self.progress else self.spent + 1
         self.progress = progress
+        self.pause_s = 0.0 if self.spent < 2 else min(LONGEST_PAUSE_S, 2.0 ** min(self.spent - 2, 6))
         if words and self.spent > 1 and self.words == before:
             raise FatalError(
                 f"{name} ended twice in the same way, so it is not started again: {reason}; correct what that names, "
@@ -73,11 +76,6 @@ class RestartBudget:
             )
         if self.spent > self.limit:
             raise FatalError(f"{name} died {self.spent} times without progress: {reason}")
-
-    @property
-    def pause_s(self) -> float:
-        """Seconds until the next start: none after one death, then 1, 2, 4, …"""
-        return 0.0 if self.spent < 2 else min(LONGEST_PAUSE_S, 2.0 ** min(self.spent - 2, 6))
 
 
 @dataclass
@@ -127,8 +125,10 @@ class Supervisor:
         finally:
             self._end(list(self.running), SERVERS_GRACE_S)
         remove_left_scratch()  # of roles that had to be killed
-        if not self.elsewhere:
-            self._remove_leftovers()
+        if not self.elsewhere:  # all roles have ended: what one of them was killed over is nobody's any more
+            with suppress(SupersededError):
+                for folder in self.run.shared_folders:
+                    remove_leftovers(folder, self.epoch.check)
 
     def supervise(self) -> Outcome:
         """Run to the end, or until it is asked to stop. Raises FatalError when the end cannot be reached, and
@@ -142,7 +142,8 @@ class Supervisor:
             if self._outage.tolerate(self.stop_requested, False):
                 self._stop()
                 return "finished" if self._outage.tolerate(self.run.is_finished, False) else "stopped"
-            self._outage.tolerate(self._note_engines, None)
+            if len(self.came_up) < self.recipe.rollout.engines:
+                self.came_up |= self._outage.tolerate(self._up, set())
             for unit, started in list(self.running.items()):
                 if (status := started.poll()) is not None:
                     self._take(unit, started, status)
@@ -167,10 +168,7 @@ class Supervisor:
             self.due[unit] = time.monotonic() + NO_LOG_PAUSE_S
             return
         self.running[unit] = started
-        self._note("started", process=unit.name)
-
-    def _note(self, kind: EventKind, **fields: str) -> None:
-        self._outage.tolerate(lambda: self.event_log.event(kind, **fields), None)
+        self._outage.tolerate(lambda: self.event_log.event("started", process=unit.name), None)
 
     def _log(self, unit: Unit) -> Path:
         """A file of its own for each start, with the number that the start will have, or a later one."""
@@ -180,48 +178,46 @@ class Supervisor:
         started = newest(epoch_folder(self.run.path, unit.role, unit.index))
         return folder / f"{unit.name}-{numbered(max([started, *numbers]) + 1)}.log"
 
-    def _note_engines(self) -> None:
-        if len(self.came_up) < self.recipe.rollout.engines:
-            self.came_up |= {member.index for member in announced(self.run, self.recipe)}
+    def _up(self) -> set[int]:
+        return {member.index for member in announced(self.run, self.recipe)}
 
     def _take(self, unit: Unit, started: Started, status: int) -> None:
-        """A unit has ended."""
+        """Plan another start of a unit that has ended, where it needs one. Raises FatalError when there were too many,
+        unless another engine serves."""
         del self.running[unit]
         if status == 0 or status == SUPERSEDED_EXIT_CODE:
             self.ended.add(unit)
             self.elsewhere |= status == SUPERSEDED_EXIT_CODE
             return
+        if not 0 < status < 128:
+            reason = ending(status)
+        else:
+            reason = "(no log)" if started.log is None else log_tail(started.log).removeprefix("error: ")
         if status == FATAL_EXIT_CODE:
-            raise self._outage.tolerate(self.notes.error, None) or FatalError(_said(started).removeprefix("error: "))
-        killed = not 0 < status < 128
-        reason = ending(status) if killed else _said(started).removeprefix("error: ")
+            raise self._outage.tolerate(self.notes.error, None) or FatalError(reason)
         # The next start may be spared an engine's other ends: killed, silent, a port that is taken.
         words = reason if unit.role == "engine" and unit.node == 0 and ERROR_NAMED in reason else ""
         if unit.role == "engine" and unit.node == 0 and unit.index not in self.came_up:
             reason = f"it never came up; {reason}"
         named = started.log is None or str(started.log) in reason
-        self._spend(unit, reason if named else f"{reason}; its log is {started.log}", words)
-
-    def _spend(self, unit: Unit, reason: str, words: str) -> None:
-        """Plan another start. Raises FatalError when there were too many, unless another engine serves."""
-        self._note("restarted", process=unit.name, reason=reason)
+        reason = reason if named else f"{reason}; its log is {started.log}"
+        self._outage.tolerate(lambda: self.event_log.event("restarted", process=unit.name, reason=reason), None)
         budget = self.budgets.setdefault(unit.name, RestartBudget(self.recipe.run.max_restarts))
         progress = self._outage.tolerate(self._progress, budget.progress)
         try:
             budget.spend(unit.name, progress, reason, words)
         except FatalError:
-            if unit.role != "engine" or not self._outage.tolerate(lambda: self._another_serves(unit), True):
+            if unit.role != "engine":
+                raise
+            up = self._outage.tolerate(self._up, None)  # None: nobody can tell now
+            others = [one for one in self.running if one.role == "engine" and one.index != unit.index]
+            if up is not None and not any(one.index in up for one in others):
                 raise
         self.due[unit] = time.monotonic() + budget.pause_s
 
     def _progress(self) -> int:
         published = self.run.published_version() if self.run.is_published() else 0
         return BatchStore(self.run.batches).next_index + published
-
-    def _another_serves(self, unit: Unit) -> bool:
-        """Whether an engine beside this one runs and has announced itself."""
-        up = {member.index for member in announced(self.run, self.recipe)}
-        return any(one.role == "engine" and one.index in up - {unit.index} for one in self.running)
 
     def _stop(self, reason: str = "") -> None:
         """The learner may be publishing: engines outlive it. Whoever waits for it is told the `reason`."""
@@ -249,16 +245,6 @@ class Supervisor:
     def _show(self) -> None:
         with suppress(OSError):  # a file system that does not answer: who saves is waited for all the same
             self.view.refresh()
-
-    def _remove_leftovers(self) -> None:
-        """All roles have ended: a file that one of them was killed over is nobody's any more."""
-        with suppress(SupersededError):
-            for folder in self.run.shared_folders:
-                remove_leftovers(folder, self.epoch.check)
-
-
-def _said(started: Started) -> str:
-    return "(no log)" if started.log is None else log_tail(started.log)
 
 
 LOOK_S = 5.0

@@ -16,70 +16,47 @@ import socket
 import sys
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from pipeline.child_process import PARENT_VARIABLE
 
 BACKEND = "evenkeel"
-JOIN_DEADLINE_S = 600.0
+JOIN_DEADLINE_S = 600
 """Longest wait for node 0's store, and of the store for what is asked of it."""
 
 
-class BoundRendezvous(RendezvousHandler):
+class BoundRendezvous(StaticTCPRendezvous):
     """All nodes are known from the start, and there is one round: Even Keel starts a learner again as a whole."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._nodes, self._run_id = parameters.max_nodes, parameters.run_id
-        self._rank, self._port = int(parameters.get("rank")), int(parameters.get("port"))
-        self._host, self._address = str(parameters.get("host")), str(parameters.get("address"))
-        self._store: TCPStore | None = None
+        host, port, rank = str(parameters.get("host")), int(parameters.get("port")), int(parameters.get("rank"))
+        super().__init__(host, port, rank, parameters.max_nodes, parameters.run_id, JOIN_DEADLINE_S)
+        self._address = str(parameters.get("address"))
 
     def get_backend(self) -> str:
-        """See RendezvousHandler."""
+        """Name the backend, as torchrun asks for it."""
         return BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks use the agents' store."""
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Have the store. Raises OSError on node 0 when its address or port cannot be bound."""
         if self._store is None:
-            wait = timedelta(seconds=JOIN_DEADLINE_S)
-            if self._rank == 0:
-                self._store = listen(self._address, self._port, self._nodes, wait)
-                self._port = self._store.port
+            if self.rank == 0:
+                self._store = listen(self._address, self.master_port, self.world_size, self.timeout)
+                self.master_port = self._store.port
             else:
-                self._store = TCPStore(self._host, self._port, self._nodes, is_master=False, timeout=wait)
-        store: Store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, self._rank, self._nodes, RendezvousStoreInfo(self._host, self._port))
-
-    def is_closed(self) -> bool:
-        """See RendezvousHandler."""
-        return False
-
-    def set_closed(self) -> None:
-        """See RendezvousHandler."""
-
-    def num_nodes_waiting(self) -> int:
-        """See RendezvousHandler."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """See RendezvousHandler."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """See RendezvousHandler."""
-        return True
+                self._store = TCPStore(
+                    self.master_addr, self.master_port, self.world_size, is_master=False, timeout=self.timeout
+                )
+        store = PrefixStore(self.run_id, self._store)
+        info = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(store, self.rank, self.world_size, info)
 
 
 def listen(address: str, port: int, size: int, timeout: timedelta) -> TCPStore:

@@ -50,7 +50,12 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
     with going_on("checking recipe, machine, model, data and reward"):
         recipe, prompts = _checked(run, recipe, metrics_port)
     with claimed(run) as epoch:
-        _go_on(run.under(epoch), recipe, epoch)
+        if changes := go_on_with(run.under(epoch), recipe):
+            print(changes_in_words(run, changes), file=sys.stderr)
+        event_log = EventLog(run.path, epoch.name)
+        note_changes(run, event_log)
+        for sentence in note_outside(run.under(epoch), recipe, event_log):
+            print(f"warning: {sentence}", file=sys.stderr)
         if source:
             print(f"recipe: {source}", file=sys.stderr)
         for sentence in start_warnings(recipe, prompts):
@@ -84,15 +89,6 @@ def _checked(run: RunDirectory, recipe: Recipe, metrics_port: int | None) -> tup
     if not nothing_left(run, recipe):
         check_reward(run, recipe, prompts.task)
     return recipe, prompts
-
-
-def _go_on(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> None:
-    if changes := go_on_with(run, recipe):
-        print(changes_in_words(run, changes), file=sys.stderr)
-    event_log = EventLog(run.path, epoch.name)
-    note_changes(run, event_log)
-    for sentence in note_outside(run, recipe, event_log):
-        print(f"warning: {sentence}", file=sys.stderr)
 
 
 def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: int | None) -> Outcome:

@@ -56,16 +56,13 @@ class Stop:
     def install(self) -> Stop:
         """Take over the two signals."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
+            signal.signal(number, lambda *_: setattr(self, "asked", True))
         return self
 
     def check(self) -> None:
         """Raises StoppedError."""
         if self.asked:
             raise StoppedError("asked to end before the run was finished; started again, it goes on")
-
-    def _ask(self, *_: object) -> None:
-        self.asked = True
 
 
 @dataclass

@@ -83,7 +83,7 @@ def fed(role: str, run_dir: Path) -> RunMetrics:
         metrics.observe("event", dict(kind="bad_answer", time=1.0, engine=1, url="http://b", reason="NaN"))
         metrics.observe("event", dict(kind="retried", time=1.0, group=3, reason="stale"))
         metrics.observe("event", dict(kind="evaluated", time=1.0, version=8, pass_at_1=0.625))
-        metrics.watch_fleet(lambda: ENGINES, lambda: 5)
+        metrics.fleet, metrics.waiting = lambda: ENGINES, lambda: 5
     if role == "supervisor":
         metrics.observe("event", dict(kind="started", time=1.0, process="engine-1"))
         metrics.observe("event", dict(kind="restarted", time=1.0, process="engine-1", reason="killed"))

@@ -25,9 +25,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.build.api_key import API_KEY_VARIABLE
+from launch.build.api_key import API_KEY_VARIABLE, without_teacher_key
 from launch.run.addresses import LOOPBACK, first_address, is_loopback, own_address_towards
-from launch.run.starter import Unit, unit_environment
+from launch.run.starter import Unit
 from launch.schedulers.slurm.placement import Shape, moved, place
 from pipeline.child_process import ChildProcess
 from pipeline.errors import STOPPED_EXIT_CODE, FatalError, RetryableError, SupersededError
@@ -320,7 +320,8 @@ class SrunStarter:
         self.starts[unit] += 1
         name = f"{unit.name}.{self.allocation.restart}.{self.starts[unit]}"
         srun = [*self.srun_options(unit, host, name), *self.command(unit, host)]
-        environment = self.allocation.step_environment(unit_environment(unit, self.environment))
+        given = self.environment if unit.role == "collector" else without_teacher_key(self.environment)
+        environment = self.allocation.step_environment(given)
         client = Srun(srun, log, environment, own_session=True)
         return Step(self.allocation, name, host, client, self._ended)
 

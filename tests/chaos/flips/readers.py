@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from launch.build.components import build_tokenizer
 from launch.build.engines import engine_spec
 from launch.convert.folders import check_committed, checked_source
 from launch.roles.base import Rendezvous
-from launch.roles.engine import hold_weights, release_weights
+from launch.roles.engine import hold_weights
 from launch.run.replay import manifest
 from launch.verify.history import check_history
 from pipeline.analysis.samples import Background, render_batch
@@ -80,7 +81,7 @@ def engine_start(path: Path) -> str:
         held = sorted(one.name for one in spec.model.iterdir())
         return repr((spec, held, WeightCheck.load(folder, int(folder.name)), read_quant_map(folder)))
     finally:
-        release_weights(spec)
+        shutil.rmtree(spec.model, ignore_errors=True)
 
 
 def roles(path: Path) -> str:

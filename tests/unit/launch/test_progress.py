@@ -32,7 +32,7 @@ def test_a_block_that_says_nothing_is_told_of(
 ) -> None:
     """In a command what was before it counts: short blocks one after the other make a long silence."""
     monkeypatch.setattr(progress, "EVERY_S", 0.4)
-    monkeypatch.setattr(progress, "_is_command", True)
+    monkeypatch.setattr(progress, "is_command", True)
     note_line()
     for what in ("checking", "copying", "hashing"):
         with going_on(what):
@@ -46,8 +46,8 @@ def test_a_block_of_a_long_process_begins_a_silence_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A notebook has been idle, not silent."""
-    monkeypatch.setattr(progress, "_is_command", False)  # whatever command another test gave in this process
-    monkeypatch.setattr(progress, "_line_at", time.monotonic() - 3600)
+    monkeypatch.setattr(progress, "is_command", False)  # whatever command another test gave in this process
+    monkeypatch.setattr(progress, "line_at", time.monotonic() - 3600)
     with going_on("checking"):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""

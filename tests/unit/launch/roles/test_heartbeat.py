@@ -37,7 +37,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def test_nodes_join_start_and_hear_the_verdict(peers: Peers, port: int) -> None:
     with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one, Peer(HOST, port, node=2, epoch=EPOCH, key=KEY) as two:
-        until(lambda: peers.complete)
+        until(lambda: len(peers.joined) == 2)
         assert not one.go
         peers.start_ranks()
         until(lambda: one.go and two.go)
@@ -89,12 +89,12 @@ def test_a_node_0_that_shows_no_proof_is_refused(port: int, answer: bytes) -> No
 
 def test_a_node_that_ends_is_missed_once_ranks_run(peers: Peers, port: int) -> None:
     early = Peer(HOST, port, node=1, epoch=EPOCH, key=KEY)
-    until(lambda: peers.joined == {1})
+    until(lambda: peers.joined.keys() == {1})
     with early:
         pass
     until(lambda: not peers.joined)  # it may come again
     with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY), Peer(HOST, port, node=2, epoch=EPOCH, key=KEY) as two:
-        until(lambda: peers.complete)
+        until(lambda: len(peers.joined) == 2)
         peers.start_ranks()
         until(lambda: two.go)
         assert peers.trouble() is None
@@ -104,7 +104,7 @@ def test_a_node_that_ends_is_missed_once_ranks_run(peers: Peers, port: int) -> N
 
 def test_a_node_that_is_started_again_ends_the_epoch(peers: Peers, port: int) -> None:
     with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY), Peer(HOST, port, node=2, epoch=EPOCH, key=KEY):
-        until(lambda: peers.complete)
+        until(lambda: len(peers.joined) == 2)
         peers.start_ranks()
         with Peer(HOST, port, node=2, epoch=EPOCH, key=KEY):
             until(peers.trouble)
@@ -113,7 +113,7 @@ def test_a_node_that_is_started_again_ends_the_epoch(peers: Peers, port: int) ->
 
 def test_ranks_are_not_started_without_a_node_that_left_just_before(peers: Peers, port: int) -> None:
     with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one:
-        until(lambda: peers.joined == {1})
+        until(lambda: peers.joined.keys() == {1})
         peers.start_ranks()
         assert peers.trouble() == Ending(1, "a node left before the ranks were started")
         peers.end(Ending(1, "again"))
@@ -123,7 +123,7 @@ def test_ranks_are_not_started_without_a_node_that_left_just_before(peers: Peers
 
 def test_who_comes_too_late_hears_that_this_start_ends(peers: Peers, port: int) -> None:
     with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY), Peer(HOST, port, node=2, epoch=EPOCH, key=KEY):
-        until(lambda: peers.complete)
+        until(lambda: len(peers.joined) == 2)
         peers.start_ranks()
         with Peer(HOST, port, node=2, epoch=EPOCH, key=KEY) as again:
             until(again.trouble)
@@ -137,7 +137,7 @@ def test_silence_counts_as_death_whatever_tcp_says(port: int, monkeypatch: pytes
         Peers(HOST, port, nodes=2, epoch=EPOCH, key=KEY) as peers,
         Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one,
     ):
-        until(lambda: peers.complete)
+        until(lambda: peers.joined)
         peers.start_ranks()
         until(lambda: one.go)
         with one._line._sending:  # it cannot speak, with its connection open
@@ -149,7 +149,7 @@ def test_a_node_misses_node_0(port: int) -> None:
     peers = Peers(HOST, port, nodes=2, epoch=EPOCH, key=KEY)
     with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one:
         with peers:
-            until(lambda: peers.complete)
+            until(lambda: peers.joined)
         until(one.trouble)
         assert str(one.lost).startswith("node 0 is gone")
 

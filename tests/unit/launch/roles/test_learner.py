@@ -17,8 +17,7 @@ from launch.roles.learner import (
     LearnerNode,
     follow,
     processes_a_node,
-    rank_command,
-    rank_environment,
+    rank_program,
     run_learner_node,
 )
 from launch.run.waiting import Stop
@@ -52,7 +51,8 @@ def test_ranks_are_shared_out_evenly(tmp_path: Path) -> None:
 
 
 def test_one_host_needs_no_port(tmp_path: Path) -> None:
-    argv = rank_command(LearnerNode(RunDirectory(tmp_path)), a_recipe(tmp_path), "127.0.0.1", None)
+    epoch = claim(tmp_path, "learner")
+    argv, _ = rank_program(LearnerNode(RunDirectory(tmp_path)), a_recipe(tmp_path), "127.0.0.1", epoch, None)
     assert value_of(argv, "--rdzv-conf") == "rank=0,host=127.0.0.1,port=0,address=127.0.0.1"
     assert value_of(argv, "--nnodes") == "1"
     assert value_of(argv, "--max-restarts") == "0"
@@ -60,7 +60,8 @@ def test_one_host_needs_no_port(tmp_path: Path) -> None:
 
 def test_several_hosts_meet_at_node_0(tmp_path: Path) -> None:
     own = LearnerNode(RunDirectory(tmp_path), node=1, nodes=2, host="n2")
-    argv = rank_command(own, a_recipe(tmp_path, tensor_parallel=4), "10.0.0.2", Rendezvous(3, "n1", 29511, 2))
+    recipe, epoch = a_recipe(tmp_path, tensor_parallel=4), claim(tmp_path, "learner")
+    argv, _ = rank_program(own, recipe, "10.0.0.2", epoch, Rendezvous(3, "n1", 29511, 2))
     told = {flag: value_of(argv, f"--{flag}") for flag in ("nnodes", "node-rank", "nproc-per-node", "local-addr")}
     assert told == {"nnodes": "2", "node-rank": "1", "nproc-per-node": "2", "local-addr": "10.0.0.2"}
     assert value_of(argv, "--rdzv-conf") == "rank=1,host=n1,port=29511,address=10.0.0.2"
@@ -70,9 +71,10 @@ def test_ranks_know_the_epoch_and_only_rank_0_s_host_shows_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVENKEEL_METRICS_PORT", "9000")
-    epoch = claim(tmp_path, "learner")
-    first, second = (
-        rank_environment(LearnerNode(RunDirectory(tmp_path), node=node, nodes=2), "127.0.0.1", epoch) for node in (0, 1)
+    epoch, recipe = claim(tmp_path, "learner"), a_recipe(tmp_path, tensor_parallel=2)
+    (_, first), (_, second) = (
+        rank_program(LearnerNode(RunDirectory(tmp_path), node=node, nodes=2), recipe, "127.0.0.1", epoch, None)
+        for node in (0, 1)
     )
     assert first["EVENKEEL_EPOCH"] == second["EVENKEEL_EPOCH"] == "1"
     assert "EVENKEEL_METRICS_PORT" in first
@@ -92,7 +94,7 @@ def test_a_node_that_lost_node_0_before_the_ranks_started_joins_the_same_start_a
                 with Peers("127.0.0.1", port, nodes=2, epoch=3, key=None) as peers:
                     following = following or pool.submit(follow, own, stop)
                     ends = time.monotonic() + 20
-                    while not peers.complete:
+                    while not peers.joined:
                         assert time.monotonic() < ends, "it has not joined"
                         time.sleep(0.01)
                     if last:
@@ -125,10 +127,10 @@ def last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Ending | No
         for role in ("learner", "collector"):
             run.set_finished(role)
     lost = None if said else "node 0 is gone (reset)"
-    peer = SimpleNamespace(go=True, ending=said, lost=lost, trouble=lambda: said or Ending(1, ""), end=lambda _: None)
+    peer = SimpleNamespace(go=True, ending=said, lost=lost, wait_for_trouble=lambda _: None, end=lambda _: None)
     monkeypatch.setattr(learner, "attend", lambda *_, **__: Ending(0))
     own = LearnerNode(run, node=1, nodes=2)
-    return learner._follow_one(own, recipe, "127.0.0.1", Rendezvous(3, "n1", 29511, 2), Stop(), peer)  # type: ignore[arg-type]
+    return learner.follow_one(own, recipe, "127.0.0.1", Rendezvous(3, "n1", 29511, 2), Stop(), peer)  # type: ignore[arg-type]
 
 
 def test_a_node_of_a_finished_run_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ def test_a_learner_is_marked_finished_before_its_other_nodes_hear_of_it(
     monkeypatch.setattr(Peers, "end", tell)
     with ThreadPoolExecutor() as pool:
         stop = Stop()
-        leads = pool.submit(learner._lead_start, own, recipe, "127.0.0.1", epoch, stop, None)
+        leads = pool.submit(learner.lead_start, own, recipe, "127.0.0.1", epoch, stop, None)
         try:
             ends = time.monotonic() + 20
             while Rendezvous.read(own.rendezvous) is None:
@@ -202,7 +204,7 @@ def test_a_superseded_node_0_leaves_the_rendezvous_of_its_successor(
 
     monkeypatch.setattr(learner, "seed_policy", frozen_meanwhile)
     with pytest.raises(SupersededError, match="start 2 has taken over"):
-        learner._lead_start(own, recipe, "127.0.0.1", epoch, Stop(), None)
+        learner.lead_start(own, recipe, "127.0.0.1", epoch, Stop(), None)
     assert Rendezvous.read(own.rendezvous) == Rendezvous(2, "n2", 29500, 2)
 
 

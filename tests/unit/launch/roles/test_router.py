@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sglang_router.router_args import RouterArgs
 
-from launch.roles.engine import RouterRole, run_router
+from launch.roles.engine import run_router
 from launch.run.waiting import Stop
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
@@ -34,7 +34,7 @@ def patience_s(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> int:
 
     monkeypatch.setattr(start, "ServerProcess", note)
     with pytest.raises(EngineStartError, match="noted"):
-        run_router(RouterRole(run, port=free_port()), Stop())
+        run_router(run, Stop(), port=free_port())
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser)
     own = commands[0][commands[0].index("--host") :]

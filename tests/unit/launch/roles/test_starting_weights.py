@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.roles.engine import hold_weights, release_weights
+from launch.roles.engine import hold_weights
 from pipeline.data.checksums import list_checksums
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
@@ -44,9 +44,7 @@ def test_weights_outlive_the_policy_that_they_are_of(tmp_path: Path) -> None:
     assert (eight.model / "config.json").read_text() == "8", "nothing of version 7"
     assert not held.model.exists(), "a new start removes what an earlier one has left"
     assert run.membership().engines() == [], "the folder is no member"
-    release_weights(eight)
-    release_weights(eight)
-    assert not eight.model.exists()
+    shutil.rmtree(eight.model)
     assert (run.policy_directory(8) / "model.safetensors").exists()
 
 
@@ -56,9 +54,9 @@ def test_a_superseded_start_leaves_its_successor_s_weights(tmp_path: Path) -> No
     old, new, other_host = (
         hold_weights(run, 3, node, start, lambda: seven) for node, start in ((0, 1), (0, 2), (1, 1))
     )
-    release_weights(old)
+    shutil.rmtree(old.model, ignore_errors=True)
     late = hold_weights(run, 3, 0, 1, lambda: seven)
-    release_weights(late)
+    shutil.rmtree(late.model)
     assert (new.model / "model.safetensors").exists()
     assert (other_host.model / "model.safetensors").exists()
 

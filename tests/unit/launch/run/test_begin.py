@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 
 from launch.build.components import TaskPrompts
-from launch.run.preflight import asked_again, preflight, seed_policy, start_warnings
+from launch.run.preflight import preflight, seed_policy, start_warnings
 from megatron_bridge.hf import folders
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -73,13 +73,6 @@ def test_what_fails_leaves_the_threads_as_they_were(recipe: Recipe, monkeypatch:
     assert torch.get_num_threads() == 1
 
 
-def test_a_batch_larger_than_the_data_is_told() -> None:
-    assert asked_again(189, 189) == []
-    (told,) = asked_again(512, 189)
-    assert "a batch has 512 prompts" in told
-    assert "the task 189: each is asked 2.7 times a batch" in told
-
-
 @pytest.mark.parametrize("of_sources", [False, True], ids=["one file", "a mixture"])
 def test_evaluations_take_the_held_out_prompts_that_there_are_and_say_so(tmp_path: Path, of_sources: bool) -> None:
     """The defaults ask for 64; of 300 rows 1 in 16 is held out."""
@@ -100,6 +93,11 @@ def test_evaluations_take_the_held_out_prompts_that_there_are_and_say_so(tmp_pat
     assert len(prompts.held_out(recipe.evaluation.prompts)) == count
     (told,) = [sentence for sentence in start_warnings(recipe, prompts) if "held-out" in sentence]
     assert told.startswith(f"evaluations ask all {count} held-out prompts, since there are no 64")
+    rollout = recipe.rollout.model_copy(update=dict(prompts_per_batch=2 * task.num_prompts))
+    (again,) = set(start_warnings(recipe.model_copy(update=dict(rollout=rollout)), prompts)) - set(
+        start_warnings(recipe, prompts)
+    )
+    assert f"the task {task.num_prompts}: each is asked 2.0 times a batch" in again
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launch.run import addresses
-from launch.run.addresses import bind_address, interface_environment, loopback_environment
+from launch.run.addresses import bind_address, interface_environment
 from pipeline.errors import RecipeError
 
 
@@ -51,5 +51,5 @@ def test_torch_is_told_the_interface_of_the_address(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_on_one_machine_keeps_to_loopback() -> None:
-    told = loopback_environment({"NCCL_SOCKET_IFNAME": "mine"})
+    told = interface_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "mine"}, alone=True)
     assert told == {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.metrics import ALL, BY_NAME, all_labels
+from launch.run.metrics import ALL, BY_NAME
 from precision.mismatch.alarms import RULES
 from tests.support.metric_feed import fed, run_with_every_file, scraped
 from tests.support.promql import DASHBOARD, alerts, expressions, selectors, shown
@@ -38,8 +38,8 @@ def test_every_name_is_shown(ours: dict[str, set[str]], where: str) -> None:
         assert selector.name.startswith(("evenkeel_", "sglang:"))
         if selector.name.startswith("evenkeel_"):
             assert selector.name in ours
-            assert {matcher.name for matcher in selector.matchers.matchers} <= set(all_labels(selector.name))
-    known = {label for one in read if one.name in BY_NAME for label in all_labels(one.name)}
+            assert {matcher.name for matcher in selector.matchers.matchers} <= {"run", *BY_NAME[selector.name].labels}
+    known = {label for one in read if one.name in BY_NAME for label in ("run", *BY_NAME[one.name].labels)}
     known |= OF_A_TARGET | ({"le"} if "_bucket" in text else set())
     grouped = {label.strip() for labels in GROUPED_BY.findall(text) for label in labels.split(",")}
     assert grouped <= known

@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-from launch.run.live_view import EngineStates, Progress, Shown, event_line, render
+from launch.run.live_view import Progress, Shown, event_line, render
 
 
-def after(*events: dict[str, Any]) -> EngineStates:
-    states = EngineStates()
+def after(*events: dict[str, Any]) -> Progress:
+    states = Progress(steps=3)
     for place, event in enumerate(events):
-        states.take(event | dict(time=1000.0 + place))
+        states.take_event(event | dict(time=1000.0 + place))
     return states
 
 

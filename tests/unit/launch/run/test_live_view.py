@@ -85,7 +85,7 @@ def test_what_goes_on_is_said_where_nothing_else_was_for_ten_seconds(
     for module in ("launch.run.live_view", "launch.terminal"):
         time = SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0])
         monkeypatch.setattr(f"{module}.time", time)
-    monkeypatch.setattr("launch.terminal._line_at", clock[0])
+    monkeypatch.setattr("launch.terminal.line_at", clock[0])
     supervisor, collector = EventLog(tmp_path, "supervisor-000001"), EventLog(tmp_path, "collector-000001")
     learner = EventLog(tmp_path, "learner-000001")
     console, out = plain_console()

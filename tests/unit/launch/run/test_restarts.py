@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.roles.base import run_role
-from launch.run.restarts import MAX_RESTARTS_VARIABLE, count_start, forget_start
+from launch.run.restarts import MAX_RESTARTS_VARIABLE, count_start
 from launch.run.waiting import Stop
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
@@ -46,7 +46,7 @@ def test_progress_forgives_all_restarts_before_it(run: RunDirectory) -> None:
 def test_who_was_asked_to_end_may_start_as_often_as_it_is_asked(run: RunDirectory) -> None:
     for _ in range(20):
         count_start(run, "learner", TWICE)
-        forget_start(run, "learner", TWICE)
+        count_start(run, "learner", TWICE, back=True)
 
 
 def test_under_a_supervisor_and_beside_node_0_nobody_counts(run: RunDirectory) -> None:

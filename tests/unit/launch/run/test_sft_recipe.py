@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.sft import read_recipe, sft_recipe, warmup_of
+from launch.run.sft import read_recipe, sft_recipe
 from megatron_bridge.step.optimizer import learning_rate
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
@@ -73,4 +73,5 @@ def test_a_rate_that_is_none_is_refused_in_one_line(lr: float) -> None:
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (20, 5), (60, 15), (220, 50), (5000, 50)])
 def test_the_warm_up_of_a_short_run_is_a_part_of_it(steps: int, warmup: int) -> None:
-    assert warmup_of(steps) == warmup
+    recipe = sft_recipe(load_recipe(Path("demo")), steps=steps, lr=1e-5, warmup_steps=None)
+    assert recipe.learner.optimizer.warmup_steps == warmup

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from launch.build.components import build_prompts, build_tokenizer
 from launch.convert.new_model import new_model
 from launch.run.preflight import start_warnings
-from launch.run.sft import Source, _look_at, read_source
+from launch.run.sft import Source, look_at, read_source
 from pipeline.config.recipe import Recipe
 from pipeline.tasks.tokenizer import PAD_TOKEN
 from tests.support.pages import ROOT
@@ -57,7 +57,7 @@ def test_it_is_said_where_the_token_is_left_out(
     recipe = recipe_of(tmp_path, **settings)
     prompts = build_prompts(recipe, build_tokenizer(recipe))
     assert sum(f"read without {BEGIN}, which" in sentence for sentence in start_warnings(recipe, prompts)) == said
-    _look_at(recipe, Source(batch_size=1, data=tmp_path / "rows.jsonl"))
+    look_at(recipe, Source(batch_size=1, data=tmp_path / "rows.jsonl"))
     assert (f"warning: prompts are read without {BEGIN}, which" in capsys.readouterr().err) == said
 
 

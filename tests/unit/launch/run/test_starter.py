@@ -10,7 +10,7 @@ import pytest
 from launch.run import starter, train
 from launch.run.preflight import check_ports
 from launch.run.processes import child_environment
-from launch.run.starter import LocalStarter, Unit, gpu_places, metrics_ports, ports_of, role_command, units_of
+from launch.run.starter import LocalStarter, Unit, gpu_places, metrics_ports, role_command, units_of
 from launch.schedulers.slurm.placement import Shape
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -58,7 +58,6 @@ def test_engines_that_exist_are_not_started(tmp_path: Path, monkeypatch: pytest.
     assert units_of(recipe) == Shape.of(recipe, 0).units() == units
     assert len(gpu_places(recipe, ("0",)).engines) == 0
     assert metrics_ports(recipe, 9000).keys() == {"supervisor", "learner", "collector"}
-    assert len(ports_of(recipe.rollout)) == 0
     monkeypatch.setattr(train, "Supervisor", supervisor_of)
     monkeypatch.setattr(train, "visible_gpus", lambda: ())
     run = RunDirectory(tmp_path / "run")

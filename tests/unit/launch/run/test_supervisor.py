@@ -202,7 +202,7 @@ def test_one_that_dies_again_waits_longer_each_time(case: Case, monkeypatch: pyt
         budget.spend("learner", 0, "")
         pauses.append(budget.pause_s)
     assert pauses == [0, 1, 2, 4, 8, 16, 30, 30, 30]
-    monkeypatch.setattr(RestartBudget, "pause_s", 3600.0)
+    monkeypatch.setattr(RestartBudget, "spend", lambda budget, *_: setattr(budget, "pause_s", 3600.0))
     case.supervisor.units = [COLLECTOR]
     case.script = [case.end(COLLECTOR, 1), lambda: None, lambda: setattr(case, "stop", True)]
     assert case.supervisor.supervise() == "stopped", "a collector that is due is not one that has ended"
