@@ -334,7 +334,9 @@ def doctor(
     python: Annotated[
         str | None, typer.Option(help="Python there that has Even Keel; default: the path of this one.")
     ] = None,
-    ports: Annotated[str, typer.Option(help="Ports that each host should reach on each other one.")] = "29500,30000",
+    ports: Annotated[
+        str, typer.Option(help="Ports that each host should reach on each other one; 0 is any free one.")
+    ] = "29500,30000",
     visible_within: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which another host's change is called lost.")
     ] = 60.0,
@@ -346,6 +348,10 @@ def doctor(
     exclusive creation, how late changes are seen, free space, ports.
     """
     if hosts is None:
+        if (via, python, ports, visible_within) != ("ssh {host}", None, "29500,30000", 60.0):
+            raise RecipeError(
+                "--via, --python, --ports and --visible-within need --hosts A,B; give it, or leave them out"
+            )
         from launch.doctor.machine import run_doctor
 
         raise typer.Exit(run_doctor(as_json, folder or Path("runs")))

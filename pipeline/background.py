@@ -20,6 +20,8 @@ from precision.text import one_line
 
 ANSWER_S = 3.0
 """Rank 0 answers at least this often: the other ranks wait in a collective, which has a deadline of its own."""
+WRITE_DEADLINE_S = 60.0
+"""Longest wait for diagnostics to be written."""
 T = TypeVar("T")
 
 
@@ -43,31 +45,44 @@ class DiagnosticsWriter:
         put ──▶ at most `most_waiting`, in order ──▶ thread ──▶ files
 
     A write that fails is passed over: the first says so on stderr, `close` says how many followed. While as many wait
-    as may, `put` waits too: memory stays bounded, and nothing is lost but by a kill.
+    as may, `put` waits too, so that memory stays bounded. No wait is longer than WRITE_DEADLINE_S: on a disk that
+    hangs, one line names what was not written, and training goes on.
     """
 
     def __init__(self, most_waiting: int = 8) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diagnostics")
         self._room = threading.Semaphore(most_waiting)
-        self._last: Future[None] | None = None
+        self._waiting: dict[Future[None], str] = {}
+        """What each write is of, in order; those that have ended are taken out as others are put."""
         self._failed = 0
 
-    def put(self, write: Callable[[], None]) -> None:
-        """Have the thread call `write`, after all that was put before."""
-        self._room.acquire()
-        self._last = self._thread.submit(self._write, write)
+    def put(self, write: Callable[[], None], what: str) -> None:
+        """Have the thread call `write`, after all that was put before. `what` names it for a warning."""
+        if self._room.acquire(timeout=WRITE_DEADLINE_S):
+            self._waiting = {work: name for work, name in self._waiting.items() if not work.done()}
+            self._waiting[self._thread.submit(self._write, write)] = what
+        else:
+            self._warn([what])
 
     def flush(self) -> None:
-        """Wait until all that was put is written."""
-        if self._last is not None:
-            wait([self._last])
+        """Wait until all that was put is written, or the deadline has passed."""
+        left = wait(self._waiting, WRITE_DEADLINE_S).not_done
+        if left:
+            self._warn([name for work, name in self._waiting.items() if work in left])
 
     def close(self) -> None:
-        """Flush, and end the thread."""
+        """Flush, and end the thread; what it has not begun by then is not written."""
         self.flush()
-        self._thread.shutdown(wait=False)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         if self._failed > 1:
             print(f"warning: {self._failed} diagnostics of this run were not written", file=sys.stderr, flush=True)
+
+    def _warn(self, names: list[str]) -> None:
+        print(
+            f"warning: diagnostics of {', '.join(names)} were not written within {WRITE_DEADLINE_S:g} s; training goes on",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _write(self, write: Callable[[], None]) -> None:
         try:

@@ -40,7 +40,7 @@ from launch.attribution.rows import (
     score_in_ranks,
 )
 from launch.build.components import build_quant_map
-from launch.build.engines import check_engines, checksums_of, engine_dtype
+from launch.build.engines import check_engines, checksums_maker, engine_dtype
 from launch.run.preflight import preflight, seed_policy
 from launch.run.processes import child_environment, run_ranks, torchrun
 from launch.run.replay import learned_otherwise
@@ -441,7 +441,8 @@ def _prefill(
 
 def _write_policy(run: RunDirectory, recipe: Recipe, part: VersionRows) -> None:
     """The version's folder in the rollout's format, with its checksums."""
-    digests = checksums_of(recipe)
+    maker = checksums_maker(recipe)
+    digests = None if maker is None else maker()
 
     def write_check(folder: Path) -> None:
         WeightCheck(version=part.number, digests=() if digests is None else digests.digests()).save(folder)

@@ -18,15 +18,32 @@ JOB_KEYS = "slurm-*.key"
 _GROUP_OR_OTHERS, _OTHERS = 0o077, 0o007
 
 
-def read_api_key(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the run's key, or None where there is none. Raises RecipeError when it is no key, or lies in a file that
-    cannot be read, or that others can read."""
-    return _read_key(environment, API_KEY_VARIABLE, API_KEY_FILE_VARIABLE)
+def read_api_key(environment: Mapping[str, str] = os.environ, variable: str = API_KEY_VARIABLE) -> str | None:
+    """Return the run's key, or that of another variable, without white space around it; None where there is none.
 
-
-def read_teacher_key(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the teacher's key, as read_api_key does the run's."""
-    return _read_key(environment, TEACHER_KEY_VARIABLE, TEACHER_KEY_FILE_VARIABLE)
+    Raises RecipeError when it is no key, or lies in a file that cannot be read, or that others can read. A character
+    that no header may have would make an HTTP client refuse the key and quote it; the error does not show it.
+    """
+    text, where, file_variable = environment.get(variable), variable, f"{variable}_FILE"
+    if not text:
+        if not (named := environment.get(file_variable)):
+            return None
+        path = Path(named)
+        try:
+            status, text = path.stat(), path.read_text("ascii", errors="replace")
+        except OSError as error:
+            raise RecipeError(f"{file_variable} names {path}, which cannot be read ({error}); correct it") from None
+        mine, where = status.st_uid == os.geteuid(), str(path)
+        # A mounted Secret belongs to root, and to a group that the container is in.
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (_GROUP_OR_OTHERS if mine else _OTHERS):
+            raise RecipeError(
+                f"{path} has mode {status.st_mode & 0o777:04o} and owner {status.st_uid}, expected 0600 or 0400 and "
+                f"this user, since it holds a key; chmod 600 {path}"
+            )
+    key = text.strip()
+    if not key or " " in key or not (key.isascii() and key.isprintable()):
+        raise RecipeError(f"{where} holds no API key, expected printable ASCII without blanks; write one there")
+    return key
 
 
 def without_teacher_key(environment: Mapping[str, str]) -> dict[str, str]:
@@ -36,32 +53,3 @@ def without_teacher_key(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in (TEACHER_KEY_VARIABLE, TEACHER_KEY_FILE_VARIABLE)
     }
-
-
-def _read_key(environment: Mapping[str, str], variable: str, file_variable: str) -> str | None:
-    if text := environment.get(variable):
-        return _checked(text, variable)
-    if not (named := environment.get(file_variable)):
-        return None
-    path = Path(named)
-    try:
-        status, text = path.stat(), path.read_text("ascii", errors="replace")
-    except OSError as error:
-        raise RecipeError(f"{file_variable} names {path}, which cannot be read ({error}); correct it") from None
-    mine = status.st_uid == os.geteuid()
-    # A mounted Secret belongs to root, and to a group that the container is in.
-    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (_GROUP_OR_OTHERS if mine else _OTHERS):
-        raise RecipeError(
-            f"{path} has mode {status.st_mode & 0o777:04o} and owner {status.st_uid}, expected 0600 or 0400 and this "
-            f"user, since it holds a key; chmod 600 {path}"
-        )
-    return _checked(text, str(path))
-
-
-def _checked(text: str, where: str) -> str:
-    """Return the key without white space around it. Another character that no header may have makes an HTTP client
-    refuse it and quote it. Raises RecipeError, which does not show it."""
-    key = text.strip()
-    if not key or " " in key or not (key.isascii() and key.isprintable()):
-        raise RecipeError(f"{where} holds no API key, expected printable ASCII without blanks; write one there")
-    return key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -36,7 +36,7 @@ MOST_SPARE_ROWS = 15
 """Or 1 in 64: embeddings are padded, Qwen3's 151,669 tokens to 151,936 rows."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TaskPrompts:
     """Group i of a run is problem `order(i)` of its task, as tokens."""
 
@@ -44,13 +44,12 @@ class TaskPrompts:
     tokenizer: Tokenizer
     order: PromptOrder | MixedOrder
 
-    @property
-    def num_problems(self) -> int:
-        return self.task.num_prompts
+    num_problems: int = field(init=False)
+    sources: Mapping[str, range] = field(init=False)
 
-    @property
-    def sources(self) -> Mapping[str, range]:
-        return self.task.problems if isinstance(self.task, Mixture) else {}
+    def __post_init__(self) -> None:
+        self.num_problems = self.task.num_prompts
+        self.sources = self.task.problems if isinstance(self.task, Mixture) else {}
 
     def problem(self, group: int) -> int:
         return self.order.problem(group)

@@ -43,7 +43,8 @@ def build_ladder(recipe: Recipe) -> Ladder:
     are not started again: the learner may have taken the memory meanwhile."""
     schedule, section = recipe.schedule, recipe.learner
     quant = build_quant_map(recipe)
-    fixed = bool(recipe.rollout.urls) or section.fp8_emulation or quant is None or shares_gpus(recipe)
+    fixed = bool(recipe.rollout.urls) or section.fp8_emulation or shares_gpus(recipe)
+    groups = {} if quant is None or fixed else {n: of for n, of in quant.groups.items() if of[0] in quant.formats}
     stage = schedule.updates_per_stage if isinstance(schedule, StagedSchedule) else 1
     lag = schedule.lag if isinstance(schedule, AsyncSchedule) else stage - 1
     return Ladder(
@@ -53,13 +54,8 @@ def build_ladder(recipe: Recipe) -> Ladder:
         has_age=lag > 0 or section.updates_per_batch > 1,
         lr_may_change=section.optimizer.lr_by_lag != "sqrt",
         engines_may_restart=not shares_gpus(recipe),
-        groups=() if fixed or quant is None else quantized_groups(quant),
+        groups=tuple(groups),
     )
-
-
-def quantized_groups(quant: QuantMap) -> tuple[str, ...]:
-    """The engines' names of the modules that the map quantizes."""
-    return tuple(name for name, modules in quant.groups.items() if modules[0] in quant.formats)
 
 
 def build_controller(
@@ -78,11 +74,8 @@ def build_controller(
     for folder in (run.control, run.quant_maps):
         learner.tell(functools.partial(remove_leftovers, folder, run.fence))
 
-    def with_promoted(names: Sequence[str]) -> QuantMap | None:
-        return None if base is None else base.promoted(names)
-
     def use_map(number: int, modules: Sequence[str]) -> None:
-        quant = with_promoted(modules)
+        quant = None if base is None else base.promoted(modules)
         if quant is not None:
             learner.tell(functools.partial(maps.write, number, quant.to_file()))
         if channel is not None:
@@ -94,9 +87,9 @@ def build_controller(
         return [replace(member, quant_map=own) for member in found] if recipe.rollout.urls else found
 
     def digest(names: Sequence[str]) -> str:
-        return digest_of(None if (quant := with_promoted(names)) is None else quant.to_file())
+        return digest_of(None if base is None else base.promoted(names).to_file())
 
-    presence = presence_of(run, recipe)
+    presence = Presence(run, recipe.rollout.start_deadline_s, look_with(read_api_key()))
     return StepController(
         settings=recipe.controller,
         ladder=build_ladder(recipe),
@@ -116,7 +109,8 @@ def build_controller(
 
 def older_maps(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> Callable[[str], Sequence[QuantMap]]:
     """As MapTransition asks for them: of the engines that are announced and not lost, read by rank 0."""
-    maps, presence = NumberedMaps(run.quant_maps, run.fence), presence_of(run, recipe)
+    maps = NumberedMaps(run.quant_maps, run.fence)
+    presence = Presence(run, recipe.rollout.start_deadline_s, look_with(read_api_key()))
 
     def read(newest: str) -> list[dict[str, Any]]:
         announced = run.membership(recipe.rollout.urls).engines()
@@ -130,11 +124,6 @@ def older_maps(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> C
         return [quant_map_of(recipe, QuantMapFile.model_validate(data)) for data in told]
 
     return older
-
-
-def presence_of(run: RunDirectory, recipe: Recipe) -> Presence:
-    """Tells which of the run's engines are there."""
-    return Presence(run, recipe.rollout.start_deadline_s, look_with(read_api_key()))
 
 
 @dataclass(frozen=True)
@@ -158,23 +147,23 @@ class EmulationMeter:
         return 0.0 if self.quant_map is None else self._losses(batch, [self.quant_map.promoted(names)])[0]
 
     def _losses(self, batch: Batch, quant_maps: Sequence[QuantMap]) -> list[float]:
-        """-ln ESS with each map emulated, over the sampled tokens of some samples. Raises NonFiniteError."""
+        """Measure -ln of the token ESS with each map emulated, over the sampled tokens of some samples. One ratio alone
+        decides it when that is as large as MAX_LOG_RATIO. Raises NonFiniteError."""
         from megatron_bridge.step.host_weights import row_scorer
 
         rows, chosen = evidence_of(batch, self.num_tokens)
-        score = row_scorer(self.learner, rows)
+        score, losses = row_scorer(self.learner, rows), []
         plain = score(None)[chosen]
-        return [_loss(plain - score(quant)[chosen], batch.index) for quant in quant_maps]
-
-
-def _loss(log_ratios: Tensor, batch: int) -> float:
-    """-ln of their token ESS, which one ratio alone decides when it is as large as MAX_LOG_RATIO."""
-    if not bool(log_ratios.isfinite().all()):
-        raise NonFiniteError(
-            f"batch {batch}: scores with the engines' formats emulated are not finite, so that the controller cannot "
-            "tell what quantization does; go back to the last checkpoint, or leave the section controller out"
-        )
-    return loss_of(token_ess(log_ratios.clamp(max=MAX_LOG_RATIO)))
+        for quant in quant_maps:
+            log_ratios = plain - score(quant)[chosen]
+            if not bool(log_ratios.isfinite().all()):
+                raise NonFiniteError(
+                    f"batch {batch.index}: scores with the engines' formats emulated are not finite, so that the "
+                    "controller cannot tell what quantization does; go back to the last checkpoint, or leave the "
+                    "section controller out"
+                )
+            losses.append(loss_of(token_ess(log_ratios.clamp(max=MAX_LOG_RATIO))))
+        return losses
 
 
 def evidence_of(batch: Batch, num_tokens: int) -> tuple[TokenRows, Tensor]:

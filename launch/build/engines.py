@@ -9,6 +9,7 @@ for the name, so that beginnings are refused, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -223,7 +224,14 @@ def check_extra_args(recipe: Recipe) -> None:
             "instead, which both follow"
         )
     if recipe.weights.channel in ("broadcast", "ipc"):
-        _check_one_replica(recipe)
+        for what, names in _REPLICAS.items():
+            for name in names:
+                if (count := option(given, name)) not in (None, "1"):
+                    raise RecipeError(
+                        f"rollout.extra_args has {name} {count}, but weights.channel {recipe.weights.channel} sends "
+                        f"tensors to the tensor parallel ranks of one copy: SGLang takes none into {what}; use more "
+                        "rollout.engines or a larger rollout.tensor_parallel, or weights.channel disk"
+                    )
     speculation = option(given, _SPECULATION)
     if speculation is not None and recipe.weights.kv_cache == "keep":
         raise RecipeError(
@@ -268,18 +276,6 @@ def _argument_name(argument: str) -> str | None:
     return name if name.startswith("--") and name != "--" else None
 
 
-def _check_one_replica(recipe: Recipe) -> None:
-    channel = recipe.weights.channel
-    for what, names in _REPLICAS.items():
-        for name in names:
-            if (count := option(recipe.rollout.extra_args, name)) not in (None, "1"):
-                raise RecipeError(
-                    f"rollout.extra_args has {name} {count}, but weights.channel {channel} sends tensors to the tensor "
-                    f"parallel ranks of one copy: SGLang takes none into {what}; use more rollout.engines or a larger "
-                    "rollout.tensor_parallel, or weights.channel disk"
-                )
-
-
 def build_fleet(run: RunDirectory, recipe: Recipe, epoch: Epoch | None, on_change: OnChange | None = None) -> Fleet:
     """The run's engines, whichever there are at a time. `epoch` is that of the role that gives weights."""
     return Fleet(run.membership(recipe.rollout.urls), **fleet_settings(run, recipe, epoch, on_change))
@@ -308,19 +304,11 @@ def checksums_maker(recipe: Recipe) -> Callable[[], ExpectedChecksums] | None:
 
     from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
-    def new() -> ExpectedChecksums:
-        return ExpectedChecksums(
-            dtype=getattr(torch, engine_dtype(recipe)),
-            num_kv_heads=shape.num_kv_heads,
-            num_experts=0 if shape.experts is None else shape.experts.count,
-            tied_embeddings=shape.tied_embeddings,
-            tensor_parallel=recipe.rollout.tensor_parallel,
-        )
-
-    return new
-
-
-def checksums_of(recipe: Recipe) -> ExpectedChecksums | None:
-    """Digests of one version, to be observed as it is written."""
-    maker = checksums_maker(recipe)
-    return None if maker is None else maker()
+    return partial(
+        ExpectedChecksums,
+        dtype=getattr(torch, engine_dtype(recipe)),
+        num_kv_heads=shape.num_kv_heads,
+        num_experts=0 if shape.experts is None else shape.experts.count,
+        tied_embeddings=shape.tied_embeddings,
+        tensor_parallel=recipe.rollout.tensor_parallel,
+    )

@@ -51,11 +51,11 @@ def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: 
             f"reward {reward!r}", 0.0 if reward == MATH_VERIFY else section.max_failed_share, at_least=1
         )
     else:
-
-        def tell(reason: str, detail: str) -> None:
-            event_log.event("reward_failed", reason=reason, detail=detail)
-
-        watch = FailureWatch(f"reward {reward!r}", section.max_failed_share, tell=tell)
+        watch = FailureWatch(
+            f"reward {reward!r}",
+            section.max_failed_share,
+            tell=lambda reason, detail: event_log.event("reward_failed", reason=reason, detail=detail),
+        )
     return Verifiers(
         reward,
         1 if event_log is None else section.workers,
@@ -88,7 +88,7 @@ def check_reward(run: RunDirectory, recipe: Recipe, task: Task) -> None:
     sandbox = _sandbox_here(run, foreign)[0] if foreign and recipe.reward.sandbox == "auto" else None
     for part in parts:
         with _verifiers(part.reward, recipe, sandbox, None) as verifiers:
-            try_reward(verifiers, part)
+            asyncio.run(try_reward(verifiers, part))
 
 
 def choose_sandbox(run: RunDirectory, rewards: Sequence[str], event_log: EventLog) -> Sandbox | None:
@@ -108,8 +108,13 @@ def choose_sandbox(run: RunDirectory, rewards: Sequence[str], event_log: EventLo
 def _sandbox_here(run: RunDirectory, rewards: Sequence[str]) -> tuple[Sandbox, str]:
     """The sandbox that this machine allows for these rewards, and why not a higher one. Nothing is recorded. Raises as
     `build_verifiers`."""
-    began, hidden = run.sandbox(), (run.path.absolute(), *_key_files())
-    needs = Needs(rewards=tuple(rewards), hidden=hidden, runs=run.path.resolve().parent, began=began)
+    began, hidden = run.sandbox(), [run.path.absolute()]
+    # Of a folder that holds what is hidden, the sandbox shows nothing that comes later, such as another job's key.
+    for variable in (API_KEY_FILE_VARIABLE, TEACHER_KEY_FILE_VARIABLE):
+        if named := os.environ.get(variable):
+            path = Path(named).absolute()
+            hidden += [path, *sorted({*path.parent.glob(JOB_KEYS)} - {path})]
+    needs = Needs(rewards=tuple(rewards), hidden=tuple(hidden), runs=run.path.resolve().parent, began=began)
     choice = choose(needs)
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in choice.refused.items())
     if choice.rung is None:
@@ -125,23 +130,13 @@ def _sandbox_here(run: RunDirectory, rewards: Sequence[str]) -> tuple[Sandbox, s
     return needs.on(choice.rung), reasons
 
 
-def _key_files() -> Iterator[Path]:
-    """Those of the run and of its teacher, and those of the user's other jobs beside them. Of a folder that holds what
-    is hidden, the sandbox shows nothing that comes later, so no key of a job that starts then either."""
-    for variable in (API_KEY_FILE_VARIABLE, TEACHER_KEY_FILE_VARIABLE):
-        if named := os.environ.get(variable):
-            path = Path(named).absolute()
-            yield path
-            yield from sorted({*path.parent.glob(JOB_KEYS)} - {path})
-
-
 _FEW, _MORE = 4, 32
 """Samples of a trial, and of one that saw a failure: at 5 % of its calls a judge fails in 19 of 100 trials of four."""
 _MOST_ANSWERS = 1000
 """Different answers that a reward is asked about which must accept them; about three seconds."""
 
 
-def try_reward(verifiers: Verifiers, task: Task) -> None:
+async def try_reward(verifiers: Verifiers, task: Task) -> None:
     """Score answers of the task as responses to their own prompts, by `verifiers` with a watch that asks at once.
 
     `math_verify` has to give 1 to every answer, else RewardError says how many it does not accept; of a task with very
@@ -149,20 +144,15 @@ def try_reward(verifiers: Verifiers, task: Task) -> None:
     to an answer is its own business, but of a few no more may fail than the recipe allows; where one does, more are
     tried.
     """
-    asyncio.run(_try_every_answer(verifiers, task) if task.reward == MATH_VERIFY else _try_a_few(verifiers, task))
-
-
-async def _try_a_few(verifiers: Verifiers, task: Task) -> None:
     tried, failed = 0, False
-    while tried < (_MORE if failed else _FEW):
+    while task.reward != MATH_VERIFY and tried < (_MORE if failed else _FEW):
         problem = task.problem(tried % task.num_prompts)
         responses = [problem.answer] * (2 if verifiers.wants.batched else 1)
         verdicts = await verifiers.score_group(problem.text, problem.answer, problem.metadata, responses)
         failed = failed or any(verdict.failed for verdict in verdicts)
         tried += 1
-
-
-async def _try_every_answer(verifiers: Verifiers, task: Task) -> None:
+    if task.reward != MATH_VERIFY:
+        return
     every = {p.answer: p for p in map(task.problem, range(task.num_prompts))}
     every |= {p.answer: p for p in map(task.held_out, range(task.num_held_out))}
     problems = list(every.values())[:: -(-len(every) // _MOST_ANSWERS)]

@@ -17,14 +17,8 @@ from rollout_sglang.server.capacity import check_block_shapes
 HfConfig = Mapping[str, Any]
 
 
-def check_sizes(config: HfConfig, recipe: Recipe) -> None:
-    """Raises FatalError when the sizes in the model's config.json refuse the recipe."""
-    for refused in refusals(config, recipe):
-        raise refused
-
-
 def refusals(config: HfConfig, recipe: Recipe) -> Iterator[FatalError]:
-    """Yield every reason for which they do."""
+    """Yield every reason for which the sizes in the model's config.json refuse the recipe."""
     rollout = recipe.rollout
     checks: tuple[Callable[[], None], ...] = (
         lambda: check_layout(config, recipe.learner),

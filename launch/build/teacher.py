@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from launch.build.api_key import read_teacher_key
+from launch.build.api_key import TEACHER_KEY_VARIABLE, read_api_key
 from launch.build.components import TaskPrompts
 from launch.build.engines import engine_dtype
 from megatron_bridge.hf.model_config import read_config, size_of
@@ -60,7 +60,7 @@ async def teacher_of(
         process: ServerProcess | None = None
         urls = section.urls
         if section.path is None:
-            key = read_teacher_key()
+            key = read_api_key(variable=TEACHER_KEY_VARIABLE)
         else:
             dtype = engine_dtype(recipe)
             spec = EngineSpec(

@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,86 +23,6 @@ from pipeline.data.files import create_exclusively, write_atomically
 from pipeline.errors import EvenKeelError
 
 CONNECT_S = 5.0
-Answer = dict[str, Any]
-_LISTENING: list[socket.socket] = []
-
-
-def look(folder: str) -> Answer:
-    """The file system of the folder."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    usage = shutil.disk_usage(path)
-    kind, options = mount_of(path.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace"))
-    return dict(free=usage.free, total=usage.total, kind=kind, options=options)
-
-
-def race(folder: str, rounds: int, start_in_s: float, every_s: float) -> Answer:
-    """Create file after file exclusively, each at its time, at which other hosts try the same. Returns which were won.
-
-    What the file holds says who won.
-    """
-    won, begin = [], time.monotonic() + start_in_s
-    for number in range(rounds):
-        time.sleep(max(0.0, begin + number * every_s - time.monotonic()))
-        with suppress(FileExistsError):
-            create_exclusively(Path(folder) / f"race-{number:04d}", socket.gethostname())
-            won.append(number)
-    return dict(won=won)
-
-
-def write(path: str, text: str) -> Answer:
-    """Write a file atomically."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(Path(path), text)
-    return {}
-
-
-def read(folder: str, names: list[str]) -> Answer:
-    """Read small files of a folder, None where one is not seen, and list the folder."""
-    texts: dict[str, str | None] = dict.fromkeys(names)
-    for name in names:
-        with suppress(OSError):
-            texts[name] = (Path(folder) / name).read_text(encoding="utf-8")
-    with suppress(OSError):
-        return dict(texts=texts, listed=sorted(os.listdir(folder)))
-    return dict(texts=texts, listed=[])
-
-
-def listen(ports: list[int]) -> Answer:
-    """Accept connections on these ports of every interface, 0 being any free one, until the agent ends."""
-    found = []
-    for port in ports:
-        try:
-            server = socket.create_server(("", port))
-        except OSError:
-            found.append(port)  # something listens there already: it accepts, or is not meant for other hosts
-            continue
-        _LISTENING.append(server)
-        found.append(int(server.getsockname()[1]))
-        threading.Thread(target=_accept, args=(server,), daemon=True).start()
-    return dict(ports=found)
-
-
-def connect(address: str, ports: list[int]) -> Answer:
-    """Say why a connection to each port fails; empty where it does not."""
-    problems = dict.fromkeys(map(str, ports), "")
-    for port in ports:
-        try:
-            socket.create_connection((address, port), timeout=CONNECT_S).close()
-        except OSError as error:
-            problems[str(port)] = str(error)
-    return dict(problems=problems)
-
-
-def remove(folder: str) -> Answer:
-    """Delete what was written."""
-    shutil.rmtree(folder, ignore_errors=True)
-    return {}
-
-
-ORDERS: dict[str, Callable[..., Answer]] = {
-    function.__name__: function for function in (look, race, write, read, listen, connect, remove)
-}
 
 
 def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
@@ -120,13 +39,61 @@ def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
     return found
 
 
-def obey(line: str) -> Answer:
-    """Answer one order."""
+def obey(line: str) -> dict[str, Any]:
+    """Carry out one order, and return its answer; what fails is the answer's `error`."""
     order = json.loads(line)
+    answer: dict[str, Any] = dict(done=True)
     try:
-        return dict(ORDERS[order.pop("do")](**order), done=True)
+        match order.pop("do"):
+            case "look":
+                path = Path(order["folder"])
+                path.mkdir(parents=True, exist_ok=True)
+                usage = shutil.disk_usage(path)
+                mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+                kind, options = mount_of(path.resolve(), mounts)
+                answer |= dict(free=usage.free, total=usage.total, kind=kind, options=options)
+            case "race":
+                # Create file after file exclusively, each at its time, at which other hosts try the same.
+                won, begin = [], time.monotonic() + order["start_in_s"]
+                for number in range(order["rounds"]):
+                    time.sleep(max(0.0, begin + number * order["every_s"] - time.monotonic()))
+                    with suppress(FileExistsError):
+                        create_exclusively(Path(order["folder"]) / f"race-{number:04d}", socket.gethostname())
+                        won.append(number)
+                answer["won"] = won
+            case "write":
+                path = Path(order["path"])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, order["text"])
+            case "read":
+                answer |= dict(texts=dict.fromkeys(order["names"]), listed=[])  # None: it is not seen
+                for name in order["names"]:
+                    with suppress(OSError):
+                        answer["texts"][name] = (Path(order["folder"]) / name).read_text(encoding="utf-8")
+                with suppress(OSError):
+                    answer["listed"] = sorted(os.listdir(order["folder"]))
+            case "listen":
+                answer["ports"] = []
+                for port in order["ports"]:  # of every interface, until the agent ends; 0 is any free one
+                    try:
+                        server = socket.create_server(("", port))
+                    except OSError:
+                        answer["ports"].append(port)  # what listens there accepts, or is not meant for other hosts
+                        continue
+                    answer["ports"].append(int(server.getsockname()[1]))
+                    threading.Thread(target=_accept, args=(server,), daemon=True).start()
+            case "connect":
+                answer["problems"] = dict.fromkeys(map(str, order["ports"]), "")
+                for port in order["ports"]:
+                    try:
+                        socket.create_connection((order["address"], port), timeout=CONNECT_S).close()
+                    except OSError as error:
+                        answer["problems"][str(port)] = str(error)
+            case "remove":
+                shutil.rmtree(order["folder"], ignore_errors=True)
     except (OSError, EvenKeelError) as error:
         return dict(done=True, error=" ".join(str(error).split()))
+    return answer
 
 
 def _accept(server: socket.socket) -> None:

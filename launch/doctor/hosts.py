@@ -18,14 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import IO, Any, Self, TypeVar
 
-from rich.console import Console
-
-from launch.doctor.machine import GIB, MIN_DISK_GIB, WANTED_DISK_GIB, Check, Status, render
+from launch.doctor.machine import GIB, MIN_DISK_GIB, WANTED_DISK_GIB, Check, Status, report
 from pipeline.child_process import kill_and_wait
 from pipeline.data.files import unique_suffix
 from pipeline.errors import EvenKeelError
@@ -63,14 +61,6 @@ class Host:
     address: str
     """How other hosts reach it."""
 
-    @classmethod
-    def parse(cls, text: str) -> Host:
-        """`NAME` or `NAME=ADDRESS`."""
-        name, _, address = text.strip().partition("=")
-        if not name:
-            raise HostError(f"--hosts has {text!r}, expected NAME or NAME=ADDRESS; write for example --hosts a,b")
-        return cls(name, address or name)
-
 
 def words_of(via: str, host: str) -> list[str]:
     """The command that --via gives for a host. Raises HostError."""
@@ -102,10 +92,10 @@ class Agent:
         except OSError as error:
             raise HostError(f"{shlex.join(self._command)} cannot be started ({error.strerror}); see --via") from None
         self._lines: queue.Queue[str | None] = queue.Queue()
-        self._complaints: list[str] = []
+        self._complaints: list[str | None] = []
         self._readers = [
-            threading.Thread(target=self._read, daemon=True),
-            threading.Thread(target=self._read_complaints, daemon=True),
+            threading.Thread(target=_read, args=given, daemon=True)
+            for given in ((self._process.stdout, self._lines.put), (self._process.stderr, self._complaints.append))
         ]
         for reader in self._readers:
             reader.start()
@@ -141,109 +131,85 @@ class Agent:
             self._process.stdin.flush()
         except OSError:
             raise self._ended() from None
-        while not (answer := self._receive(do, deadline_s)).pop("done", False):
-            pass  # a greeting of the shell there
+        answer: dict[str, Any] = {}
+        while not answer.pop("done", False):  # other lines are a greeting of the shell there
+            try:
+                line = self._lines.get(timeout=deadline_s)
+            except queue.Empty:
+                raise HostError(
+                    f"host {self.host.name} did not answer `{do}` within {deadline_s:g} s; try by hand: "
+                    f"{shlex.join(self._command)}"
+                ) from None
+            if line is None:
+                raise self._ended()
+            try:
+                answer = parse_object(line)
+            except JsonError:
+                answer = {}
         if error := answer.pop("error", None):
             raise HostError(f"host {self.host.name}: {do}: {error}")
         return answer
 
-    def _receive(self, do: str, deadline_s: float) -> dict[str, Any]:
-        try:
-            line = self._lines.get(timeout=deadline_s)
-        except queue.Empty:
-            raise HostError(
-                f"host {self.host.name} did not answer `{do}` within {deadline_s:g} s; try by hand: "
-                f"{shlex.join(self._command)}"
-            ) from None
-        if line is None:
-            raise self._ended()
-        try:
-            return parse_object(line)
-        except JsonError:
-            return {}
-
     def _ended(self) -> HostError:
         for reader in self._readers:
             reader.join(_STOP_S)
-        said = " | ".join(self._complaints[-3:]) or "it said nothing"
+        complaints = [line.strip() for line in self._complaints if line and line.strip()]
+        said = " | ".join(complaints[-3:]) or "it said nothing"
         return HostError(
             f"the agent on host {self.host.name} ended ({said}); it was started by: {shlex.join(self._command)}; give "
             "another --via, or --python where Even Keel is installed there"
         )
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline(_MOST_CHARACTERS):
-            self._lines.put(line)
-        self._lines.put(None)
 
-    def _read_complaints(self) -> None:
-        assert self._process.stderr is not None
-        while line := self._process.stderr.readline(_MOST_CHARACTERS):
-            if line.strip():
-                self._complaints.append(line.strip())
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostsSettings:
-    """What the user may choose."""
-
-    via: str = DEFAULT_VIA
-    """Command that runs a program on `{host}`."""
-    program: tuple[str, ...] = ()
-    """Command of the agent there; by default this Python."""
-    ports: tuple[int, ...] = (29500, 30000)
-    """Which every host should reach on every other one."""
-    visible_within_s: float = 60.0
-    """A change that is not seen by then is called lost."""
+def _read(stream: IO[str], take: Callable[[str | None], None]) -> None:
+    while line := stream.readline(_MOST_CHARACTERS):
+        take(line)
+    take(None)
 
 
 def check_hosts(
     hosts: str, folder: Path, as_json: bool, via: str, python: str | None, ports: str, visible_within_s: float
 ) -> int:
-    """The command, with its options as they were typed. Raises HostError for what cannot be meant."""
-    given = [Host.parse(text) for text in hosts.split(",")]
-    for host in given:
-        words_of(via, host.name)
-    settings = HostsSettings(
-        via=via,
-        program=(python, "-P", "-m", AGENT) if python else (),
-        ports=_parse_ports(ports),
-        visible_within_s=visible_within_s,
-    )
-    return run_hosts_doctor(given, folder, as_json, settings)
-
-
-def _parse_ports(text: str) -> tuple[int, ...]:
-    ports = [port.strip() for port in text.split(",") if port]
-    if not all(port.isdecimal() and int(port) <= 65535 for port in ports):
+    """Read the command's options as they were typed, print the findings, and return the exit code: 1 when something
+    fails. Raises HostError for what cannot be meant."""
+    given = []
+    for text in hosts.split(","):
+        name, _, address = text.strip().partition("=")
+        if not name:
+            raise HostError(f"--hosts has {text!r}, expected NAME or NAME=ADDRESS; write for example --hosts a,b")
+        words_of(via, name)
+        given.append(Host(name, address or name))
+    numbers = [port.strip() for port in ports.split(",") if port.strip()]
+    if not numbers or not all(port.isdecimal() and int(port) <= 65535 for port in numbers):
         raise HostError(
-            f"--ports is {text!r}, expected numbers from 0 (any free port) to 65535 with commas between them, such as "
+            f"--ports is {ports!r}, expected numbers from 0 (any free port) to 65535 with commas between them, such as "
             "29500,30000"
         )
-    return tuple(int(port) for port in ports)
+    program = (python, "-P", "-m", AGENT) if python else ()
+    listened = tuple(map(int, numbers))
+    checks = diagnose_hosts(given, folder, via, program, ports=listened, visible_within_s=visible_within_s)
+    return report(checks, as_json, f"evenkeel doctor: {folder} between {', '.join(host.name for host in given)}")
 
 
-def run_hosts_doctor(hosts: Sequence[Host], folder: Path, as_json: bool, settings: HostsSettings) -> int:
-    """Print the findings and return the exit code: 1 when something fails."""
-    checks = diagnose_hosts(hosts, folder, settings)
-    code = int(any(check.status == "fail" for check in checks))
-    if as_json:
-        print(json.dumps(dict(ok=code == 0, checks=[asdict(check) for check in checks])))
-    else:
-        Console().print(render(checks, title=f"evenkeel doctor: {folder} between {', '.join(h.name for h in hosts)}"))
-    return code
-
-
-def diagnose_hosts(hosts: Sequence[Host], folder: Path, settings: HostsSettings) -> list[Check]:
-    """Every check. Raises HostError for fewer than two hosts or the same twice."""
+def diagnose_hosts(
+    hosts: Sequence[Host],
+    folder: Path,
+    via: str = DEFAULT_VIA,
+    program: Sequence[str] = (),
+    *,
+    ports: Sequence[int] = (29500, 30000),
+    visible_within_s: float = 60.0,
+) -> list[Check]:
+    """Make every check between hosts. `via` runs a program on `{host}`, and `program` is the command of the agent
+    there, by default this Python; each host should reach `ports` on each other one; a change that is not seen within
+    `visible_within_s` is called lost. Raises HostError for fewer than two hosts or the same twice."""
     if len({host.name for host in hosts}) != len(hosts) or len(hosts) < 2:
         raise HostError(f"--hosts has {', '.join(host.name for host in hosts)}; give two or more different hosts")
     place = folder.absolute() / f".doctor-{unique_suffix()}"
     with ExitStack() as stack:
         try:
-            agents = [stack.enter_context(Agent(host, settings.via, settings.program)) for host in hosts]
-            return Visit(agents, place, settings).checks()
+            agents = [stack.enter_context(Agent(host, via, program)) for host in hosts]
+            return Visit(agents, place, ports, visible_within_s).checks()
         except HostError as error:
             return [Check("agents", "fail", str(error), "each host must start a program and reach the folder")]
 
@@ -251,19 +217,44 @@ def diagnose_hosts(hosts: Sequence[Host], folder: Path, settings: HostsSettings)
 class Visit:
     """One round of measurements with agents that run, in the new folder `place`."""
 
-    def __init__(self, agents: Sequence[Agent], place: Path, settings: HostsSettings) -> None:
-        self.agents, self.place, self.settings = agents, str(place), settings
+    def __init__(
+        self, agents: Sequence[Agent], place: Path, ports: Sequence[int], visible_within_s: float = 60.0
+    ) -> None:
+        self.agents, self.place, self.ports, self.visible_within_s = agents, str(place), ports, visible_within_s
 
     def checks(self) -> list[Check]:
         """Make all findings. Deletes what was written."""
-        found = self._each(lambda agent: judge_file_system(agent.host.name, agent.ask("look", folder=self.place)))
+        found = []
+        for host, seen in zip(self.agents, self._each(lambda one: one.ask("look", folder=self.place)), strict=True):
+            free = seen["free"] / GIB
+            status: Status = "ok" if free >= WANTED_DISK_GIB else "warn" if free >= MIN_DISK_GIB else "fail"
+            least = f"{WANTED_DISK_GIB:g} GiB are the least for a small run; see `evenkeel plan`"
+            says = f"{seen['kind']} ({seen['options']}), {free:.1f} GiB free"
+            found.append(Check(f"folder on {host.host.name}", status, says, "" if status == "ok" else least))
         try:
             found += [check for writer in self.agents for check in self._visibility(writer)]
             if not any(check.status == "fail" for check in found):  # one folder that is two would fail it
                 order: dict[str, Any] = dict(rounds=RACE_ROUNDS, start_in_s=RACE_STARTS_IN_S, every_s=RACE_EVERY_S)
                 won = self._each(lambda agent: set(agent.ask("race", folder=self.place, **order)["won"]))
                 found.append(judge_exclusive(RACE_ROUNDS, won))
-            return found + self._reachable()
+            listening = self._each(lambda agent: agent.ask("listen", ports=list(self.ports)))
+            for target, ports in zip(self.agents, (answer["ports"] for answer in listening), strict=True):
+                for source in self.agents:
+                    if source is target:
+                        continue
+                    deadline_s, address = ANSWER_S + 10 * len(ports), target.host.address
+                    answer = source.ask("connect", address=address, ports=ports, deadline_s=deadline_s)
+                    name = f"{source.host.name} connects to {target.host.name}"
+                    failed = [f"port {port}: {problem}" for port, problem in answer["problems"].items() if problem]
+                    advice = (
+                        "open these ports between the hosts, or name "
+                        f"{target.host.name} by an address that they reach: NAME=ADDRESS"
+                    )
+                    if failed:
+                        found.append(Check(name, "fail", "; ".join(failed), advice))
+                    else:
+                        found.append(Check(name, "ok", f"ports {', '.join(answer['problems'])}"))
+            return found
         finally:
             self._each(lambda agent: agent.ask("remove", folder=self.place))
 
@@ -277,7 +268,7 @@ class Visit:
             arrived = list(pool.map(lambda reader: self._delays(reader, folder, {"old": "1"}, began), readers))
             lost = [reader for reader, delays in zip(readers, arrived, strict=True) if None in delays.values()]
             if lost:
-                within = f"{self.settings.visible_within_s:g} s"
+                within = f"{self.visible_within_s:g} s"
                 return [
                     Check(
                         f"{writer.host.name} writes, {reader.host.name} reads",
@@ -293,7 +284,7 @@ class Visit:
                 writer.ask("write", path=f"{folder}/{name}", text="2")
             written = time.monotonic()
             seen = pool.map(lambda reader: self._delays(reader, folder, {"new": "2", "old": "2"}, written), readers)
-            within_s = self.settings.visible_within_s
+            within_s = self.visible_within_s
             return [
                 judge_visibility(writer.host.name, reader.host.name, delays, within_s)
                 for reader, delays in zip(readers, seen, strict=True)
@@ -303,7 +294,7 @@ class Visit:
         """Return the seconds until a reader saw each text, by opening the file and by listing the folder; None for what
         it never saw."""
         delays: dict[str, float | None] = {f"{how} {name}": None for name in wanted for how in ("open", "list")}
-        while None in delays.values() and time.monotonic() - since < self.settings.visible_within_s:
+        while None in delays.values() and time.monotonic() - since < self.visible_within_s:
             answer, now = reader.ask("read", folder=folder, names=list(wanted)), time.monotonic() - since
             for name, text in wanted.items():
                 if answer["texts"][name] == text and delays[f"open {name}"] is None:
@@ -313,28 +304,9 @@ class Visit:
             time.sleep(POLL_S)
         return delays
 
-    def _reachable(self) -> list[Check]:
-        listening = self._each(lambda agent: agent.ask("listen", ports=list(self.settings.ports)))
-        found = []
-        for agent, ports in zip(self.agents, (answer["ports"] for answer in listening), strict=True):
-            for other in self.agents:
-                if other is not agent:
-                    deadline_s = ANSWER_S + 10 * len(ports)
-                    answer = other.ask("connect", address=agent.host.address, ports=ports, deadline_s=deadline_s)
-                    found.append(judge_ports(other.host.name, agent.host.name, answer["problems"]))
-        return found
-
     def _each(self, call: Callable[[Agent], T]) -> list[T]:
         with ThreadPoolExecutor(len(self.agents)) as pool:
             return list(pool.map(call, self.agents))
-
-
-def judge_file_system(host: str, seen: Mapping[str, Any]) -> Check:
-    """Kind, options and room."""
-    free = seen["free"] / GIB
-    status: Status = "ok" if free >= WANTED_DISK_GIB else "warn" if free >= MIN_DISK_GIB else "fail"
-    advice = "" if status == "ok" else f"{WANTED_DISK_GIB:g} GiB are the least for a small run; see `evenkeel plan`"
-    return Check(f"folder on {host}", status, f"{seen['kind']} ({seen['options']}), {free:.1f} GiB free", advice)
 
 
 def judge_visibility(writer: str, reader: str, delays: Mapping[str, float | None], deadline_s: float) -> Check:
@@ -358,13 +330,3 @@ def judge_exclusive(rounds: int, won: Sequence[set[int]]) -> Check:
         found = f"of {rounds} files that all hosts created at once, {twice} had several winners, {never} had none"
         return Check("exclusive creation", "fail", found, f"two collectors could commit one batch: {ANOTHER}")
     return Check("exclusive creation", "ok", f"{rounds} races by hard link, one winner each ({shares})")
-
-
-def judge_ports(source: str, target: str, problems: Mapping[str, str]) -> Check:
-    """Whether connections reach a host."""
-    name = f"{source} connects to {target}"
-    failed = [f"port {port}: {problem}" for port, problem in problems.items() if problem]
-    if failed:
-        advice = f"open these ports between the hosts, or name {target} by an address that they reach: NAME=ADDRESS"
-        return Check(name, "fail", "; ".join(failed), advice)
-    return Check(name, "ok", f"ports {', '.join(problems)}")

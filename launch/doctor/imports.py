@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import Timer
 
 from pipeline.child_process import program_environment
@@ -53,8 +53,11 @@ def failed_imports(modules: Sequence[str], deadline_s: float = DEADLINE_S) -> di
     return failed
 
 
-def _try(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for module in modules:
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    status = 0
+    for module in sys.argv[1:]:
+        why = ""
         try:
             if module.partition(".")[0] == "sglang":
                 # SGLang imports GPU packages everywhere; a machine without them has stubs in their place.
@@ -62,15 +65,8 @@ def _try(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
 
                 install_stubs()
             importlib.import_module(module)
-            yield module, ""
         except Exception as error:  # noqa: BLE001 - a package may raise anything while it is imported
-            yield module, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    status = 0
-    for tried, why in _try(sys.argv[1:]):
-        print(json.dumps({"module": tried, "error": why}), flush=True)
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        print(json.dumps({"module": module, "error": why}), flush=True)
         status |= bool(why)
     sys.exit(status)

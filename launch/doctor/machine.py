@@ -1,7 +1,7 @@
 """`evenkeel doctor`: what this machine has, what is missing, and what to do about it.
 
 Metadata says that a package lies there; only an import shows that its libraries do too. Packages are imported in a
-child process (`python -P -m launch.doctor.machine torch sglang`), so this works where they are broken.
+child process (launch.doctor.imports), so this works where they are broken.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -64,31 +66,35 @@ class Check:
 
 
 def run_doctor(as_json: bool, runs_root: Path = Path("runs")) -> int:
-    """Print the findings and return the exit code: 1 when something fails."""
+    """Print the findings about this machine and return the exit code: 1 when something fails."""
     with going_on("importing every package, as a run does (half a minute)"):
         checks = diagnose(runs_root)
+    return report(checks, as_json)
+
+
+def report(checks: Sequence[Check], as_json: bool, title: str = "evenkeel doctor") -> int:
+    """Print findings as JSON or as a table with a row for each, and return the exit code: 1 when something fails."""
     code = int(any(check.status == "fail" for check in checks))
     if as_json:
         print(json.dumps(dict(ok=code == 0, checks=[asdict(check) for check in checks])))
-    else:
-        Console().print(render(checks))
+        return code
+    table = Table(title=title, title_justify="left")
+    for column in ("check", "status", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        table.add_row(Text(check.name), Text(check.status, STYLES[check.status]), Text(check.found), Text(check.advice))
+    Console().print(table)
     return code
 
 
 def diagnose(runs_root: Path = Path("runs")) -> list[Check]:
-    """Every check; never raises for what it finds."""
+    """Make every check of this machine; never raises for what it finds."""
     return [
-        check_python(),
-        check_glibc(),
-        check_locale(),
+        *check_interpreter(),
         *check_packages(),
         *check_rollout_python(),
-        check_accelerator(),
-        check_transformer_engine(),
-        check_cpus(),
-        check_memory(),
-        check_disk(runs_root),
-        check_shared_memory(),
+        *check_gpus(),
+        *check_room(runs_root),
         *check_locked_memory(),
         check_exclusive_creation(runs_root),
         check_loopback(),
@@ -96,43 +102,25 @@ def diagnose(runs_root: Path = Path("runs")) -> list[Check]:
     ]
 
 
-def render(checks: list[Check], title: str = "evenkeel doctor") -> Table:
-    """One row a check."""
-    table = Table(title=title, title_justify="left")
-    for column in ("check", "status", "found", "what to do"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        table.add_row(Text(check.name), Text(check.status, STYLES[check.status]), Text(check.found), Text(check.advice))
-    return table
-
-
-def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
-    """3.11 or 3.12."""
+def check_interpreter(version: tuple[int, int] = sys.version_info[:2]) -> list[Check]:
+    """Check Python, the C library that wheels need, and that prompts and logs can be UTF-8."""
     found = ".".join(map(str, version))
-    if version in ((3, 11), (3, 12)):
-        return Check("python", "ok", found)
-    return Check("python", "fail", found, "use Python 3.11 or 3.12")
-
-
-def check_glibc() -> Check:
-    """Wheels need a recent enough C library."""
-    name, version = platform.libc_ver()
-    if name != "glibc":
-        return Check("glibc", "fail", name or "none", "use a glibc system: torch and SGLang have no musl wheels")
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    if numbers >= ENGINE_GLIBC:
-        return Check("glibc", "ok", version)
-    learner = "a learner alone runs here" if numbers >= MIN_GLIBC else "torch needs 2.28"
-    advice = f"SGLang's wheels need glibc 2.34 (RHEL 9, Ubuntu 22.04, Debian 12), or an image that has it; {learner}"
-    return Check("glibc", "fail", version, advice)
-
-
-def check_locale() -> Check:
-    """Prompts and logs are UTF-8."""
+    fits = version in ((3, 11), (3, 12))
+    python = Check("python", "ok" if fits else "fail", found, "" if fits else "use Python 3.11 or 3.12")
+    name, release = platform.libc_ver()
+    numbers = tuple(int(part) for part in release.split(".")[:2]) if name == "glibc" else ()
+    if not numbers:
+        glibc = Check("glibc", "fail", name or "none", "use a glibc system: torch and SGLang have no musl wheels")
+    elif numbers >= ENGINE_GLIBC:
+        glibc = Check("glibc", "ok", release)
+    else:
+        learner = "a learner alone runs here" if numbers >= MIN_GLIBC else "torch needs 2.28"
+        wants = "SGLang's wheels need glibc 2.34 (RHEL 9, Ubuntu 22.04, Debian 12), or an image that has it"
+        glibc = Check("glibc", "fail", release, f"{wants}; {learner}")
     encoding = locale.getpreferredencoding(do_setlocale=False)
-    if encoding.lower().replace("-", "") == "utf8":
-        return Check("locale", "ok", encoding)
-    return Check("locale", "warn", encoding, "export LC_ALL=C.UTF-8")
+    utf8 = encoding.lower().replace("-", "") == "utf8"
+    advice = "" if utf8 else "export LC_ALL=C.UTF-8"
+    return [python, glibc, Check("locale", "ok" if utf8 else "warn", encoding, advice)]
 
 
 def check_packages(distribution: str = "evenkeel") -> list[Check]:
@@ -178,28 +166,35 @@ def check_rollout_python() -> list[Check]:
         return [Check("rollout python", "fail", python, str(error))]
 
 
-def check_accelerator(devices: Path = Path("/dev")) -> Check:
-    """Find NVIDIA devices by their device files. No driver is called, so this cannot hang."""
-    gpus = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
-    if gpus:
-        return Check("accelerator", "ok", f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}")
-    return Check("accelerator", "ok", "none: learner and engines run on the CPU, at toy sizes")
-
-
-def check_transformer_engine(devices: Path = Path("/dev")) -> Check:
-    """Needed on GPUs only, in a version that the installed Megatron-Core takes."""
+def check_gpus(devices: Path = Path("/dev")) -> list[Check]:
+    """Find NVIDIA devices by their device files, without a driver, so that it cannot hang; and Transformer Engine,
+    which is needed on GPUs only, in a version that the installed Megatron-Core takes."""
+    gpus = len([path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    found = (
+        f"{gpus} NVIDIA GPU{'s' if gpus > 1 else ''}"
+        if gpus
+        else "none: learner and engines run on the CPU, at toy sizes"
+    )
+    accelerator = Check("accelerator", "ok", found)
     name, package = "transformer engine", "transformer_engine"
-    needed = any(devices.glob("nvidia[0-9]*"))
     if importlib.util.find_spec(package) is None:
-        if not needed:
-            return Check(name, "ok", "not installed, not needed on a CPU")
-        return Check(name, "warn", "not installed: no FP8 training, slower layers", how_to_install(package))
-    version, wanted = _version("transformer-engine"), _asked_by("megatron-core", "transformer-engine")
-    if version is None:
-        return Check(name, "warn", "of unknown version", "install it as a package, so that its version can be checked")
-    if wanted is not None and not wanted.specifier.contains(version, prereleases=True):
-        return Check(name, "warn", version, f"megatron-core asks for {wanted.specifier}: pip install '{wanted}'")
-    return Check(name, "ok", version)
+        if not gpus:
+            return [accelerator, Check(name, "ok", "not installed, not needed on a CPU")]
+        advice = how_to_install(package)
+        return [accelerator, Check(name, "warn", "not installed: no FP8 training, slower layers", advice)]
+    if (version := _version("transformer-engine")) is None:
+        advice = "install it as a package, so that its version can be checked"
+        return [accelerator, Check(name, "warn", "of unknown version", advice)]
+    wanted: list[Requirement] = []
+    with suppress(metadata.PackageNotFoundError):
+        wanted = [Requirement(line.split(";")[0]) for line in metadata.requires("megatron-core") or []]
+    for one in wanted:
+        if one.name.replace("_", "-").lower() == "transformer-engine":
+            if not one.specifier.contains(version, prereleases=True):
+                advice = f"megatron-core asks for {one.specifier}: pip install '{one}'"
+                return [accelerator, Check(name, "warn", version, advice)]
+            break
+    return [accelerator, Check(name, "ok", version)]
 
 
 def _version(distribution: str) -> str | None:
@@ -209,44 +204,30 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _asked_by(distribution: str, package: str) -> Requirement | None:
-    """What a distribution, with all of its extras, requires of a package."""
-    try:
-        lines = metadata.requires(distribution) or []
-    except metadata.PackageNotFoundError:
-        return None
-    found = (Requirement(line.split(";")[0]) for line in lines)
-    return next((one for one in found if one.name.replace("_", "-").lower() == package), None)
-
-
-def check_cpus() -> Check:
-    """CPUs that this process may use, not those that the machine has."""
+def check_room(runs_root: Path, shared: Path = Path("/dev/shm")) -> list[Check]:
+    """Check the CPUs that this process may use, free memory, free space where runs are written, and /dev/shm, in which
+    Gloo, NCCL and SGLang exchange tensors. Containers have 64 MiB of that by default."""
     usable = len(os.sched_getaffinity(0))
-    if usable >= 2:
-        return Check("cpus", "ok", f"{usable} usable")
-    return Check("cpus", "warn", "1 usable", "engine and learner take turns; give it 2 or more")
-
-
-def check_memory() -> Check:
-    """Memory that is free now."""
-    free = psutil.virtual_memory().available / GIB
-    return _amount("memory", free, MIN_MEMORY_GIB, WANTED_MEMORY_GIB, "stop other programs or use a larger machine")
-
-
-def check_disk(runs_root: Path) -> Check:
-    """Free space where runs are written."""
-    free = shutil.disk_usage(_existing(runs_root)).free / GIB
-    return _amount("disk", free, MIN_DISK_GIB, WANTED_DISK_GIB, f"free space below {runs_root} or set run.root")
-
-
-def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
-    """Check /dev/shm, in which Gloo, NCCL and SGLang exchange tensors. Containers have 64 MiB by default."""
-    if not path.is_dir():
-        return Check("shared memory", "fail", f"no {path}", "mount a tmpfs there")
-    size = shutil.disk_usage(path).total / 2**20
-    if size >= WANTED_SHM_MIB:
-        return Check("shared memory", "ok", f"{size:,.0f} MiB")
-    return Check("shared memory", "warn", f"{size:,.0f} MiB", "start the container with --shm-size=1g or --ipc=host")
+    few = "" if usable >= 2 else "engine and learner take turns; give it 2 or more"
+    checks = [Check("cpus", "warn" if few else "ok", f"{usable} usable", few)]
+    memory, disk = psutil.virtual_memory().available / GIB, shutil.disk_usage(_existing(runs_root)).free / GIB
+    for name, free, least, wanted, advice in (
+        ("memory", memory, MIN_MEMORY_GIB, WANTED_MEMORY_GIB, "stop other programs or use a larger machine"),
+        ("disk", disk, MIN_DISK_GIB, WANTED_DISK_GIB, f"free space below {runs_root} or set run.root"),
+    ):
+        found = f"{free:.1f} GiB free"
+        if free < least:
+            checks.append(Check(name, "fail", found, f"at least {least:g} GiB: {advice}"))
+        elif free < wanted:
+            checks.append(Check(name, "warn", found, f"{wanted:g} GiB are comfortable: {advice}"))
+        else:
+            checks.append(Check(name, "ok", found))
+    name = "shared memory"
+    if not shared.is_dir():
+        return [*checks, Check(name, "fail", f"no {shared}", "mount a tmpfs there")]
+    size = shutil.disk_usage(shared).total / 2**20
+    advice = "" if size >= WANTED_SHM_MIB else "start the container with --shm-size=1g or --ipc=host"
+    return [*checks, Check(name, "warn" if advice else "ok", f"{size:,.0f} MiB", advice)]
 
 
 def check_locked_memory(devices: Path = Path("/dev"), status: Path = Path("/proc/self/status")) -> list[Check]:
@@ -259,19 +240,15 @@ def check_locked_memory(devices: Path = Path("/dev"), status: Path = Path("/proc
     if limit == resource.RLIM_INFINITY:
         return [Check(name, "ok", "unlimited")]
     found = f"{limit / 2**20:,.3g} MiB"
-    if _capabilities(status) & _CAP_IPC_LOCK:
+    lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
+    effective = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)  # capabilities(7)
+    if effective & _CAP_IPC_LOCK:
         return [Check(name, "ok", f"{found}, and the capability to lock more")]
     advice = (
         "NCCL cannot register memory with the RDMA devices: ulimit -l unlimited; for containers LimitMEMLOCK=infinity "
         "in containerd's unit (docker run --ulimit memlock=-1), for Slurm in slurmd's"
     )
     return [Check(name, "warn", found, advice)]
-
-
-def _capabilities(status: Path) -> int:
-    """The effective ones, a bit each (capabilities(7))."""
-    lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
 
 
 def check_exclusive_creation(runs_root: Path) -> Check:
@@ -313,15 +290,6 @@ def check_sandbox() -> Check:
         advice = "good; with bubblewrap reward code could start processes, too"
         return Check("reward sandbox", "ok", f"{choice.rung} ({reasons})", advice)
     return Check("reward sandbox", "ok", choice.rung)
-
-
-def _amount(name: str, free_gib: float, least: float, wanted: float, advice: str) -> Check:
-    found = f"{free_gib:.1f} GiB free"
-    if free_gib < least:
-        return Check(name, "fail", found, f"at least {least:g} GiB: {advice}")
-    if free_gib < wanted:
-        return Check(name, "warn", found, f"{wanted:g} GiB are comfortable: {advice}")
-    return Check(name, "ok", found)
 
 
 def _existing(path: Path) -> Path:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
-from launch.build.engines import check_extra_args, check_map_dtype, engine_dtype
-from launch.build.sizes import check_sizes, checkpoint_bytes
+from launch.build.engines import check_extra_args, check_map_dtype, checksums_maker, engine_dtype
+from launch.build.sizes import checkpoint_bytes, refusals
 from launch.build.teacher import check_teacher
 from launch.run.starter import metrics_ports
 from megatron_bridge.hf.headers import check_weights
@@ -42,7 +42,8 @@ def preflight(recipe: Recipe) -> TaskPrompts:
     FatalError."""
     check_extra_args(recipe)
     config = read_hf_config(recipe.model.path)
-    check_sizes(config, recipe)
+    for refused in refusals(config, recipe):
+        raise refused
     build_quant_map(recipe)
     if recipe.rollout.quant_map is not None:
         check_map_dtype(recipe, recipe.rollout.quant_map)
@@ -122,11 +123,11 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
         return
     import torch
 
-    from launch.build.engines import checksums_of
     from megatron_bridge.hf.folders import write_policy
     from megatron_bridge.hf.tensor_files import TensorFolder
 
-    source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
+    source, folder, maker = recipe.model.path, run.policy_directory(0), checksums_maker(recipe)
+    digests = None if maker is None else maker()
     tensors, quant = TensorFolder(source).tensors(), build_quant_map(recipe)
     formats = formats_of(quant, engine_dtype(recipe))
 

@@ -243,12 +243,13 @@ class Trainer:
             by_split = {} if update.mismatch is None else update.mismatch.by_split()
             self.event_log.metrics(step, time=now, mismatch=by_split, **fields)
 
-        self._diagnostics.put(write)
+        self._diagnostics.put(write, f"step {step}")
 
     def _note(self, event: EventKind, **fields: Any) -> None:
         """Have an event written beside training."""
         if self.learner.is_rank_zero:
-            self._diagnostics.put(partial(self.event_log.event, event, time=time.time(), **fields))
+            write = partial(self.event_log.event, event, time=time.time(), **fields)
+            self._diagnostics.put(write, f"event {event}")
 
     def _skip(self, step: int) -> None:
         """Go past a step whose batch was lost by damage: the next version has the weights of this one."""

@@ -71,9 +71,9 @@ def test_none_is_a_result_too() -> None:
 
 def test_diagnostics_are_written_in_order_beside_the_caller() -> None:
     writer, goes_on, written = DiagnosticsWriter(most_waiting=4), threading.Event(), list[int]()
-    writer.put(lambda: written.append(int(goes_on.wait(20.0))))
+    writer.put(lambda: written.append(int(goes_on.wait(20.0))), "step 1")
     for number in (2, 3):
-        writer.put(partial(written.append, number))
+        writer.put(partial(written.append, number), f"step {number}")
     assert written == [], "the caller has not waited"
     goes_on.set()
     writer.flush()
@@ -86,7 +86,7 @@ def test_no_more_diagnostics_wait_in_memory_than_may() -> None:
 
     def fill() -> None:
         for number in range(4):
-            writer.put(goes_on.wait)  # type: ignore[arg-type]
+            writer.put(goes_on.wait, "")  # type: ignore[arg-type]
             put.append(number)
 
     filling = threading.Thread(target=fill)
@@ -97,6 +97,23 @@ def test_no_more_diagnostics_wait_in_memory_than_may() -> None:
     filling.join(20.0)
     writer.close()
     assert put == [0, 1, 2, 3]
+
+
+def test_a_disk_that_hangs_holds_up_nobody_for_longer_than_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(background, "WRITE_DEADLINE_S", 0.2)
+    writer, goes_on, written = DiagnosticsWriter(most_waiting=2), threading.Event(), list[int]()
+    writer.put(lambda: written.append(int(goes_on.wait(20.0))), "step 1")
+    for step in (2, 3):
+        writer.put(partial(written.append, step), f"step {step}")
+    writer.close()
+    goes_on.set()
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" were not written within 0.2 s; ")[0] for line in said] == [
+        "warning: diagnostics of step 3",
+        "warning: diagnostics of step 1, step 2",
+    ]
 
 
 def test_all_work_is_done_by_one_thread_that_is_asked_for_the_lock_often() -> None:

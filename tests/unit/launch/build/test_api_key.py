@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.build.api_key import read_api_key, read_teacher_key
+from launch.build.api_key import TEACHER_KEY_VARIABLE, read_api_key
 from pipeline.errors import RecipeError
 
 
@@ -28,15 +28,15 @@ def test_none_the_variable_or_the_file(tmp_path: Path) -> None:
 
 def test_the_teacher_s_key_lies_apart_and_is_read_alike(tmp_path: Path) -> None:
     theirs = {"EVENKEEL_TEACHER_API_KEY_FILE": key_file(tmp_path, 0o600)["EVENKEEL_API_KEY_FILE"]}
-    assert read_teacher_key(theirs) == "from-a-file"
-    assert read_teacher_key({"EVENKEEL_TEACHER_API_KEY": "k", **theirs}) == "k"
-    assert read_teacher_key({"EVENKEEL_API_KEY": "ours"}) is None
+    assert read_api_key(theirs, TEACHER_KEY_VARIABLE) == "from-a-file"
+    assert read_api_key({"EVENKEEL_TEACHER_API_KEY": "k", **theirs}, TEACHER_KEY_VARIABLE) == "k"
+    assert read_api_key({"EVENKEEL_API_KEY": "ours"}, TEACHER_KEY_VARIABLE) is None
     assert read_api_key(theirs) is None
     (tmp_path / "key").chmod(0o644)
     with pytest.raises(RecipeError, match=r"has mode 0644.*chmod 600"):
-        read_teacher_key(theirs)
+        read_api_key(theirs, TEACHER_KEY_VARIABLE)
     with pytest.raises(RecipeError, match=r"^EVENKEEL_TEACHER_API_KEY_FILE names .*/none, which cannot be read"):
-        read_teacher_key({"EVENKEEL_TEACHER_API_KEY_FILE": str(tmp_path / "none")})
+        read_api_key({"EVENKEEL_TEACHER_API_KEY_FILE": str(tmp_path / "none")}, TEACHER_KEY_VARIABLE)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
@@ -77,7 +77,7 @@ def test_nor_is_it_taken_from_a_variable(text: str) -> None:
 def test_blanks_around_a_key_are_no_part_of_it(tmp_path: Path, blank: str) -> None:
     assert read_api_key({"EVENKEEL_API_KEY": f"{blank}k{blank}"}) == "k"
     assert read_api_key(key_file(tmp_path, 0o600, f"{blank}k{blank}")) == "k"
-    assert read_teacher_key({"EVENKEEL_TEACHER_API_KEY": f"k{blank}"}) == "k"
+    assert read_api_key({"EVENKEEL_TEACHER_API_KEY": f"k{blank}"}, TEACHER_KEY_VARIABLE) == "k"
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:

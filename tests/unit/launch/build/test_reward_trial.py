@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -125,7 +126,7 @@ def given(patch: pytest.MonkeyPatch, rung: Rung | None) -> list[Sandbox | None]:
         rewards, "choose", lambda needs: SandboxChoice(rung=rung, refused={"bubblewrap": "bwrap is not installed"})
     )
     patch.setattr(rewards, "_verifiers", verifiers)
-    patch.setattr(rewards, "try_reward", lambda verifiers, part: None)
+    patch.setattr(rewards, "try_reward", AsyncMock())
     return seen
 
 
