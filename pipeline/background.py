@@ -79,7 +79,7 @@ class DiagnosticsWriter:
 
     def _warn(self, names: list[str]) -> None:
         print(
-            f"warning: diagnostics of {', '.join(names)} were not written within {WRITE_DEADLINE_S:g} s; training goes on",
+            f"warning: diagnostics of {', '.join(names)} took over {WRITE_DEADLINE_S:g} s to write; training goes on",
             file=sys.stderr,
             flush=True,
         )
