@@ -71,7 +71,7 @@ look python "$python" 'import sys; print(sys.version.split()[0]); sys.exit(sys.v
 look torch "$python" 'import torch; print(torch.__version__)' || true
 look triton "$python" 'import triton; print(triton.__version__)' || true
 look device "$python" 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.cuda.get_device_name())' || true
-look learner "$python" "$from; import launch.run.learn, launch.roles.collector, launch.cli; print('megatron-core', v('megatron-core'))" || {
+look learner "$python" "$from; import launch.run.learn_rank, launch.roles.collector, launch.cli; print('megatron-core', v('megatron-core'))" || {
     look megatron-core "$python" "import megatron.core; print('loads by itself')" || true
     fail "the learner's side does not load; install what is MISSING"
 }

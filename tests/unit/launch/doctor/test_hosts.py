@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.doctor import agent, hosts
-from launch.doctor.hosts import Agent, Host, HostError, HostsSettings, Visit, check_hosts, diagnose_hosts
+from launch.doctor.hosts import Agent, Host, HostError, Visit, check_hosts, diagnose_hosts
 from launch.doctor.machine import Check
 from tests.support.processes import unkillable
 from tests.support.runs import evenkeel
@@ -53,7 +53,7 @@ def test_a_module_of_the_users_hides_none_of_ours_from_an_agent(
 
 
 def test_two_hosts_with_one_folder(tmp_path: Path) -> None:
-    checks = named(diagnose_hosts(PAIR, tmp_path, HostsSettings(via=HERE, ports=(0,))))
+    checks = named(diagnose_hosts(PAIR, tmp_path, HERE, ports=(0,)))
     assert {"folder on b", "a writes, b reads", "b writes, a reads", "exclusive creation"} <= set(checks)
     assert {"a connects to b", "b connects to a"} <= set(checks)
     assert checks["exclusive creation"].found.startswith("10 races by hard link, one winner each")
@@ -83,27 +83,32 @@ def test_folders_that_are_not_one_are_found(tmp_path: Path) -> None:
             return super().ask(do, **{**order, **moved})
 
     with Agent(PAIR[0], HERE) as first, Elsewhere(PAIR[1], HERE) as second:
-        settings = HostsSettings(ports=(0,), visible_within_s=0.3)
-        checks = named(Visit([first, second], tmp_path / "shared" / "run", settings).checks())
+        checks = named(Visit([first, second], tmp_path / "shared" / "run", (0,), 0.3).checks())
     assert checks["a writes, b reads"].status == "fail"
     assert "one shared file system" in checks["a writes, b reads"].advice
     assert "exclusive creation" not in checks
 
 
 @pytest.mark.parametrize(
-    ("hosts_given", "via", "said"),
+    ("given", "said"),
     [
-        (["a"], HERE, "give two or more different hosts"),
-        (["a", "a"], HERE, "give two or more different hosts"),
-        (["a", ""], HERE, "expected NAME or NAME=ADDRESS"),
+        ("a", "give two or more different hosts"),
+        ("a,a", "give two or more different hosts"),
+        ("a,", "expected NAME or NAME=ADDRESS"),
     ],
 )
-def test_what_cannot_be_meant(tmp_path: Path, hosts_given: list[str], via: str, said: str) -> None:
+def test_what_cannot_be_meant(tmp_path: Path, given: str, said: str) -> None:
     with pytest.raises(HostError, match=said):
-        diagnose_hosts([Host.parse(text) for text in hosts_given], tmp_path, HostsSettings(via=via))
+        check_hosts(given, tmp_path, True, HERE, None, "0", 1.0)
 
 
-@pytest.mark.parametrize("ports", ["http", "29500,99999", "-1"])
+def test_what_is_asked_of_hosts_is_not_dropped_without_them(tmp_path: Path) -> None:
+    done = evenkeel("doctor", "--ports", "0", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--ports and --visible-within need --hosts; give it, or leave them out" in done.stderr
+
+
+@pytest.mark.parametrize("ports", ["http", "29500,99999", "-1", ",", ""])
 def test_ports_that_are_none(tmp_path: Path, ports: str) -> None:
     with pytest.raises(HostError, match=r"expected numbers from 0 \(any free port\) to 65535 with commas"):
         check_hosts("a,b", tmp_path, True, HERE, None, ports, 1.0)
@@ -130,7 +135,7 @@ def test_a_host_that_cannot_be_asked_is_a_finding(
         monkeypatch.setattr(Agent.ask, "__kwdefaults__", {"deadline_s": 0.5})
         monkeypatch.setattr("launch.doctor.hosts._STOP_S", 0.1)
         via = f"{sys.executable} -c 'import time; time.sleep(60)'"
-    [check] = diagnose_hosts(PAIR, tmp_path, HostsSettings(via=via))
+    [check] = diagnose_hosts(PAIR, tmp_path, via)
     assert check.status == "fail"
     assert re.search(said, check.found), check.found
     assert "\n" not in check.found
@@ -183,9 +188,3 @@ def test_judgements() -> None:
     assert (late.status, "actimeo" in late.advice) == ("warn", True)
     assert hosts.judge_visibility("a", "b", {"open new": 0.2, "list new": 1.5}, 60).status == "ok"
     assert hosts.judge_visibility("a", "b", {"open new": None}, 60).status == "fail"
-    free = dict(kind="nfs4", options="rw", total=1)
-    assert [hosts.judge_file_system("a", {**free, "free": gib * 2**30}).status for gib in (0, 5, 50)] == [
-        "fail",
-        "warn",
-        "ok",
-    ]

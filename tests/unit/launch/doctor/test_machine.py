@@ -10,10 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 from packaging.requirements import Requirement
-from rich.console import Console
 
 from launch.doctor import machine as doctor
-from launch.doctor.machine import GIB, Check, diagnose, render, run_doctor
+from launch.doctor.machine import GIB, Check, diagnose, report, run_doctor
 from rollout_sglang.server.rollout_python import PYTHON_VARIABLE
 
 
@@ -41,7 +40,7 @@ def test_this_machine_is_diagnosed_completely(tmp_path: Path) -> None:
     ("version", "status"), [((3, 10), "fail"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "fail")]
 )
 def test_python_versions(version: tuple[int, int], status: str) -> None:
-    assert doctor.check_python(version).status == status
+    assert doctor.check_interpreter(version)[0].status == status
 
 
 @pytest.mark.parametrize(("version", "status"), [("2.27", "fail"), ("2.28", "fail"), ("2.33", "fail"), ("2.34", "ok")])
@@ -49,7 +48,7 @@ def test_the_c_library_is_one_that_engines_can_be_installed_with(
     version: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", version))
-    check = doctor.check_glibc()
+    check = doctor.check_interpreter()[1]
     assert (check.status, "2.34" in check.advice) == (status, status == "fail")
     assert ("a learner alone runs here" in check.advice) == (version in ("2.28", "2.33"))
 
@@ -112,16 +111,17 @@ def test_a_source_folder_that_is_not_installed() -> None:
 def test_memory(monkeypatch: pytest.MonkeyPatch, free_gib: float, status: str) -> None:
     memory = namedtuple("memory", "available")(int(free_gib * GIB))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    check = doctor.check_memory()
+    check = doctor.check_room(Path())[1]
     assert (check.status, check.found) == (status, f"{free_gib:.1f} GiB free")
 
 
 def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    usage = namedtuple("usage", "total used free")(0, 0, GIB // 2)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage)
-    assert doctor.check_disk(tmp_path / "runs" / "deep").status == "fail"
-    assert asked == [tmp_path]
+    usage = namedtuple("usage", "total used free")
+    there = {tmp_path: usage(0, 0, GIB // 2), tmp_path.parent: usage(32 * 2**20, 0, 0)}
+    monkeypatch.setattr(shutil, "disk_usage", there.__getitem__)
+    _, _, disk, shared = doctor.check_room(tmp_path / "runs" / "deep", tmp_path.parent)
+    assert (disk.status, shared.status) == ("fail", "warn")
+    assert doctor.check_room(tmp_path, tmp_path / "none")[-1].status == "fail"
 
 
 def test_a_file_system_that_creates_one_file_twice_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +145,11 @@ def test_a_file_system_without_hard_links_fails(tmp_path: Path, monkeypatch: pyt
 
 def test_gpu_without_transformer_engine_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    assert doctor.check_transformer_engine(tmp_path).status == "ok"
+    assert [check.status for check in doctor.check_gpus(tmp_path)] == ["ok", "ok"]
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
-    assert doctor.check_transformer_engine(tmp_path).status == "warn"
-    assert doctor.check_accelerator(tmp_path).found == "2 NVIDIA GPUs"
+    gpus, engine = doctor.check_gpus(tmp_path)
+    assert (gpus.found, engine.status) == ("2 NVIDIA GPUs", "warn")
 
 
 @pytest.mark.parametrize(
@@ -162,17 +162,10 @@ def test_transformer_engine_must_be_one_that_megatron_takes(
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(doctor, "_version", lambda name: version)
-    check = doctor.check_transformer_engine(tmp_path)
+    check = doctor.check_gpus(tmp_path)[1]
     assert (check.status, check.found) == (status, found)
     if version == "2.12.0":
         assert check.advice.startswith("megatron-core asks for <2.12.0,>=2.9.0")
-
-
-def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_shared_memory(tmp_path / "none").status == "fail"
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(32 * 2**20, 0, 0))
-    assert doctor.check_shared_memory(tmp_path).status == "warn"
 
 
 @pytest.mark.parametrize(
@@ -207,11 +200,10 @@ def test_exit_code_and_json(
     printed = json.loads(capsys.readouterr().out)
     assert printed["ok"] is (code == 0)
     assert printed["checks"][0] == {"name": "thing", "status": status, "found": "found [this]", "advice": "do [that]"}
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(render([check]))
-    assert "found [this]" in capture.get()
-    assert "do [that]" in capture.get()
+    report([check], as_json=False)
+    table = capsys.readouterr().out
+    assert "found [this]" in table
+    assert "do [that]" in table
 
 
 def test_another_interpreter_for_engines_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
