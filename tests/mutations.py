@@ -419,7 +419,7 @@ MUTATIONS = (
         "launch/run/supervisor.py",
         "self.spent = 1 if progress > self.progress else self.spent + 1",
         "self.spent = 1 if progress >= self.progress else self.spent + 1",
-        (f"{UNIT}/launch/run/test_restart_budget.py",),
+        (f"{UNIT}/launch/run/test_supervisor.py",),
     ),
     Mutation(
         "probabilities over the whole vocabulary are stored beside kept sets",

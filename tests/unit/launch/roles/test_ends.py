@@ -9,12 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.roles import base
-from launch.roles.collector import collect
+from launch.roles.collector import collect, run_collector
 from launch.roles.commands import role_app
 from launch.run.waiting import Stop, wait_for
+from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import FATAL_EXIT_CODE, StoppedError
+from pipeline.errors import FATAL_EXIT_CODE, RecipeError, StoppedError
+from tests.support.runs import make_prompts
 
 
 @pytest.mark.parametrize("role", ["learner", "collector"])
@@ -60,3 +62,22 @@ def test_a_collector_that_was_asked_before_it_collects_does_not_begin(tmp_path: 
     epoch = claim(tmp_path, "collector")
     with pytest.raises(StoppedError):  # and not that there is no recipe
         asyncio.run(collect(RunDirectory(tmp_path), epoch, asked().check))
+
+
+def test_a_reward_that_cannot_be_imported_is_said_before_engines_are_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts(tmp_path / "prompts.jsonl")
+    data = dict(
+        run=dict(name="x", root=str(tmp_path), steps=1),
+        model=dict(path="m"),
+        task=dict(name="data", path=str(prompts), reward="nowhere.at_all:reward"),
+        rollout=dict(start_deadline_s=600.0),
+        evaluation=dict(prompts=1),
+        reward=dict(sandbox="none"),
+    )
+    run = RunDirectory(tmp_path / "x")
+    run.freeze(Recipe.model_validate(data))
+    monkeypatch.setattr("launch.roles.collector.wait_for_policy", lambda *_: pytest.fail("it waits"))
+    with pytest.raises(RecipeError, match=r"reward 'nowhere.at_all:reward' cannot be imported"):
+        run_collector(run, Stop())

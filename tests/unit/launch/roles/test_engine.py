@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang_router.router_args import RouterArgs
 
 from launch.roles import base
 from launch.roles import engine as role
 from launch.roles.base import Rendezvous, status_of
-from launch.roles.engine import EngineRole, run_engine, serve, starting_folder
+from launch.roles.engine import EngineRole, hold_weights, run_engine, run_router, serve, starting_folder
 from launch.run import addresses, waiting
 from launch.run.waiting import Stop
 from pipeline.config.loader import recipe_from
@@ -32,11 +34,14 @@ from pipeline.errors import (
     LayoutError,
     RecipeError,
     StoppedError,
+    StoreError,
     SupersededError,
 )
 from pipeline.ports.weights import WeightCheck
 from pipeline.resume import go_on_with
+from rollout_sglang.server import start
 from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port
+from tests.support.whole_runs import whole_run
 
 
 class Server:
@@ -402,3 +407,111 @@ def test_a_file_of_a_start_with_other_hosts_is_waited_out(
     section = recipe.rollout.model_copy(update=dict(start_deadline_s=0.0))
     with pytest.raises(LayoutError, match="node 0 has --nodes 3, this one 2"):
         role._run_other_host(other.own, recipe.model_copy(update=dict(rollout=section)), "n2", 1, None, Stop())
+
+
+def spec(folder: Path, version: int) -> EngineSpec:
+    return EngineSpec(
+        model=folder, port=1, precision="fp32", dtype="float32", log=folder / "log", version=version, api_key="key"
+    )
+
+
+def policy(run: RunDirectory, version: int) -> EngineSpec:
+    folder = run.policy_directory(version)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(str(version))
+    (folder / "model.safetensors").write_text(f"weights {version}")
+    WeightCheck(version=version).save(folder)
+    list_checksums(folder)
+    return spec(folder, version)
+
+
+def test_weights_outlive_the_policy_that_they_are_of(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    seven = policy(run, 7)
+    held = hold_weights(run, 3, 0, 1, lambda: seven)
+    shutil.rmtree(seven.model)
+    assert (held.model / "model.safetensors").read_text() == "weights 7"
+    assert (held.version, held.port) == (7, 1)
+    eight = hold_weights(run, 3, 0, 2, lambda: policy(run, 8))
+    names = ["SHA256SUMS", "config.json", "model.safetensors", "weight_check.json"]
+    assert sorted(path.name for path in eight.model.iterdir()) == names
+    assert (eight.model / "config.json").read_text() == "8", "nothing of version 7"
+    assert not held.model.exists(), "a new start removes what an earlier one has left"
+    assert run.membership().engines() == [], "the folder is no member"
+    shutil.rmtree(eight.model)
+    assert (run.policy_directory(8) / "model.safetensors").exists()
+
+
+def test_a_superseded_start_leaves_its_successor_s_weights(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    seven = policy(run, 7)
+    old, new, other_host = (
+        hold_weights(run, 3, node, start, lambda: seven) for node, start in ((0, 1), (0, 2), (1, 1))
+    )
+    shutil.rmtree(old.model, ignore_errors=True)
+    late = hold_weights(run, 3, 0, 1, lambda: seven)
+    shutil.rmtree(late.model)
+    assert (new.model / "model.safetensors").exists()
+    assert (other_host.model / "model.safetensors").exists()
+
+
+def test_a_policy_that_is_gone_is_replaced_by_a_newer_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    newest = iter([spec(tmp_path / "gone", 7), policy(run, 8)])
+    assert hold_weights(run, 0, 1, 1, lambda: next(newest)).version == 8
+
+
+def test_no_engine_starts_with_damaged_weights(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    seven = policy(run, 7)
+    (seven.model / "model.safetensors").write_text("weights 3")
+    with pytest.raises(StoreError, match=r"model\.safetensors is damaged .*stop the run; `evenkeel repair "):
+        hold_weights(run, 0, 0, 1, lambda: seven)
+    (seven.model / "SHA256SUMS").unlink()
+    with pytest.raises(StoreError, match="SHA256SUMS is missing"):
+        hold_weights(run, 0, 0, 2, lambda: seven)
+
+
+def test_no_engine_starts_with_the_weights_of_another_version_under_a_newer_name(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    five, six = policy(run, 5), policy(run, 6)
+    shutil.rmtree(six.model)
+    shutil.copytree(five.model, six.model)
+    with pytest.raises(StoreError, match="holds version 5, expected 6; stop the run and repair it"):
+        hold_weights(run, 0, 0, 1, lambda: six)
+
+
+def test_policies_that_always_go_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"gone, and those before it.*raise weights\.keep"):
+        hold_weights(RunDirectory(tmp_path), 0, 0, 1, lambda: spec(tmp_path / "gone", 7))
+
+
+def with_deadline(recipe: Recipe, seconds: float) -> Recipe:
+    return recipe.model_copy(update=dict(rollout=recipe.rollout.model_copy(update=dict(request_deadline_s=seconds))))
+
+
+def patience_s(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> int:
+    """For how long the router of the run's newest recipe waits for an answer, as SGLang reads its arguments."""
+    commands = list[Sequence[str]]()
+
+    def note(command: Sequence[str], **_: object) -> None:
+        commands.append(command)
+        raise EngineStartError("noted")
+
+    monkeypatch.setattr(start, "ServerProcess", note)
+    with pytest.raises(EngineStartError, match="noted"):
+        run_router(run, Stop(), port=free_port())
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser)
+    own = commands[0][commands[0].index("--host") :]
+    return RouterArgs.from_cli_args(parser.parse_args(own)).request_timeout_secs
+
+
+@pytest.mark.parametrize("deadline_s", [0.5, 1800.0, 7200.5])
+def test_the_router_waits_for_longer_than_the_recipe_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_s: float
+) -> None:
+    """The key may change between two starts of a run."""
+    run = whole_run(tmp_path, committed=1, published=1, saved=(1,), policies=(1,))
+    go_on_with(run, with_deadline(run.recipe(), deadline_s))
+    assert patience_s(run, monkeypatch) >= deadline_s + 30

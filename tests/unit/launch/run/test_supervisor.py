@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +15,14 @@ import pytest
 from launch.run import supervisor as supervising
 from launch.run.processes import leave_fatal_note
 from launch.run.starter import Unit, units_of
-from launch.run.supervisor import RestartBudget, Supervisor
+from launch.run.supervisor import FIRST_S, LOOK_S, RestartBudget, RunProgress, Supervisor
 from pipeline.config.loader import recipe_from
 from pipeline.data.epochs import claim
 from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DiskFullError, FatalError, RecipeError, RewardError, SupersededError
+from tests.support.whole_runs import whole_run
 
 LEARNER, COLLECTOR, ENGINE = Unit("learner"), Unit("collector"), Unit("engine", 0)
 
@@ -400,3 +402,59 @@ def test_files_that_killed_roles_left_go_with_the_last_role(case: Case, learner:
         assert supervisor.supervise() == "finished"
         assert all(path.exists() for path in half)
     assert sum(path.exists() for path in half) == left
+
+
+def test_progress_refills_the_budget() -> None:
+    budget = RestartBudget(limit=1)
+    for progress in range(5):
+        budget.spend("engine-0", progress, "the reason")
+
+
+def test_the_same_words_end_the_run_unless_it_has_progressed_between() -> None:
+    budget = RestartBudget(limit=9)
+    for progress in (3, 4, 5):
+        budget.spend("engine-0", progress, "the reason", "ended with status 3")
+    with pytest.raises(
+        FatalError, match="engine-0 ended twice in the same way, so it is not started again: the reason"
+    ):
+        budget.spend("engine-0", 5, "the reason", "ended with status 4")
+
+
+def test_deaths_without_progress_end_the_run() -> None:
+    budget = RestartBudget(limit=2)
+    for progress in (3, 4, 4):
+        budget.spend("engine-0", progress, "the reason")
+    with pytest.raises(FatalError, match="engine-0 died 3 times without progress: the reason"):
+        budget.spend("engine-0", 4, "the reason")
+
+
+def test_a_run_that_stands_still_is_told_until_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, said, now = whole_run(tmp_path), list[dict[str, Any]](), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = RunProgress(run, lambda kind, **fields: said.append(dict(kind=kind, **fields)))
+
+    def wait(seconds: float) -> None:
+        for _ in range(int(seconds / LOOK_S)):
+            now[0] += LOOK_S
+            progress.look()
+
+    wait(FIRST_S)
+    assert said == []
+    wait(2 * LOOK_S)
+    [notice] = said
+    assert (notice["kind"], notice["who"], notice["over"]) == ("no_progress", "the run", False)
+    assert notice["waits_for"].startswith("a batch, a step, a publish")
+    run.set_published(6)
+    wait(LOOK_S)
+    assert said[-1]["over"]
+    wait(FIRST_S)
+    assert len(said) == 2, "another wait as long as that is usual"
+
+
+def test_a_run_may_be_watched_before_its_learner_has_begun_it(tmp_path: Path) -> None:
+    """Under Slurm the supervisor starts the learner, whose start makes the run's folders."""
+    run = RunDirectory(tmp_path / "run")
+    RunProgress(run, lambda kind, **fields: None).look()
+    assert run.trained_at_ns() == 0
+    run.make_folders()
+    assert run.trained_at_ns() > 0

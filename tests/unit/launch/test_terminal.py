@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 from launch import terminal as progress
-from launch.terminal import counted, going_on, is_due, note_line
+from launch.cli import app
+from launch.terminal import check_recipe_or_run, counted, going_on, is_due, note_line
+from pipeline.errors import RecipeError
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,26 @@ def test_counts_and_remarks_are_in_the_lines(
         show(1, "loss 0.5")
         show(1, "loss 0.5")
     assert capsys.readouterr().err.splitlines() == ["sft 1/20 loss 0.5 (0 s)"]
+
+
+def test_a_folder_of_its_name_does_not_hide_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("demo", "mine"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    check_recipe_or_run(Path("demo"))
+    with pytest.raises(RecipeError, match="mine: no recipe and no run directory of that name"):
+        check_recipe_or_run(Path("mine"))
+
+
+GRPO = str(Path(__file__).parents[3] / "pipeline" / "recipes" / "grpo_32b.yaml")
+
+
+def test_a_clip_that_cannot_act_is_told_on_stderr() -> None:
+    result = CliRunner().invoke(app, ["recipe", GRPO, "--set", "learner.updates_per_batch=1"])
+    assert result.stderr.splitlines()[1].startswith("warning: the clip of objective clipped never acts")
+    assert yaml.safe_load(result.stdout)["learner"]["updates_per_batch"] == 1
+
+
+def test_of_a_recipe_without_such_a_thing_only_the_files_are_told() -> None:
+    said = "recipe: the shipped grpo_32b.yaml, which extends the shipped qwen3_32b.yaml\n"
+    assert CliRunner().invoke(app, ["recipe", GRPO]).stderr == said

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from launch.run.sft import read_recipe, sft_recipe
+from launch.run.sft import Source, batch_of, read_recipe, sft_recipe
 from megatron_bridge.step.optimizer import learning_rate
+from pipeline.analysis.run_log import SFT_FILE
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RecipeError
+from pipeline.demonstrations import Form, read_demonstrations
+from pipeline.errors import RecipeError, RunConflictError, StoreError
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
+from tests.support.batches import CONTRACT
+from tests.support.written_runs import write_run
 
 
 def rates(*overrides: str) -> list[float]:
@@ -75,3 +81,53 @@ def test_a_rate_that_is_none_is_refused_in_one_line(lr: float) -> None:
 def test_the_warm_up_of_a_short_run_is_a_part_of_it(steps: int, warmup: int) -> None:
     recipe = sft_recipe(load_recipe(Path("demo")), steps=steps, lr=1e-5, warmup_steps=None)
     assert recipe.learner.optimizer.warmup_steps == warmup
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(write_run(tmp_path, 0))
+
+
+def rows(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text('{"prompt": "1=", "response": "1"}\n')
+    return path
+
+
+def test_another_source_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    Source.of(8, None, None).freeze(run)
+    Source.of(8, None, None).freeze(run)
+    with pytest.raises(RunConflictError, match="was begun with batch_size 8, got 16"):
+        Source.of(16, None, None).freeze(run)
+    with pytest.raises(RunConflictError, match=r"was begun with data None, got .*rows\.jsonl"):
+        Source.of(8, rows(tmp_path), None).freeze(run)
+
+
+def test_a_new_run_takes_any(run: RunDirectory, tmp_path: Path) -> None:
+    Source.of(8, rows(tmp_path), None).freeze(run)
+    assert Source.read(run).sha256 is not None
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"batch_size": 8, "of_tomorrow": 1}', '{"batch_size": "many"}'])
+def test_a_damaged_file_is_one_line(run: RunDirectory, text: str) -> None:
+    (run.path / SFT_FILE).write_text(text)
+    with pytest.raises(StoreError, match=r"sft\.json does not say what the run is trained on; put back a copy"):
+        Source.of(8, None, None).freeze(run)
+
+
+def test_a_batch_holds_the_tokens_of_its_rows_and_what_is_learned(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path, "0123456789=")
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    said = [
+        (("user", "12="), ("assistant", "3"), ("user", "4="), ("assistant", "56")),
+        (("user", "="), ("assistant", "7")),
+    ]
+    rows = [dict(messages=[dict(role=role, content=content) for role, content in row]) for row in said]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = Tokenizer.load(tmp_path)
+    form = Form(tokenizer=tokenizer, chat_template=False, system_prompt=None)
+    batch = batch_of(3, read_demonstrations(tmp_path / "rows.jsonl", form, longest=20).rows, CONTRACT)
+    assert batch.tokens.tolist() == tokenizer.encode("12=34=56" + "=7")
+    assert batch.sample_offsets.tolist() == [0, 8, 10]
+    assert batch.prompt_lengths.tolist() == [3, 1]
+    assert batch.loss_mask.tolist() == [True, False, False, True, True, True]
