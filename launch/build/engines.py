@@ -112,7 +112,7 @@ def engine_spec(
         api_key=api_key,
         tensor_parallel=rollout.tensor_parallel,
         context_tokens=rollout.context_tokens,
-        seed=(recipe.run.seed + index) % (1 << 32),  # NumPy, which SGLang seeds, takes no larger one
+        seed=recipe.run.seed + index,
         extra_args=(*fp32_head, *routes, *rollout.extra_args),
         update_floor=Updates(run.updates).newest(),
         **served_formats(recipe, folder),

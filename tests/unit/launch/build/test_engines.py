@@ -44,12 +44,6 @@ def test_both_engines_multiply_the_head_alike(tmp_path: Path) -> None:
     assert "--enable-fp32-lm-head" not in argv(tmp_path / "without", fp32_lm_head=False)
 
 
-def test_every_engine_has_a_seed_that_numpy_takes(tmp_path: Path) -> None:
-    for index, seed in enumerate((2**32 - 1, 0, 1)):
-        words = argv(tmp_path / str(index), seed=2**32 - 1, index=index)
-        assert words[words.index("--random-seed") + 1] == str(seed)
-
-
 def test_engines_record_the_experts_that_are_to_be_replayed(tmp_path: Path) -> None:
     assert "--enable-return-routed-experts" in argv(tmp_path / "with", replay_experts=True)
     assert "--enable-return-routed-experts" not in argv(tmp_path / "without")

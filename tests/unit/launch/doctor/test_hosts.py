@@ -105,7 +105,7 @@ def test_what_cannot_be_meant(tmp_path: Path, given: str, said: str) -> None:
 def test_what_is_asked_of_hosts_is_not_dropped_without_them(tmp_path: Path) -> None:
     done = evenkeel("doctor", "--ports", "0", tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "--ports and --visible-within need --hosts; give it, or leave them out" in done.stderr
+    assert "--ports and --visible-within need --hosts A,B; give it" in done.stderr
 
 
 @pytest.mark.parametrize("ports", ["http", "29500,99999", "-1", ",", ""])
