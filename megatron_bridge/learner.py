@@ -370,8 +370,8 @@ class MegatronLearner:
 
         given = tensor(by_token(batch, advantages))
         rollout, sampled = tensor(batch.rollout_logprobs), tensor(batch.loss_mask)
-        present = old_logprobs if scored is None and not self._objective.reads_step_logprobs else scored
-        if not self._objective.needs_scoring:
+        present = old_logprobs if scored is None and not self._objective.facts.reads_step_logprobs else scored
+        if not self._objective.facts.needs_scoring:
             prepared = Prepared(advantages=given)
         elif present is None:
             raise ValueError("the objective needs the step scored: pass what score(batch) returned")

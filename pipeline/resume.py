@@ -134,7 +134,9 @@ def refuse_impossible(
             f"their formats, but the ESS controller of {run} holds {num_promoted} modules unquantized; restore what "
             f"it was, or {fork} STEP`, whose controller begins afresh"
         )
-    if after.objective.depends_on_micro_batches and (moved := [key for key in changed if key in _CUTS_MICRO_BATCHES]):
+    if after.objective.facts.depends_on_micro_batches and (
+        moved := [key for key in changed if key in _CUTS_MICRO_BATCHES]
+    ):
         raise RunConflictError(
             f"{listed(moved)}: they cut micro-batches otherwise, and objective {after.objective.name} learns from each "
             f"by itself: restore what it was, or {fork} STEP`"

@@ -20,6 +20,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from precision.objectives.base import (
+    Facts,
     Objective,
     Prepared,
     ScoredStep,
@@ -54,7 +55,7 @@ class Correction(Settings, ABC):
     reads_rollout_logprobs: ClassVar[bool] = True
     """Whether the engine's stored log-probabilities decide the factor."""
     reads_step_logprobs: ClassVar[bool] = True
-    """Whether `factor` reads `ScoredStep.logprobs`; see `Objective.reads_step_logprobs`."""
+    """Whether `factor` reads `ScoredStep.logprobs`; see `Facts.reads_step_logprobs`."""
     drops_what_the_learner_left: ClassVar[bool] = False
     """Whether it drops failed responses that the learner has moved away from. An objective may have its own rule."""
     measures: ClassVar[tuple[Measure, ...]] = (MASKED_TOKENS, MEAN_FACTOR)
@@ -68,10 +69,6 @@ class Correction(Settings, ABC):
         Raises FloatingPointError when a log-ratio is not finite.
         """
 
-    def applied_to(self, objective: Objective) -> Objective:
-        """The objective that the learner trains with."""
-        return Corrected(inner=objective, correction=self)
-
 
 class Corrected(Objective):
     """`inner` after `correction`. Sums: those of `inner`. Measured: the correction's and those of `inner`."""
@@ -81,27 +78,22 @@ class Corrected(Objective):
     correction: Correction
 
     @property
-    def needs_old_logprobs(self) -> bool:
-        return self.inner.needs_old_logprobs or self.correction.weighs_by_old_ratio
-
-    @property
-    def needs_sampling_logprobs(self) -> bool:
-        return self.inner.needs_sampling_logprobs
-
-    @property
-    def reads_step_logprobs(self) -> bool:
-        return self.correction.reads_step_logprobs or (self.inner.needs_scoring and self.inner.reads_step_logprobs)
-
-    @property
-    def weighs_by_rollout_ratio(self) -> bool:
-        return self.inner.weighs_by_rollout_ratio or self.correction.reads_rollout_logprobs
+    def facts(self) -> Facts:
+        inner, own = self.inner.facts, self.correction
+        return Facts(
+            needs_scoring=True,
+            needs_old_logprobs=inner.needs_old_logprobs or own.weighs_by_old_ratio,
+            needs_sampling_logprobs=inner.needs_sampling_logprobs,
+            reads_step_logprobs=own.reads_step_logprobs or (inner.needs_scoring and inner.reads_step_logprobs),
+            weighs_by_rollout_ratio=inner.weighs_by_rollout_ratio or own.reads_rollout_logprobs,
+        )
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """The factor on the advantages, then `inner`'s own preparation. Raises as both."""
         factor, measured = self.correction.factor(step)
         advantages = scaled_advantages(step, factor)
         prepared = Prepared(advantages=advantages)
-        if self.inner.needs_scoring:
+        if self.inner.facts.needs_scoring:
             prepared = self.inner.prepare(dataclasses.replace(step, advantages=advantages))
         return dataclasses.replace(prepared, measured={**measured, **prepared.measured})
 
@@ -161,16 +153,11 @@ def mismatch_ratios(step: ScoredStep, level: Level) -> Tensor:
     return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def vetoed(step: ScoredStep, threshold: float) -> Tensor:
-    """bool [tokens]: all tokens of a response in which any token's own k (never clamped) is below `threshold`; 0 vetoes
-    nothing."""
-    ratios = step.log_ratios(step.old_logprobs, step.rollout_logprobs).exp()
-    return (step.row_sum(ratios < threshold) > 0)[step.row]
-
-
 def kept_tokens(step: ScoredStep, ratios: Tensor, low: float, high: float, veto: float) -> Tensor:
-    """bool [tokens]: those whose ratio k is in [low, high] and whose response is not vetoed."""
-    return (low <= ratios) & (ratios <= high) & ~vetoed(step, veto)
+    """bool [tokens]: those whose ratio k is in [low, high] and whose response is not vetoed: no token of it has a k of
+    its own, never clamped, below `veto`."""
+    own = step.log_ratios(step.old_logprobs, step.rollout_logprobs).exp()
+    return (low <= ratios) & (ratios <= high) & ~(step.row_sum(own < veto) > 0)[step.row]
 
 
 def measured(step: ScoredStep, factor: Tensor, name: str, hit: Tensor) -> dict[str, float]:
@@ -184,7 +171,7 @@ def measured(step: ScoredStep, factor: Tensor, name: str, hit: Tensor) -> dict[s
 
 
 class NoCorrection(Correction):
-    """Costs nothing: `applied_to` adds no pass over the step."""
+    """Leave the objective as it is, without a pass over the step: the learner trains with it alone."""
 
     name: Literal["none"] = "none"
 
@@ -196,10 +183,6 @@ class NoCorrection(Correction):
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
         """1 for every token."""
         return torch.ones_like(step.advantages, dtype=torch.float64), {}
-
-    def applied_to(self, objective: Objective) -> Objective:
-        """The objective itself."""
-        return objective
 
 
 class TIS(Correction):
@@ -287,14 +270,10 @@ class MIS(RatioRange):
         kept = kept_tokens(step, ratios, self.low, self.high, self.veto)
         factor = torch.where(kept, ratios, 0.0)
         if self.normalized:
-            factor = factor / self._mean_kept(step, factor)
+            of_units = factor[step.sampled] if self.level == "token" else step.row_mean(factor)
+            weights = of_units[of_units > 0]
+            factor = factor / (float(weights.mean()) if weights.numel() else 1.0)
         return factor, measured(step, factor, "masked", ~kept)
-
-    def _mean_kept(self, step: ScoredStep, factor: Tensor) -> float:
-        """1 when nothing is kept."""
-        of_units = factor[step.sampled] if self.level == "token" else step.row_mean(factor)
-        kept = of_units[of_units > 0]
-        return float(kept.mean()) if kept.numel() else 1.0
 
 
 class IcePop(RatioRange):

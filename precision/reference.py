@@ -24,7 +24,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch, step_mean, token_sum
+from precision.objectives.base import (
+    Facts,
+    Objective,
+    Prepared,
+    ScoredStep,
+    StepContext,
+    TokenBatch,
+    step_mean,
+    token_sum,
+)
 from precision.ratios import masked_differences, masked_log_ratios, official_kl, with_gradient
 from precision.settings import Settings
 from precision.torch_on_use import Tensor
@@ -52,35 +61,28 @@ class NearReference(Objective):
     reference: ReferenceSection
 
     @property
-    def needs_scoring(self) -> bool:
-        return self.inner.needs_scoring
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return self.inner.needs_old_logprobs
-
-    @property
-    def needs_sampling_logprobs(self) -> bool:
-        return self.inner.needs_sampling_logprobs
-
-    @property
-    def reads_step_logprobs(self) -> bool:
-        return self.inner.reads_step_logprobs
-
-    @property
-    def weighs_by_rollout_ratio(self) -> bool:
-        return self.inner.weighs_by_rollout_ratio or self.reference.estimator == "importance"
+    def facts(self) -> Facts:
+        inner = self.inner.facts
+        by_ratio = inner.weighs_by_rollout_ratio or self.reference.estimator == "importance"
+        return dataclasses.replace(inner, weighs_by_rollout_ratio=by_ratio)
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """That of `inner`."""
         return self.inner.prepare(step)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`. Raises ValueError for a batch without the reference's log-probabilities."""
+        """See `Objective.loss`. Raises ValueError for a batch without the reference's log-probabilities, and
+        FloatingPointError when a log-ratio to the reference is not finite; it may be of any size, for the reference has
+        not sampled the token."""
         if batch.reference_logprobs is None:
             raise ValueError("reference_logprobs is None, expected [batch, sequence]; score the reference first")
         loss, sums = self.inner.loss(logprobs, dataclasses.replace(batch, reference_logprobs=None), context)
-        log_ratios = log_ratios_to_reference(logprobs, batch.reference_logprobs, batch.mask)
+        log_ratios = masked_differences(logprobs, batch.reference_logprobs, batch.mask)
+        if not bool((finite := log_ratios.isfinite()).all()):
+            raise FloatingPointError(
+                f"{int((~finite).sum())} of {int(batch.mask.sum())} tokens have log-probabilities of the policy or of "
+                "the reference that are not finite; look at the reference's weights"
+            )
         _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, batch.mask)
         term = self.reference.coefficient * reference_kl(log_ratios, ratios, self.reference)
         measured = {
@@ -88,18 +90,6 @@ class NearReference(Objective):
             "reference_loss": token_sum(term, batch.mask),
         }
         return loss + step_mean(term, batch.mask, context), sums | measured
-
-
-def log_ratios_to_reference(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """log pi - log pi_ref, [batch, sequence], nats. A reference may find a token as unlikely as it likes, for it
-    has not sampled it. Raises FloatingPointError when one is not finite."""
-    log_ratios = masked_differences(logprobs, reference, mask)
-    if not bool((finite := log_ratios.isfinite()).all()):
-        raise FloatingPointError(
-            f"{int((~finite).sum())} of {int(mask.sum())} tokens have log-probabilities of the policy or of the "
-            "reference that are not finite; look at the reference's weights"
-        )
-    return log_ratios
 
 
 def reference_kl(log_ratios: Tensor, ratios: Tensor, section: ReferenceSection) -> Tensor:
@@ -112,8 +102,3 @@ def reference_kl(log_ratios: Tensor, ratios: Tensor, section: ReferenceSection) 
         return official_kl(log_ratios)
     weighed = ratios.clamp(max=section.cap)
     return with_gradient(weighed * official_kl(detached), weighed * detached, log_ratios)
-
-
-def near(objective: Objective, section: ReferenceSection | None) -> Objective:
-    """The objective that the learner trains with."""
-    return objective if section is None else NearReference(inner=objective, reference=section)

@@ -5,9 +5,11 @@ loss = -1/N sum_t A_t log pi(y_t),   A_t = 1 for plain cross-entropy
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from precision.objectives.base import (
+    Facts,
     Objective,
     StepContext,
     TokenBatch,
@@ -28,8 +30,8 @@ class Supervised(Objective):
     name: Literal["supervised"] = "supervised"
 
     @property
-    def weighs_by_rollout_ratio(self) -> bool:
-        return False
+    def facts(self) -> Facts:
+        return replace(super().facts, weighs_by_rollout_ratio=False)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective.loss`."""

@@ -24,9 +24,10 @@ from pipeline.tasks.data import check_template
 from pipeline.tasks.mixture import MixedOrder, Mixture, PromptOrder, fitting, order_of
 from pipeline.tasks.tokenizer import Tokenizer, check_written
 from pipeline.trainer.loop import Scoring
+from precision.corrections import Corrected, NoCorrection
 from precision.formats.quant_map import QuantMapFile
 from precision.objectives.base import Objective
-from precision.reference import near
+from precision.reference import NearReference
 from precision.text import quoted
 
 if TYPE_CHECKING:
@@ -277,16 +278,19 @@ def _is_here(host: str) -> bool:
 
 def build_objective(recipe: Recipe) -> Objective:
     """The recipe's objective, with its correction, held near its reference."""
-    return near(recipe.correction.applied_to(recipe.objective), recipe.reference)
+    objective = recipe.objective
+    if not isinstance(recipe.correction, NoCorrection):
+        objective = Corrected(inner=objective, correction=recipe.correction)
+    return objective if recipe.reference is None else NearReference(inner=objective, reference=recipe.reference)
 
 
 def build_scoring(recipe: Recipe) -> Scoring:
     """What the recipe's objective and its sizes of steps read of scored batches."""
-    objective, by_ess = build_objective(recipe), recipe.learner.optimizer.lr_by_lag == "ess"
+    facts, by_ess = build_objective(recipe).facts, recipe.learner.optimizer.lr_by_lag == "ess"
     return Scoring(
-        prepares=objective.needs_scoring,
-        reads_step=objective.reads_step_logprobs,
-        reads_old=objective.needs_old_logprobs or by_ess,
+        prepares=facts.needs_scoring,
+        reads_step=facts.reads_step_logprobs,
+        reads_old=facts.needs_old_logprobs or by_ess,
         sizes_steps=by_ess,
     )
 

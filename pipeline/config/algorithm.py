@@ -49,7 +49,7 @@ def usual_aggregation(advantage: type[Advantage], objective: type[Objective]) ->
 
 def check_wiring(objective: Objective, correction: Correction, advantage: Advantage) -> None:
     """Raise ValueError for combinations that would count something twice, or average terms of a loss differently."""
-    if correction.weighs_by_old_ratio and objective.weighs_by_rollout_ratio:
+    if correction.weighs_by_old_ratio and objective.facts.weighs_by_rollout_ratio:
         raise ValueError(
             f"correction {correction.name} weighs by pi_old / pi_engine, but objective {objective.name} already "
             f"divides by the engine's probability: the mismatch would count twice; {_remedy(objective)}"
@@ -60,7 +60,7 @@ def check_wiring(objective: Objective, correction: Correction, advantage: Advant
             f"correction {correction.name} goes with objective {_either(fitting)}, got {objective.name}, which has "
             "its own rule for responses that the learner has left; set correction.name=none"
         )
-    if objective.has_term_without_advantage:
+    if objective.facts.has_term_without_advantage:
         for key, value, usual in (
             ("aggregation", advantage.aggregation, "token"),
             ("zero_variance", advantage.zero_variance, "keep"),
@@ -159,10 +159,11 @@ def check_sampler(objective: Objective, correction: Correction, *, top_p: float,
     the most likely tokens only, each with more than its stored probability. So the mean of pi / pi_engine over samples
     is not 1, as an importance weight's must be: it was .755 in a check at top_p .8.
     """
-    if (top_p >= 1.0 and top_k == -1) or not correction.applied_to(objective).weighs_by_rollout_ratio:
+    by_objective = objective.facts.weighs_by_rollout_ratio
+    if (top_p >= 1.0 and top_k == -1) or not (by_objective or correction.reads_rollout_logprobs):
         return
     key, value, whole = ("top_p", top_p, "1") if top_p < 1.0 else ("top_k", top_k, "-1")
-    who = f"objective {objective.name}" if objective.weighs_by_rollout_ratio else f"correction {correction.name}"
+    who = f"objective {objective.name}" if by_objective else f"correction {correction.name}"
     raise ValueError(
         f"rollout.{key} is {value}, but {who} weighs by the engine's stored probabilities, which are those over the "
         "whole vocabulary and not those that the cut samples with: every weight would be biased (a mean ratio of .755 "

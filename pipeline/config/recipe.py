@@ -281,7 +281,7 @@ class Recipe(Section):
     def reads_sampling_logprobs(self) -> bool:
         """Whether pi_old is the learner at the version that sampled each token."""
         asked = self.learner.old_logprobs_at == "sampling" or self.learner.optimizer.lr_by_lag == "ess"
-        return asked or self.objective.needs_sampling_logprobs
+        return asked or self.objective.facts.needs_sampling_logprobs
 
     @property
     def started_teacher(self) -> Distillation | None:
@@ -374,7 +374,7 @@ def advice(recipe: Recipe) -> list[str]:
     schedule = recipe.schedule
     staged = isinstance(schedule, StagedSchedule) and schedule.updates_per_stage > 1
     stale = isinstance(schedule, AsyncSchedule) and recipe.reads_sampling_logprobs
-    if recipe.objective.clips_by_old_ratio and not (staged or stale or recipe.learner.updates_per_batch > 1):
+    if recipe.objective.facts.clips_by_old_ratio and not (staged or stale or recipe.learner.updates_per_batch > 1):
         found.append(
             f"the clip of objective {recipe.objective.name} never acts: its ratio is pi / pi_old, and with one update "
             "a batch the policy is its own pi_old; set learner.updates_per_batch above 1 (4 is usual), with async "

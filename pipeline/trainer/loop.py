@@ -380,7 +380,7 @@ class Scoring:
     """What is read of a batch's scores."""
 
     prepares: bool
-    """Whether the objective is prepared from what it is trained on, scored (Objective.needs_scoring)."""
+    """Whether the objective is prepared from what it is trained on, scored (Facts.needs_scoring)."""
     reads_step: bool
     """Whether that needs the log-probabilities just before the step where older ones are known."""
     reads_old: bool

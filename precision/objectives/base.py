@@ -1,7 +1,7 @@
 """What every objective takes and returns.
 
 An objective is one class in one file. Its fields are the keys of a recipe's `objective` section; its methods are the
-mathematics; what it says about itself (`Objective`) is what recipes, planner and reports need to know of it.
+mathematics; what it says about itself (`Facts`) is what recipes, planner and reports need to know of it.
 
 `loss` takes the tensors of one micro-batch and returns one scalar. It knows no rank, file or engine. Because the
 denominator is passed in, losses of micro-batches and ranks simply add up.
@@ -9,7 +9,7 @@ denominator is passed in, losses of micro-batches and ranks simply add up.
 What concerns whole responses or the whole step (effective sample size, vetoes, sequence ratios) cannot be seen from a
 micro-batch. An objective that needs it has the step scored first, without gradients, and decides in `prepare`, once,
 on flat tensors that are the same on every rank: so neither layout nor micro-batch size can change the decision. One
-whose `loss` looks at its micro-batch as a whole says so (`depends_on_micro_batches`).
+whose `loss` looks at its micro-batch as a whole says so (`Facts.depends_on_micro_batches`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from precision.ratios import masked_log_ratios, positions, rows
+from precision.ratios import masked_log_ratios, rows
 from precision.settings import Measure, Settings
 from precision.torch_on_use import Tensor, torch
 
@@ -35,7 +35,7 @@ class TokenBatch:
     rollout_logprobs: Tensor
     """float32, natural log, of the engine that sampled."""
     advantages: Tensor
-    """float32; for objectives with `needs_scoring`, those of `Prepared`."""
+    """float32; for objectives with `Facts.needs_scoring`, those of `Prepared`."""
     mask: Tensor
     """bool, True on response tokens that were sampled."""
     anchor_logprobs: Tensor | None = None
@@ -113,29 +113,19 @@ class ScoredStep:
     """int64 [responses + 1], where each response begins."""
 
     @property
-    def num_rows(self) -> int:
-        """Responses."""
-        return len(self.offsets) - 1
-
-    @property
     def row(self) -> Tensor:
         """int64 [tokens], the response that a token belongs to. Made when it is asked for: of a large step it takes
         more memory than the log-probabilities."""
         return rows(self.offsets)
 
-    @property
-    def position(self) -> Tensor:
-        """int64 [tokens], its place within that response, from 0. Made when it is asked for."""
-        return positions(self.offsets)
-
     def row_sum(self, values: Tensor) -> Tensor:
-        """float64 [num_rows]: `values` [tokens] (bool counts) summed over the sampled tokens of each response."""
+        """float64 [responses]: `values` [tokens] (bool counts) summed over the sampled tokens of each response."""
         kept = torch.where(self.sampled, values.double(), 0.0)
         # In the tokens' order: a scattered sum on a GPU has none, and ranks that share a response must agree on it.
         return torch.segment_reduce(kept, "sum", lengths=self.offsets.diff(), unsafe=True)
 
     def row_mean(self, values: Tensor) -> Tensor:
-        """float64 [num_rows]: the mean over sampled tokens; 0 for a response without any."""
+        """float64 [responses]: the mean over sampled tokens; 0 for a response without any."""
         return self.row_sum(values) / self.row_sum(self.sampled).clamp(min=1.0)
 
     def log_ratios(self, upper: Tensor, lower: Tensor) -> Tensor:
@@ -167,11 +157,38 @@ class Prepared:
     """Shares and means over the step, by the name that metrics use."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """State what recipes, planner and learner must know of an objective with its settings."""
+
+    needs_scoring: bool = False
+    """Whether a pass over the whole step without gradients, and `prepare`, must come first."""
+    needs_old_logprobs: bool = False
+    """Whether `ScoredStep.old_logprobs` are read. They cost a pass of their own where a stage has several steps."""
+    needs_sampling_logprobs: bool = False
+    """Whether `ScoredStep.old_logprobs` must be those at the version that sampled each token; else
+    learner.old_logprobs_at says which they are. An objective that has this has `needs_old_logprobs`."""
+    reads_step_logprobs: bool = True
+    """Whether `prepare` reads `ScoredStep.logprobs`. If not, a step whose old log-probabilities are known already is
+    not scored, and these stand in their place."""
+    weighs_by_rollout_ratio: bool = True
+    """Whether the loss divides by the engine's probability. If so, a correction by pi_old / pi_engine would count the
+    engine's mismatch twice."""
+    clips_by_old_ratio: bool = False
+    """Whether a clip is around pi_old: it acts only where pi_old is older than the step that is made."""
+    has_term_without_advantage: bool = False
+    """Whether the loss has a term that does not carry the advantage. It would be averaged otherwise than the rest if
+    aggregation acted through the advantages, or if groups without advantage were dropped."""
+    depends_on_micro_batches: bool = False
+    """Whether the loss of a token depends on the others of its micro-batch. A run then goes on with the layout and the
+    size of micro-batches that it began with."""
+
+
 class Objective(Settings, ABC):
     """Settings and mathematics of one objective.
 
     A subclass is frozen and refuses unknown keys. The default of its field `name` is what recipes and reports call it.
-    Only `loss` must be written; the other methods and facts have the defaults below.
+    Only `loss` must be written; the rest has the defaults below.
     """
 
     name: str
@@ -184,58 +201,12 @@ class Objective(Settings, ABC):
     """How a report draws the sums of `loss` and what `prepare` measured."""
 
     @property
-    def needs_scoring(self) -> bool:
-        """Whether a pass over the whole step without gradients, and `prepare`, must come first. By default: where a
-        class has a `prepare` of its own."""
-        return type(self).prepare is not Objective.prepare
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether `ScoredStep.old_logprobs` are read. They cost a pass of their own where a stage has several steps."""
-        return False
-
-    @property
-    def needs_sampling_logprobs(self) -> bool:
-        """Whether `ScoredStep.old_logprobs` must be those at the version that sampled each token; else
-        learner.old_logprobs_at says which they are. An objective that has this has `needs_old_logprobs`."""
-        return False
-
-    @property
-    def reads_step_logprobs(self) -> bool:
-        """Whether `prepare` reads `ScoredStep.logprobs`. If not, a step whose old log-probabilities are known already
-        is not scored, and these stand in their place."""
-        return True
-
-    @property
-    def weighs_by_rollout_ratio(self) -> bool:
-        """Whether the loss divides by the engine's probability. If so, a correction by pi_old / pi_engine would count
-        the engine's mismatch twice."""
-        return True
-
-    @property
-    def clips_by_old_ratio(self) -> bool:
-        """Whether a clip is around pi_old: it acts only where pi_old is older than the step that is made."""
-        return False
-
-    @property
-    def has_term_without_advantage(self) -> bool:
-        """Whether the loss has a term that does not carry the advantage. It would be averaged otherwise than the rest
-        if aggregation acted through the advantages, or if groups without advantage were dropped."""
-        return False
-
-    @property
-    def weighs_kl_by_step_ess(self) -> bool:
-        """Whether a KL term has the weight 1 - ESS, with the token ESS of the whole step; a report then shades it."""
-        return False
-
-    @property
-    def depends_on_micro_batches(self) -> bool:
-        """Whether the loss of a token depends on the others of its micro-batch. A run then goes on with the layout and
-        the size of micro-batches that it began with."""
-        return False
+    def facts(self) -> Facts:
+        """Return its facts; a subclass replaces those that differ (dataclasses.replace)."""
+        return Facts(needs_scoring=type(self).prepare is not Objective.prepare)
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """Decide what concerns whole responses or the whole step. Called only with `needs_scoring`.
+        """Decide what concerns whole responses or the whole step. Called only with `Facts.needs_scoring`.
 
         Raises FloatingPointError when a log-ratio that it reads is not finite.
         """

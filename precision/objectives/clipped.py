@@ -11,12 +11,14 @@ where A < 0 the term is max(min(...), dual_clip A).
 from __future__ import annotations
 
 from abc import ABC
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from precision.objectives.base import (
     Aggregation,
+    Facts,
     Objective,
     Prepared,
     ScoredStep,
@@ -49,16 +51,9 @@ class Anchored(Objective, ABC):
     may_drop_responses: ClassVar[bool] = True
 
     @property
-    def needs_old_logprobs(self) -> bool:
-        return self.anchor == "old"
-
-    @property
-    def clips_by_old_ratio(self) -> bool:
-        return self.anchor == "old"
-
-    @property
-    def weighs_by_rollout_ratio(self) -> bool:
-        return self.anchor == "rollout"
+    def facts(self) -> Facts:
+        old = self.anchor == "old"
+        return replace(super().facts, needs_old_logprobs=old, clips_by_old_ratio=old, weighs_by_rollout_ratio=not old)
 
 
 def prepared_anchor(batch: TokenBatch) -> Tensor:
@@ -115,12 +110,8 @@ class Clipped(Anchored):
     measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS,)
 
     @property
-    def needs_scoring(self) -> bool:
-        return self.anchor == "old"
-
-    @property
-    def reads_step_logprobs(self) -> bool:
-        return False
+    def facts(self) -> Facts:
+        return replace(super().facts, needs_scoring=self.anchor == "old", reads_step_logprobs=False)
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """The learner's policy at the start of the stage becomes the anchor."""
@@ -169,16 +160,8 @@ class Decoupled(Objective):
     measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, CAPPED_TOKENS, MEAN_WEIGHT)
 
     @property
-    def needs_old_logprobs(self) -> bool:
-        return True
-
-    @property
-    def reads_step_logprobs(self) -> bool:
-        return False
-
-    @property
-    def clips_by_old_ratio(self) -> bool:
-        return True
+    def facts(self) -> Facts:
+        return replace(super().facts, needs_old_logprobs=True, reads_step_logprobs=False, clips_by_old_ratio=True)
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """b becomes a factor on the advantages, pi_old the anchor. Raises as `Objective.prepare`."""
@@ -245,7 +228,7 @@ class GSPO(Anchored):
         """Sequence ratios and clips become factors on the advantages. Raises as `Objective.prepare`."""
         anchor = step.old_logprobs if self.anchor == "old" else step.rollout_logprobs
         log_ratios = step.row_mean(step.log_ratios(step.logprobs, anchor))
-        require_usable(log_ratios, f"of {step.num_rows} responses")
+        require_usable(log_ratios, f"of {len(step.offsets) - 1} responses")
         ratios = log_ratios.exp()[step.row]
         high = (ratios > 1.0 + self.clip_high) & (step.advantages > 0)
         low = (ratios < 1.0 - self.clip_low) & (step.advantages < 0)

@@ -11,12 +11,14 @@ the masked ones too; it comes from Kimi K2.5 (arXiv 2602.02276), as prime-rl's s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from precision.objectives.base import (
     Aggregation,
+    Facts,
     Objective,
     StepContext,
     TokenBatch,
@@ -47,8 +49,8 @@ class DPPOTV(Objective):
     )
 
     @property
-    def has_term_without_advantage(self) -> bool:
-        return self.square_coefficient > 0
+    def facts(self) -> Facts:
+        return replace(super().facts, has_term_without_advantage=self.square_coefficient > 0)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective.loss`."""

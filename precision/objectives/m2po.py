@@ -20,11 +20,13 @@ Three readings of which tokens m drops exist; all keep a mean of (log ratio)^2 a
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
 from precision.objectives.base import (
+    Facts,
     Objective,
     Prepared,
     ScoredStep,
@@ -73,12 +75,9 @@ class M2PO(Objective):
     )
 
     @property
-    def reads_step_logprobs(self) -> bool:
-        return self.variant != "areal"
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return self.variant == "areal"
+    def facts(self) -> Facts:
+        areal = self.variant == "areal"
+        return replace(super().facts, reads_step_logprobs=not areal, needs_old_logprobs=areal)
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """Zero the advantage of the tokens that the second moment of the whole step asks to drop.
@@ -92,7 +91,12 @@ class M2PO(Objective):
         if self.variant != "areal":
             looked_at = looked_at & ((positive & (log_ratios > 0)) | (negative & (log_ratios < 0)))
         magnitudes = log_ratios[looked_at].abs()
-        low, high = self._band(magnitudes)
+        if self.variant == "clip":
+            bound = widest_cap(magnitudes, self.threshold)
+            low, high = min(-bound, math.log1p(-self.clip_low)), max(bound, math.log1p(self.clip_high))
+        else:
+            high = widest_kept(magnitudes, self.threshold)
+            low = -high
         dropped = looked_at & ((log_ratios < low) | (log_ratios > high))
         return Prepared(
             advantages=scaled_advantages(step, (~dropped).double()),
@@ -103,14 +107,6 @@ class M2PO(Objective):
                 "clip_hits_low": sampled_mean(step, dropped & negative),
             },
         )
-
-    def _band(self, magnitudes: Tensor) -> tuple[float, float]:
-        """The log-ratios between which a token stays, in nats."""
-        if self.variant == "clip":
-            bound = widest_cap(magnitudes, self.threshold)
-            return min(-bound, math.log1p(-self.clip_low)), max(bound, math.log1p(self.clip_high))
-        bound = widest_kept(magnitudes, self.threshold)
-        return -bound, bound
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective.loss`."""
@@ -130,7 +126,8 @@ def widest_cap(magnitudes: Tensor, threshold: float) -> float:
         return math.inf
     above = torch.arange(len(squares) - 1, -1, -1, device=squares.device)
     capped_means = (squares.cumsum(0) + above * squares) / len(squares)
-    return _last(ascending[capped_means <= threshold], otherwise=0.0)
+    within = ascending[capped_means <= threshold]
+    return float(within[-1]) if within.numel() else 0.0
 
 
 def widest_kept(magnitudes: Tensor, threshold: float) -> float:
@@ -140,8 +137,5 @@ def widest_kept(magnitudes: Tensor, threshold: float) -> float:
     means = ascending.square().cumsum(0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
     last_of_its_value = torch.ones_like(ascending, dtype=torch.bool)
     last_of_its_value[:-1] = ascending[1:] > ascending[:-1]
-    return _last(ascending[(means <= threshold) & last_of_its_value], otherwise=-1.0)
-
-
-def _last(ascending: Tensor, *, otherwise: float) -> float:
-    return float(ascending[-1]) if ascending.numel() else otherwise
+    within = ascending[(means <= threshold) & last_of_its_value]
+    return float(within[-1]) if within.numel() else -1.0

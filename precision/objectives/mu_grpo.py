@@ -33,6 +33,7 @@ from precision.objectives.base import (
     scaled_advantages,
 )
 from precision.objectives.clipped import clipped_loss
+from precision.ratios import positions
 from precision.settings import CLIPPED_TOKENS, Measure
 from precision.torch_on_use import Tensor, torch
 
@@ -82,8 +83,18 @@ class MuGRPO(Objective):
         """The veto at the current weights becomes a factor on the advantages. Raises as `Objective.prepare`."""
         log_ratios = step.log_ratios(step.logprobs, step.rollout_logprobs)
         negative = step.sampled & (step.advantages < 0)
-        triggers = negative & self._triggers(log_ratios)
-        dropped = negative & self._dropped(step, triggers)
+        bound = math.log(self.kappa)
+        far = {"below": log_ratios < bound, "above": log_ratios > bound}.get(self.trigger)
+        triggers = torch.zeros_like(negative) if far is None else negative & far
+        if self.scope == "token":
+            dropped = triggers
+        elif self.scope == "response":
+            dropped = negative & (step.row_sum(triggers) > 0)[step.row]
+        else:
+            row, place = step.row, positions(step.offsets)
+            first = torch.full((len(step.offsets) - 1,), torch.iinfo(torch.int64).max, device=row.device)
+            first = first.scatter_reduce(0, row[triggers], place[triggers], "amin")[row]
+            dropped = negative & (place > first if self.keeps_trigger else place >= first)
         return Prepared(
             advantages=scaled_advantages(step, (~dropped).double()),
             measured={
@@ -92,22 +103,6 @@ class MuGRPO(Objective):
                 "ratio_max_negative": float(log_ratios[negative].max().exp()) if bool(negative.any()) else 0.0,
             },
         )
-
-    def _triggers(self, log_ratios: Tensor) -> Tensor:
-        if self.trigger == "none":
-            return torch.zeros_like(log_ratios, dtype=torch.bool)
-        bound = math.log(self.kappa)
-        return log_ratios < bound if self.trigger == "below" else log_ratios > bound
-
-    def _dropped(self, step: ScoredStep, triggers: Tensor) -> Tensor:
-        if self.scope == "token":
-            return triggers
-        if self.scope == "response":
-            return (step.row_sum(triggers) > 0)[step.row]
-        never = torch.iinfo(torch.int64).max
-        first = torch.full((step.num_rows,), never, dtype=torch.int64, device=step.row.device)
-        first = first.scatter_reduce(0, step.row[triggers], step.position[triggers], "amin")[step.row]
-        return step.position > first if self.keeps_trigger else step.position >= first
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective.loss`."""

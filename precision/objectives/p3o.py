@@ -17,12 +17,14 @@ The paper's advantages are z-scores within the group. The recipes' `grpo` divide
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from precision.objectives.base import (
     Aggregation,
+    Facts,
     Objective,
     Prepared,
     ScoredStep,
@@ -88,20 +90,13 @@ class P3O(Objective):
         return self
 
     @property
-    def has_term_without_advantage(self) -> bool:
-        return self.kl_estimator != "none"
-
-    @property
-    def needs_scoring(self) -> bool:
-        return self.ess_scope == "step"
-
-    @property
-    def weighs_kl_by_step_ess(self) -> bool:
-        return self.kl_estimator != "none" and (self.ess_scope, self.ess_unit) == ("step", "token")
-
-    @property
-    def depends_on_micro_batches(self) -> bool:
-        return self.ess_scope == "micro_batch"
+    def facts(self) -> Facts:
+        return replace(
+            super().facts,
+            needs_scoring=self.ess_scope == "step",
+            has_term_without_advantage=self.kl_estimator != "none",
+            depends_on_micro_batches=self.ess_scope == "micro_batch",
+        )
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """The ESS of the step. Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens."""
@@ -116,7 +111,14 @@ class P3O(Objective):
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective.loss`."""
         log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, batch.mask)
-        ess = self._ess(ratios.detach(), batch.mask, context)
+        if self.ess_scope == "step":
+            ess = checked_ess(context.step_ess)
+        else:
+            terms = (ratios.detach(), ratios.detach().double().square(), batch.mask)
+            sums = context.sum_over_ranks(torch.stack([token_sum(each, batch.mask) for each in terms]))
+            sum_ratio, sum_squared, num_tokens = sums.tolist()
+            # A micro-batch of padding alone adds nothing to the loss, whatever its ESS.
+            ess = ess_from_sums(sum_ratio, sum_squared, num_tokens) if num_tokens != 0 else 1.0
         if self.kl_estimator == "official":
             kl = official_kl(log_ratios)
         elif self.kl_estimator == "importance":
@@ -124,14 +126,6 @@ class P3O(Objective):
         else:
             kl = torch.zeros_like(log_ratios)
         return capped_and_anchored(logprobs, batch, context, ratios=ratios.detach(), kl=kl, ess=ess)
-
-    def _ess(self, ratios: Tensor, mask: Tensor, context: StepContext) -> float:
-        if self.ess_scope == "step":
-            return checked_ess(context.step_ess)
-        sums = torch.stack([token_sum(x, mask) for x in (ratios, ratios.double().square(), mask)])
-        sum_ratio, sum_squared, num_tokens = context.sum_over_ranks(sums).tolist()
-        # A micro-batch of padding alone adds nothing to the loss, whatever its ESS.
-        return ess_from_sums(sum_ratio, sum_squared, num_tokens) if num_tokens != 0 else 1.0
 
 
 def capped_and_anchored(
@@ -201,12 +195,8 @@ class P4O(Objective):
     )
 
     @property
-    def has_term_without_advantage(self) -> bool:
-        return True
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return True
+    def facts(self) -> Facts:
+        return replace(super().facts, needs_old_logprobs=True, has_term_without_advantage=True)
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """Both ESS, and log pi_mix of every token as the anchor.
@@ -215,9 +205,17 @@ class P4O(Objective):
         """
         anchors = (step.rollout_logprobs, step.old_logprobs)
         rollout_ess, old_ess = (token_ess(step.log_ratios(step.logprobs, x)[step.sampled]) for x in anchors)
+        weights = (1.0 - rollout_ess, 1.0 - old_ess)
+        total = sum(weights)
+        if total <= 0.0:  # Neither anchor has moved: 1 - e is 0 as well, and whatever stands here counts for nothing.
+            weights, total = (1.0, 0.0), 1.0
+        terms = [
+            torch.where(step.sampled, anchor.double(), 0.0) + (math.log(weight / total) if weight > 0.0 else -math.inf)
+            for weight, anchor in zip(weights, anchors, strict=True)
+        ]
         return Prepared(
             advantages=step.advantages,
-            anchor_logprobs=_mixture(step, weights=(1.0 - rollout_ess, 1.0 - old_ess)),
+            anchor_logprobs=torch.where(step.sampled, torch.logaddexp(*terms), 0.0).to(step.rollout_logprobs.dtype),
             step_ess=min(rollout_ess, old_ess),
             measured={"rollout_ess": rollout_ess, "old_ess": old_ess},
         )
@@ -228,19 +226,6 @@ class P4O(Objective):
         to_mixture, _ = masked_log_ratios(logprobs, prepared_anchor(batch), batch.mask)
         ess = checked_ess(context.step_ess)
         return capped_and_anchored(logprobs, batch, context, ratios=ratios, kl=official_kl(to_mixture), ess=ess)
-
-
-def _mixture(step: ScoredStep, *, weights: tuple[float, float]) -> Tensor:
-    """[tokens], in the dtype of the log-probabilities: log of the weighted mean of the engine's and the old
-    probability; 0 where not sampled."""
-    total = sum(weights)
-    if total <= 0.0:  # Neither anchor has moved: 1 - e is 0 as well, and whatever stands here counts for nothing.
-        weights, total = (1.0, 0.0), 1.0
-    terms = [
-        torch.where(step.sampled, anchor.double(), 0.0) + (math.log(weight / total) if weight > 0.0 else -math.inf)
-        for weight, anchor in zip(weights, (step.rollout_logprobs, step.old_logprobs), strict=True)
-    ]
-    return torch.where(step.sampled, torch.logaddexp(*terms), 0.0).to(step.rollout_logprobs.dtype)
 
 
 class Split(Objective):
@@ -277,16 +262,10 @@ class Split(Objective):
     )
 
     @property
-    def has_term_without_advantage(self) -> bool:
-        return True
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return True
-
-    @property
-    def needs_sampling_logprobs(self) -> bool:
-        return True
+    def facts(self) -> Facts:
+        return replace(
+            super().facts, needs_old_logprobs=True, needs_sampling_logprobs=True, has_term_without_advantage=True
+        )
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """The ESS of the staleness over the whole step, and pi_old as the anchor. Raises FloatingPointError when a

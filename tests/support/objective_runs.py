@@ -26,7 +26,7 @@ class Outcome:
 
 def run(objective: Objective, step: ScoredStep, layout: Layout | None = None) -> Outcome:
     """Padding holds NaN. Default layout: one row with all tokens."""
-    prepared = objective.prepare(step) if objective.needs_scoring else Prepared(advantages=step.advantages)
+    prepared = objective.prepare(step) if objective.facts.needs_scoring else Prepared(advantages=step.advantages)
     context = StepContext(num_tokens=int(step.sampled.sum()), step_ess=prepared.step_ess)
     leaf = step.logprobs.clone().requires_grad_()
     loss, sums = torch.zeros((), dtype=leaf.dtype), dict[str, float]()

@@ -77,7 +77,7 @@ def soiled(step: ScoredStep, garbage: float) -> ScoredStep:
 
 def reordered(step: ScoredStep, *, seed: int = 1) -> tuple[ScoredStep, Tensor]:
     """The same responses in another order, and the index with which per-token results of `step` follow them."""
-    order = torch.randperm(step.num_rows, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm((len(step.offsets) - 1), generator=torch.Generator().manual_seed(seed))
     index = torch.cat([torch.nonzero(step.row == row).flatten() for row in order.tolist()])
     moved = {name: getattr(step, name)[index] for name in (*TOKEN_FIELDS, "sampled")}
     return dataclasses.replace(step, **moved, offsets=offsets_of(step.offsets.diff()[order])), index

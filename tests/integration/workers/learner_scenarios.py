@@ -72,7 +72,7 @@ class Worker:
         metrics = []
         for seed in seeds:
             batch = make_batch(seed)
-            scored = learner.logprobs(batch) if learner._objective.needs_scoring else None
+            scored = learner.logprobs(batch) if learner._objective.facts.needs_scoring else None
             metrics.append(learner.update(batch, advantages(batch), scored).metrics)
         return metrics
 

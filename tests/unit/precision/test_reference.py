@@ -12,7 +12,7 @@ from pipeline.config.loader import recipe_from
 from pipeline.errors import RecipeError
 from precision.objectives.base import StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
-from precision.reference import NearReference, ReferenceSection, near, reference_kl
+from precision.reference import NearReference, ReferenceSection, reference_kl
 
 LOGITS = torch.tensor([0.4, -0.3, 0.9, -1.1], dtype=torch.float64)
 REFERENCE = torch.tensor([-0.2, 0.5, 0.1, 0.3], dtype=torch.float64).log_softmax(0)
@@ -72,7 +72,8 @@ def test_the_term_is_a_mean_over_the_steps_tokens_beside_the_objective() -> None
     batch = TokenBatch(**values, mask=mask, reference_logprobs=reference)
     context = StepContext(num_tokens=10)
     section = ReferenceSection(coefficient=0.5)
-    loss, sums = near(CISPO(), section).loss(logprobs, batch, context)
+    near = NearReference(inner=CISPO(), reference=section)
+    loss, sums = near.loss(logprobs, batch, context)
     plain, _ = CISPO().loss(logprobs, TokenBatch(**values, mask=mask), context)
     k3 = sum(torch.expm1(torch.tensor(-x)).item() + x for x in (0.5, -0.5))
     assert (loss - plain).item() == pytest.approx(0.5 * k3 / 10, abs=1e-6)
@@ -80,9 +81,7 @@ def test_the_term_is_a_mean_over_the_steps_tokens_beside_the_objective() -> None
     assert float(sums["reference_loss"]) == pytest.approx(0.5 * k3, abs=1e-6)
     assert torch.isfinite(torch.autograd.grad(loss, logprobs)[0]).all()
     with pytest.raises(ValueError, match="reference_logprobs is None"):
-        near(CISPO(), section).loss(logprobs, TokenBatch(**values, mask=mask), context)
-    assert near(CISPO(), None) == CISPO()
-    assert isinstance(near(CISPO(), section), NearReference)
+        near.loss(logprobs, TokenBatch(**values, mask=mask), context)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -92,7 +91,7 @@ def test_a_reference_may_find_a_token_as_unlikely_as_it_likes(estimator: Any) ->
     values = dict(rollout_logprobs=logprobs.detach(), advantages=torch.ones(1, 2), mask=torch.ones(1, 2).bool())
     for far, finite in ((-60.0, True), (-float("inf"), False), (float("nan"), False)):
         batch = TokenBatch(**values, reference_logprobs=torch.tensor([[-0.3, far]]))
-        objective = near(CISPO(), ReferenceSection(coefficient=0.1, estimator=estimator))
+        objective = NearReference(inner=CISPO(), reference=ReferenceSection(coefficient=0.1, estimator=estimator))
         if not finite:
             with pytest.raises(FloatingPointError, match=r"1 of 2 tokens .* reference"):
                 objective.loss(logprobs, batch, StepContext(num_tokens=2))

@@ -32,8 +32,8 @@ def test_a_correction_stands_around_its_objective_and_costs_a_pass(name: str) ->
     objective = build_objective(recipe(objective=dict(name="clipped", anchor="old"), correction=dict(name=name)))
     assert isinstance(objective, Corrected)
     assert (objective.inner, type(objective.correction)) == (Clipped(anchor="old"), CORRECTIONS[name])
-    assert objective.needs_scoring
-    assert objective.needs_old_logprobs
+    assert objective.facts.needs_scoring
+    assert objective.facts.needs_old_logprobs
 
 
 def test_the_recipe_s_numbers_arrive() -> None:

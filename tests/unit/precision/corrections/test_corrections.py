@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precision.corrections import MIS, OPSM, TIS, Corrected, Correction, IcePop, Rejection
-from precision.objectives.base import Prepared, ScoredStep
+from precision.objectives.base import Facts, Prepared, ScoredStep
 from precision.objectives.cispo import CISPO
 from precision.objectives.clipped import Clipped
 from tests.support.examples import examples
@@ -224,8 +224,8 @@ def test_tis_with_a_proximal_anchor_is_the_plain_importance_weight() -> None:
 def test_corrected_hands_on_what_both_measured_and_needs_scoring() -> None:
     class Measuring(Clipped):
         @property
-        def needs_scoring(self) -> bool:
-            return True
+        def facts(self) -> Facts:
+            return Facts(needs_scoring=True)
 
         def prepare(self, step: ScoredStep) -> Prepared:
             seen.append(step.advantages)
@@ -234,7 +234,7 @@ def test_corrected_hands_on_what_both_measured_and_needs_scoring() -> None:
     seen: list[Tensor] = []
     objective = Corrected(inner=Measuring(), correction=OPSM(delta=0.05))
     prepared = objective.prepare(scored_step([[-0.1], [0.0]], [-1.0, 2.0]))
-    assert objective.needs_scoring
+    assert objective.facts.needs_scoring
     assert seen[0].tolist() == [0.0, 2.0]  # the inner objective sees corrected advantages
     assert prepared.step_ess == 0.5
     assert prepared.measured == {

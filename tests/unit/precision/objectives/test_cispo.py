@@ -31,7 +31,7 @@ def test_by_hand() -> None:
     assert list_of(logprobs.grad) == pytest.approx([-0.1, 0.1, -0.4, -0.5, 1.5], rel=1e-12)
     assert (sums["cap_hits"], sums["weight"]) == (2, sum(WEIGHTS))
     assert float(sums["k3"]) == pytest.approx(sum(r - 1 - math.log(r) for r in list_of(RATIOS)), rel=1e-12)
-    assert not CISPO().needs_scoring
+    assert not CISPO().facts.needs_scoring
 
 
 def test_exactly_on_policy_it_is_the_score_function() -> None:

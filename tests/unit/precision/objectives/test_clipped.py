@@ -33,7 +33,7 @@ def test_all_cases_by_hand() -> None:
     assert outcome.gradient.tolist() == pytest.approx([-slope / 9 for slope in SLOPES], rel=1e-12)
     k3 = sum(r - 1 - math.log(r) for r in RATIOS)
     assert outcome.sums == pytest.approx({"clip_hits": 5, "clip_hits_high": 3, "clip_hits_low": 2, "k3": k3})
-    assert not DAPO.needs_scoring
+    assert not DAPO.facts.needs_scoring
 
 
 def test_proximal_anchor_divides_by_the_learners_own_and_leaves_k3_to_the_sampler() -> None:
@@ -41,7 +41,7 @@ def test_proximal_anchor_divides_by_the_learners_own_and_leaves_k3_to_the_sample
     # hand; k3 is of pi / pi_b = e^.7 r.
     objective = Clipped(clip_low=0.2, clip_high=0.28, anchor="old")
     outcome = run(objective, step_with(RATIOS, engine=0.7))
-    assert objective.needs_scoring
+    assert objective.facts.needs_scoring
     assert outcome.loss == pytest.approx(-SURROGATE / 9, rel=1e-12)
     assert outcome.gradient.tolist() == pytest.approx([-slope / 9 for slope in SLOPES], rel=1e-12)
     k3 = sum(math.exp(0.7) * r - 1 - math.log(r) - 0.7 for r in RATIOS)
@@ -106,4 +106,4 @@ def test_supervised_is_cross_entropy_and_ignores_the_sampler() -> None:
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [[-0.5, -0.5, 0.0]]
     assert sums["nll"] == 3
-    assert not Supervised().needs_scoring
+    assert not Supervised().facts.needs_scoring

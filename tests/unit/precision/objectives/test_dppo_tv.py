@@ -43,7 +43,7 @@ def test_by_hand() -> None:
     assert logprobs.grad[0].tolist() == pytest.approx(slopes, rel=1e-12)
     assert (sums["clip_hits"], sums["clip_hits_high"], sums["clip_hits_low"]) == (2, 1, 1)
     assert float(sums["square"]) == pytest.approx(squares, rel=1e-12)
-    assert not DPPOTV().needs_scoring
+    assert not DPPOTV().facts.needs_scoring
 
 
 @settings(max_examples=examples(60))

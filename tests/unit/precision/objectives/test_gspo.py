@@ -58,14 +58,14 @@ def test_the_clip_is_pessimistic() -> None:
 def paper_gradient(step: ScoredStep, anchor: Tensor, low: float, high: float) -> Tensor:
     """Slow: of minus the mean over responses of min(s A, clip(s) A), response by response, by autograd."""
     leaf = step.logprobs.clone().requires_grad_()
-    responses = [torch.nonzero((step.row == row) & step.sampled).flatten() for row in range(step.num_rows)]
+    responses = [torch.nonzero((step.row == row) & step.sampled).flatten() for row in range(len(step.offsets) - 1)]
     terms = []
     for tokens in responses:
         if len(tokens):
             s = ((leaf[tokens].sum() - anchor[tokens].sum()) / len(tokens)).exp()
             advantage = step.advantages[tokens[0]]
             terms.append(torch.minimum(s * advantage, s.clamp(1 - low, 1 + high) * advantage))
-    (-torch.stack(terms).sum() / step.num_rows).backward()  # type: ignore[no-untyped-call]
+    (-torch.stack(terms).sum() / (len(step.offsets) - 1)).backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     return leaf.grad
 
@@ -77,7 +77,7 @@ def test_gradient_is_that_of_the_paper(anchor: Anchor, step: ScoredStep, low: fl
     """With the factor N / (R |y|) of sequence aggregation on the advantages, which turns the mean over tokens into the
     mean over responses."""
     lengths = step.row_sum(step.sampled).clamp(min=1)[step.row]
-    by_sequence = step.advantages * step.sampled.sum() / (step.num_rows * lengths)
+    by_sequence = step.advantages * step.sampled.sum() / ((len(step.offsets) - 1) * lengths)
     objective = GSPO(clip_low=low, clip_high=high, anchor=anchor)
     gradient = run(objective, dataclasses.replace(step, advantages=by_sequence)).gradient
     chosen = step.old_logprobs if anchor == "old" else step.rollout_logprobs

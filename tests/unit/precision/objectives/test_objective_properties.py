@@ -65,8 +65,8 @@ READS_OLD_ANCHOR: list[Objective] = [
     Corrected(inner=ANCHORED, correction=Rejection(level="geometric", low=0.9, high=1.1)),
     Corrected(inner=GSPO(clip_low=0.1, clip_high=0.1, anchor="old"), correction=IcePop()),
 ]
-READS_OLD_ANCHOR += [objective for objective in NEW if objective.needs_old_logprobs]
-READS_SAMPLER += [objective for objective in NEW if not objective.needs_old_logprobs]
+READS_OLD_ANCHOR += [objective for objective in NEW if objective.facts.needs_old_logprobs]
+READS_SAMPLER += [objective for objective in NEW if not objective.facts.needs_old_logprobs]
 MICRO_BATCH_INVARIANT: list[Objective] = [*READS_SAMPLER, *READS_OLD_ANCHOR, Supervised()]
 OBJECTIVES = [*MICRO_BATCH_INVARIANT, P3O(ess_scope="micro_batch")]
 FIELDS = ("logprobs", "advantages", "rollout_logprobs", "old_logprobs")
@@ -79,7 +79,7 @@ GARBAGE = [math.nan, -math.inf, math.inf, -120.0, 3e38]
 
 micro_batch_invariant = pytest.mark.parametrize("objective", MICRO_BATCH_INVARIANT, ids=repr)
 every = pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
-scored = pytest.mark.parametrize("objective", [o for o in OBJECTIVES if o.needs_scoring], ids=repr)
+scored = pytest.mark.parametrize("objective", [o for o in OBJECTIVES if o.facts.needs_scoring], ids=repr)
 
 
 def fixed_step() -> ScoredStep:
@@ -100,7 +100,7 @@ def changed(step: ScoredStep, change: Callable[[Tensor], Tensor]) -> ScoredStep:
 
 def one_row_each(step: ScoredStep) -> Tensor:
     """[num_rows, longest] flat places, padded on the right."""
-    rows = [torch.nonzero(step.row == row).flatten() for row in range(step.num_rows)]
+    rows = [torch.nonzero(step.row == row).flatten() for row in range(len(step.offsets) - 1)]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 
 
@@ -129,7 +129,7 @@ def test_an_objective_says_whether_it_reads_the_scored_logprobs(objective: Objec
     """Where it does not, old log-probabilities stand in their place: the step is not scored."""
     step = fixed_step()
     unscored = dataclasses.replace(step, logprobs=torch.full_like(step.logprobs, math.nan))
-    if objective.reads_step_logprobs:
+    if objective.facts.reads_step_logprobs:
         with pytest.raises(FloatingPointError):
             objective.prepare(unscored)
         return
@@ -308,8 +308,8 @@ def test_what_an_objective_states_of_its_ratios_is_what_its_gradient_shows(objec
     """Other log-probabilities of the engine, or of the stage's start, change the gradient if and only if it says so."""
     step = fixed_step()
     for field, states_so in (
-        ("rollout_logprobs", objective.weighs_by_rollout_ratio),
-        ("old_logprobs", objective.needs_old_logprobs),
+        ("rollout_logprobs", objective.facts.weighs_by_rollout_ratio),
+        ("old_logprobs", objective.facts.needs_old_logprobs),
     ):
         gradients = [run(objective, step).gradient]
         for ends in ((-0.9, 0.6), (0.6, -0.9), (-0.2, 0.1)):
@@ -322,7 +322,7 @@ def test_what_an_objective_states_of_its_ratios_is_what_its_gradient_shows(objec
 def test_a_term_without_advantage_is_stated(objective: Objective) -> None:
     step = fixed_step()
     nothing = dataclasses.replace(step, advantages=torch.zeros_like(step.advantages))
-    assert bool(run(objective, nothing).gradient.any()) == objective.has_term_without_advantage
+    assert bool(run(objective, nothing).gradient.any()) == objective.facts.has_term_without_advantage
 
 
 class Prepares(Supervised):

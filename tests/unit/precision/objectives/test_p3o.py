@@ -135,7 +135,7 @@ def test_micro_batch_scope_sums_over_ranks() -> None:
     _, _, sums = run(objective, [0.0], [1.0], StepContext(num_tokens=2, sum_over_ranks=other_rank))
     assert float(sums["objective_ess"]) == pytest.approx(0.8, rel=1e-8)
     assert seen[0].dtype is torch.float64
-    assert (objective.needs_scoring, P3O().needs_scoring) == (False, True)
+    assert (objective.facts.needs_scoring, P3O().facts.needs_scoring) == (False, True)
 
 
 def test_nan_from_another_rank_raises() -> None:
@@ -211,7 +211,7 @@ def test_prepare_sees_neither_forced_tokens_nor_order(unit: Unit, step: ScoredSt
         assert ess == pytest.approx(token_ess(log_ratios[step.sampled]), rel=1e-12)
     else:
         # The same without the responses in which nothing was sampled.
-        masks = [step.sampled & (step.row == row) for row in range(step.num_rows)]
+        masks = [step.sampled & (step.row == row) for row in range(len(step.offsets) - 1)]
         totals = torch.stack([log_ratios[mask].sum() for mask in masks if bool(mask.any())])
         assert ess == pytest.approx(sequence_ess_of_totals(totals), rel=1e-9)
 

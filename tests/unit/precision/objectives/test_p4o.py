@@ -118,4 +118,4 @@ def test_an_unprepared_step_is_refused() -> None:
     anchored = dataclasses.replace(batch, anchor_logprobs=torch.zeros(1, 1))
     with pytest.raises(ValueError, match="prepare"):
         P4O().loss(torch.zeros(1, 1), anchored, StepContext(num_tokens=1))
-    assert P4O().needs_scoring
+    assert P4O().facts.needs_scoring

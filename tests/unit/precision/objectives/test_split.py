@@ -96,8 +96,8 @@ def test_the_anchor_is_unbiased_for_the_kl_to_the_policy_that_sampled() -> None:
 
 def test_it_asks_for_what_it_needs() -> None:
     split = Split()
-    assert split.needs_scoring
-    assert split.needs_old_logprobs
-    assert split.needs_sampling_logprobs
-    assert split.reads_step_logprobs
-    assert split.weighs_by_rollout_ratio, "a correction by pi_old / pi_engine would count the mismatch twice"
+    assert split.facts.needs_scoring
+    assert split.facts.needs_old_logprobs
+    assert split.facts.needs_sampling_logprobs
+    assert split.facts.reads_step_logprobs
+    assert split.facts.weighs_by_rollout_ratio, "a correction by pi_old / pi_engine would count the mismatch twice"

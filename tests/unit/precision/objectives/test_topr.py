@@ -33,7 +33,7 @@ def slow_gradient(step: ScoredStep, low: float, high: float) -> Tensor:
     """-1/N sum over responses of A sg(w) log pi(y), by autograd, response by response."""
     leaf = step.logprobs.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-    for row in range(step.num_rows):
+    for row in range(len(step.offsets) - 1):
         tokens = torch.nonzero((step.row == row) & step.sampled).flatten()
         if len(tokens):
             advantage = step.advantages[tokens[0]]
