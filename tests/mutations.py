@@ -235,7 +235,7 @@ MUTATIONS = (
     Mutation(
         "GRPO does not divide by the group's deviation",
         "pipeline/advantages/methods.py",
-        "groups.deviation / (groups.std + GRPO_EPSILON)",
+        "groups.deviation / (std + GRPO_EPSILON)",
         "groups.deviation",
         (f"{UNIT}/pipeline/advantages/test_methods.py",),
     ),

@@ -88,11 +88,11 @@ class AdvantageComputer:
         reward, group = rewards[judged], batch.group[judged]
         if self.distillation is None or not self.distillation.judges_alone:
             values[judged] = self.estimator.advantages(reward, group)
-        deviation[judged] = Grouped.of(reward, group).deviation
+        deviation[judged] = Grouped(reward, group).deviation
         learned = judged & ~filtered
         if not learned.any():  # a batch of truncated samples alone makes its step all the same, without any advantage
             values[:], filtered = 0.0, ~everything
-        groups = Grouped.of(values, batch.group)
+        groups = Grouped(values, batch.group)
         contrasted, known = groups.any_member(deviation != 0.0), groups.any_member(learned)
         # A batch without any advantage still makes its step, by momentum and weight decay alone: versions count steps.
         wanted = contrasted & known if section.zero_variance == "exclude" else known
@@ -122,7 +122,7 @@ class AdvantageComputer:
         if self.distillation is not None and self.distillation.judges_alone:
             return taught(batch)
         judged = batch.judged & taught(batch)
-        groups = Grouped.of(judged.astype(np.float64), batch.group)
+        groups = Grouped(judged.astype(np.float64), batch.group)
         complete = ~groups.any_member(~judged)
         enough = groups.total(judged)[groups.members] >= self.section.smallest_group
         return np.asarray(judged & (complete | enough))

@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,17 +45,17 @@ Curve = NDArray[np.float64]
 """[points], over solve rates."""
 
 
-@dataclass(frozen=True)
 class Grouped:
-    """`values` [n] float64 of samples, `members` [n] the group of each, 0 … groups - 1, `sizes` [groups]."""
+    """Compare the samples of each group.
 
-    values: NDArray[np.float64]
-    members: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    `values` [n] float64, `members` [n] the group of each, 0 … groups - 1, `sizes` [groups], `mean` [n] of the sample's
+    group, `deviation` [n] value minus mean. Sums of float32 numbers are exact in float64, so in a group of equal values
+    the deviation is 0 and not a rounding, which a division by the standard deviation would blow up to ±1.
+    """
 
-    @staticmethod
-    def of(values: NDArray[Any], group: NDArray[np.int64]) -> Grouped:
-        """`values` [n] and `group` [n], any numbers. Raises NonFiniteError on a value that is NaN or infinite."""
+    def __init__(self, values: NDArray[Any], group: NDArray[np.int64], *, clip: bool = False) -> None:
+        """Take `values` [n] and `group` [n], any numbers; with `clip` the values clipped to [0, 1], so that a group's
+        mean is its solve rate. Raises NonFiniteError on a value that is NaN or infinite."""
         if values.shape != group.shape or values.ndim != 1:
             raise ValueError(f"reward is {values.shape} and group is {group.shape}, expected the same [n]")
         if not np.isfinite(values).all():
@@ -66,42 +64,18 @@ class Grouped:
                 f"reward of sample {sample} is {values[sample]}, expected a finite number; correct the reward function"
             )
         _, members, sizes = np.unique(group, return_inverse=True, return_counts=True)
-        return Grouped(values.astype(np.float64), members.astype(np.int64), sizes.astype(np.int64))
-
-    @staticmethod
-    def clipped(values: NDArray[Any], group: NDArray[np.int64]) -> Grouped:
-        """As `of`, with the values clipped to [0, 1], so that a group's mean is its solve rate."""
-        groups = Grouped.of(values, group)
-        return groups.with_values(groups.values.clip(0.0, 1.0))
-
-    def with_values(self, values: NDArray[Any]) -> Grouped:
-        """Other values [n] of the same samples."""
-        return Grouped(values.astype(np.float64), self.members, self.sizes)
+        self.members, self.sizes = members.astype(np.int64), sizes.astype(np.int64)
+        self.values = values.astype(np.float64).clip(0.0, 1.0) if clip else values.astype(np.float64)
+        self.mean = np.asarray((self.total(self.values) / self.sizes)[self.members])
+        self.deviation = self.values - self.mean
 
     def total(self, values: NDArray[Any]) -> NDArray[np.float64]:
-        """[groups] sums of any `values` [n]."""
+        """Return [groups] the sums of any `values` [n]."""
         return np.bincount(self.members, values, minlength=len(self.sizes)).astype(np.float64)
 
     def any_member(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[n] whether any sample of the sample's group is `chosen` [n]."""
+        """Return [n] whether any sample of the sample's group is `chosen` [n]."""
         return np.asarray(self.total(chosen)[self.members] > 0)
-
-    @cached_property
-    def mean(self) -> NDArray[np.float64]:
-        """[n] of the sample's group."""
-        return np.asarray((self.total(self.values) / self.sizes)[self.members])
-
-    @cached_property
-    def deviation(self) -> NDArray[np.float64]:
-        """[n] value minus group mean. Sums of float32 numbers are exact in float64, so in a group of equal values it is
-        0 and not a rounding, which a division by the standard deviation would blow up to ±1."""
-        return self.values - self.mean
-
-    @cached_property
-    def std(self) -> NDArray[np.float64]:
-        """[n] sample standard deviation (size - 1 in the denominator) of the sample's group; 0 in a group of one."""
-        variance = self.total(self.deviation**2) / np.maximum(self.sizes - 1, 1)
-        return np.asarray(np.sqrt(variance)[self.members])
 
 
 class Advantage(Settings, ABC):
@@ -150,96 +124,51 @@ class Advantage(Settings, ABC):
         """Samples of a prompt that the formula needs."""
         return 2
 
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve] | None:  # noqa: ARG002
-        """Return m_S and m_F (see the head of this file) at the solve rates `p` [points], for an infinitely large
-        group; None where nobody has worked them out."""
-        return None
-
     def estimator(self) -> AdvantageEstimator:
-        """Return the formula at the beginning of a run. One that never changes learns nothing and keeps nothing."""
-        return self
-
-    def observe(self, *, solve_rate: float, entropy: float) -> None:
-        """See `AdvantageEstimator`, as for the next three."""
-
-    def state(self) -> dict[str, float]:
-        return {}
-
-    def restore(self, state: Mapping[str, float]) -> None: ...
-
-    def measured(self) -> dict[str, float]:
-        return {}
-
-    def at_last(self, last: Callable[[str], float | None]) -> Advantage:  # noqa: ARG002
-        """The fixed advantage that this one was when a run stopped; `last` gives the newest value of a metric."""
-        return self
+        """Return the formula at the beginning of a run."""
+        return AdvantageEstimator(self)
 
 
-class AdvantageEstimator(Protocol):
-    """An advantage at work in a run, with what it has learned from the run.
+class AdvantageEstimator:
+    """Hold an advantage at work in a run, with what it has learned from the run; this one never changes.
 
     Every rank holds one and tells it the same numbers. So all ranks have the same advantages.
     """
 
+    def __init__(self, section: Advantage) -> None:
+        self.section = section
+
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """As `Advantage.advantages`. They depend on the batch and on the present state alone."""
-        ...
+        return self.section.advantages(reward, group)
 
     def observe(self, *, solve_rate: float, entropy: float) -> None:
         """Learn from a step that was trained: the share of the batch's samples that solved their problem, and the
         policy's entropy in nats a token. Raises NonFiniteError on a number that is not finite."""
-        ...
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must hold for a resumed run to go on with the same formula."""
-        ...
+        """Return what a checkpoint must hold for a resumed run to go on with the same formula."""
+        return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Take up what `state` returned; an empty one begins anew. Raises CorruptCheckpointError when a part is
         missing."""
-        ...
 
     def measured(self) -> dict[str, float]:
-        """What the next step will be weighed with, by the name of its metric; empty for a fixed formula."""
-        ...
+        """Return what the next step will be weighed with, by the name of its metric; empty for a fixed formula."""
+        return {}
 
 
-@dataclass(frozen=True)
-class WeightCurves:
-    """m_S and m_F at each of the solve rates `p`; all [points]."""
-
-    p: Curve
-    success: Curve
-    failure: Curve
-
-
-def weight_curves(advantage: Advantage, p: Curve) -> WeightCurves | None:
-    """The curves at the solve rates `p` [points] in [0, 1] for an infinite group, in closed form; None where the
-    advantage states none. FADE's are those of its first step; `Advantage.at_last` gives later ones."""
-    found = advantage.closed_form(p)
-    return None if found is None else WeightCurves(p, *found)
-
-
-def binomial_weight_curves(advantage: Advantage, p: Curve, group_size: int) -> WeightCurves:
-    """As `weight_curves`, the exact mean over groups of `group_size` samples: every group that there is, from none
-    solved to all, each as likely as the binomial says."""
+def weight_curves(advantage: Advantage, p: Curve, group_size: int) -> tuple[Curve, Curve]:
+    """Return m_S and m_F (see the head of this file) at the solve rates `p` [points] in [0, 1], the exact mean over
+    groups of `group_size` samples: every group that there is, from none solved to all, each as likely as the binomial
+    says. FADE's are those of its first step."""
     solved, member = np.meshgrid(np.arange(group_size + 1), np.arange(group_size), indexing="ij")
     reward, group = (member < solved).astype(np.float32).ravel(), solved.astype(np.int64).ravel()
-    each = empirical_weight_curves(advantage.advantages(reward, group), reward, group)
+    each = advantage.advantages(reward, group).reshape(solved.shape) / group_size
     chance = np.array([math.comb(group_size, n) * p**n * (1.0 - p) ** (group_size - n) for n in range(group_size + 1)])
-    return WeightCurves(p, each.success @ chance, each.failure @ chance)
-
-
-def empirical_weight_curves(
-    advantages: NDArray[np.float64], reward: NDArray[np.float32], group: NDArray[np.int64]
-) -> WeightCurves:
-    """The curves of given advantages [n] of rewards [n] in groups [n], averaged over the groups
-    with the same share of successes: one point a share, ascending."""
-    solved = Grouped.of((reward >= SOLVED_REWARD).astype(np.float64), group)
-    success = solved.total(np.where(solved.values > 0.0, advantages, 0.0)) / solved.sizes
-    failure = -solved.total(np.where(solved.values > 0.0, 0.0, advantages)) / solved.sizes
-    rates, which, count = np.unique(solved.total(solved.values) / solved.sizes, return_inverse=True, return_counts=True)
-    return WeightCurves(rates, np.bincount(which, success) / count, np.bincount(which, failure) / count)
+    success, failure = (np.where(kind, each, 0.0).sum(axis=1) for kind in (member < solved, member >= solved))
+    return success @ chance, -failure @ chance
 
 
 GRPO_EPSILON = 1e-6
@@ -258,13 +187,10 @@ class GRPO(Advantage):
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
-        groups = Grouped.of(reward, group)
-        return groups.deviation / (groups.std + GRPO_EPSILON)
-
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
-        """sqrt(p q) for both."""
-        weight = np.sqrt(p * (1.0 - p))
-        return weight, weight
+        groups = Grouped(reward, group)
+        variance = groups.total(groups.deviation**2) / np.maximum(groups.sizes - 1, 1)
+        std = np.sqrt(variance)[groups.members]
+        return groups.deviation / (std + GRPO_EPSILON)
 
 
 class DrGRPO(Advantage):
@@ -276,12 +202,7 @@ class DrGRPO(Advantage):
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
-        return Grouped.of(reward, group).deviation
-
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
-        """p q for both."""
-        weight = p * (1.0 - p)
-        return weight, weight
+        return Grouped(reward, group).deviation
 
 
 class RLOO(Advantage):
@@ -292,14 +213,9 @@ class RLOO(Advantage):
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
-        groups = Grouped.of(reward, group)
+        groups = Grouped(reward, group)
         factor = groups.sizes / np.maximum(groups.sizes - 1, 1)
         return groups.deviation * factor[groups.members]
-
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
-        """p q for both."""
-        weight = p * (1.0 - p)
-        return weight, weight
 
 
 class MaxRL(Advantage):
@@ -311,14 +227,8 @@ class MaxRL(Advantage):
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
-        groups = Grouped.clipped(reward, group)
+        groups = Grouped(reward, group, clip=True)
         return groups.deviation / np.where(groups.mean > 0.0, groups.mean, 1.0)
-
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
-        """q for both, but 0 at p = 0: no group, however large, has a success there, and the advantages are 0. The limit
-        from above is 1."""
-        weight = np.where(p > 0.0, 1.0 - p, 0.0)
-        return weight, weight
 
 
 class PassAtK(Advantage):
@@ -343,22 +253,17 @@ class PassAtK(Advantage):
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`. Raises RecipeError for a group of k samples or fewer."""
-        groups = Grouped.of(reward, group)
-        groups = groups.with_values(groups.values >= SOLVED_REWARD)
+        groups = Grouped(reward, group)
+        solved = groups.values >= SOLVED_REWARD
         if len(groups.sizes) and int(groups.sizes.min()) <= self.k:
             raise RecipeError(
                 f"advantage.k is {self.k}, but a group has {int(groups.sizes.min())} samples and needs at least "
                 f"{self.k + 1}; lower advantage.k or raise rollout.group_size"
             )
-        k, failed, others = self.k, groups.sizes - groups.total(groups.values), groups.sizes - 1
+        k, failed, others = self.k, groups.sizes - groups.total(solved), groups.sizes - 1
         of_solved = k * _all_chosen(failed, others, k)
         of_failed = k * (_all_chosen(failed - 1, others, k) - _all_chosen(failed - 1, others, k - 1))
-        return np.where(groups.values > 0.0, of_solved[groups.members], of_failed[groups.members])
-
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
-        """k p q^k for both."""
-        weight = self.k * p * (1.0 - p) ** self.k
-        return weight, weight
+        return np.where(solved, of_solved[groups.members], of_failed[groups.members])
 
 
 def _all_chosen(of_kind: NDArray[np.float64], total: NDArray[np.int64], k: int) -> NDArray[np.float64]:
@@ -380,13 +285,8 @@ class FGRPO(Advantage):
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
-        failure_rate = 1.0 - Grouped.clipped(reward, group).mean
+        failure_rate = 1.0 - Grouped(reward, group, clip=True).mean
         return GRPO().advantages(reward, group) * failure_rate**self.gamma
-
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
-        """sqrt(p q) q^gamma for both."""
-        weight = np.sqrt(p * (1.0 - p)) * (1.0 - p) ** self.gamma
-        return weight, weight
 
 
 class AsymGRPO(Advantage):
@@ -397,16 +297,8 @@ class AsymGRPO(Advantage):
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
-        return asymmetric(Grouped.of(reward, group), self.delta)
-
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
-        """p q, and p q / delta for failures."""
-        return p * (1.0 - p), p * (1.0 - p) / self.delta
-
-
-def asymmetric(groups: Grouped, delta: float) -> NDArray[np.float64]:
-    """[n] value minus group mean, divided by `delta` where negative."""
-    return np.where(groups.deviation < 0.0, groups.deviation / delta, groups.deviation)
+        deviation = Grouped(reward, group).deviation
+        return np.where(deviation < 0.0, deviation / self.delta, deviation)
 
 
 class Power(Advantage):
@@ -420,13 +312,9 @@ class Power(Advantage):
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
-        groups = Grouped.clipped(reward, group)
-        return (1.0 - groups.mean) ** (self.alpha - 1.0) * asymmetric(groups, self.delta)
-
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
-        """p q^alpha, and p q^alpha / delta for failures."""
-        weight = p * (1.0 - p) ** self.alpha
-        return weight, weight / self.delta
+        groups = Grouped(reward, group, clip=True)
+        asymmetric = np.where(groups.deviation < 0.0, groups.deviation / self.delta, groups.deviation)
+        return (1.0 - groups.mean) ** (self.alpha - 1.0) * asymmetric
 
 
 FIRST_SOLVE_RATE = 0.5
@@ -487,47 +375,32 @@ class FADE(Advantage):
         """Those of a run's first step."""
         return self.estimator().advantages(reward, group)
 
-    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
-        """That of a run's first step."""
-        return self.estimator().as_power().closed_form(p)
-
     def estimator(self) -> FADEEstimator:
         """See `Advantage.estimator`."""
         return FADEEstimator(self)
 
-    def at_last(self, last: Callable[[str], float | None]) -> Advantage:
-        """Power at the newest alpha and delta; before the first step, this."""
-        alpha, delta = last("advantage_alpha"), last("advantage_delta")
-        return self if alpha is None or delta is None else Power(alpha=alpha, delta=delta)
 
-
-class FADEEstimator:
-    """An AdvantageEstimator. Until a first entropy is known, delta is 1."""
+class FADEEstimator(AdvantageEstimator):
+    """Follow the run. Until a first entropy is known, delta is 1."""
 
     def __init__(self, settings: FADE) -> None:
+        super().__init__(settings)
         self._settings = settings
         self._solve_rate = FIRST_SOLVE_RATE
         self._entropy: float | None = None
         self._target = settings.target_entropy
 
-    @property
-    def alpha(self) -> float:
-        """How much harder prompts are preferred; from 1 to alpha_max."""
+    def as_power(self) -> Power:
+        """Return the fixed advantage that this one is at this moment."""
         # Written without the division by a solve rate that may be 0.
         if 3.0 * (1.0 - self._solve_rate) >= self._settings.alpha_max * 2.0 * self._solve_rate:
-            return self._settings.alpha_max
-        return max(1.0, 3.0 * (1.0 - self._solve_rate) / (2.0 * self._solve_rate))
-
-    @property
-    def delta(self) -> float:
-        """What negative advantages are divided by; from delta_min to 1."""
-        if self._entropy is None or self._target is None:
-            return 1.0
-        return min(1.0, max(self._settings.delta_min, 1.0 + self._entropy - self._target))
-
-    def as_power(self) -> Power:
-        """The fixed advantage that this one is at this moment."""
-        return Power(alpha=self.alpha, delta=self.delta)
+            alpha = self._settings.alpha_max
+        else:
+            alpha = max(1.0, 3.0 * (1.0 - self._solve_rate) / (2.0 * self._solve_rate))
+        delta = 1.0
+        if self._entropy is not None and self._target is not None:
+            delta = min(1.0, max(self._settings.delta_min, 1.0 + self._entropy - self._target))
+        return Power(alpha=alpha, delta=delta)
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """[samples] with the present alpha and delta."""
@@ -539,13 +412,11 @@ class FADEEstimator:
             raise NonFiniteError(f"entropy of the step is {entropy}, expected a finite number of nats")
         if not 0.0 <= solve_rate <= 1.0:
             raise ValueError(f"solve_rate is {solve_rate}, expected a share in [0, 1]")
-        self._solve_rate = self._smoothed(self._solve_rate, solve_rate)
-        self._entropy = entropy if self._entropy is None else self._smoothed(self._entropy, entropy)
-        self._target = TARGET_SHARE * entropy if self._target is None else self._target
-
-    def _smoothed(self, old: float, new: float) -> float:
         beta = self._settings.smoothing
-        return old + (beta if self._settings.smoothing_keeps == "old" else 1.0 - beta) * (new - old)
+        share = beta if self._settings.smoothing_keeps == "old" else 1.0 - beta
+        self._solve_rate += share * (solve_rate - self._solve_rate)
+        self._entropy = entropy if self._entropy is None else self._entropy + share * (entropy - self._entropy)
+        self._target = TARGET_SHARE * entropy if self._target is None else self._target
 
     def state(self) -> dict[str, float]:
         """p̂, and from the first step on Ĥ and H*."""
@@ -570,7 +441,8 @@ class FADEEstimator:
 
     def measured(self) -> dict[str, float]:
         """The state, with the alpha and delta that follow from it."""
-        return self.state() | {"advantage_alpha": self.alpha, "advantage_delta": self.delta}
+        power = self.as_power()
+        return self.state() | {"advantage_alpha": power.alpha, "advantage_delta": power.delta}
 
 
 class OverlongPenalty(Settings):

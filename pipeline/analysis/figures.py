@@ -26,7 +26,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from pipeline.advantages.methods import binomial_weight_curves, weight_curves
+from pipeline.advantages.methods import FADE, Power, weight_curves
 from pipeline.analysis import drawing
 from pipeline.analysis.drawing import COLORS, WIDE, curve, picture
 from pipeline.analysis.run_log import SFT_FILE, RunLog, number
@@ -140,8 +140,7 @@ def sections(run_log: RunLog) -> list[Section]:
             (
                 "Advantage",
                 f"How much weight {recipe.advantage.name} gives a prompt by its solve rate, before any normalization, "
-                "with the newest values of what moves: full lines for very large groups, dashed for groups of "
-                f"{recipe.rollout.group_size}.",
+                f"with the newest values of what moves, in groups of {recipe.rollout.group_size}.",
                 [] if judges_alone or not run_log.metrics else [weights_by_solve_rate(run_log)],
             ),
             ("Where the time goes", *times_and_speeds(run_log, sorted(marks))),
@@ -349,21 +348,18 @@ def controller(run_log: RunLog) -> tuple[str, list[Figure]]:
 
 
 def weights_by_solve_rate(run_log: RunLog) -> Figure:
-    """Draw m_S and m_F over the solve rate of a prompt; one line where they are the same."""
-    advantage, group_size = run_log.recipe.advantage.at_last(run_log.last), run_log.recipe.rollout.group_size
-    p = np.linspace(0.0, 1.0, NUM_POINTS)
-    infinite, finite = weight_curves(advantage, p), binomial_weight_curves(advantage, p, group_size)
+    """Draw m_S and m_F over the solve rate of a prompt; one line where they are the same. FADE's are its latest."""
+    advantage, p = run_log.recipe.advantage, np.linspace(0.0, 1.0, NUM_POINTS)
+    alpha, delta = run_log.last("advantage_alpha"), run_log.last("advantage_delta")
+    if isinstance(advantage, FADE) and alpha is not None and delta is not None:
+        advantage = Power(alpha=alpha, delta=delta)
+    success, failure = weight_curves(advantage, p, run_log.recipe.rollout.group_size)
     with picture("weight by solve rate", drawing.SMALL) as drawn:
-        for found in (finite, infinite):
-            if found is None:
-                continue
-            lines = [("successes", found.success, "blue"), ("failures", found.failure, "orange")]
-            if np.allclose(found.success, found.failure):
-                lines = [("both", found.success, "violet")]
-            dashed = found is finite and infinite is not None
-            style: dict[str, Any] = dict(linestyle="--", linewidth=1.0, alpha=0.7) if dashed else {}
-            for label, weight, color in lines:
-                drawn.axes.plot(found.p, weight, color=COLORS[color], label="" if dashed else label, **style)
+        lines = [("successes", success, "blue"), ("failures", failure, "orange")]
+        if np.allclose(success, failure):
+            lines = [("both", success, "violet")]
+        for label, weight, color in lines:
+            drawn.axes.plot(p, weight, color=COLORS[color], label=label)
         drawn.axes.set_xlabel("solve rate of a prompt")
         drawn.axes.set_xlim(0.0, 1.0)
         drawn.axes.set_ylim(bottom=0.0)

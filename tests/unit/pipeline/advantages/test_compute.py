@@ -87,7 +87,7 @@ def test_a_batch_without_contrast_still_makes_its_step(choice: str) -> None:
 def test_one_advantage_makes_its_whole_group_informative() -> None:
     """maxrl in a group of which one sample has an advantage of exactly 0."""
     values = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1e-30])
-    assert Grouped.of(HAND.reward, HAND.group).any_member(values != 0.0).tolist() == [
+    assert Grouped(HAND.reward, HAND.group).any_member(values != 0.0).tolist() == [
         False,
         False,
         False,

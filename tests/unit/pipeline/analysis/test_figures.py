@@ -39,7 +39,7 @@ def drawn(run_log: RunLog) -> dict[str, str]:
 
 
 class Halves(Advantage):
-    """An advantage that states no closed form of its weights."""
+    """An advantage of the user's own."""
 
     name: Literal["halves"] = "halves"
 
@@ -52,8 +52,10 @@ def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> Non
     EventLog(path, "learner-000001").metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
     EventLog(path, "learner-000001").metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
     run_log = RunLog.read(path)
-    assert run_log.recipe.advantage.at_last(run_log.last) == Power(alpha=2.5, delta=0.75)
     svg = drawn(run_log)["Weight by solve rate"]
+    power = run_log.recipe.model_copy(update=dict(advantage=Power(alpha=2.5, delta=0.75)))
+    fixed = replace(run_log, recipes=[replace(run_log.recipes[-1], recipe=power)])
+    assert svg == drawn(fixed)["Weight by solve rate"]
     assert ">successes</text>" in svg
     assert ">failures</text>" in svg
 
@@ -77,7 +79,7 @@ def test_where_a_teacher_judges_alone_no_prompt_is_weighed_by_its_solve_rate(
     assert (section(run_log, "Advantage") is not None) == weighed
 
 
-def test_an_advantage_without_a_closed_form_is_drawn_for_the_run_s_groups(write_run: WriteRun) -> None:
+def test_an_advantage_of_the_user_s_own_is_drawn(write_run: WriteRun) -> None:
     run_log = RunLog.read(write_run(3, overrides=dict(advantage={"class": f"{__name__}:Halves"})))
     svg = drawn(run_log)["Weight by solve rate"]
     assert ">successes</text>" in svg
