@@ -147,7 +147,7 @@ async def try_reward(verifiers: Verifiers, task: Task) -> None:
     tried, failed = 0, False
     while task.reward != MATH_VERIFY and tried < (_MORE if failed else _FEW):
         problem = task.problem(tried % task.num_prompts)
-        responses = [problem.answer] * (2 if verifiers.wants.batched else 1)
+        responses = [problem.answer] * (2 if "batched" in verifiers.wants else 1)
         verdicts = await verifiers.score_group(problem.text, problem.answer, problem.metadata, responses)
         failed = failed or any(verdict.failed for verdict in verdicts)
         tried += 1

@@ -13,12 +13,11 @@ import random
 import re
 import sysconfig
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, Self
+from typing import Any
 
 from pipeline.rewards.messages import MAX_NAME, MAX_PARTS, Judgment, failure, together, without_secrets
 
@@ -29,53 +28,47 @@ _SINGULARS = (*_IN_ORDER, "metadata", "info")
 _PLURALS = {"prompts": "prompt", "responses": "response", "answers": "answer", "metadata": "metadata", "info": "info"}
 
 
-@dataclass(frozen=True)
-class Wants:
-    """How a function is called."""
+Wants = frozenset[str]
+"""How a function is called.
 
-    batched: bool = False
-    """It names `responses`: it is called once for a group, with lists."""
-    concurrent: bool = False
-    """It is async: several samples are under way at once."""
-    info: bool = False
-    """It names `info`."""
-    verl: bool = False
-    """It is written for verl: it names some of what only verl calls so."""
+    batched     it names `responses`: it is called once for a group, with lists
+    concurrent  it is async: several samples are under way at once
+    info        it names `info`
+    verl        it is written for verl: it names some of what only verl calls so
+"""
+KINDS = frozenset(("batched", "concurrent", "info", "verl"))
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Where a dict that it returns has the reward."""
-        return ("reward", "score") if self.verl else ("reward",)
 
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> Self:
-        """Raises TypeError for a function that cannot be called with what is given, ValueError for what has no
-        signature."""
-        signature = inspect.signature(function)
-        parameters = signature.parameters
-        asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - an object whose call is async
+def wants_of(function: Callable[..., Any]) -> Wants:
+    """Read from its signature how a function is called.
+
+    Raises TypeError for one that `call` cannot call, such as one that names some of what is given and needs something
+    else (by position it would get the wrong texts), and ValueError for what has no signature.
+    """
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object whose call is async
+    )
+    if plural := [f"{name}s" for name in _VERL if f"{name}s" in parameters]:
+        raise TypeError(
+            f"a reward cannot be called as {signature}: {plural[0]} is of verl's batched rewards; name responses, "
+            "answers and metadata in place of solution_strs, ground_truths, and data_sources and extra_infos"
         )
-        batched = "responses" in parameters
-        if plural := [f"{name}s" for name in _VERL if f"{name}s" in parameters]:
-            raise TypeError(
-                f"a reward cannot be called as {signature}: {plural[0]} is of verl's batched rewards; name responses, "
-                "answers and metadata in place of solution_strs, ground_truths, and data_sources and extra_infos"
-            )
-        verl = not batched and _is_for_verl(signature)
-        _require_callable(signature, _PLURALS if batched else (*_SINGULARS, *_VERL) if verl else _SINGULARS)
-        rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        concurrent = asynchronous and not batched
-        return cls(batched=batched, concurrent=concurrent, info=rest or "info" in parameters, verl=verl)
-
-    def numbers(self) -> dict[str, float]:
-        """For the message that says that a function was imported."""
-        return {name: 1.0 for name, wanted in vars(self).items() if wanted}
-
-    @classmethod
-    def from_numbers(cls, numbers: Mapping[str, float]) -> Self:
-        """What `numbers` made."""
-        return cls(**{name: name in numbers for name in ("batched", "concurrent", "info", "verl")})
+    batched = "responses" in parameters
+    verl = not batched and not parameters.keys().isdisjoint(_VERL)
+    given = tuple(_PLURALS) if batched else (*_SINGULARS, *_VERL) if verl else _SINGULARS
+    names = _by_name(signature, given)
+    try:
+        signature.bind(**dict.fromkeys(names)) if names else signature.bind(*_IN_ORDER)
+    except TypeError as error:
+        raise TypeError(
+            f"a reward cannot be called as {signature}: {error}; name some of {', '.join(given)} and give all else a "
+            f"default, or name none of them and take {', '.join(_IN_ORDER)} in this order"
+        ) from None
+    info = "info" in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    found = dict(batched=batched, concurrent=asynchronous and not batched, info=info, verl=verl)
+    return frozenset(name for name, wanted in found.items() if wanted)
 
 
 def call(function: Callable[..., Any], **given: Any) -> Any:
@@ -85,18 +78,15 @@ def call(function: Callable[..., Any], **given: Any) -> Any:
     prompt, response and answer in order, whatever it calls them. One that is written for verl gets what that calls
     them.
     """
-    if "response" in given and _is_for_verl(inspect.signature(function)):
+    signature = inspect.signature(function)
+    if "response" in given and not signature.parameters.keys().isdisjoint(_VERL):
         metadata = given["metadata"]  # holds the columns that verl's data has beside prompt and answer
         extra = metadata.get("extra_info", metadata)
         given |= dict(
             zip(_VERL, (metadata.get("data_source", ""), given["response"], given["answer"], extra), strict=True)
         )
-    names = _by_name(inspect.signature(function), given)
+    names = _by_name(signature, given)
     return function(**{name: given[name] for name in names}) if names else function(*(given[n] for n in _IN_ORDER))
-
-
-def _is_for_verl(signature: inspect.Signature) -> bool:
-    return not signature.parameters.keys().isdisjoint(_VERL)
 
 
 def _by_name(signature: inspect.Signature, given: Collection[str]) -> list[str]:
@@ -107,19 +97,6 @@ def _by_name(signature: inspect.Signature, given: Collection[str]) -> list[str]:
     rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
     others = [p for p in parameters if p.name not in named and p.default is p.empty and p not in rest]
     return list(given) if rest and (named or not others) else named
-
-
-def _require_callable(signature: inspect.Signature, given: Collection[str]) -> None:
-    """Raises TypeError for a function that `call` cannot call, such as one that names some of `given` and needs
-    something else: by position it would get the wrong texts."""
-    names = _by_name(signature, given)
-    try:
-        signature.bind(**dict.fromkeys(names)) if names else signature.bind(*_IN_ORDER)
-    except TypeError as error:
-        raise TypeError(
-            f"a reward cannot be called as {signature}: {error}; name some of {', '.join(given)} and give all else a "
-            f"default, or name none of them and take {', '.join(_IN_ORDER)} in this order"
-        ) from None
 
 
 _FIRST_PAUSE_S = 0.5
@@ -149,30 +126,6 @@ def may_pass(error: Exception) -> bool:
             return status in (408, 429) or status >= 500
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
     return isinstance(error, ConnectionError | TimeoutError) or bool(kinds & _ON_THE_WAY)
-
-
-def retried(call: Callable[[], Any], retries: int) -> Any:
-    """What `call` returns in the end. Raises what it raises last."""
-    for pause_s in _pauses(retries):
-        try:
-            return call()
-        except Exception as error:
-            if not may_pass(error):
-                raise
-            time.sleep(pause_s)
-    return call()
-
-
-async def retried_async(call: Callable[[], Awaitable[Any]], retries: int) -> Any:
-    """`retried`, of an async function."""
-    for pause_s in _pauses(retries):
-        try:
-            return await call()
-        except Exception as error:
-            if not may_pass(error):
-                raise
-            await asyncio.sleep(pause_s)
-    return await call()
 
 
 def _pauses(retries: int) -> Iterator[float]:
@@ -209,59 +162,74 @@ def judge(reward: str, samples: list[dict[str, Any]], *, deadline_s: float = mat
     samples behind the first are `rest`. `deadline_s` ends each call of an async function, with its retries."""
     try:
         function = resolve(reward)
-        wants = Wants.of(function)
-        if wants.batched:
+        wants = wants_of(function)
+        if "batched" in wants:
             lists = {plural: [sample[name] for sample in samples] for plural, name in _PLURALS.items()}
-            results = _result(lambda: call(function, **lists), retries)
+            results = retried(lambda: call(function, **lists), retries)
             found = list(results) if isinstance(results, Iterable) else []
             if len(found) != len(samples):
                 expected = f"expected a list of {len(samples)}, one for each response"
                 return failure("bad_result", f"returned {_shown(results)}, {expected}")
             return together([as_judgment(result) for result in found])
-        if wants.concurrent:
+        if "concurrent" in wants:
             return together(_loop().run(_concurrent(function, samples, deadline_s, retries)))
-    except MemoryError:
-        return failure("memory", "MemoryError: not enough was left")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: its failure costs its own sample only
-        return _raised(error)
-    return together([_one(function, sample, retries) for sample in samples])
+        return _failed(error)
+    judgments = []
+    for sample in samples:
+        try:
+            result = retried(lambda sample=sample: call(function, **sample), retries)  # type: ignore[misc]
+            judgments.append(as_judgment(result, verl="verl" in wants))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code, as above
+            judgments.append(_failed(error))
+    return together(judgments)
 
 
-def _one(function: Callable[..., Any], sample: dict[str, Any], retries: int) -> Judgment:
-    try:
-        return as_judgment(_result(lambda: call(function, **sample), retries), Wants.of(function).keys)
-    except MemoryError:
+def _failed(error: BaseException) -> Judgment:
+    if isinstance(error, MemoryError):
         return failure("memory", "MemoryError: not enough was left")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code, as above
-        return _raised(error)
+    return failure("raised", describe_error(error))
 
 
-def _result(made: Callable[[], Any], retries: int) -> Any:
-    """What a call returns, waited for where it is to be awaited."""
+def retried(made: Callable[[], Any], retries: int) -> Any:
+    """Return what a call returns, waited for where it is to be awaited. Raises what it raises last."""
 
-    def ask() -> Any:
-        result = made()
-        return _loop().run(_awaited(result)) if inspect.isawaitable(result) else result
+    async def awaited(result: Awaitable[Any]) -> Any:
+        return await result
 
-    return retried(ask, retries)
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+    for pause_s in (*_pauses(retries), None):
+        try:
+            result = made()
+            return _loop().run(awaited(result)) if inspect.isawaitable(result) else result
+        except Exception as error:
+            if pause_s is None or not may_pass(error):
+                raise
+            time.sleep(pause_s)
+    raise AssertionError("the last turn returns or raises")
 
 
 async def _concurrent(
     function: Callable[..., Any], samples: list[dict[str, Any]], deadline_s: float, retries: int
 ) -> list[Judgment]:
-    keys = Wants.of(function).keys
+    """Judge the samples at once, each with its own deadline and retries."""
+    verl = "verl" in wants_of(function)
 
     async def one(sample: dict[str, Any]) -> Judgment:
         limit = asyncio.timeout(None if math.isinf(deadline_s) else deadline_s)
         try:
             async with limit:
-                return as_judgment(await retried_async(lambda: call(function, **sample), retries), keys)
+                for pause_s in _pauses(retries):
+                    try:
+                        return as_judgment(await call(function, **sample), verl=verl)
+                    except Exception as error:
+                        if not may_pass(error):
+                            raise
+                    await asyncio.sleep(pause_s)
+                return as_judgment(await call(function, **sample), verl=verl)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code, as above
-            return failure("timeout", f"no answer within {deadline_s:g} s") if limit.expired() else _raised(error)
+            if limit.expired():
+                return failure("timeout", f"no answer within {deadline_s:g} s")
+            return failure("raised", describe_error(error))
 
     return list(await asyncio.gather(*map(one, samples)))
 
@@ -272,8 +240,10 @@ def _loop() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def as_judgment(result: Any, keys: tuple[str, ...] = ("reward",)) -> Judgment:
-    """What a function returned for one sample; a dict has the reward under one of the `keys`."""
+def as_judgment(result: Any, *, verl: bool = False) -> Judgment:
+    """Read what a function returned for one sample; a dict has the reward under `reward`, one for verl under `score`
+    too."""
+    keys = ("reward", "score") if verl else ("reward",)
     value, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if isinstance(result, dict) and (key := next((k for k in keys if k in result), None)) is not None:
         value, parts = result[key], {name: part for name, part in result.items() if name != key}
@@ -294,36 +264,22 @@ def as_judgment(result: Any, keys: tuple[str, ...] = ("reward",)) -> Judgment:
     return Judgment(reward, numbers)
 
 
-def _raised(error: BaseException) -> Judgment:
-    return failure("raised", describe_error(error))
-
-
 def describe_error(error: BaseException) -> str:
-    """`KeyError: 'score' (/home/me/my_rewards.py:12)`: where it was raised, in the innermost code of the user's own."""
+    """`KeyError: 'score' (/home/me/my_rewards.py:12)`: where it was raised, in the innermost frame that is neither Even
+    Keel's nor Python's; in one of an installed package only where there is no other."""
     message = without_secrets(f"{type(error).__name__}: {error}")  # before it is cut: no part of a secret is left
-    message += f"; {STARTED_A_PROCESS}" * _is_refused_process(error)
-    place = _place_of(error)
-    return message if place is None else f"{message[:_MOST_SAID]} ({place})"
-
-
-def _is_refused_process(error: BaseException) -> bool:
-    """Whether the sandbox refused a process. It refuses a socket in the same words."""
-    if not isinstance(error, PermissionError) or error.errno != errno.EPERM:
-        return False
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    through = any(name.endswith("/subprocess.py") or "/multiprocessing/" in name for name, _ in frames)
-    return through or bool(_STARTS.search(linecache.getline(*frames[-1]) if frames else ""))
-
-
-def _place_of(error: BaseException) -> str | None:
-    """File and line of the innermost frame that is neither Even Keel's nor Python's; one of an installed package only
-    where there is no other."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    installed = [f"{name}:{line}" for name, line in frames if name.startswith(_INSTALLED)]
-    own = [
-        f"{name}:{line}" for name, line in frames if not name.startswith((*_INSTALLED, _PYTHONS, _PIPELINE, "<frozen "))
-    ]
-    return next(reversed(own or installed), None)
+    if isinstance(error, PermissionError) and error.errno == errno.EPERM:  # a socket is refused in the same words
+        through = any(name.endswith("/subprocess.py") or "/multiprocessing/" in name for name, _ in frames)
+        if through or (frames and _STARTS.search(linecache.getline(*frames[-1]))):
+            message += f"; {STARTED_A_PROCESS}"
+    theirs = [place for place in frames if not place[0].startswith((_PYTHONS, _PIPELINE, "<frozen "))]
+    own = [place for place in theirs if not place[0].startswith(_INSTALLED)]
+    installed = [place for place in frames if place[0].startswith(_INSTALLED)]
+    if not (own or installed):
+        return message
+    name, line = (own or installed)[-1]
+    return f"{message[:_MOST_SAID]} ({name}:{line})"
 
 
 def _shown(result: Any) -> str:

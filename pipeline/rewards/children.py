@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -37,20 +38,17 @@ class Children:
         self._verdicts = verdicts
         self._memory_bytes = memory_bytes
         self._namespace = namespace
-        self._pid: int | None = None
+        self.pid: int | None = None
+        """What was forked; None once it is ended."""
         # Under bubblewrap the user's folder may be mounted somewhere below /tmp: what is there now stays.
         self._mounted = frozenset(os.listdir(scratch) if namespace and scratch is not None else ())
         self._newest = b""
         self._next_look_at_files = 0.0
         self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC) if namespace else None
 
-    def began(self, pid: int) -> None:
-        """`pid` was forked."""
-        self._pid = pid
-
     def look(self) -> None:
         """While it runs. Raises RunIsGoneError, and OverLimitError when it and what it started use too much."""
-        if self._verdicts.is_closed:
+        if self._verdicts.poll(select.POLLRDHUP, 0.0):
             raise RunIsGoneError
         watch(self._running(), self._memory_bytes)
         if self._wrote_more_than(1):
@@ -63,14 +61,18 @@ class Children:
             self._next_look_at_files = time.monotonic() + _FILES_EVERY_S
             if self._wrote_more_than(2):
                 return True
-        if not self._namespace or (newest := self._newest_pid()) == self._newest:
+        if self._load is None:
+            return False
+        # The newest number of this PID namespace: another one after each process and thread that was started.
+        newest = os.pread(self._load, 100, 0).rpartition(b" ")[2]
+        if newest == self._newest:
             return False
         self._newest = newest
-        return set(self._running()) != {self._pid}
+        return set(self._running()) != {self.pid}
 
     def kill(self) -> int | None:
         """End all of them and wait until they are gone. The exit status of the process that began, if there is one."""
-        pid, self._pid = self._pid, None
+        pid, self.pid = self.pid, None
         status = None
         if pid is not None:
             for end in (os.killpg, os.kill):
@@ -81,7 +83,18 @@ class Children:
                 os.kill(-1, signal.SIGKILL)
         if pid is not None:
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        self._reap()
+        # What lost its parent became a child of this process. Without a namespace it may still run.
+        for _ in range(_MAX_ROUNDS):
+            try:
+                while os.waitpid(-1, 0 if self._namespace else os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                break
+            with suppress(OSError):
+                orphans = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
+                for orphan in orphans:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(int(orphan), signal.SIGKILL)
         return status
 
     def empty_scratch(self) -> None:
@@ -106,50 +119,27 @@ class Children:
 
     def _wrote_more_than(self, share: int) -> bool:
         """Whether some folder holds more than one part in `share` of what it may."""
-        used = bytes_of_mount if self._namespace else bytes_below
-        return any(used(folder) > limit // share for folder, limit in self._written().items())
+        for folder, limit in self._written().items():
+            if self._namespace:  # what is used of the file system that is mounted there
+                status = os.statvfs(folder)
+                blocks = (status.f_blocks - status.f_bfree) * status.f_frsize
+                used = max(blocks, (status.f_files - status.f_ffree) * _ENTRY_BYTES)
+            else:
+                used = bytes_below(folder)
+            if used > limit // share:
+                return True
+        return False
 
     def _running(self) -> Iterator[int]:
         if self._namespace:
             yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
-        elif self._pid is not None:
-            yield self._pid
-
-    def _newest_pid(self) -> bytes:
-        """Of this PID namespace; another one after each process and thread that was started."""
-        assert self._load is not None
-        return os.pread(self._load, 100, 0).rpartition(b" ")[2]
-
-    def _reap(self) -> None:
-        """Collect what lost its parent and so became a child of this process. Without a namespace it may still run."""
-        for _ in range(_MAX_ROUNDS):
-            try:
-                while os.waitpid(-1, 0 if self._namespace else os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                return
-            for orphan in _children():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(orphan, signal.SIGKILL)
-
-
-def _children() -> list[int]:
-    try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()]
-    except OSError:
-        return []
+        elif self.pid is not None:
+            yield self.pid
 
 
 _LONGEST_PATH = 600
 _ENTRY_BYTES = 2**14
 """What a file or folder counts at least."""
-
-
-def bytes_of_mount(folder: Path) -> int:
-    """What is used of the file system that is mounted there."""
-    status = os.statvfs(folder)
-    blocks = (status.f_blocks - status.f_bfree) * status.f_frsize
-    return max(blocks, (status.f_files - status.f_ffree) * _ENTRY_BYTES)
 
 
 def bytes_below(folder: Path, enough: int = MAX_FILES_BYTES) -> int:

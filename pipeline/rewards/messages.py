@@ -14,11 +14,9 @@ import json
 import math
 import os
 import re
-import secrets
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from precision.text import one_line, without
@@ -96,12 +94,7 @@ class Channel:
     @property
     def pending(self) -> bool:
         """Whether there is something to read: part of a message, or the end."""
-        return bool(self._received) or self._poll(select.POLLIN, 0.0)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the other side has ended; what it sent before may be unread."""
-        return self._poll(select.POLLRDHUP, 0.0)
+        return bool(self._received) or self.poll(select.POLLIN, 0.0)
 
     def close(self) -> None:
         """Close the socket."""
@@ -114,13 +107,14 @@ class Channel:
         meanwhile: Callable[[], None] | None = None,
         every_s: float = _LONGEST_POLL_S,
     ) -> None:
-        while not self._poll(event, max(0.0, min(every_s, give_up - time.monotonic()))):
+        while not self.poll(event, max(0.0, min(every_s, give_up - time.monotonic()))):
             if meanwhile is not None:
                 meanwhile()
             if time.monotonic() >= give_up:
                 raise ChannelTimeoutError
 
-    def _poll(self, event: int, wait_s: float) -> bool:
+    def poll(self, event: int, wait_s: float) -> bool:
+        """Return whether the event has come, such as select.POLLRDHUP: the other side has ended."""
         poll = select.poll()
         poll.register(self._descriptor, event)
         return bool(poll.poll(wait_s * 1000))
@@ -131,11 +125,12 @@ MAX_TEXTS_BYTES = 64 * 2**20
 MAX_JUDGMENT_BYTES = 4 * 2**20
 """Of one request's judgments."""
 _MAX_DETAIL, MAX_PARTS, MAX_NAME = 500, 64, 64
-_KEY_CHARACTERS = 32
+KEY_CHARACTERS = 32
+"""Of the name of one request, in hex, which nobody could know before."""
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _SHORTEST_SECRET = 8
 _GIVEN = ("prompt", "response", "answer", "metadata", "info")
-MAX_REQUEST_BYTES = MAX_TEXTS_BYTES + _KEY_CHARACTERS
+MAX_REQUEST_BYTES = MAX_TEXTS_BYTES + KEY_CHARACTERS
 READY = "ready"
 """The key of the first message, which says whether the reward function was imported."""
 START_DEADLINE_S = 120.0
@@ -188,30 +183,10 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def new_key() -> str:
-    """The name of one request, which nobody could know before."""
-    return secrets.token_hex(_KEY_CHARACTERS // 2)
-
-
-def encode_request(key: str, texts: Sequence[bytes]) -> bytes:
-    """The message that asks for the scores of samples."""
-    return key.encode() + b"[" + b",".join(texts) + b"]"
-
-
-def encode_texts(
-    prompt: str,
-    response: str,
-    answer: str,
-    metadata: Mapping[str, Any] = MappingProxyType({}),
-    info: Mapping[str, Any] = MappingProxyType({}),
-) -> bytes:
-    """What there is to judge of one sample; lone surrogates too. `metadata` and `info` are plain data."""
-    return json.dumps([prompt, response, answer, dict(metadata), dict(info)]).encode()
-
-
-def split_request(message: bytes) -> tuple[str, bytes]:
-    """Its key, and the texts as they came."""
-    return message[:_KEY_CHARACTERS].decode(), message[_KEY_CHARACTERS:]
+def encode_samples(samples: Iterable[tuple[str, str, str, Mapping[str, Any], Mapping[str, Any]]]) -> list[bytes]:
+    """Write what there is to judge of each sample: prompt, response, answer, metadata and info, the last two plain
+    data. Lone surrogates too."""
+    return [json.dumps([*texts, dict(metadata), dict(info)]).encode() for *texts, metadata, info in samples]
 
 
 def decode_texts(message: bytes) -> list[dict[str, Any]]:
@@ -240,22 +215,20 @@ def decode_judgment(key: str, message: bytes) -> Judgment:
         raise BadMessageError("no list of a key and judgments")
     if fields[0] != key:
         raise BadMessageError("it does not answer what was asked")
-    return together([_decoded(one) for one in fields[1:]])
-
-
-def _decoded(fields: Any) -> Judgment:
-    if not isinstance(fields, list) or len(fields) != 4:
-        raise BadMessageError("no list of four")
-    reward, parts, failed, detail = fields
-    if not _is_number(reward) or not isinstance(parts, dict) or len(parts) > MAX_PARTS:
-        raise BadMessageError("reward or parts are none")
-    if not all(len(name) <= MAX_NAME and _is_number(part) for name, part in parts.items()):
-        raise BadMessageError("a part is none")
-    if not (failed is None or failed in FAILURES) or not isinstance(detail, str):
-        raise BadMessageError("an unknown failure")
-    numbers = {name: float(part) for name, part in parts.items()}
-    said = detail[:_MAX_DETAIL] if failed is None else one_line(detail, _MAX_DETAIL)  # a path is given on as it is
-    return Judgment(float(reward), numbers, failed, said)
+    judgments = []
+    for one in fields[1:]:
+        if not isinstance(one, list) or len(one) != 4:
+            raise BadMessageError("no list of four")
+        reward, parts, failed, detail = one
+        if not _is_number(reward) or not isinstance(parts, dict) or len(parts) > MAX_PARTS:
+            raise BadMessageError("reward or parts are none")
+        if not all(len(name) <= MAX_NAME and _is_number(part) for name, part in parts.items()):
+            raise BadMessageError("a part is none")
+        if not (failed is None or failed in FAILURES) or not isinstance(detail, str):
+            raise BadMessageError("an unknown failure")
+        said = detail[:_MAX_DETAIL] if failed is None else one_line(detail, _MAX_DETAIL)  # a path is given on as it is
+        judgments.append(Judgment(float(reward), {name: float(part) for name, part in parts.items()}, failed, said))
+    return together(judgments)
 
 
 def _is_number(value: Any) -> bool:

@@ -33,8 +33,8 @@ from pipeline import spans
 from pipeline.background import beside_loop
 from pipeline.data.batch_values import verdict_fault
 from pipeline.errors import RecipeError, RewardError
-from pipeline.rewards.calling import STARTED_A_PROCESS, Wants
-from pipeline.rewards.messages import MAX_TEXTS_BYTES, Judgment, encode_texts, failure
+from pipeline.rewards.calling import STARTED_A_PROCESS
+from pipeline.rewards.messages import MAX_TEXTS_BYTES, Judgment, encode_samples, failure
 from pipeline.rewards.programs import TOLERANCE
 from pipeline.rewards.verifiers import MATH_TOLERANCE, TRUSTED
 from pipeline.rewards.worker_process import Sandbox, WorkerProcess
@@ -123,11 +123,8 @@ class Verifiers:
                 f"reward {reward!r} cannot be imported or called{where}: {problems[0]}; correct it, install its "
                 f"package, or set the task's reward to another package.module:function{page}"
             )
-
-    @property
-    def wants(self) -> Wants:
-        """What the function asks for."""
-        return self._workers[0].wants
+        self.wants = self._workers[0].wants
+        """How the function is called."""
 
     async def score(
         self, prompt: str, response: str, answer: str, metadata: Mapping[str, Any] = MappingProxyType({})
@@ -148,14 +145,15 @@ class Verifiers:
         verifier that fails costs its own sample alone, and a batched one its group. RewardError is raised when the
         watch, if there is one, has seen too many. A sample waits until a worker is free."""
         known: Sequence[Mapping[str, Any]] = [{}] * len(responses)
-        if self.wants.info:
+        if "info" in self.wants:
             told = info or [dict(prompt_tokens=1, response_tokens=1, finish="stop")] * len(responses)
-            group = {} if self.wants.batched else dict(group=list(responses))  # a request of a group holds it already
+            # The request of a group holds it already.
+            group = {} if "batched" in self.wants else dict(group=list(responses))
             known = [{**one, "index": index, **group} for index, one in enumerate(told)]
         samples = [(prompt, response, answer, metadata, one) for response, one in zip(responses, known, strict=True)]
         # With `info` each sample holds its whole group, where it is not judged together with it.
-        texts = await beside_loop(_encoded, samples) if self.wants.info else _encoded(samples)
-        if self.wants.batched:
+        texts = await beside_loop(encode_samples, samples) if "info" in self.wants else encode_samples(samples)
+        if "batched" in self.wants:
             judgments = await self._judged(texts)
         else:
             judgments = [one for (one,) in await asyncio.gather(*(self._judged([text]) for text in texts))]
@@ -226,19 +224,21 @@ class Verifiers:
         while asked or alone or not closed:
             try:
                 may_ask = len(asked) < (_POSTED_AHEAD if quick else 1)
-                if may_ask and alone:
-                    _post(worker, asked, [alone.popleft()])
-                    continue
-                if may_ask and not closed:
+                jobs = [alone.popleft()] if may_ask and alone else []
+                if may_ask and not jobs and not closed:
                     with suppress(Empty):
                         if not asked and self._jobs.empty():
                             busy.pause()
-                        jobs = self._next_jobs(block=not asked)
-                        closed = None in jobs
+                        waiting = self._next_jobs(worker, block=not asked)
+                        closed = None in waiting
                         # Only where somebody still waits; from now on nobody can give it up.
-                        awaited = [job for job in jobs if job and job.judgments.set_running_or_notify_cancel()]
-                        _post(worker, asked, awaited)
-                        continue
+                        jobs = [job for job in waiting if job and job.judgments.set_running_or_notify_cancel()]
+                        if not jobs:
+                            continue
+                if jobs:
+                    asked.append(jobs)
+                    worker.post(*(text for job in jobs for text in job.texts))
+                    continue
                 quick = _collect(worker, asked, alone, busy)
             except Exception as error:  # noqa: BLE001 - told by the judgments
                 _log.exception("a worker of verifier %s is given up", self._reward)
@@ -249,13 +249,13 @@ class Verifiers:
                     for job in asked.popleft():
                         job.judgments.set_result(broken.of_each(len(job.texts)))
 
-    def _next_jobs(self, *, block: bool) -> list[_Job | None]:
+    def _next_jobs(self, worker: WorkerProcess, *, block: bool) -> list[_Job | None]:
         """One that waits and, for an async function, as many more as it may have under way. None ends the worker.
         Raises Empty where none waits and `block` is False."""
         jobs = [self._jobs.get(block=block)]
         size = len(jobs[0].texts[0]) if jobs[0] is not None else 0
         with suppress(Empty):
-            while self.wants.concurrent and jobs[-1] is not None and len(jobs) < self._concurrency:
+            while "concurrent" in worker.wants and jobs[-1] is not None and len(jobs) < self._concurrency:
                 if size > _MOST_TOGETHER_BYTES:
                     break
                 jobs.append(self._jobs.get_nowait())
@@ -293,12 +293,6 @@ class _Job(NamedTuple):
     judgments: Future[list[Judgment]]
 
 
-def _post(worker: WorkerProcess, asked: deque[list[_Job]], jobs: list[_Job]) -> None:
-    if jobs:
-        asked.append(jobs)
-        worker.post(*(text for job in jobs for text in job.texts))
-
-
 def _collect(worker: WorkerProcess, asked: deque[list[_Job]], alone: deque[_Job], busy: _BusySpan) -> bool:
     """Give those who were asked for first their judgments. One of several under way may have ended the process of all:
     they are added to those that are asked for again, each alone. Returns whether it was quick."""
@@ -315,10 +309,6 @@ def _collect(worker: WorkerProcess, asked: deque[list[_Job]], alone: deque[_Job]
     for job in done:
         job.judgments.set_result([next(of_each) for _ in job.texts])
     return ended - began < _QUICK_S
-
-
-def _encoded(samples: Sequence[tuple[str, str, str, Mapping[str, Any], Mapping[str, Any]]]) -> list[bytes]:
-    return [encode_texts(*sample) for sample in samples]
 
 
 _WINDOW = 256

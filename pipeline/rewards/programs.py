@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, NoReturn
+from typing import Any
 
 from pipeline.rewards.children import Children, prepare_child
 from pipeline.rewards.messages import Judgment, decode_texts, failure
@@ -134,16 +134,17 @@ def parse_tests(answer: str) -> list[ProgramTest]:
         raise ValueError(f"answer {answer[:80]!r} is not JSON, expected a list of tests") from None
     if not isinstance(listed, list) or not listed:
         raise ValueError(f"answer {answer[:80]!r} is not a list of one test or more")
-    return [_test(entry) for entry in listed]
-
-
-def _test(entry: Any) -> ProgramTest:
-    match entry:
-        case {"input": str(given), "output": str(output)} if len(entry) == 2:
-            return ProgramTest(given=given, expected=output)
-        case {"call": str(call), "value": value} if len(entry) == 2:
-            return ProgramTest(given="", expected=value, call=call)
-    raise ValueError(f'test {str(entry)[:80]!r} is neither {{"input", "output"}} nor {{"call", "value"}}, all text')
+    tests = []
+    for entry in listed:
+        match entry:
+            case {"input": str(given), "output": str(output)} if len(entry) == 2:
+                tests.append(ProgramTest(given=given, expected=output))
+            case {"call": str(call), "value": value} if len(entry) == 2:
+                tests.append(ProgramTest(given="", expected=value, call=call))
+            case _:
+                both = '{"input", "output"} nor {"call", "value"}'
+                raise ValueError(f"test {str(entry)[:80]!r} is neither {both}, all text")
+    return tests
 
 
 def passes(test: ProgramTest, output: str, tolerance: float = TOLERANCE) -> bool:
@@ -241,8 +242,9 @@ class ProgramJudge:
         """What the program printed, and its exit status: 0 where it did not crash, None where it was cut for its time,
         its output or what it used."""
         self._children.empty_scratch()
-        self._write("program.py", program)
-        self._write("start.py", _STARTER if test.call is None else f"CALL = {test.call!r}\n{_CALLER}")
+        start = _STARTER if test.call is None else f"CALL = {test.call!r}\n{_CALLER}"
+        for name, text in (("program.py", program), ("start.py", start)):
+            (self._scratch / name).write_bytes(text.encode(errors="surrogatepass"))
         reading, writing = os.pipe()
         given = os.memfd_create("given")
         try:
@@ -250,18 +252,25 @@ class ProgramJudge:
             os.lseek(given, 0, os.SEEK_SET)
             pid = os.fork()
             if pid == 0:
-                _become_program(given, writing, self._scratch / "start.py", self._confinement)
+                try:
+                    os.dup2(given, 0)
+                    os.dup2(writing, 1)
+                    prepare_child([0, 1])
+                    os.chdir(self._scratch)
+                    if self._confinement is not None:
+                        self._confinement.enter()
+                    options = ("-I", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")
+                    os.execv(sys.executable, [sys.executable, *options, "start.py"])
+                finally:
+                    os._exit(1)
             os.close(writing)
-            self._children.began(pid)
+            self._children.pid = pid
             output = self._output(reading, give_up)
             return ("", None) if output is None else (output.decode(errors="replace"), self._status(pid, give_up))
         finally:
             self._children.kill()
             os.close(reading)
             os.close(given)
-
-    def _write(self, name: str, text: str) -> None:
-        (self._scratch / name).write_bytes(text.encode(errors="surrogatepass"))
 
     def _output(self, reading: int, give_up: float) -> bytes | None:
         output, waiting = bytearray(), select.poll()
@@ -293,16 +302,3 @@ class ProgramJudge:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, WATCH_EVERY_S)
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
-def _become_program(given: int, writing: int, script: Path, confinement: Confinement | None) -> NoReturn:
-    try:
-        os.dup2(given, 0)
-        os.dup2(writing, 1)
-        prepare_child([0, 1])
-        os.chdir(script.parent)
-        if confinement is not None:
-            confinement.enter()
-        os.execv(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", script.name])
-    finally:
-        os._exit(1)

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -27,9 +28,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.child_process import die_with_parent
-from pipeline.rewards.calling import Wants, describe_error, judge, resolve
+from pipeline.rewards.calling import KINDS, Wants, describe_error, judge, resolve, wants_of
 from pipeline.rewards.children import Children, RunIsGoneError, prepare_child
 from pipeline.rewards.messages import (
+    KEY_CHARACTERS,
     MAX_JUDGMENT_BYTES,
     MAX_REQUEST_BYTES,
     READY,
@@ -43,8 +45,6 @@ from pipeline.rewards.messages import (
     decode_texts,
     encode_judgment,
     failure,
-    new_key,
-    split_request,
 )
 from pipeline.rewards.programs import ProgramJudge
 from pipeline.rewards.sandbox.confine import WATCH_EVERY_S, Confinement, OverLimitError, hide_from_others
@@ -73,13 +73,32 @@ def main() -> None:
             os.chdir(scratch)
     children = Children(verdicts, settings["memory_mib"] * 2**20, scratch, namespace=rung == "bubblewrap")
     try:
-        judge = _judge_of(settings, children)
+        confinement = None
+        if rung is not None:
+            assert scratch is not None
+            confinement = Confinement(
+                rung=rung,
+                memory_bytes=settings["memory_mib"] * 2**20,
+                scratch=scratch,
+                pieces=tuple((Path(path), whole) for path, whole in settings["pieces"]),
+                landlock_abi=settings["landlock_abi"],
+            )
+        judge: BuiltInJudge | FunctionJudge | ProgramJudge
+        if settings["built_in"]:
+            judge = BuiltInJudge(settings)
+        elif settings["reward"] == PYTHON_TESTS:
+            assert scratch is not None
+            limits = dict(deadline_s=settings["deadline_s"], tolerance=settings["program_tolerance"])
+            judge = ProgramJudge(children, scratch, confinement, **limits)
+        else:
+            judge = FunctionJudge(settings, children, confinement)
         problem = judge.start()
-        wants = judge.wants.numbers() if isinstance(judge, FunctionJudge) else {}
+        wants = dict.fromkeys(judge.wants, 1.0) if isinstance(judge, FunctionJudge) else {}
         ready = Judgment(0.0, wants, None, str(scratch or ""))
         verdicts.send(encode_judgment(READY, problem or ready), START_DEADLINE_S)
         while problem is None:
-            key, texts = split_request(verdicts.receive(MAX_REQUEST_BYTES, math.inf))
+            request = verdicts.receive(MAX_REQUEST_BYTES, math.inf)
+            key, texts = request[:KEY_CHARACTERS].decode(), request[KEY_CHARACTERS:]
             verdicts.send(encode_judgment(key, judged(judge, texts)), START_DEADLINE_S)
     except (RunIsGoneError, ChannelClosedError):
         pass
@@ -96,26 +115,6 @@ def judged(judge: BuiltInJudge | FunctionJudge | ProgramJudge, texts: bytes) -> 
         raise
     except Exception as error:  # noqa: BLE001 - see above
         return failure("raised", f"{type(error).__name__}: {error}")
-
-
-def _judge_of(settings: dict[str, Any], children: Children) -> BuiltInJudge | FunctionJudge | ProgramJudge:
-    if settings["built_in"]:
-        return BuiltInJudge(settings)
-    confinement = None
-    if settings["rung"] is not None:
-        assert children.scratch is not None
-        confinement = Confinement(
-            rung=settings["rung"],
-            memory_bytes=settings["memory_mib"] * 2**20,
-            scratch=children.scratch,
-            pieces=tuple((Path(path), whole) for path, whole in settings["pieces"]),
-            landlock_abi=settings["landlock_abi"],
-        )
-    if settings["reward"] == PYTHON_TESTS:
-        assert children.scratch is not None
-        deadline_s, tolerance = settings["deadline_s"], settings["program_tolerance"]
-        return ProgramJudge(children, children.scratch, confinement, deadline_s=deadline_s, tolerance=tolerance)
-    return FunctionJudge(settings, children, confinement)
 
 
 class BuiltInJudge:
@@ -161,7 +160,7 @@ class FunctionJudge:
     """One reward function. A process that breaks a rule is killed, and the next sample gets a fresh one."""
 
     def __init__(self, settings: Mapping[str, Any], children: Children, confinement: Confinement | None) -> None:
-        self.wants = Wants()
+        self.wants: Wants = frozenset()
         self._settings, self._confinement = settings, confinement
         self._children = children
         self._deadline_s: float = settings["deadline_s"]
@@ -178,12 +177,12 @@ class FunctionJudge:
             _become_runner(theirs.detach(), self._settings, self._confinement)
         theirs.close()
         self._channel = Channel(mine.detach())
-        self._children.began(pid)
+        self._children.pid = pid
         judgment = self._reply(READY, START_DEADLINE_S)
         if judgment.failed is not None:
             self._end()
             return judgment
-        self.wants = Wants.from_numbers(judgment.parts)
+        self.wants = KINDS & judgment.parts.keys()
         self._used = False
         self._children.left_any()  # what the import started may stay
         return None
@@ -203,9 +202,9 @@ class FunctionJudge:
         if self._channel is None and (problem := self.start()) is not None:
             return failure("crashed", f"it could not be started again: {problem.detail}")
         assert self._channel is not None
-        key, self._used = new_key(), True
+        key, self._used = secrets.token_hex(KEY_CHARACTERS // 2), True
         # The process itself ends calls of an async function, each by itself.
-        deadline_s = self._deadline_s + (_LATER_S if self.wants.concurrent else 0.0)
+        deadline_s = self._deadline_s + (_LATER_S if "concurrent" in self.wants else 0.0)
         judgment = self._reply(key, deadline_s, key.encode() + texts)
         if self._channel is not None and self._children.left_any():
             self._end()
@@ -248,28 +247,23 @@ def _become_runner(descriptor: int, settings: Mapping[str, Any], confinement: Co
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         os.chdir(settings["folder"])
-        _answer_requests(Channel(descriptor), settings, confinement)
+        channel = Channel(descriptor)
+        try:
+            if confinement is not None:
+                confinement.enter()
+            sys.path[:] = settings["path"]
+            ready = Judgment(0.0, dict.fromkeys(wants_of(resolve(settings["reward"])), 1.0))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is told
+            ready = failure("raised", describe_error(error))
+        channel.send(encode_judgment(READY, ready), math.inf)
+        while ready.failed is None:
+            request = channel.receive(MAX_REQUEST_BYTES, math.inf)
+            samples = decode_texts(request[KEY_CHARACTERS:])
+            limits = dict(deadline_s=settings["deadline_s"], retries=settings["retries"])
+            judgment = judge(settings["reward"], samples, **limits)
+            channel.send(encode_judgment(request[:KEY_CHARACTERS].decode(), judgment), math.inf)
+        status = 0
+    except ChannelClosedError:
         status = 0
     finally:
         os._exit(status)
-
-
-def _answer_requests(channel: Channel, settings: Mapping[str, Any], confinement: Confinement | None) -> None:
-    reward = settings["reward"]
-    try:
-        if confinement is not None:
-            confinement.enter()
-        sys.path[:] = settings["path"]
-        wants = Wants.of(resolve(reward))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer
-        channel.send(encode_judgment(READY, failure("raised", describe_error(error))), math.inf)
-        return
-    channel.send(encode_judgment(READY, Judgment(0.0, wants.numbers())), math.inf)
-    while True:
-        try:
-            key, texts = split_request(channel.receive(MAX_REQUEST_BYTES, math.inf))
-        except ChannelClosedError:
-            return
-        samples = decode_texts(texts)
-        judgment = judge(reward, samples, deadline_s=settings["deadline_s"], retries=settings["retries"])
-        channel.send(encode_judgment(key, judgment), math.inf)

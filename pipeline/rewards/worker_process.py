@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.child_process import kill_and_wait
-from pipeline.rewards.calling import Wants
+from pipeline.rewards.calling import KINDS, Wants
 from pipeline.rewards.children import remove
 from pipeline.rewards.messages import (
+    KEY_CHARACTERS,
     MAX_JUDGMENT_BYTES,
     READY,
     START_DEADLINE_S,
@@ -26,9 +28,7 @@ from pipeline.rewards.messages import (
     ChannelTimeoutError,
     Judgment,
     decode_judgment,
-    encode_request,
     failure,
-    new_key,
 )
 from pipeline.rewards.programs import TOLERANCE
 from pipeline.rewards.sandbox.confine import Rung
@@ -61,7 +61,7 @@ class Sandbox:
     runs: Path | None = None
 
     def view(self, reward: str) -> View:
-        """What this reward can read."""
+        """Return what this reward can read."""
         return view_of(reward, self.hidden, own=reward != PYTHON_TESTS, runs=self.runs)
 
 
@@ -79,7 +79,7 @@ class WorkerProcess:
         math_tolerance: float = MATH_TOLERANCE,
     ) -> None:
         self.alive = False
-        self.wants = Wants()
+        self.wants: Wants = frozenset()
         """How the function is called; known once it is started."""
         self._ended = False
         self._pipe: socket.socket | None = None
@@ -159,13 +159,13 @@ class WorkerProcess:
             self.kill()
             return judgment.detail
         self._scratch = Path(judgment.detail) if judgment.detail else None
-        self.wants = Wants.from_numbers(judgment.parts)
+        self.wants = KINDS & judgment.parts.keys()
         return None
 
     def post(self, *texts: bytes) -> None:
         """Ask for the verdict on a sample, or on several at once, which `collect` brings. More may be posted ahead."""
-        key = new_key()
-        self._posted.append((key, encode_request(key, texts)))
+        key = secrets.token_hex(KEY_CHARACTERS // 2)
+        self._posted.append((key, key.encode() + b"[" + b",".join(texts) + b"]"))
         self._send_posted()
 
     def collect(self) -> Judgment:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipeline.rewards.messages import encode_texts
+from pipeline.rewards.messages import encode_samples
 from pipeline.rewards.sandbox.confine import Rung, landlock_version
-from pipeline.rewards.sandbox.view import MOST_MOUNTS, PROGRAM, too_many_mounts
+from pipeline.rewards.sandbox.view import MOST_MOUNTS, PROGRAM, Bubblewrap
 from pipeline.rewards.worker_process import Sandbox, WorkerProcess
 
 RUNGS: tuple[Rung, ...] = ("bubblewrap", "landlock")
@@ -83,29 +83,25 @@ def what_is_wrong_with(rung: Rung, needs: Needs = NOTHING) -> str | None:
     if rung == "bubblewrap":
         most = MOST_MOUNTS if needs.began == rung else MOST_MOUNTS_AT_FIRST
         for reward in needs.rewards:
-            if (problem := too_many_mounts(needs.on(rung).view(reward), most)) is not None:
-                return problem
+            try:
+                Bubblewrap(needs.on(rung).view(reward), most)
+            except OSError as error:
+                return error.strerror
     with tempfile.TemporaryDirectory(prefix="evenkeel-probe-") as folder:
         hidden = Path(folder).resolve() / "hidden"
         hidden.write_text("not to be read", encoding="utf-8")
         sandbox = replace(needs, hidden=(*needs.hidden, hidden.parent)).on(rung)
         with subprocess.Popen([sys.executable, "-ISc", "input()"], stdin=subprocess.PIPE) as target:
+            worker = WorkerProcess(PROBE, _PROBE_DEADLINE_S, _PROBE_MEMORY_MIB, sandbox)
             try:
-                return _attempt(sandbox, hidden, target.pid)
+                if (problem := worker.start()) is not None:
+                    return f"it cannot be started here: {problem}"
+                worker.post(*encode_samples([(os.fspath(hidden), str(target.pid), "", {}, {})]))
+                judgment = worker.collect()
             finally:
+                worker.end()
+                worker.release()
                 target.kill()
-
-
-def _attempt(sandbox: Sandbox, hidden: Path, process: int) -> str | None:
-    worker = WorkerProcess(PROBE, _PROBE_DEADLINE_S, _PROBE_MEMORY_MIB, sandbox)
-    try:
-        if (problem := worker.start()) is not None:
-            return f"it cannot be started here: {problem}"
-        worker.post(encode_texts(os.fspath(hidden), str(process), ""))
-        judgment = worker.collect()
-    finally:
-        worker.end()
-        worker.release()
     if judgment.failed is not None:
         return f"its probe failed ({judgment.failed}): {judgment.detail}"
     escaped = [name for name, succeeded in judgment.parts.items() if succeeded]
@@ -125,14 +121,11 @@ def escapes(prompt: str, response: str, answer: str) -> tuple[float, dict[str, f
         "signals another process": lambda: os.kill(process, signal.SIGCONT),
         "writes to the system": lambda: Path("/usr/evenkeel-probe").touch(),
     }
-    parts = {name: float(_succeeds(attempt)) for name, attempt in attempts.items()}
+    parts = dict.fromkeys(attempts, 1.0)
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except OSError:
+            parts[name] = 0.0
     parts["sees the API key"] = float("EVENKEEL_API_KEY" in os.environ)
     return sum(parts.values()), parts
-
-
-def _succeeds(attempt: Callable[[], object]) -> bool:
-    try:
-        attempt()
-    except OSError:
-        return False
-    return True

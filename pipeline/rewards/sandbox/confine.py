@@ -83,24 +83,20 @@ class Confinement:
             hard = resource.getrlimit(kind)[1]
             least = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (least, least))
-        _give_up_privileges()
+        # Drop every capability, root's too, and the ways to get one back.
+        libc = ctypes.CDLL(None, use_errno=True)
+        _require(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+        libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+        for capability in range(64):  # without the right to drop one there is none to drop
+            libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+        header, none = struct.pack("Ii", _CAPABILITIES_3, 0), struct.pack("6I", *[0] * 6)
+        _require(libc.capset(header, none), "capset")
         if self.rung == "landlock":
             rules = [(path, _READ if whole else _READ_DIR) for path, whole in self.pieces]
             rules += [(path, _READ) for path in _ABOUT_ITSELF]
             rules += [(path, _READ_FILE | _WRITE_FILE) for path in _DEVICES]
             _restrict([*rules, (self.scratch, _WRITE)], self.landlock_abi)
         refuse_system_calls(os.getpid() if self.rung == "landlock" else None)
-
-
-def _give_up_privileges() -> None:
-    """Drop every capability, root's too, and the ways to get one back. Raises OSError where the kernel refuses."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    _require(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    for capability in range(64):  # without the right to drop one there is none to drop
-        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
-    header, none = struct.pack("Ii", _CAPABILITIES_3, 0), struct.pack("6I", *[0] * 6)
-    _require(libc.capset(header, none), "capset")
 
 
 def hide_from_others(*, hidden: bool) -> None:

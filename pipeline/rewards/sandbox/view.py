@@ -15,7 +15,7 @@ import shutil
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,9 @@ class View:
         yield root, False
         for entry in entries(root):
             real = entry.resolve()
-            if not dots and _is_dotted(entry, real, root):
+            inside = real.relative_to(root).parts if real.is_relative_to(root) else ()
+            # One that begins with a dot, or a link to what lies below one that does, or to the whole folder.
+            if not dots and (root.is_relative_to(real) or any(name.startswith(".") for name in (entry.name, *inside))):
                 continue
             if not any(hidden.is_relative_to(real) for hidden in self.hidden):
                 if not any(real.is_relative_to(hidden) for hidden in self.hidden):
@@ -117,15 +119,10 @@ def _without_home(prefix: Path) -> Iterator[Path]:
 
 def _is_wide(folder: Path) -> bool:
     """Whether keys and other things of the user's lie below it that have nothing to do with Python."""
-    real = folder.resolve()
-    return real in _TOO_WIDE or any(home.is_relative_to(real) for home in _homes())
-
-
-def _homes() -> Iterator[Path]:
-    """As the environment says, and as the system does."""
-    yield Path(os.path.expanduser("~")).resolve()
+    real, homes = folder.resolve(), [Path(os.path.expanduser("~")).resolve()]
     with suppress(KeyError):  # a container may run as a user whom nobody has named
-        yield Path(pwd.getpwuid(os.getuid()).pw_dir).resolve()
+        homes.append(Path(pwd.getpwuid(os.getuid()).pw_dir).resolve())
+    return real in _TOO_WIDE or any(home.is_relative_to(real) for home in homes)
 
 
 def _packages() -> Iterator[str]:
@@ -137,17 +134,9 @@ def _packages() -> Iterator[str]:
 
 
 def _own(reward: str) -> Iterator[Path]:
-    """The folder that the command was given in, those on the path, and the one that holds the reward's package (an
-    editable install may be on no path)."""
-    candidates = [os.getcwd(), *sys.path, *_package_folders(reward)]
-    for candidate in candidates:
-        path = Path(candidate or os.getcwd()).resolve()
-        if path.exists() and path not in _TOO_WIDE:
-            yield path
-
-
-def _package_folders(reward: str) -> Sequence[str]:
-    """Where the reward's top package lies; it is looked for, not imported."""
+    """The folder that the command was given in, those on the path, and the one that holds the reward's top package (an
+    editable install may be on no path), which is looked for, not imported."""
+    candidates = [os.getcwd(), *sys.path]
     top = reward.partition(":")[0].partition(".")[0]
     for finder in sys.meta_path:
         try:
@@ -155,16 +144,14 @@ def _package_folders(reward: str) -> Sequence[str]:
         except Exception:  # noqa: BLE001 - a finder of somebody else's; the import in the sandbox says what is wrong
             continue
         if spec is not None:
-            files = [spec.origin] if spec.origin and os.path.isabs(spec.origin) else []
-            return [*(spec.submodule_search_locations or []), *(os.path.dirname(file) for file in files)]
-    return []
-
-
-def _is_dotted(entry: Path, real: Path, root: Path) -> bool:
-    """Whether an entry of a user's folder begins with a dot, or is a link to what lies below one that does, or to the
-    whole folder."""
-    inside = real.relative_to(root).parts if real.is_relative_to(root) else ()
-    return root.is_relative_to(real) or any(name.startswith(".") for name in (entry.name, *inside))
+            candidates += spec.submodule_search_locations or []
+            if spec.origin and os.path.isabs(spec.origin):
+                candidates.append(os.path.dirname(spec.origin))
+            break
+    for candidate in candidates:
+        path = Path(candidate or os.getcwd()).resolve()
+        if path.exists() and path not in _TOO_WIDE:
+            yield path
 
 
 def entries(folder: Path) -> list[Path]:
@@ -186,44 +173,30 @@ class Bubblewrap:
     """Shows of a view what is there when this is made, to every process that is started under it: what comes later
     beside it is not shown, so it cannot take more mounts than at first."""
 
-    def __init__(self, view: View) -> None:
-        """Raises OSError where the view takes more than MOST_MOUNTS."""
+    def __init__(self, view: View, most: int = MOST_MOUNTS) -> None:
+        """Raises OSError where the view takes more than `most` mounts."""
         mounts = _mounts(view)
-        if (problem := _too_many(mounts, MOST_MOUNTS)) is not None:
-            raise OSError(errno.E2BIG, problem)
+        if len(mounts) > most:
+            ((fullest, count),) = Counter(path.parent for path in mounts).most_common(1)
+            raise OSError(
+                errno.E2BIG,
+                f"{fullest} holds {count} files and folders, and bubblewrap can show at most {most} one by one; "
+                "move them into a folder there, or give the command in another one",
+            )
         self._view, self._paths = view, frozenset(mounts)
 
     def command(self, command: Sequence[str]) -> list[str]:
         """`command` in the sandbox, as process 1 there: the others cannot signal it, and die with it."""
         # Looked at anew: a file may have become a link since, perhaps to what is hidden.
         mounts = {path: option for path, option in _mounts(self._view).items() if path in self._paths}
-        return _command(command, mounts)
-
-
-def too_many_mounts(view: View, most: int) -> str | None:
-    """Why it takes more than `most` mounts to show the view; None where it does not."""
-    return _too_many(_mounts(view), most)
-
-
-def _too_many(mounts: Mapping[Path, _Option], most: int) -> str | None:
-    if len(mounts) <= most:
-        return None
-    ((fullest, count),) = Counter(path.parent for path in mounts).most_common(1)
-    return (
-        f"{fullest} holds {count} files and folders, and bubblewrap can show at most {most} one by one; "
-        "move them into a folder there, or give the command in another one"
-    )
-
-
-def _command(command: Sequence[str], mounts: Mapping[Path, _Option]) -> list[str]:
-    arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
-    arguments += ["--size", str(MAX_FILES_BYTES), "--tmpfs", "/tmp"]
-    for path in sorted(mounts, key=lambda path: (len(path.parts), path)):  # what is deeper lies on top
-        arguments += [*mounts[path], str(path)]
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(MAX_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
-    for path in (*(path for path, option in mounts.items() if option == _FOLDER), Path("/dev"), Path("/")):
-        arguments += ["--remount-ro", str(path)]
-    return [shutil.which(PROGRAM) or PROGRAM, *arguments, "--chdir", "/", "--", *command]
+        arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+        arguments += ["--size", str(MAX_FILES_BYTES), "--tmpfs", "/tmp"]
+        for path in sorted(mounts, key=lambda path: (len(path.parts), path)):  # what is deeper lies on top
+            arguments += [*mounts[path], str(path)]
+        arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(MAX_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
+        for path in (*(path for path, option in mounts.items() if option == _FOLDER), Path("/dev"), Path("/")):
+            arguments += ["--remount-ro", str(path)]
+        return [shutil.which(PROGRAM) or PROGRAM, *arguments, "--chdir", "/", "--", *command]
 
 
 def _mounts(view: View) -> dict[Path, _Option]:

@@ -20,7 +20,7 @@ import pytest
 import requests
 
 from pipeline.rewards import calling, messages
-from pipeline.rewards.calling import Wants, as_judgment, call
+from pipeline.rewards.calling import as_judgment, call, wants_of
 from pipeline.rewards.messages import Judgment, decode_judgment, encode_judgment, failure, together, without_secrets
 from pipeline.rewards.pool import FailureWatch, Verdict, Verifiers
 from pipeline.rewards.sandbox.confine import landlock_version
@@ -72,11 +72,10 @@ def test_a_part_that_says_that_the_verifier_failed_is_not_a_function_s_to_give()
 
 
 def test_what_a_function_wants_is_read_from_its_names() -> None:
-    assert Wants.of(reward_examples.by_position) == Wants()
-    assert Wants.of(reward_examples.asynchronous) == Wants(concurrent=True)
-    assert Wants.of(reward_examples.batched) == Wants(batched=True)
-    for wants in (Wants.of(reward_examples.of_info), Wants.of(reward_examples.with_all_the_rest)):
-        assert wants == Wants(info=True) == Wants.from_numbers(wants.numbers())
+    assert wants_of(reward_examples.by_position) == set()
+    assert wants_of(reward_examples.asynchronous) == {"concurrent"}
+    assert wants_of(reward_examples.batched) == {"batched"}
+    assert wants_of(reward_examples.of_info) == wants_of(reward_examples.with_all_the_rest) == {"info"}
 
 
 GIVEN = dict(prompt="P", response="R", answer="A", metadata={}, info={})
@@ -95,7 +94,7 @@ GIVEN = dict(prompt="P", response="R", answer="A", metadata={}, info={})
     ],
 )
 def test_a_function_gets_what_it_names(function: Callable[..., Any], got: Any) -> None:
-    Wants.of(function)
+    wants_of(function)
     assert call(function, **GIVEN) == got
 
 
@@ -117,7 +116,7 @@ def test_a_function_gets_what_it_names(function: Callable[..., Any], got: Any) -
 )
 def test_a_function_that_would_get_wrong_texts_is_refused(function: Callable[..., Any], why: str) -> None:
     with pytest.raises(TypeError, match=why):
-        Wants.of(function)
+        wants_of(function)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
@@ -134,10 +133,10 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 )
 def test_a_reward_of_verl_gets_what_verl_calls_it(metadata: dict[str, Any], source: str, extra: Any) -> None:
     """By position it would get the prompt as its data_source."""
-    assert Wants.of(compute_score) == Wants(verl=True) == Wants.from_numbers(Wants(verl=True).numbers())
+    assert wants_of(compute_score) == {"verl"}
     got = call(compute_score, **GIVEN | dict(response="7", answer="7", metadata=metadata))
     assert got == dict(score=1.0, source=source, extra=extra)
-    assert as_judgment(dict(score=1.0, acc=True, pred="7"), Wants.of(compute_score).keys) == Judgment(1.0, {"acc": 1.0})
+    assert as_judgment(dict(score=1.0, acc=True, pred="7"), verl=True) == Judgment(1.0, {"acc": 1.0})
 
 
 def test_a_reward_of_verl_is_judged_in_its_process() -> None:
