@@ -17,7 +17,7 @@ from pipeline.errors import RecipeError
 from pipeline.rewards import verifiers
 from pipeline.rollout.batch_builder import GIVEN as GROUP_GIVEN
 from pipeline.tasks.data import GIVEN, Data
-from pipeline.tasks.task import Task
+from pipeline.tasks.task import ASKED_OF_A_TASK
 from precision.corrections import Correction
 from precision.objectives.base import Objective
 from precision.settings import Settings, name_of
@@ -123,9 +123,8 @@ def _kind_of(thing: Any) -> Kind | None:
         for kind, base, _ in _CHOICES:
             if issubclass(thing, base):
                 return kind
-        asked = (name for name in vars(Task) if not name.startswith("_"))
         held = {*dir(thing), *(name for base in thing.__mro__ for name in vars(base).get("__annotations__", ()))}
-        return "task" if held.issuperset(asked) else None
+        return "task" if held.issuperset(ASKED_OF_A_TASK) else None
     if not inspect.isfunction(thing):
         return None
     names = {*inspect.signature(thing).parameters}

@@ -10,7 +10,7 @@ from pipeline.errors import RecipeError
 from pipeline.tasks.data import Data, check_digest
 from pipeline.tasks.digits import SortDigits, SpellDigits
 from pipeline.tasks.mixture import Mixture, PromptOrder, Source
-from pipeline.tasks.task import Problem, Task
+from pipeline.tasks.task import ASKED_OF_A_TASK, Problem, Task
 from precision.text import one_line
 
 __all__ = ["Problem", "PromptOrder", "Task", "build_task"]
@@ -33,13 +33,12 @@ def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, s
 
 
 def _own_task(section: OwnTask, seed: int) -> Task:
-    """An instance of the class. Raises RecipeError for one that cannot be imported or made, and for one that lacks
+    """Make an instance of the class. Raises RecipeError for one that cannot be imported or made, and for one that lacks
     something."""
-    asked_of_a_task = [name for name in vars(Task) if not name.startswith("_")]
     module, _, name = section.class_.partition(":")
     try:
         made: Any = getattr(import_module(module), name)(seed=seed, **section.options)
-        missing = [asked for asked in asked_of_a_task if not hasattr(made, asked)]
+        missing = [asked for asked in ASKED_OF_A_TASK if not hasattr(made, asked)]
     except Exception as error:
         raise RecipeError(
             f"task.class {section.class_} cannot be made ({type(error).__name__}: {one_line(error, 200)}); it is "

@@ -19,7 +19,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.importing import own_function, truth_of
 from pipeline.tasks.rows import Row, data_files, read_rows, refusing_unreadable
-from pipeline.tasks.task import HELD_OUT_ONE_IN, Problem, check_index, is_held_out, normalized
+from pipeline.tasks.task import HELD_OUT_ONE_IN, Problem, Task, check_index, is_held_out, normalized
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.text import listed, one_line, quoted
 
@@ -39,7 +39,7 @@ _BUILT_IN = ("math_verify", "python_tests", "exact_match")
 """Rewards with a short name; all are in pipeline.rewards.verifiers."""
 
 
-class Data:
+class Data(Task):
     """Problems of a file, all in memory. Held out are those of `held_out_path`, else 1 in 16 by prompt text.
 
     Raises RecipeError, with file and row, for anything that is not a problem, and for a training prompt that the
@@ -52,31 +52,44 @@ class Data:
         self.reward = f"pipeline.rewards.verifiers:{section.reward}" if section.reward in _BUILT_IN else section.reward
         self.chat_template = section.chat_template
         assert section.path is not None, "of a task with sources each is asked for by itself"
-        problems, left_out = filtered(section.path, section)
-        self.notes = (*left_out, *_repeated(section.path, problems))
+        problems, notes = filtered(section.path, section)
+        times = Counter(problem.text for problem in problems)
+        if again := len(problems) - len(times):  # they stay: who repeats a prompt may mean it
+            answers = Counter(text for text, _ in {(problem.text, problem.answer) for problem in problems})
+            unsure = sum(count > 1 for count in answers.values())
+            and_so = f"; {unsure} prompts come with different answers" if unsure else ""
+            text, most = times.most_common(1)[0]
+            notes.append(
+                f"{section.path}: {again} of {len(problems)} rows repeat the prompt of another{and_so}; {quoted(text)} "
+                f"comes {most} times in an epoch"
+            )
         if section.held_out_path is None:
+            # Groups of a run are places in the training problems, so that these keep a prompt of two spellings.
             self._training = [p for p in problems if not is_held_out(p.text)]
-            self._held_out, told = _not_trained(self._training, [p for p in problems if is_held_out(p.text)])
-            self.notes += told
+            trained = {normalized(problem.text) for problem in self._training}
+            apart = [p for p in problems if is_held_out(p.text)]
+            self._held_out = [p for p in apart if normalized(p.text) not in trained]
+            if out := len(apart) - len(self._held_out):
+                said = "held-out prompts differ from one to train on in case or white space alone, and are left out"
+                notes.append(f"{out} of {len(apart)} {said}")
         else:
-            held_out, left_out = filtered(section.held_out_path, section)
-            self.notes += left_out
-            self._training, self._held_out = problems, held_out
-            _refuse_overlap(section.path, problems, section.held_out_path, held_out)
+            self._training = problems
+            self._held_out, left_out = filtered(section.held_out_path, section)
+            notes += left_out
+            kept_apart = {normalized(problem.text) for problem in self._held_out}
+            if shared := [problem.text for problem in problems if normalized(problem.text) in kept_apart]:
+                raise RecipeError(
+                    f"{section.path} and {section.held_out_path} share {len(shared)} prompts, the first "
+                    f"{quoted(shared[0])}; evaluation would measure memory: remove them from one of the two"
+                )
+        self.notes = tuple(notes)
+        self.num_prompts, self.num_held_out = len(self._training), len(self._held_out)
         if not self._training or not self._held_out:
             raise RecipeError(
                 f"{section.path}: {len(problems)} problems leave {len(self._training)} to train on and "
                 f"{len(self._held_out)} held out (1 in {HELD_OUT_ONE_IN} by prompt text), expected some of both; "
                 "set task.held_out_path"
             )
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._training)
-
-    @property
-    def num_held_out(self) -> int:
-        return len(self._held_out)
 
     def problem(self, index: int) -> Problem:
         check_index(index, self.num_prompts, "problem")
@@ -85,45 +98,6 @@ class Data:
     def held_out(self, index: int) -> Problem:
         check_index(index, self.num_held_out, "held-out problem")
         return self._held_out[index]
-
-    def demonstration(self, index: int) -> None:
-        """There is none: the model can already answer."""
-
-
-def _repeated(path: Path, problems: Sequence[Problem]) -> tuple[str, ...]:
-    """What to say about prompts that come more than once. They stay: who repeats a prompt may mean it."""
-    times = Counter(problem.text for problem in problems)
-    again = len(problems) - len(times)
-    if not again:
-        return ()
-    answers = Counter(text for text, _ in {(problem.text, problem.answer) for problem in problems})
-    unsure = sum(count > 1 for count in answers.values())
-    and_so = f"; {unsure} prompts come with different answers" if unsure else ""
-    text, most = times.most_common(1)[0]
-    return (
-        f"{path}: {again} of {len(problems)} rows repeat the prompt of another{and_so}; {quoted(text)} comes {most} "
-        "times in an epoch",
-    )
-
-
-def _not_trained(training: Sequence[Problem], held_out: list[Problem]) -> tuple[list[Problem], tuple[str, ...]]:
-    """The held-out problems that training has in no other spelling, and what to say of the others. Training keeps its
-    own: groups of a run are their places."""
-    trained = {normalized(problem.text) for problem in training}
-    kept = [problem for problem in held_out if normalized(problem.text) not in trained]
-    out = len(held_out) - len(kept)
-    said = "held-out prompts differ from one to train on in case or white space alone, and are left out"
-    return kept, (f"{out} of {len(held_out)} {said}",) if out else ()
-
-
-def _refuse_overlap(path: Path, training: Sequence[Problem], held_out_path: Path, held_out: Sequence[Problem]) -> None:
-    kept_apart = {normalized(problem.text) for problem in held_out}
-    shared = [problem.text for problem in training if normalized(problem.text) in kept_apart]
-    if shared:
-        raise RecipeError(
-            f"{path} and {held_out_path} share {len(shared)} prompts, the first {quoted(shared[0])}; evaluation would "
-            "measure memory: remove them from one of the two"
-        )
 
 
 _MISSING = object()
@@ -153,33 +127,23 @@ def problem_of(row: Row, section: DataTask, keeps: Callable[..., bool] | None = 
 
 
 def _prompt(row: Row, name: str, section: DataTask) -> tuple[str | None, tuple[dict[str, Any], ...]]:
-    """Its text, None where it is null, and the conversation, where it is one."""
-    found, system = _found(row, name), _system_prompt(row, section)
-    if isinstance(found, list):
-        messages = _conversation(row, name, found, section, system)
-        return "\n\n".join(str(one["content"]) for one in messages if one["role"] != "system"), messages
-    if not isinstance(found, str | None):
-        raise _unfit(row, section, "prompt", name, found, "text or messages")
-    return found, (*system, dict(role="user", content=found)) if system else ()
+    """Read its text, None where it is null, and the conversation, where it is one or has a system prompt: the row's
+    own, else the task's.
 
-
-def _system_prompt(row: Row, section: DataTask) -> tuple[dict[str, Any], ...]:
-    """The row's own, else the task's, else none, as messages. A row without the column is refused, since it may be
-    misspelt; null and empty text are none of the row's own."""
-    name, text = section.columns.system_prompt, None
-    if name is not None:
-        text = _found(row, name)
+    Raises RecipeError for what is no prompt, for a conversation in which the model has no turn, and for a row without
+    the column of system prompts, since that may be misspelt; null and empty text there are none of the row's own.
+    """
+    found, column, text = _found(row, name), section.columns.system_prompt, None
+    if column is not None:
+        text = _found(row, column)
         if not isinstance(text, str | None):
-            raise _unfit(row, section, "system_prompt", name, text, "text, or null for the task's system_prompt")
+            raise _unfit(row, section, "system_prompt", column, text, "text, or null for the task's system_prompt")
     text = text or section.system_prompt
-    return () if text is None else (dict(role="system", content=text),)
-
-
-def _conversation(
-    row: Row, name: str, found: list[Any], section: DataTask, system: tuple[dict[str, Any], ...]
-) -> tuple[dict[str, Any], ...]:
-    """The messages of a row, after the system prompt where they have none. Raises RecipeError for what is none, and for
-    a conversation in which the model has no turn."""
+    system = () if text is None else (dict(role="system", content=text),)
+    if not isinstance(found, list):
+        if not isinstance(found, str | None):
+            raise _unfit(row, section, "prompt", name, found, "text or messages")
+        return found, (*system, dict(role="user", content=found)) if system else ()
     for one in found:
         if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
             raise _unfit(row, section, "prompt", name, found, 'text or messages {"role": …, "content": text}')
@@ -191,7 +155,9 @@ def _conversation(
     if not messages or messages[-1]["role"] in ("assistant", "system"):
         last = f"ends with the {messages[-1]['role']}'s message" if messages else "holds no messages"
         raise RecipeError(f"{row.where}: {name} {last}, so that there is nothing to answer; end it with the user's")
-    return messages if messages[0]["role"] == "system" else (*system, *messages)
+    if messages[0]["role"] != "system":
+        messages = (*system, *messages)
+    return "\n\n".join(str(one["content"]) for one in messages if one["role"] != "system"), messages
 
 
 def plain(value: Any) -> Any:
@@ -269,19 +235,13 @@ GIVEN = ("prompt", "answer", "metadata")
 """What a filter may name."""
 
 
-def filtered(path: Path, section: DataTask) -> tuple[list[Problem], tuple[str, ...]]:
+def filtered(path: Path, section: DataTask) -> tuple[list[Problem], list[str]]:
     """The problems of a file, and how many rows were left out, for people. Raises RecipeError, with file and row, for
     what is no problem, and for a filter that cannot be imported, fails, or says neither true nor false."""
     asked = _asked(path, section)
     problems = [problem for problem in asked if problem is not None]
     out = len(asked) - len(problems)
-    notes = (f"{path}: {out} of {len(asked)} rows are left out by {section.filter}",) if out else ()
-    return problems, notes
-
-
-def kept_rows(path: Path, section: DataTask) -> bytes:
-    """One byte a row of a file: 1 where it is kept. Raises as `filtered` does."""
-    return bytes(problem is not None for problem in _asked(path, section))
+    return problems, [f"{path}: {out} of {len(asked)} rows are left out by {section.filter}"] if out else []
 
 
 def _asked(path: Path, section: DataTask) -> list[Problem | None]:
@@ -320,7 +280,9 @@ def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
         return recipe
     if os.path.lexists(run.path / "recipe.yaml") and run.num_settled():
         frozen = run.recipe().task
-        return _with(recipe, frozen if isinstance(frozen, DataTask) else DataTask.model_construct(name="data"))
+        names = [name for name in ("sha256", "template_sha256") if getattr(recipe.task, name) is None]
+        known = {name: getattr(frozen, name) for name in names} if isinstance(frozen, DataTask) else {}
+        return recipe.model_copy(update=dict(task=recipe.task.model_copy(update=known)))
     return with_digest_of_now(recipe)
 
 
@@ -330,15 +292,11 @@ def with_digest_of_now(recipe: Recipe) -> Recipe:
     if not isinstance(task, DataTask):
         return recipe
     template = Tokenizer.load(recipe.model.path).template_sha256 if task.chat_template else None
-    sha256 = digest(task) if task.sha256 is None else task.sha256
-    return _with(recipe, task.model_copy(update=dict(sha256=sha256, template_sha256=template)))
-
-
-def _with(recipe: Recipe, other: DataTask) -> Recipe:
-    """With the digests of `other` where the recipe names none."""
-    names = ("sha256", "template_sha256")
-    missing = {name: getattr(other, name) for name in names if getattr(recipe.task, name) is None}
-    return recipe.model_copy(update=dict(task=recipe.task.model_copy(update=missing)))
+    found = dict(
+        sha256=digest(task) if task.sha256 is None else task.sha256,
+        template_sha256=template if task.template_sha256 is None else task.template_sha256,
+    )
+    return recipe.model_copy(update=dict(task=task.model_copy(update=found)))
 
 
 def check_template(section: object, tokenizer: Tokenizer) -> None:
@@ -367,7 +325,8 @@ def digest(section: DataTask) -> str:
     """Of all data of the section, training before held out, and of which rows its filters keep. Raises RecipeError for
     what cannot be read, and as pipeline.tasks.data does."""
     data = digest_of_data(*data_paths(section))
-    kept = [kept_rows(path, part) for part in _parts(section) if part.filter for path in data_paths(part)]
+    filtering = [(path, part) for part in _parts(section) if part.filter for path in data_paths(part)]
+    kept = [bytes(problem is not None for problem in _asked(*each)) for each in filtering]
     return data if not kept else hashlib.sha256(b"\n".join([data.encode(), *kept])).hexdigest()
 
 

@@ -71,8 +71,8 @@ class SpellDigits(GeneratedTask):
         """Each digit moved by ±1 with probability `demonstration_noise`; then each 3, 6 and 8 misspelt with probability
         `misspelt_share`."""
         digits = [move_digit(int(digit), self._section.demonstration_noise, rng) for digit in answer[::2]]
-        return "".join(digit + self._letter(digit, rng) for digit in digits)
-
-    def _letter(self, digit: str, rng: random.Random) -> str:
-        slips = rng.random() < self._section.misspelt_share
-        return LETTERS[int(digit) + (slips and digit in MISSPELT)]
+        slips = [rng.random() < self._section.misspelt_share for _ in digits]
+        letters = [
+            LETTERS[int(digit) + (slip and digit in MISSPELT)] for digit, slip in zip(digits, slips, strict=True)
+        ]
+        return "".join(digit + letter for digit, letter in zip(digits, letters, strict=True))

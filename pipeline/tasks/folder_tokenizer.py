@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,9 +108,7 @@ class _Reading:
         if model_type == "qwen2" or (class_name is None and model_type in _QWEN_MODELS):
             self.class_name = _QWEN  # whatever the folder says
 
-    @property
-    def is_qwen(self) -> bool:
-        return self.class_name == _QWEN
+        self.is_qwen = self.class_name == _QWEN
 
     def named(self) -> dict[str, str]:
         """Text of each special token that has a name. The last file that names it is right."""
@@ -122,9 +120,7 @@ class _Reading:
         for key in _OTHERWISE:
             if self.config.get(key):
                 return f"tokenizer_config.json sets {key}"
-        if (why := self._of_the_class()) is not None:
-            return why
-        return self._of_other_tokens()
+        return self._of_the_class() or self._of_other_tokens()
 
     def _of_the_class(self) -> str | None:
         model_type = self.model.get("model_type")
@@ -154,7 +150,15 @@ class _Reading:
             if here is None or any(given.get(name) != value for name, value in _flags(here).items()):
                 return f"{file} (added_tokens_decoder) gives token {quoted(token_id)} otherwise than tokenizer.json"
         for source, data in ((file, self.config), ("special_tokens_map.json", self.map)):
-            for token in _tokens_named(data):
+            tokens = [
+                value
+                for key, value in data.items()
+                if key.endswith("_token") and value is not None and not isinstance(value, bool)
+            ]
+            for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
+                listed = data.get(key) or ()
+                tokens += listed.values() if isinstance(listed, dict) else listed
+            for token in tokens:
                 if (text := content_of(token)) is None or not self._is_special(text, token):
                     return f"{source} names {quoted(text or token)}, which is no such special token in tokenizer.json"
         if self.is_qwen and (other := set(self.named().values()) - set(self.by_text)):
@@ -172,11 +176,9 @@ class _Reading:
             return False
         if isinstance(token, dict) and token.get("__type") != "AddedToken" and not self.legacy:
             return False
-        usual = _flags(AddedToken(text, special=True, normalized=False))
-        return self.legacy or _flags(here) == usual or self._lists(text)
-
-    def _lists(self, text: str) -> bool:
-        listed = self.config.get("added_tokens_decoder")
+        if self.legacy or _flags(here) == _flags(AddedToken(text, special=True, normalized=False)):
+            return True
+        listed = self.config["added_tokens_decoder"]
         return isinstance(listed, dict) and any(content_of(token) == text for token in listed.values())
 
 
@@ -184,15 +186,6 @@ def content_of(token: Any) -> str | None:
     """HF writes a special token as text or as {"content": text, …}."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
-
-
-def _tokens_named(data: Mapping[str, Any]) -> Iterable[Any]:
-    """Every token that a file names, in whichever of the ways that there are."""
-    for key, value in data.items():
-        if key.endswith("_token") and value is not None and not isinstance(value, bool):
-            yield value
-        elif key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens") and value:
-            yield from value.values() if isinstance(value, dict) else value
 
 
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")

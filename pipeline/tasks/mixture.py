@@ -40,15 +40,12 @@ class PromptOrder:
         self._seed = seed
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
-    def epoch(self, group: int) -> int:
-        """How often every problem was asked before this group's epoch."""
-        return group // self._num_prompts
-
     def problem(self, group: int) -> int:
         """The problem that `group` ≥ 0 asks, 0 ≤ index < num_prompts."""
         if group < 0:
             raise ValueError(f"group is {group}, expected 0 or more")
-        return int(self._permutation(self.epoch(group))[group % self._num_prompts])
+        epoch, place = divmod(group, self._num_prompts)
+        return int(self._permutation(epoch)[place])
 
     def _permute(self, epoch: int) -> NDArray[np.int64]:
         key = hashlib.sha256(f"prompt order/{self._seed}/{epoch}".encode()).digest()
@@ -109,7 +106,7 @@ class Source:
     task: Task
 
 
-class Mixture:
+class Mixture(Task):
     """The problems of all sources, one source after the other. Held-out problems take turns by weight.
 
     Raises RecipeError for a training prompt that another source holds out.
@@ -125,15 +122,20 @@ class Mixture:
         self._first = [0, *accumulate(source.task.num_prompts for source in sources)]
         weights = [source.weight for source in sources]
         self._held_out = spread([source.task.num_held_out for source in sources], weights)
-        _refuse_overlap(self.sources)
-
-    @property
-    def num_prompts(self) -> int:
-        return self._first[-1]
-
-    @property
-    def num_held_out(self) -> int:
-        return len(self._held_out)
+        self.num_prompts, self.num_held_out = self._first[-1], len(self._held_out)
+        self.problems = {one.name: range(*ends) for one, ends in zip(sources, pairwise(self._first), strict=True)}
+        """Source → its training problems."""
+        # Within a source nothing is shared; by the hash of the prompt alone, nothing would be between two.
+        held_out = {normalized(s.task.held_out(index).text): s for s in sources for index in range(s.task.num_held_out)}
+        for source in sources:
+            for index in range(source.task.num_prompts):
+                text = source.task.problem(index).text
+                other = held_out.get(normalized(text), source)
+                if other is not source:
+                    raise RecipeError(
+                        f"source {source.name} trains on {quoted(text)}, which {other.name} holds out; evaluation "
+                        "would measure memory: remove it from one of the two"
+                    )
 
     def problem(self, index: int) -> Problem:
         check_index(index, self.num_prompts, "problem")
@@ -166,11 +168,6 @@ class Mixture:
     def demonstration(self, index: int) -> tuple[str, str] | None:
         return self.sources[index % len(self.sources)].task.demonstration(index // len(self.sources))
 
-    @property
-    def problems(self) -> Mapping[str, range]:
-        """Source → its training problems."""
-        return {one.name: range(*ends) for one, ends in zip(self.sources, pairwise(self._first), strict=True)}
-
 
 def parts_of(task: Task) -> Sequence[Task]:
     """The tasks of a mixture, or the task itself; each has one reward."""
@@ -185,21 +182,7 @@ def order_of(task: Task, seed: int) -> PromptOrder | MixedOrder:
     return MixedOrder(sizes, [source.weight for source in task.sources], seed)
 
 
-def _refuse_overlap(sources: Sequence[Source]) -> None:
-    """Within a source nothing is shared; by the hash of the prompt alone, nothing would be between two."""
-    held_out = {normalized(s.task.held_out(index).text): s for s in sources for index in range(s.task.num_held_out)}
-    for source in sources:
-        for index in range(source.task.num_prompts):
-            text = source.task.problem(index).text
-            other = held_out.get(normalized(text), source)
-            if other is not source:
-                raise RecipeError(
-                    f"source {source.name} trains on {quoted(text)}, which {other.name} holds out; evaluation "
-                    "would measure memory: remove it from one of the two"
-                )
-
-
-class FittingTask:
+class FittingTask(Task):
     """The problems of `task` whose prompts have `most` tokens or fewer, in the same order. The others are counted.
 
     All of them are tokenized here, once, so that one with a character that the tokenizer lacks is refused before a run
@@ -229,6 +212,7 @@ class FittingTask:
 
         self._training = fit(task.num_prompts, task.problem)
         self._held_out = fit(task.num_held_out, task.held_out)
+        self.num_prompts, self.num_held_out = len(self._training), len(self._held_out)
         left_out = (
             f"{too_long} of {task.num_prompts + task.num_held_out} prompts have more than {most} tokens "
             f"(rollout.context_tokens - rollout.max_new_tokens) and are left out; the longest, {quoted(text)}, has "
@@ -240,14 +224,6 @@ class FittingTask:
             raise RecipeError(
                 f"{left_out}, and none is left {side}; raise rollout.context_tokens, or lower rollout.max_new_tokens"
             )
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._training)
-
-    @property
-    def num_held_out(self) -> int:
-        return len(self._held_out)
 
     def problem(self, index: int) -> Problem:
         check_index(index, self.num_prompts, "problem")

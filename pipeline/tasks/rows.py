@@ -26,12 +26,9 @@ _LOOKED_AT = 4096
 _CSV_HEADER = re.compile(rb'[\w. "-]+(,[\w. "-]+)+\r?(\n|\Z)')
 _COMPRESSED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "unzstd", b"PK\x03\x04": "unzip"}
 _SHARD = re.compile(r"-\d+-of-\d+$")
-_READ = (
-    *("boolean", "integer", "floating", "decimal", "temporal", "null", "string", "large_string", "string_view"),
-    *("struct", "list", "large_list", "fixed_size_list", "map"),
-)
-"""Kinds of columns, as pyarrow.types names them. Not bytes, and not views of lists and runs, which may hold one text
-many times."""
+"""train-00000-of-00003.parquet is of the split train."""
+_BYTES = re.compile(r"\bbinary\b(?!:)")
+"""In the name of a type of pyarrow: it is, or holds, bytes."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +54,17 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _rows_of_file(path: Path) -> Iterator[Row]:
-    """What a file is, its first bytes say, not its name."""
+    """Read a file of the kind that its first bytes say, not its name. Raises RecipeError for text that people have in
+    place of JSON Lines, with the line that makes these of it."""
     with path.open("rb") as file:
-        first = file.read(len(_ARROW_MAGIC))
-    if first.startswith(_PARQUET_MAGIC) or first.startswith(_ARROW_MAGIC) or path.suffix == ".arrow":
+        first = file.read(_LOOKED_AT)
+    if first.startswith((_PARQUET_MAGIC, _ARROW_MAGIC)) or path.suffix == ".arrow":
         return arrow_rows(path)
+    named, rows = one_line(path, 200), f"{one_line(path.stem, 100)}-rows.jsonl"
     for magic, remedy in _COMPRESSED.items():
         if first.startswith(magic):
-            raise RecipeError(f"{one_line(path, 200)} is compressed; {remedy} it")
-    _refuse_other_text(path)
-    return json_rows(path)
-
-
-def _refuse_other_text(path: Path) -> None:
-    """Raises RecipeError for text that people have in place of JSON Lines, with the line that makes these of it."""
-    with path.open("rb") as file:
-        first = file.read(_LOOKED_AT).removeprefix(codecs.BOM_UTF8).lstrip()
-    named, rows = one_line(path, 200), f"{one_line(path.stem, 100)}-rows.jsonl"
+            raise RecipeError(f"{named} is compressed; {remedy} it")
+    first = first.removeprefix(codecs.BOM_UTF8).lstrip()
     if first.startswith(b"["):
         raise RecipeError(
             f"{named} is a JSON array, expected one object a line; `jq -c '.[]' {named} > {rows}` makes it"
@@ -83,6 +74,7 @@ def _refuse_other_text(path: Path) -> None:
         raise RecipeError(
             f'{named} is CSV, expected one JSON object a line; `python -c "{code}" < {named} > {rows}` makes it'
         )
+    return json_rows(path)
 
 
 def json_rows(path: Path) -> Iterator[Row]:
@@ -177,21 +169,9 @@ def _with_floats(kind: Any, floats: Any) -> Any:
 
 
 def _readable(schema: Any, unread: dict[str, str]) -> list[str]:
-    """Columns that are read; the kinds of the others are added to `unread`."""
-    unread |= {column.name: str(column.type) for column in schema if not _is_read(column.type)}
+    """Columns that are read; the kinds of the others, which hold bytes, are added to `unread`."""
+    unread |= {column.name: str(column.type) for column in schema if _BYTES.search(str(column.type))}
     return [column.name for column in schema if column.name not in unread]
-
-
-def _is_read(kind: Any) -> bool:
-    from pyarrow import BaseExtensionType, types
-
-    if isinstance(kind, BaseExtensionType):
-        return _is_read(kind.storage_type)
-    if types.is_dictionary(kind):
-        return _is_read(kind.value_type)
-    if not any(getattr(types, f"is_{name}")(kind) for name in _READ):
-        return False
-    return all(_is_read(kind.field(index).type) for index in range(kind.num_fields))
 
 
 @contextmanager
@@ -211,19 +191,30 @@ def data_files(path: Path) -> list[Path]:
     Parquet files of that split. Raises RecipeError for a folder of several splits or of something else, and OSError."""
     if not path.is_dir():
         if not path.is_file():
-            if files := [file for file in sorted(path.parent.glob("*.parquet")) if _split(file) == path.name]:
+            if files := [
+                file for file in sorted(path.parent.glob("*.parquet")) if _SHARD.sub("", file.stem) == path.name
+            ]:
                 return files
             path.stat()
             raise RecipeError(f"{one_line(path, 200)} is not a file; set task.path to a file, or a folder of datasets")
         return [path]
-    if (path / "state.json").is_file():
-        return _saved(path)
+    if (path / "state.json").is_file():  # names the Arrow files
+        entries = _object(path / "state.json").get("_data_files")
+        saved: list[Path] = []
+        for entry in entries if isinstance(entries, list) else []:
+            name = entry.get("filename") if isinstance(entry, dict) else entry
+            if not isinstance(name, str) or Path(name).name != name:
+                raise RecipeError(f"{path}/state.json names {quoted(name)}, expected a file beside it; save it again")
+            saved.append(path / name)
+        if not saved:
+            raise RecipeError(f"{path}/state.json names no data files; save the dataset again by save_to_disk")
+        return saved
     if (path / "dataset_dict.json").is_file():
         splits = _object(path / "dataset_dict.json").get("splits")
         names = [str(name) for name in splits] if isinstance(splits, list) else []
         raise _several(path, names)
     files = sorted(path.glob("*.parquet"))
-    splits = sorted({_split(file) for file in files})
+    splits = sorted({_SHARD.sub("", file.stem) for file in files})
     if len(splits) > 1 and not all(split.isdigit() for split in splits):
         raise _several(path, splits)
     if not files:
@@ -232,25 +223,6 @@ def data_files(path: Path) -> list[Path]:
             "*.parquet; set task.path to the data"
         )
     return files
-
-
-def _saved(path: Path) -> list[Path]:
-    """The Arrow files that `state.json` names."""
-    entries = _object(path / "state.json").get("_data_files")
-    names = [one.get("filename") for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
-    files: list[Path] = []
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise RecipeError(f"{path}/state.json names {quoted(name)}, expected a file beside it; save it again")
-        files.append(path / name)
-    if not files:
-        raise RecipeError(f"{path}/state.json names no data files; save the dataset again by save_to_disk")
-    return files
-
-
-def _split(file: Path) -> str:
-    """`train` of train-00000-of-00003.parquet."""
-    return _SHARD.sub("", file.stem)
 
 
 def _several(path: Path, names: list[str]) -> RecipeError:

@@ -43,47 +43,34 @@ class Problem:
 class Task(Protocol):
     """Where prompts come from and what scores the responses."""
 
-    @property
-    def num_prompts(self) -> int:
-        """Training problems of one epoch."""
-        ...
-
-    @property
-    def num_held_out(self) -> int:
-        """Held-out problems that `held_out` knows."""
-        ...
-
-    @property
-    def reward(self) -> str:
-        """`package.module:function` of the verifier; see `pipeline.rewards.verifiers`. Empty in a mixture."""
-        ...
-
-    @property
-    def characters(self) -> str | None:
-        """Every character of prompts and answers, for a character tokenizer; None when the task is open text."""
-        ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Sentences about the data that its user should see before a run begins."""
-        ...
-
-    @property
-    def chat_template(self) -> bool:
-        """Whether prompts are wrapped as a user turn of the tokenizer's chat template."""
-        ...
+    num_prompts: int
+    """Training problems of one epoch."""
+    num_held_out: int
+    """Held-out problems that `held_out` knows."""
+    reward: str
+    """`package.module:function` of the verifier; see `pipeline.rewards.verifiers`. Empty in a mixture."""
+    characters: str | None
+    """Every character of prompts and answers, for a character tokenizer; None when the task is open text."""
+    notes: Sequence[str]
+    """Sentences about the data that its user should see before a run begins."""
+    chat_template: bool
+    """Whether prompts are wrapped as a user turn of the tokenizer's chat template."""
 
     def problem(self, index: int) -> Problem:
-        """Training problem `index`, 0 ≤ index < num_prompts; the same for the same index, always."""
-        ...
+        """Return training problem `index`, 0 ≤ index < num_prompts; the same for the same index, always."""
+        raise NotImplementedError
 
     def held_out(self, index: int) -> Problem:
-        """Held-out problem `index`, 0 ≤ index < num_held_out."""
-        ...
+        """Return held-out problem `index`, 0 ≤ index < num_held_out."""
+        raise NotImplementedError
 
-    def demonstration(self, index: int) -> tuple[str, str] | None:
-        """(prompt, target) number `index` ≥ 0 for `evenkeel sft`; None when the task has no demonstrations."""
-        ...
+    def demonstration(self, index: int) -> tuple[str, str] | None:  # noqa: ARG002
+        """Return (prompt, target) number `index` ≥ 0 for `evenkeel sft`; None when the task has no demonstrations."""
+        return None
+
+
+ASKED_OF_A_TASK = (*Task.__annotations__, *(name for name in vars(Task) if not name.startswith("_")))
+"""What a class of the user's own must have."""
 
 
 def is_held_out(text: str) -> bool:
@@ -102,22 +89,21 @@ def check_index(index: int, count: int, what: str) -> None:
         raise IndexError(f"{what} {index} does not exist, expected 0 to {count - 1}")
 
 
-class GeneratedTask(ABC):
-    """A task whose problems are made from (seed, index). A subclass says how to draw one problem.
+class GeneratedTask(Task, ABC):
+    """A task whose problems are made from (seed, index). A subclass says how to draw one problem, and has `characters`
+    and `reward`.
 
     Only `random.Random.random()` is called, the one method whose sequence Python promises to keep for a seed, so a run
     resumed under a later Python meets the same problems.
     """
 
-    characters: str
-    reward: str
     chat_template = False
     notes: Sequence[str] = ()
 
     def __init__(self, *, name: str, seed: int, num_prompts: int) -> None:
         self._name = name
         self._seed = seed
-        self._num_prompts = num_prompts
+        self.num_prompts = self.num_held_out = num_prompts
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Problem:
@@ -126,14 +112,6 @@ class GeneratedTask(ABC):
     def distort(self, answer: str, rng: random.Random) -> str:  # noqa: ARG002
         """The target of a demonstration for `answer`; a subclass may add mistakes, to leave room for RL."""
         return answer
-
-    @property
-    def num_prompts(self) -> int:
-        return self._num_prompts
-
-    @property
-    def num_held_out(self) -> int:
-        return self._num_prompts
 
     def problem(self, index: int) -> Problem:
         check_index(index, self.num_prompts, "problem")

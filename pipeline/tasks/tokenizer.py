@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -73,6 +72,7 @@ class Tokenizer:
         self.folder = folder
         self.template_arguments: Mapping[str, Any] = {}
         self.template_date: date | None = None
+        self._compiled: jinja2.Template | None = None
         model = read_object(folder / "config.json")
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         """One more than the highest token id."""
@@ -145,6 +145,8 @@ class Tokenizer:
         """
         given = {**self._named, **self.template_arguments}  # special tokens without a name are undefined: no text
         try:
+            if self._compiled is None:
+                self._compiled = compiled(self.template, self.template_date)
             return self._compiled.render(
                 messages=list(messages), add_generation_prompt=to_answer, tools=None, documents=None, **given
             )
@@ -164,10 +166,6 @@ class Tokenizer:
     def template_sha256(self) -> str:
         """Digest of the chat template's text. Raises ModelError when the folder has none."""
         return hashlib.sha256(self.template.encode()).hexdigest()
-
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        return compiled(self.template, self.template_date)
 
     @property
     def template(self) -> str:

@@ -65,11 +65,10 @@ def test_texts_of_every_kind_are_read(tmp_path: Path) -> None:
         assert [row.values for row in read_rows(path)] == pa.table(written).to_pylist()
 
 
-def test_columns_that_may_hold_one_text_many_times_are_not_read_and_named(tmp_path: Path) -> None:
-    """A few bytes each, all of which may name one long text."""
-    seen = pa.array([["b"]], pa.list_view(pa.string()))
-    [row] = read_rows(arrow(tmp_path / "d.arrow", prompt=pa.array(["a"]), seen=seen, picture=pa.array([b"x"])))
-    assert (row.values, list(row.unread)) == (dict(prompt="a"), ["seen", "picture"])
-    section = DataTask(name="data", path=tmp_path / "d.arrow", columns=dict(answer="seen"))
-    with pytest.raises(RecipeError, match=r"seen is nothing.*keys found: prompt; not read: seen \(.*\), picture"):
+def test_columns_that_hold_bytes_are_not_read_and_named(tmp_path: Path) -> None:
+    image = pa.array([dict(bytes=b"x", path="p")])
+    [row] = read_rows(arrow(tmp_path / "d.arrow", prompt=pa.array(["a"]), image=image, picture=pa.array([b"x"])))
+    assert (row.values, list(row.unread)) == (dict(prompt="a"), ["image", "picture"])
+    section = DataTask(name="data", path=tmp_path / "d.arrow", columns=dict(answer="picture"))
+    with pytest.raises(RecipeError, match=r"picture is nothing.*keys found: prompt; not read: image \(.*\), picture"):
         problem_of(row, section)
