@@ -45,7 +45,16 @@ def sections(weights: Sequence[int], parts: int) -> list[list[int]]:
     number = max(n for n in range(1, parts + 1) if parts % n == 0 and n <= max(1, wanted))
     shared = parts // number
     found = []
-    for start, end in _cuts(weights, number):
+    # Stretches, the heaviest as light as can be; the last ones may be empty.
+    least, most = max(heaviest, -(-sum(weights) // number)), sum(weights)
+    while least < most:
+        tried = (least + most) // 2
+        if len(_filled(weights, tried)) <= number:
+            most = tried
+        else:
+            least = tried + 1
+    cuts = _filled(weights, least)
+    for start, end in cuts + [(len(weights), len(weights))] * (number - len(cuts)):
         found += [[start + item for item in part] for part in balanced(weights[start:end], shared)]
     return found
 
@@ -88,19 +97,6 @@ def _differenced(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 def _heaviest_first(weights: Sequence[int]) -> list[int]:
     return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # of equal ones the first first
-
-
-def _cuts(weights: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Stretches (start, end), the heaviest as light as can be; the last ones may be empty."""
-    least, most = max(max(weights, default=0), -(-sum(weights) // number)), sum(weights)
-    while least < most:
-        tried = (least + most) // 2
-        if len(_filled(weights, tried)) <= number:
-            most = tried
-        else:
-            least = tried + 1
-    cuts = _filled(weights, least)
-    return cuts + [(len(weights), len(weights))] * (number - len(cuts))
 
 
 def _filled(weights: Sequence[int], most: int) -> list[tuple[int, int]]:

@@ -11,7 +11,6 @@ import re
 import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -148,12 +147,6 @@ def _count_values(data: object, counted: dict[int, float]) -> float:
         parts = data.values() if isinstance(data, dict) else data
         counted[id(data)] = 1 + sum(_count_values(part, counted) for part in parts)
     return counted[id(data)]
-
-
-def read_yaml(path: Path) -> Any:
-    """Return the data of a YAML file. Raises OSError, and YamlError."""
-    with path.open("rb") as file:
-        return parse_yaml(file.read(MOST_BYTES + 1))
 
 
 def parse_yaml(text: bytes | str) -> Any:

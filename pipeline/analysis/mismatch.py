@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,6 @@ from precision.mismatch.attribution import (
     TokenScores,
     attribute,
     by_bucket,
-    split_by_layer,
     suspects,
     term_statistics,
 )
@@ -104,8 +104,10 @@ class Measured:
         layers: list[dict[str, Any]] = []
         if self.layer_steps and scores.then is not None:
             steps = [scores.then, *map(_tensor, self.layer_steps.values())]
-            by_layer = zip(self.layer_steps, split_by_layer(steps), strict=True)
-            layers = [dict(layer=layer, **asdict(term_statistics(t, steps[0] - steps[-1]))) for layer, t in by_layer]
+            # With none, the first, the first two, … all of the layers quantized: a layer's term is what it adds to those
+            # below it, and the terms add up to the whole of the quantization term.
+            for layer, (before, after) in zip(self.layer_steps, pairwise(steps), strict=True):
+                layers.append(dict(layer=layer, **asdict(term_statistics(before - after, steps[0] - steps[-1]))))
         # Mean |term| in each bucket of precision.mismatch.statistics, up to the last that has tokens.
         buckets = {}
         for name, values in (("position", self.position.astype(np.float64)), ("entropy", self.entropy)):

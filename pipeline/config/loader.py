@@ -28,7 +28,7 @@ from pipeline.config.meant_keys import all_meant_by, named
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import FUNCTION
 from pipeline.errors import RecipeError
-from precision.text import YamlError, did_you_mean, listed, one_line, parse_yaml, quoted, read_yaml
+from precision.text import YamlError, did_you_mean, listed, one_line, parse_yaml, quoted
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 """Recipes that come with the program, in an installed wheel as in the repository."""
@@ -148,7 +148,7 @@ def differing_keys(ours: Recipe, theirs: Recipe) -> list[str]:
 def _read(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
     """Return the data of a file over that of the file it extends, and these files."""
     try:
-        data = read_yaml(path)
+        data = parse_yaml(path.read_bytes())
     except OSError as error:
         by = f" (extended by {extended_by[-1]}; no shipped recipe has that name either)" if extended_by else ""
         names = sorted(recipe.stem for recipe in SHIPPED.glob("*.yaml"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.recipe import Recipe
-from precision.text import LONGEST_WORD, quoted, read_yaml
+from precision.text import LONGEST_WORD, parse_yaml, quoted
 
 _UNKNOWN = "`evenkeel recipe --schema` lists the known ones"
 _EVERYWHERE = frozenset(("class", "name", "path"))
@@ -20,7 +20,7 @@ _EVERYWHERE = frozenset(("class", "name", "path"))
 @cache
 def other_words() -> tuple[dict[str, str], dict[str, str]]:
     """Return what other trainers call it → where it is here, and words of theirs → why there is nothing here."""
-    table = read_yaml(Path(__file__).with_name("other_words.yaml"))
+    table = parse_yaml(Path(__file__).with_name("other_words.yaml").read_bytes())
     here, not_here = (
         {word: meaning for meaning, words in table[part].items() for word in words.split()}
         for part in ("here", "not_here")

@@ -27,6 +27,7 @@ each swing.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -142,7 +143,14 @@ def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
         return Outcome(state=seen)
     if seen.acted is not None and evidence.step - seen.acted < settings.cooldown_steps:
         return Outcome(state=seen)
-    seen = _forget_settled(settings, seen, evidence.step)
+    # Failures are forgotten: of what was given back long enough ago and is not missed, of engines that are well.
+    latest = seen.window[-1].engines
+    well = [i for i, one in latest.items() if one.loss <= settings.allowed_loss and i in seen.suspects]
+    if any(evidence.step >= seen.suspects[index].retry_at for index in well):
+        kept = {i: one for i, one in seen.suspects.items() if i not in well or evidence.step < one.retry_at}
+        seen = seen.model_copy(update=dict(suspects=kept))
+    if over := [key for key, trial in seen.trials.items() if evidence.step > trial.until]:
+        seen = _forget(seen, over, over)
     loss = median(observation.loss for observation in seen.window)
     if loss > settings.allowed_loss:
         return _climb(settings, ladder, seen, evidence, loss)
@@ -158,25 +166,18 @@ def _observed(settings: ControllerSettings, ladder: Ladder, state: State, eviden
     """The state with this batch in its window, when the batch shows the configuration that is in force."""
     step = evidence.step
     if evidence.in_transition:
-        quiet = max(state.quiet_until, step + 1 + _batches_under_way(ladder, state))
+        quiet = max(state.quiet_until, step + 2 + ladder.in_force(state).lag)
         return state.model_copy(update=dict(window=(), quiet_until=quiet))
     if step < state.quiet_until:
         return state.model_copy(update=dict(window=()))
-    observation = Observation(loss=_loss_but_for_suspects(settings, state, evidence), engines=evidence.engines)
+    # A bad engine that was started again, and is bad still, must not move the others until it is its turn again.
+    waiting = {index for index, suspect in state.suspects.items() if step < suspect.retry_at}
+    bad = [one for index, one in evidence.engines.items() if index in waiting and one.loss > settings.allowed_loss]
+    loss = min([evidence.loss, *(engine.loss_of_others for engine in bad)])
+    observation = Observation(loss=loss, engines=evidence.engines)
     window = (*state.window, observation)[-ladder.whole_stages(WINDOW) :]
     measured = {what: step for what in MEASUREMENTS if evidence.unmeasurable or getattr(evidence, what) is not None}
     return state.model_copy(update=dict(window=window, measured={**state.measured, **measured}))
-
-
-def _loss_but_for_suspects(settings: ControllerSettings, state: State, evidence: Evidence) -> float:
-    """A bad engine that was started again, and is bad still, must not move the others until it is its turn again."""
-    waiting = [
-        engine
-        for index, engine in evidence.engines.items()
-        if index in state.suspects and evidence.step < state.suspects[index].retry_at
-    ]
-    bad = [engine for engine in waiting if engine.loss > settings.allowed_loss]
-    return min([evidence.loss, *(engine.loss_of_others for engine in bad)])
 
 
 def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int, what: Measurement) -> bool:
@@ -184,16 +185,24 @@ def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int, w
     return what not in state.measured or step - state.measured[what] >= settings.cooldown_steps
 
 
-def _batches_under_way(ladder: Ladder, state: State) -> int:
-    """Batches that may have begun under the configuration before."""
-    return 1 + ladder.in_force(state).lag
-
-
 def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, loss: float) -> Outcome:
-    if (engine := _one_bad_engine(settings, state)) is not None:
+    # The engine without which the floor would hold, where that is so in most batches of the window.
+    alone_bad = Counter[int]()
+    for observation in state.window:
+        bad = [
+            index
+            for index, engine in observation.engines.items()
+            if engine.loss > settings.allowed_loss >= engine.loss_of_others
+        ]
+        alone_bad.update(bad if len(bad) == 1 else [])
+    often = [index for index, times in alone_bad.items() if 2 * times > len(state.window)]
+    if often:
         if not ladder.engines_may_restart:
             return Outcome(state=state.model_copy(update=dict(cannot_help=True)))
-        return _restart(settings, ladder, state, evidence, engine, loss)
+        return _restart(settings, ladder, state, evidence, often[0], loss)
+    # As far above the allowed loss as the comfortable one is below: from there on, what a rung does can be told from
+    # the noise of batches.
+    clear_loss = (1.0 + settings.headroom) * settings.allowed_loss
     can_lower = state.staleness + 1 < len(ladder.staleness) and evidence.age > 0
     if (climb := state.climb) is not None and climb.reached is not None:
         # Before and after together: a loss that rises by itself hides what a rung does.
@@ -201,14 +210,19 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
         state = _note_climb(state, helped=not _is_in_vain(settings, seen, climb.reached, HELPS))
     elif climb is not None and not can_lower and _is_in_vain(settings, climb.loss, loss, ENOUGH):
         return _give_up(settings, ladder, state, evidence.step, loss, certain=True)
-    elif climb is not None and climb.loss > settings.clear_loss and _is_in_vain(settings, climb.loss, loss, HELPS):
+    elif climb is not None and climb.loss > clear_loss and _is_in_vain(settings, climb.loss, loss, HELPS):
         return _give_up(settings, ladder, state, evidence.step, loss, certain=False)
     if evidence.quantization is None and not evidence.unmeasurable:
         if state.cannot_help and not _is_turn_to_measure(settings, state, evidence.step, "quantization"):
             return Outcome(state=state)
         return Outcome(state=state, needs="quantization")
     excess = loss - settings.allowed_loss
-    terms = _terms(ladder, evidence, loss)
+    # How much of the loss each cause explains, at most: where quantization cannot be measured, each may be all of it.
+    if evidence.unmeasurable:
+        terms = dict(staleness=loss if evidence.age > 0 else 0.0, quantization=loss if ladder.groups else 0.0)
+    else:
+        quantization = min(loss, evidence.quantization or 0.0)
+        terms = dict(staleness=loss - quantization if evidence.age > 0 else 0.0, quantization=quantization)
     able = {
         "staleness": can_lower and _may_try(state, CLIMB, evidence.step),
         "quantization": len(state.promoted) < len(ladder.groups),
@@ -225,19 +239,18 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
         relief = sum(possible.values()) - possible[cause]
     else:
         return Outcome(state=state.model_copy(update=dict(cannot_help=True)))
-    said = f"ESS {_ess(loss)} is below the floor {settings.ess_floor:g}; {_shares(terms, loss)}"
+    parts = (*terms.items(), ("the rest", max(0.0, loss - sum(terms.values()))))
+    said = f"ESS {_ess(loss)} is below the floor {settings.ess_floor:g}; of the loss: "
+    said += ", ".join(f"{name} {value / loss:.0%}" for name, value in parts)
     if cause == "staleness":
-        return _climb_staleness(settings, ladder, state, evidence, said, loss)
+        failed = _note_missed(settings, state, evidence.step, (f"staleness {state.staleness}",))
+        climb = state.climb or Climb(rung=state.staleness, loss=loss)
+        climbed = failed.model_copy(update=dict(staleness=state.staleness + 1, climb=climb))
+        rung = ladder.in_force(climbed).name
+        decision = Decision(action="climb", cause="staleness", rung=rung, because=f"{said}.")
+        # What is under way was sampled by the rung before.
+        return Outcome(state=_acted(ladder, climbed, evidence.step, state), decision=decision)
     return _promote(settings, ladder, state, evidence, said, loss - relief)
-
-
-def _terms(ladder: Ladder, evidence: Evidence, loss: float) -> dict[str, float]:
-    """How much of the loss each cause explains, at most. Where quantization cannot be measured, each may be all of
-    it."""
-    if evidence.unmeasurable:
-        return dict(staleness=loss if evidence.age > 0 else 0.0, quantization=loss if ladder.groups else 0.0)
-    quantization = min(loss, evidence.quantization or 0.0)
-    return dict(staleness=loss - quantization if evidence.age > 0 else 0.0, quantization=quantization)
 
 
 def _is_in_vain(settings: ControllerSettings, without: float, reached: float, share: float) -> bool:
@@ -264,19 +277,7 @@ def _give_up(
             f"{left.name}: staleness is not to blame."
         ),
     )
-    return Outcome(state=_acted(lower, step, _batches_under_way(ladder, lower)), decision=decision)
-
-
-def _climb_staleness(
-    settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, said: str, loss: float
-) -> Outcome:
-    failed = _note_missed(settings, state, evidence.step, (_staleness_key(state.staleness),))
-    climb = state.climb or Climb(rung=state.staleness, loss=loss)
-    climbed = failed.model_copy(update=dict(staleness=state.staleness + 1, climb=climb))
-    # What is under way was sampled by the rung before.
-    after = _acted(climbed, evidence.step, _batches_under_way(ladder, state))
-    rung = ladder.in_force(climbed).name
-    return Outcome(state=after, decision=Decision(action="climb", cause="staleness", rung=rung, because=f"{said}."))
+    return Outcome(state=_acted(ladder, lower, step, lower), decision=decision)
 
 
 def _promote(
@@ -293,12 +294,20 @@ def _promote(
         excess = loss - settings.allowed_loss
         needed = max(excess if excess <= term else 0.0, MOST_OF_A_TERM * term)
         needed = min(loss - settings.comfortable_loss, needed)
-        chosen = _most_damaging({group: evidence.groups[group] for group in left}, needed, term)
+        # The fewest groups that take this off the loss; all, where that is not enough. Each group's share of the term
+        # is its share of the sum of all.
+        damage = {group: evidence.groups[group] for group in left}
+        total, chosen = sum(damage.values()), []
+        for group in sorted(damage, key=lambda group: (-damage[group], group)):
+            if needed <= 0:
+                break
+            chosen.append(group)
+            needed -= (term / total if total > 0 else 0.0) * damage[group]
     failed = _note_missed(settings, state, evidence.step, chosen)
     # What staleness does can no longer be told from what the promotion does.
     now = dict(promoted=(*state.promoted, *chosen), quant_map=state.quant_map + 1, climb=None)
     promoted = failed.model_copy(update=now)
-    after = _acted(promoted, evidence.step, _batches_under_way(ladder, state))
+    after = _acted(ladder, promoted, evidence.step, state)
     decision = Decision(
         action="climb",
         cause="quantization",
@@ -309,35 +318,6 @@ def _promote(
     return Outcome(state=after, decision=decision)
 
 
-def _most_damaging(damage: Mapping[str, float], needed: float, whole: float) -> list[str]:
-    """The fewest groups that take `needed` off the loss; all, where that is not enough. Each group's share of the
-    `whole` term is its share of the sum of all."""
-    total = sum(damage.values())
-    scale = whole / total if total > 0 else 0.0
-    chosen: list[str] = []
-    for group in sorted(damage, key=lambda group: (-damage[group], group)):
-        if needed <= 0:
-            break
-        chosen.append(group)
-        needed -= scale * damage[group]
-    return chosen
-
-
-def _one_bad_engine(settings: ControllerSettings, state: State) -> int | None:
-    """The engine without which the floor would hold, where that is so in most batches of the window."""
-    count: dict[int, int] = {}
-    for observation in state.window:
-        bad = [
-            index
-            for index, engine in observation.engines.items()
-            if engine.loss > settings.allowed_loss >= engine.loss_of_others
-        ]
-        if len(bad) == 1:
-            count[bad[0]] = count.get(bad[0], 0) + 1
-    often = [index for index, times in count.items() if 2 * times > len(state.window)]
-    return often[0] if often else None
-
-
 def _restart(
     settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, index: int, loss: float
 ) -> Outcome:
@@ -345,11 +325,8 @@ def _restart(
     known = state.suspects.get(index)
     times = 1 + (0 if known is None else known.times)
     suspect = Failure(times=times, retry_at=evidence.step + _pause(settings, times))
-    after = _acted(
-        state.model_copy(update=dict(suspects={**state.suspects, index: suspect})),
-        evidence.step,
-        _batches_under_way(ladder, state),
-    )
+    suspected = state.model_copy(update=dict(suspects={**state.suspects, index: suspect}))
+    after = _acted(ladder, suspected, evidence.step, state)
     decision = Decision(
         action="restart_engine",
         cause="engine",
@@ -377,13 +354,19 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     if ready and evidence.groups is None and _is_turn_to_measure(settings, state, step, "groups"):
         return Outcome(state=state, needs="groups", groups=tuple(ready))
     damage = {} if evidence.groups is None else {group: evidence.groups[group] for group in ready}
-    if chosen := _least_damaging(damage, room):
+    chosen: list[str] = []  # the most groups that add no more than the room to the loss
+    for group in sorted(damage, key=lambda group: (damage[group], group)):
+        room -= damage[group]
+        if room < 0:
+            break
+        chosen.append(group)
+    if chosen:
         return _demote(settings, ladder, state, evidence, loss, chosen)
-    if state.staleness > 0 and _may_try(state, _staleness_key(state.staleness - 1), step):
+    if state.staleness > 0 and _may_try(state, f"staleness {state.staleness - 1}", step):
         left = ladder.in_force(state)
         lower = state.model_copy(update=dict(staleness=state.staleness - 1))
-        tried = _note_given_back(settings, lower, step, "staleness", (_staleness_key(lower.staleness),))
-        after = _acted(tried, step, _batches_under_way(ladder, lower))
+        tried = _note_given_back(settings, lower, step, "staleness", (f"staleness {lower.staleness}",))
+        after = _acted(ladder, tried, step, lower)
         decision = Decision(
             action="descend",
             cause="staleness",
@@ -401,7 +384,7 @@ def _demote(
     kept = tuple(group for group in state.promoted if group not in given_back)
     lower = state.model_copy(update=dict(promoted=kept, quant_map=state.quant_map + 1))
     tried = _note_given_back(settings, lower, evidence.step, "quantization", given_back)
-    after = _acted(tried, evidence.step, _batches_under_way(ladder, lower))
+    after = _acted(ladder, tried, evidence.step, lower)
     decision = Decision(
         action="descend",
         cause="quantization",
@@ -415,32 +398,15 @@ def _demote(
     return Outcome(state=after, decision=decision)
 
 
-def _least_damaging(damage: Mapping[str, float], room: float) -> list[str]:
-    """The most groups that add no more than `room` to the loss."""
-    chosen: list[str] = []
-    for group in sorted(damage, key=lambda group: (damage[group], group)):
-        room -= damage[group]
-        if room < 0:
-            break
-        chosen.append(group)
-    return chosen
-
-
-def _acted(state: State, step: int, batches_under_way: int) -> State:
-    return state.model_copy(
-        update=dict(acted=step, quiet_until=step + 1 + batches_under_way, window=(), cannot_help=False)
-    )
+def _acted(ladder: Ladder, state: State, step: int, under_way: State) -> State:
+    """The state after a decision; what is under way, one batch and those of its lag, began in the other state."""
+    quiet_until = step + 2 + ladder.in_force(under_way).lag
+    return state.model_copy(update=dict(acted=step, quiet_until=quiet_until, window=(), cannot_help=False))
 
 
 def _ess(loss: float) -> str:
     """With as many digits as tell it from 1."""
     return f"{math.exp(-loss):.4f}" if loss > 1e-3 else f"{math.exp(-loss):.6f}"
-
-
-def _shares(terms: Mapping[str, float], loss: float) -> str:
-    rest = max(0.0, loss - sum(terms.values()))
-    parts = [f"{name} {value / loss:.0%}" for name, value in (*terms.items(), ("the rest", rest))]
-    return f"of the loss: {', '.join(parts)}"
 
 
 def _damage_of(groups: Iterable[str], damage: Mapping[str, float] | None) -> str:
@@ -464,18 +430,6 @@ LONGEST_PAUSE = 64
 
 CLIMB = "climb"
 """Among the failures: climbs against staleness."""
-
-
-def _forget_settled(settings: ControllerSettings, state: State, step: int) -> State:
-    """Failures are forgotten: of what was given back long enough ago and is not missed, of engines that are well."""
-    well = [
-        i for i, one in state.window[-1].engines.items() if one.loss <= settings.allowed_loss and i in state.suspects
-    ]
-    if any(step >= state.suspects[index].retry_at for index in well):
-        kept = {i: suspect for i, suspect in state.suspects.items() if i not in well or step < suspect.retry_at}
-        state = state.model_copy(update=dict(suspects=kept))
-    over = [key for key, trial in state.trials.items() if step > trial.until]
-    return _forget(state, over, over) if over else state
 
 
 def _forget(state: State, trials: Iterable[str], failures: Iterable[str]) -> State:
@@ -518,7 +472,3 @@ def _with_failures(settings: ControllerSettings, state: State, step: int, keys: 
 
 def _pause(settings: ControllerSettings, times: int) -> int:
     return settings.cooldown_steps * min(LONGEST_PAUSE, FIRST_PAUSE << (times - 1))
-
-
-def _staleness_key(rung: int) -> str:
-    return f"staleness {rung}"

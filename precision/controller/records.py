@@ -179,9 +179,3 @@ class ControllerSettings(Settings):
     def comfortable_loss(self) -> float:
         """The loss below which there is the headroom to come down, nats."""
         return (1.0 - self.headroom) * self.allowed_loss
-
-    @property
-    def clear_loss(self) -> float:
-        """As far above the allowed loss as the comfortable one is below, nats. From there on, what a rung does can be
-        told from the noise of batches."""
-        return (1.0 + self.headroom) * self.allowed_loss

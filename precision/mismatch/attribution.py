@@ -20,9 +20,8 @@ what it would have held is in the next one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 
 from precision.mismatch.statistics import quantiles_of_sorted
@@ -78,21 +77,6 @@ class TokenScores:
                     "learner's and the engine's logprobs"
                 )
         return terms
-
-    def select(self, tokens: Tensor) -> TokenScores:
-        """The scores of some tokens alone; `tokens` is bool or int64."""
-
-        def some(score: Tensor | None) -> Tensor | None:
-            return None if score is None else score[tokens]
-
-        return TokenScores(
-            now=self.now[tokens],
-            then=some(self.then),
-            quantized=some(self.quantized),
-            routed=some(self.routed),
-            prefill=some(self.prefill),
-            decode=self.decode[tokens],
-        )
 
     def _chain(self) -> tuple[Tensor | None, ...]:
         return (self.now, self.then, self.quantized, self.routed, self.prefill, self.decode)
@@ -163,16 +147,6 @@ def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
         mean_negative=float(term.clamp(max=0).mean()),
         quantiles={f"{100 * order:g}": value for order, value in zip(QUANTILES, quantiles.tolist(), strict=True)},
     )
-
-
-def split_by_layer(steps: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The term of each layer, [tokens] each, where formats were emulated one layer after the other.
-
-    `steps` are log-probabilities with none, the first, the first two, … all of the layers quantized. The terms add up
-    to the whole of the quantization term; a layer's own is what it adds to those below it.
-    """
-    for before, after in pairwise(steps):
-        yield before - after
 
 
 def by_bucket(terms: Mapping[str, Tensor], bucket: Tensor, num_buckets: int) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ differed. The ESS and k3 of tokens that another policy sampled are no expectatio
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -137,16 +137,12 @@ def promote_greedily(
     start = gap(plain, score(quant_map), held_out)
     order = sorted(ranked, key=lambda one: -one.damage / extra_bytes[one.group.name])
     suggested, path = quant_map, list[Promotion]()
-    for promoted in _promotions(order):
+    for count in range(1, len(order) + 1):
         if (path[-1].gap if path else start).ess >= ess_floor:
             break
-        group = promoted[-1].group
+        promoted, group = order[:count], order[count - 1].group
         suggested = quant_map.promoted(module for one in promoted for module in one.group.modules)
         reached = gap(plain, score(suggested), held_out)
         path.append(Promotion(group=group, extra_bytes=extra_bytes[group.name], gap=reached))
     last = path[-1].gap if path else start
     return Suggestion(quant_map=suggested, start=start, path=tuple(path), reached=last.ess >= ess_floor)
-
-
-def _promotions(order: Sequence[GroupSensitivity]) -> Iterator[Sequence[GroupSensitivity]]:
-    return (order[:count] for count in range(1, len(order) + 1))

@@ -12,7 +12,7 @@ statistics are the same, bit for bit, on every rank and for any number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -295,7 +295,14 @@ class Mismatch:
         for place, chunk in mine.items():
             sequences[slice(*bounds[place])] = chunk.sequences
         rows = ranks.sum(sequences).cpu().numpy()
-        quantiles = quantiles_of_ranks(_sorted_groups(mine, device), QUANTILES, ranks)
+        # For each of GROUPS, the log-ratios of this rank's chunks in ascending order.
+        nothing = torch.zeros(0, len(SPLITS), dtype=torch.int64, device=device)
+        ordered, order = torch.cat([nothing[:, 0].double(), *(chunk.log_ratios for chunk in mine.values())]).sort()
+        columns = torch.cat([nothing, *(chunk.buckets for chunk in mine.values())])[order].T
+        groups = [ordered]
+        for split, offset, column in zip(SPLITS, OFFSETS, columns, strict=True):
+            groups += [ordered[column == offset + place] for place in range(len(split.buckets))]
+        quantiles = quantiles_of_ranks(groups, QUANTILES, ranks)
         return Mismatch(
             sums=total.sums.cpu().numpy()[None],
             histogram=total.histogram.cpu().numpy()[None],
@@ -401,48 +408,31 @@ class _Chunk:
     def of(tokens: StepTokens) -> _Chunk:
         seen, log_ratios, buckets = tokens.seen, tokens.log_ratios(), tokens.buckets()
         learner, rollout = tokens.learner_logprobs.double(), tokens.rollout_logprobs.double()
+        ratios, zero = torch.where(seen, log_ratios.exp(), 0.0), torch.zeros_like(log_ratios)
+        added = [
+            seen.double(),
+            log_ratios,
+            log_ratios.abs(),
+            torch.where(seen, learner, zero),
+            torch.where(seen, rollout, zero),
+        ]
+        of_tokens = torch.stack([*added, ratios, ratios.square()], 1)
+        sums = torch.segment_reduce(of_tokens, "sum", offsets=tokens.offsets, axis=0)
+        extremes = torch.stack([log_ratios, -log_ratios], 1).masked_fill(~seen[:, None], -math.inf)
+        highest = torch.segment_reduce(extremes, "max", offsets=tokens.offsets, axis=0)
+        count, total, absolute, of_learner, of_rollout, ratio, squared = sums.unbind(1)
+        ess = ratio.square() / (count * squared)
+        columns = torch.stack([total, absolute, highest[:, 0], -highest[:, 1], of_learner, of_rollout, ess], 1)
         return _Chunk(
             sums=GroupSums.from_tokens(learner[seen], rollout[seen], buckets),
             log_ratios=log_ratios[seen],
             buckets=buckets,
-            sequences=_sequences(log_ratios, learner, rollout, tokens),
+            sequences=torch.cat([count[:, None], columns.masked_fill(count[:, None] == 0, math.nan)], 1),
         )
 
 
-def _sorted_groups(mine: Mapping[int, _Chunk], device: torch.device) -> list[Tensor]:
-    """For each of GROUPS, the log-ratios of this rank's chunks in ascending order."""
-    nothing = torch.zeros(0, len(SPLITS), dtype=torch.int64, device=device)
-    ordered, order = torch.cat([nothing[:, 0].double(), *(chunk.log_ratios for chunk in mine.values())]).sort()
-    columns = torch.cat([nothing, *(chunk.buckets for chunk in mine.values())])[order].T
-    groups = [ordered]
-    for split, offset, column in zip(SPLITS, OFFSETS, columns, strict=True):
-        groups += [ordered[column == offset + place] for place in range(len(split.buckets))]
-    return groups
-
-
-def _sequences(log_ratios: Tensor, learner: Tensor, rollout: Tensor, tokens: StepTokens) -> Tensor:
-    """float64 [sequences, len(SEQUENCE_COLUMNS)]; `log_ratios` is 0 where no token was seen."""
-    seen, ratios = tokens.seen, torch.where(tokens.seen, log_ratios.exp(), 0.0)
-    zero = torch.zeros_like(log_ratios)
-    added = [
-        seen.double(),
-        log_ratios,
-        log_ratios.abs(),
-        torch.where(seen, learner, zero),
-        torch.where(seen, rollout, zero),
-    ]
-    sums = torch.segment_reduce(
-        torch.stack([*added, ratios, ratios.square()], 1), "sum", offsets=tokens.offsets, axis=0
-    )
-    extremes = torch.stack([log_ratios, -log_ratios], 1).masked_fill(~seen[:, None], -math.inf)
-    highest = torch.segment_reduce(extremes, "max", offsets=tokens.offsets, axis=0)
-    count, total, absolute, of_learner, of_rollout, ratio, squared = sums.unbind(1)
-    ess = ratio.square() / (count * squared)
-    columns = torch.stack([total, absolute, highest[:, 0], -highest[:, 1], of_learner, of_rollout, ess], 1)
-    return torch.cat([count[:, None], columns.masked_fill(count[:, None] == 0, math.nan)], 1)
-
-
-_LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+_HIGHEST = (1 << 63) - 1
+"""Of int64. The bits of a double below 0, all but its sign turned over, order as the numbers do."""
 
 
 def quantiles_of_sorted(ordered: Tensor, orders: Sequence[float]) -> Tensor:
@@ -470,7 +460,17 @@ def quantiles_of_ranks(groups: Sequence[Tensor], orders: Sequence[float], ranks:
     counts = ranks.sum(torch.tensor([ordered.numel() for ordered in groups], device=device))
     places = _places(orders, counts)
     wanted = torch.cat([places.floor(), places.ceil()], dim=1).long()
-    below, above = _at([_keys(ordered) for ordered in groups], wanted, ranks).chunk(2, dim=1)
+    # As int64 of the same order: -0.0 becomes 0.0, for they are equal, and their bits are not.
+    keys = [bits ^ (bits >> 63 & _HIGHEST) for bits in ((ordered + 0.0).view(torch.int64) for ordered in groups)]
+    low, high = torch.full_like(wanted, -_HIGHEST - 1), torch.full_like(wanted, _HIGHEST)
+    while bool((low < high).any()):
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without an overflow
+        not_above = torch.stack(
+            [torch.searchsorted(own, bounds, right=True) for own, bounds in zip(keys, middle, strict=True)]
+        )
+        found = ranks.sum(not_above) > wanted
+        low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
+    below, above = (low ^ (low >> 63 & _HIGHEST)).view(torch.float64).chunk(2, dim=1)
     return torch.where(counts[:, None] > 0, _between(below, above, places), math.nan)
 
 
@@ -482,28 +482,3 @@ def _places(orders: Sequence[float], counts: Tensor) -> Tensor:
 
 def _between(below: Tensor, above: Tensor, places: Tensor) -> Tensor:
     return below + (above - below) * (places - places.floor())
-
-
-def _at(keys: Sequence[Tensor], wanted: Tensor, ranks: Ranks) -> Tensor:
-    """float64 [groups, wanted]: the values at these places of each group's order over all ranks, in which a group
-    without values counts as anything. `keys` are this rank's, ascending."""
-    low, high = torch.full_like(wanted, _LOWEST), torch.full_like(wanted, _HIGHEST)
-    while bool((low < high).any()):
-        middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without an overflow
-        not_above = torch.stack(
-            [torch.searchsorted(own, bounds, right=True) for own, bounds in zip(keys, middle, strict=True)]
-        )
-        found = ranks.sum(not_above) > wanted
-        low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
-    return _values(low)
-
-
-def _keys(values: Tensor) -> Tensor:
-    """int64, shaped and ordered as the float64 `values`."""
-    bits = (values + 0.0).view(torch.int64)  # -0.0 becomes 0.0: they are equal, and their bits are not
-    return torch.where(bits < 0, bits ^ _HIGHEST, bits)
-
-
-def _values(keys: Tensor) -> Tensor:
-    """What `_keys` made these of."""
-    return torch.where(keys < 0, keys ^ _HIGHEST, keys).view(torch.float64)

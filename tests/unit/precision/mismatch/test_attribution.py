@@ -5,14 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from precision.mismatch.attribution import (
     TERMS,
     TokenScores,
     attribute,
     by_bucket,
-    split_by_layer,
     suspects,
     term_statistics,
 )
@@ -97,25 +95,11 @@ def test_what_is_refused() -> None:
         TokenScores(now=one, prefill=one - math.inf, decode=one - math.inf).terms()
 
 
-def test_layers_add_up_to_the_quantization_term() -> None:
-    steps: list[Tensor] = [random_scores(seed).now for seed in range(4)]
-    layers = list(split_by_layer(steps))
-    assert len(layers) == 3
-    assert torch.equal(sum(layers, torch.zeros_like(steps[0])), steps[0] - steps[-1])
-
-
 def test_buckets_by_hand() -> None:
     term = torch.tensor([1.0, -3.0, 5.0], dtype=torch.float64)
     found = by_bucket({"kernels": term}, torch.tensor([0, 0, 2]), 3)["kernels"]
     assert (found[0], found[2]) == (2.0, 5.0)
     assert math.isnan(found[1])
-
-
-def test_select() -> None:
-    scores = random_scores(5, absent=("routed",))
-    few = scores.select(torch.arange(500) < 7)
-    assert few.routed is None
-    assert torch.equal(few.total, scores.total[:7])
 
 
 def test_a_large_term_that_another_cancels_is_measured() -> None:
