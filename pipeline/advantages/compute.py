@@ -78,7 +78,15 @@ class AdvantageComputer:
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
         """Compute those of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
         section, everything = self.section, np.ones(batch.num_samples, np.bool_)
-        judged = self._judged(batch)
+        # True where the sample has a reward, and the teacher, if there is one, scored it; in groups with as many such
+        # samples as the formula needs. A group of fewer samples, all of this kind, is left to the formula.
+        by_teacher = self.distillation is not None and self.distillation.judges_alone
+        judged = taught(batch)
+        if not by_teacher:
+            judged = batch.judged & judged
+            groups = Grouped(judged.astype(np.float64), batch.group)
+            enough = groups.total(judged)[groups.members] >= section.smallest_group
+            judged = np.asarray(judged & (~groups.any_member(~judged) | enough))
         filtered = batch.truncated & judged if section.truncated == "exclude" else ~everything
         if section.asks_what_is_solved:
             rewards = batch.reward / np.float32(self.solved_at)
@@ -86,7 +94,7 @@ class AdvantageComputer:
             rewards = batch.reward if self.overlong is None else batch.reward + self.overlong_penalty(batch)
         values, deviation = np.zeros(batch.num_samples), np.zeros(batch.num_samples)
         reward, group = rewards[judged], batch.group[judged]
-        if self.distillation is None or not self.distillation.judges_alone:
+        if not by_teacher:
             values[judged] = self.estimator.advantages(reward, group)
         deviation[judged] = Grouped(reward, group).deviation
         learned = judged & ~filtered
@@ -115,17 +123,6 @@ class AdvantageComputer:
     def measured(self, batch: Batch) -> dict[str, float]:
         """Return the mean penalty for length of a batch, where there is one, by the name of its metric."""
         return {} if self.overlong is None else {"overlong_penalty": float(self.overlong_penalty(batch).mean())}
-
-    def _judged(self, batch: Batch) -> NDArray[np.bool_]:
-        """[samples] True where the sample has a reward, and the teacher, if there is one, scored it; in groups with as
-        many such samples as the formula needs. A group of fewer samples, all of this kind, is left to the formula."""
-        if self.distillation is not None and self.distillation.judges_alone:
-            return taught(batch)
-        judged = batch.judged & taught(batch)
-        groups = Grouped(judged.astype(np.float64), batch.group)
-        complete = ~groups.any_member(~judged)
-        enough = groups.total(judged)[groups.members] >= self.section.smallest_group
-        return np.asarray(judged & (complete | enough))
 
     def by_token(self, step: Batch, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """[responses] the weights of the tokens of one optimizer step, from `values` [samples] of the same samples; 0

@@ -181,23 +181,19 @@ def remove(folder: Path) -> None:
 
 def _remove(path: str, top: Path, numbers: itertools.count[int]) -> bool:
     """Remove a file, or a folder, whose own folders move up to `top` first. Returns True; raises OSError."""
-    if not _is_folder(path):
+    if os.path.islink(path) or not os.path.isdir(path):
         os.unlink(path)
         return True
     os.chmod(path, 0o700)
     for name in os.listdir(path):
         below = os.path.join(path, name)
-        if _is_folder(below):
+        if os.path.isdir(below) and not os.path.islink(below):
             os.chmod(below, 0o700)
             os.rename(below, os.path.join(top, f".removed-{next(numbers)}-{os.getpid()}"))
         else:
             os.unlink(below)
     os.rmdir(path)
     return True
-
-
-def _is_folder(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def prepare_child(keep: Sequence[int]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -43,7 +42,15 @@ def equal(response: str, answer: str, tolerance: float) -> bool:
     gold = _read(_last_answer(answer) or (_found(answer) if _PROSE.search(answer) else "") or answer)
     if not _parsed(gold.value):
         raise ValueError(f"answer {answer!r} is not mathematics that math-verify can parse")
-    found = _last_answer(response) or _choice_or_word(response, gold) or _found(response)
+    found = _last_answer(response)
+    if not found:  # a response that is nothing but a choice or a word, or ends with `Answer: (C)`
+        said: list[str] = _SAID.findall(response)
+        for text in (response, *said[-1:]):
+            if len(text) <= _SHORT and ((read := _read(text)).value == gold.value or (gold.choice and read.choice)):
+                found = text
+                break
+        else:
+            found = _found(response)
     if answer.strip() in (response.strip(), found.strip(), _last_box(response).strip()):
         return True
     if not found or len(found) > max(_LONGEST, 2 * len(answer)):
@@ -62,15 +69,12 @@ class _Answer:
     percent: bool
     units: tuple[str, ...]
 
-    @property
-    def is_letter(self) -> bool:
-        return self.choice == self.value
-
 
 def _same(gold: _Answer, found: _Answer, tolerance: float) -> bool:
     """A choice with its value is right by either, where the other one has not both. `50%` is both 50 and 0.5. Units
     count where both have them and all are known."""
-    if gold.choice and found.choice and (gold.is_letter or found.is_letter or gold.choice != found.choice):
+    letters = any(one.choice == one.value for one in (gold, found))
+    if gold.choice and found.choice and (letters or gold.choice != found.choice):
         return gold.choice == found.choice
     ours, theirs = ([_dimension(unit) for unit in one.units] for one in (gold, found))
     if len(ours) == len(theirs) and None not in (*ours, *theirs) and ours != theirs:
@@ -162,37 +166,23 @@ def _last_answer(text: str) -> str:
 
 def _last_box(text: str) -> str:
     """What the last box holds, with those that are joined to it by a comma or a word: `\\boxed{1} and \\boxed{2}`."""
-    boxes = list(_boxes(text))
-    joined = boxes[-1:]
-    for box in reversed(boxes[:-1]):
-        between = _BETWEEN.fullmatch(text, box[1], joined[0][0])
-        if not between:
-            break
-        joined.insert(0, box)
-    return ",".join(dict.fromkeys(box[2] for box in joined))
-
-
-def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """Beginning, end and contents of each box that is closed."""
+    boxes = list[tuple[int, int, str]]()  # beginning, end and contents of each box that is closed
     for box in _BOX.finditer(text):
         if box["bare"]:
-            yield box.start(), box.end(), box["bare"]
+            boxes.append((box.start(), box.end(), box["bare"]))
             continue
         depth = 1
         for brace in _BRACE.finditer(text, box.end()):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:
-                yield box.start(), brace.end(), text[box.end() : brace.start()]
+                boxes.append((box.start(), brace.end(), text[box.end() : brace.start()]))
                 break
-
-
-def _choice_or_word(response: str, gold: _Answer) -> str:
-    """A response that is nothing but a choice or a word, or ends with `Answer: (C)`: math-verify sees neither."""
-    said: list[str] = _SAID.findall(response)
-    for text in (response, *said[-1:]):
-        if len(text) <= _SHORT and ((read := _read(text)).value == gold.value or (gold.choice and read.choice)):
-            return text
-    return ""
+    joined = boxes[-1:]
+    for earlier in reversed(boxes[:-1]):
+        if not _BETWEEN.fullmatch(text, earlier[1], joined[0][0]):
+            break
+        joined.insert(0, earlier)
+    return ",".join(dict.fromkeys(contents for _, _, contents in joined))
 
 
 def _found(response: str) -> str:

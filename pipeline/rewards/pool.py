@@ -229,7 +229,15 @@ class Verifiers:
                     with suppress(Empty):
                         if not asked and self._jobs.empty():
                             busy.pause()
-                        waiting = self._next_jobs(worker, block=not asked)
+                        waiting = [self._jobs.get(block=not asked)]
+                        # Of an async function as many more as it may have under way. None ends the worker.
+                        size = len(waiting[0].texts[0]) if waiting[0] else 0
+                        with suppress(Empty):
+                            while "concurrent" in worker.wants and waiting[-1] and len(waiting) < self._concurrency:
+                                if size > _MOST_TOGETHER_BYTES:
+                                    break
+                                waiting.append(self._jobs.get_nowait())
+                                size += len(waiting[-1].texts[0]) if waiting[-1] else 0
                         closed = None in waiting
                         # Only where somebody still waits; from now on nobody can give it up.
                         jobs = [job for job in waiting if job and job.judgments.set_running_or_notify_cancel()]
@@ -248,19 +256,6 @@ class Verifiers:
                 while asked:
                     for job in asked.popleft():
                         job.judgments.set_result(broken.of_each(len(job.texts)))
-
-    def _next_jobs(self, worker: WorkerProcess, *, block: bool) -> list[_Job | None]:
-        """One that waits and, for an async function, as many more as it may have under way. None ends the worker.
-        Raises Empty where none waits and `block` is False."""
-        jobs = [self._jobs.get(block=block)]
-        size = len(jobs[0].texts[0]) if jobs[0] is not None else 0
-        with suppress(Empty):
-            while "concurrent" in worker.wants and jobs[-1] is not None and len(jobs) < self._concurrency:
-                if size > _MOST_TOGETHER_BYTES:
-                    break
-                jobs.append(self._jobs.get_nowait())
-                size += len(jobs[-1].texts[0]) if jobs[-1] is not None else 0
-        return jobs
 
 
 class _BusySpan:

@@ -152,8 +152,16 @@ def passes(test: ProgramTest, output: str, tolerance: float = TOLERANCE) -> bool
     are between them. Numbers with a fraction may differ by `tolerance`, or by that share of the expected one."""
     if test.call is None:
         found, expected = output.split(), test.expected.split()
-        pairs = zip(found, expected, strict=False)
-        return len(found) == len(expected) and all(_same_token(*pair, tolerance) for pair in pairs)
+        # Integers are compared as text: 0010 may be a row of bits, and is not 10.
+        return len(found) == len(expected) and all(
+            one == other
+            or (
+                not other.lstrip("+-").isdecimal()
+                and all(map(_NUMBER.fullmatch, (one, other)))
+                and _close(float(one), float(other), tolerance)
+            )
+            for one, other in zip(found, expected, strict=True)
+        )
     try:
         value = json.loads(output.rstrip().rpartition("\n")[2], parse_int=_integer)
         return _same(value, test.expected, tolerance)
@@ -163,14 +171,6 @@ def passes(test: ProgramTest, output: str, tolerance: float = TOLERANCE) -> bool
 
 def _integer(digits: str) -> int | _LongInteger:
     return int(digits) if len(digits) <= _LONGEST_INTEGER else _LongInteger(digits)
-
-
-def _same_token(found: str, expected: str, tolerance: float) -> bool:
-    """Integers are compared as text: 0010 may be a row of bits, and is not 10."""
-    if found == expected:
-        return True
-    with_fraction = not expected.lstrip("+-").isdecimal() and all(map(_NUMBER.fullmatch, (found, expected)))
-    return with_fraction and _close(float(found), float(expected), tolerance)
 
 
 def _close(found: float, expected: float, tolerance: float) -> bool:

@@ -77,7 +77,7 @@ def read_tokenizer(folder: Path) -> FolderTokenizer:
     reading = _Reading(folder, config, backend)
     if (why := reading.difference()) is not None:
         return _by_transformers(folder, why)
-    return FolderTokenizer(backend, config, reading.named(), hashlib.sha256(data).hexdigest())
+    return FolderTokenizer(backend, config, reading.named, hashlib.sha256(data).hexdigest())
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -109,11 +109,9 @@ class _Reading:
             self.class_name = _QWEN  # whatever the folder says
 
         self.is_qwen = self.class_name == _QWEN
-
-    def named(self) -> dict[str, str]:
-        """Text of each special token that has a name. The last file that names it is right."""
         every = {**(_QWEN_NAMES if self.is_qwen else {}), **self.config, **self.map}
-        return {name: text for name in SPECIAL_TOKENS if (text := content_of(every.get(name))) is not None}
+        self.named = {name: text for name in SPECIAL_TOKENS if (text := content_of(every.get(name))) is not None}
+        """Text of each special token that has a name. The last file that names it is right."""
 
     def difference(self) -> str | None:
         """What may make other tokens, for people; None where nothing can."""
@@ -161,7 +159,7 @@ class _Reading:
             for token in tokens:
                 if (text := content_of(token)) is None or not self._is_special(text, token):
                     return f"{source} names {quoted(text or token)}, which is no such special token in tokenizer.json"
-        if self.is_qwen and (other := set(self.named().values()) - set(self.by_text)):
+        if self.is_qwen and (other := set(self.named.values()) - set(self.by_text)):
             return f"its tokenizer_class names {quoted(min(other))}, which is no special token in tokenizer.json"
         if self.legacy:
             for text, token_id in read_object(self.folder / "added_tokens.json").items():

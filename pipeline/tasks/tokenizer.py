@@ -74,10 +74,19 @@ class Tokenizer:
         self.template_date: date | None = None
         self._compiled: jinja2.Template | None = None
         model = read_object(folder / "config.json")
-        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        """Every token, special ones too, and its id."""
+        self.vocab_size = 1 + max(self.vocabulary.values(), default=-1)
         """One more than the highest token id."""
+        added = self._backend.get_added_tokens_decoder()
+        self.reserved = frozenset(added)
+        """Ids of the tokens that were added to those of text, such as special ones: each is always one token."""
+        self.special_tokens = [token.content for token in added.values() if token.special]
+        """Texts of the tokens that `decode` leaves out."""
         self.eos_token_id = self._special_id("eos", model)
         self.pad_token_id = self._special_id("pad", model, default=self.eos_token_id)
+        self.eos_token = str(self._backend.id_to_token(self.eos_token_id) or "")
+        """Text of the end-of-sequence token."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids, no special token added. Raises ModelError naming a character that has no token."""
@@ -112,30 +121,10 @@ class Tokenizer:
         return found
 
     @property
-    def vocabulary(self) -> dict[str, int]:
-        """Every token, special ones too, and its id."""
-        return dict(self._backend.get_vocab(with_added_tokens=True))
-
-    @property
-    def reserved(self) -> frozenset[int]:
-        """Ids of the tokens that were added to those of text, such as special ones: each is always one token."""
-        return frozenset(self._backend.get_added_tokens_decoder())
-
-    @property
-    def special_tokens(self) -> list[str]:
-        """Texts of the tokens that `decode` leaves out."""
-        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-
-    @property
     def leading(self) -> list[int]:
         """Ids that the tokenizer would put in front of a text by itself, as Llama's <|begin_of_text|>; `encode` does
         not."""
         return [token for token in self._backend.encode("").ids if token in self.reserved - {self.eos_token_id}]
-
-    @property
-    def eos_token(self) -> str:
-        """Text of the end-of-sequence token."""
-        return str(self._backend.id_to_token(self.eos_token_id) or "")
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str:
         """`messages`, each {"role": …, "content": …}, through the chat template; `to_answer`: ready for the model's

@@ -156,7 +156,7 @@ def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
         return _climb(settings, ladder, seen, evidence, loss)
     # The climb that led above the floor, if there was one, has helped.
     helped = seen.climb is not None and seen.climb.reached is None
-    seen = _note_climb(seen, helped=helped).model_copy(update=dict(cannot_help=False))
+    seen = (_forget(seen, (), [CLIMB]) if helped else seen).model_copy(update=dict(climb=None, cannot_help=False))
     if loss < settings.comfortable_loss:
         return _descend(settings, ladder, seen, evidence, loss)
     return Outcome(state=seen)
@@ -207,7 +207,8 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     if (climb := state.climb) is not None and climb.reached is not None:
         # Before and after together: a loss that rises by itself hides what a rung does.
         seen = 0.5 * (climb.loss + loss)
-        state = _note_climb(state, helped=not _is_in_vain(settings, seen, climb.reached, HELPS))
+        helped = not _is_in_vain(settings, seen, climb.reached, HELPS)
+        state = (_forget(state, (), [CLIMB]) if helped else state).model_copy(update=dict(climb=None))
     elif climb is not None and not can_lower and _is_in_vain(settings, climb.loss, loss, ENOUGH):
         return _give_up(settings, ladder, state, evidence.step, loss, certain=True)
     elif climb is not None and climb.loss > clear_loss and _is_in_vain(settings, climb.loss, loss, HELPS):
@@ -243,7 +244,8 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     said = f"ESS {_ess(loss)} is below the floor {settings.ess_floor:g}; of the loss: "
     said += ", ".join(f"{name} {value / loss:.0%}" for name, value in parts)
     if cause == "staleness":
-        failed = _note_missed(settings, state, evidence.step, (f"staleness {state.staleness}",))
+        missed = [key for key in (f"staleness {state.staleness}",) if key in state.trials]
+        failed = _note_failed(settings, state, evidence.step, missed)
         climb = state.climb or Climb(rung=state.staleness, loss=loss)
         climbed = failed.model_copy(update=dict(staleness=state.staleness + 1, climb=climb))
         rung = ladder.in_force(climbed).name
@@ -267,7 +269,7 @@ def _give_up(
     assert climb is not None
     given_back = None if certain else climb.model_copy(update=dict(reached=loss))
     back = state.model_copy(update=dict(staleness=climb.rung, climb=given_back))
-    lower = _with_failures(settings, back, step, [CLIMB])
+    lower = _note_failed(settings, back, step, [CLIMB])
     decision = Decision(
         action="descend",
         cause="staleness",
@@ -303,7 +305,7 @@ def _promote(
                 break
             chosen.append(group)
             needed -= (term / total if total > 0 else 0.0) * damage[group]
-    failed = _note_missed(settings, state, evidence.step, chosen)
+    failed = _note_failed(settings, state, evidence.step, [group for group in chosen if group in state.trials])
     # What staleness does can no longer be told from what the promotion does.
     now = dict(promoted=(*state.promoted, *chosen), quant_map=state.quant_map + 1, climb=None)
     promoted = failed.model_copy(update=now)
@@ -452,22 +454,13 @@ def _may_try(state: State, key: str, step: int) -> bool:
     return failure is None or step >= failure.retry_at
 
 
-def _note_missed(settings: ControllerSettings, state: State, step: int, keys: Iterable[str]) -> State:
-    """The state in which what was given back a short while ago is taken back."""
-    missed = [key for key in keys if key in state.trials]
-    return _with_failures(settings, _forget(state, missed, ()), step, missed)
-
-
-def _note_climb(state: State, *, helped: bool) -> State:
-    """The state that knows what a climb has done."""
-    known = _forget(state, (), [CLIMB]) if helped else state
-    return known.model_copy(update=dict(climb=None))
-
-
-def _with_failures(settings: ControllerSettings, state: State, step: int, keys: Iterable[str]) -> State:
+def _note_failed(settings: ControllerSettings, state: State, step: int, keys: list[str]) -> State:
+    """The state in which these have failed: what was given back a short while ago and is taken back, and is no trial
+    any more, or a climb."""
     times = {key: 1 + (state.failures[key].times if key in state.failures else 0) for key in keys}
     failures = {key: Failure(times=count, retry_at=step + _pause(settings, count)) for key, count in times.items()}
-    return state.model_copy(update=dict(failures={**state.failures, **failures}))
+    left = {key: trial for key, trial in state.trials.items() if key not in keys}
+    return state.model_copy(update=dict(trials=left, failures={**state.failures, **failures}))
 
 
 def _pause(settings: ControllerSettings, times: int) -> int:

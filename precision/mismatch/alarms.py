@@ -53,16 +53,10 @@ class Alarm:
     value: float
     bound: float
 
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        return f"{self.rule.what} is {self.value_text}, {self.rule.wrong} {self.bound:g}"
-
-    @property
-    def value_text(self) -> str:
-        """The value with three digits, or as many more as tell it from the bound."""
-        texts = (f"{self.value:.{digits}g}" for digits in range(3, 18))
-        return next((text for text in texts if float(text) != self.bound), f"{self.value!r}")
+    value_text: str
+    """The value with three digits, or as many more as tell it from the bound."""
+    text: str
+    """One line for people."""
 
 
 FRESH = ("mismatch", "age", "0")
@@ -166,5 +160,8 @@ def alarms(metrics: Mapping[str, Any], *, quantized: bool) -> list[Alarm]:
     for rule in RULES:
         value, bound = rule.value(metrics), rule.bound_for(quantized=quantized)
         if value is not None and (value > bound if rule.wrong == "above" else value < bound):
-            found.append(Alarm(rule=rule, value=value, bound=bound))
+            texts = (f"{value:.{digits}g}" for digits in range(3, 18))
+            shown = next((text for text in texts if float(text) != bound), repr(value))
+            said = f"{rule.what} is {shown}, {rule.wrong} {bound:g}"
+            found.append(Alarm(rule=rule, value=value, bound=bound, value_text=shown, text=said))
     return found

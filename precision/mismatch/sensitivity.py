@@ -46,12 +46,9 @@ class GroupSensitivity:
     """Only this group quantized, against nothing quantized."""
     promoted: Gap
     """Everything but this group quantized, against nothing quantized."""
-
-    @property
-    def damage(self) -> float:
-        """KL (k3), nats, with the group alone quantized. Small ones add up over groups whose errors are independent,
-        and 1 - ESS is then twice their sum."""
-        return self.alone.k3
+    damage: float
+    """KL (k3), nats, with the group alone quantized. Small ones add up over groups whose errors are independent, and
+    1 - ESS is then twice their sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +72,8 @@ class Suggestion:
     path: tuple[Promotion, ...]
     reached: bool
     """False when the floor is not held although nothing is quantized any more."""
-
-    @property
-    def gap(self) -> Gap:
-        """Of the suggested map as a whole."""
-        return self.path[-1].gap if self.path else self.start
+    gap: Gap
+    """Of the suggested map as a whole."""
 
 
 def layer_groups(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
@@ -109,7 +103,7 @@ def rank_groups(score: Score, quant_map: QuantMap, *, chosen: Tensor | None = No
     for group in layer_groups(quant_map):
         alone = gap(plain, score(quant_map.only(group.modules)), chosen)
         rest = gap(plain, score(quant_map.promoted(group.modules)), chosen)
-        found.append(GroupSensitivity(group=group, alone=alone, promoted=rest))
+        found.append(GroupSensitivity(group=group, alone=alone, promoted=rest, damage=alone.k3))
     return sorted(found, key=lambda one: -one.damage)
 
 
@@ -145,4 +139,4 @@ def promote_greedily(
         reached = gap(plain, score(suggested), held_out)
         path.append(Promotion(group=group, extra_bytes=extra_bytes[group.name], gap=reached))
     last = path[-1].gap if path else start
-    return Suggestion(quant_map=suggested, start=start, path=tuple(path), reached=last.ess >= ess_floor)
+    return Suggestion(quant_map=suggested, start=start, path=tuple(path), reached=last.ess >= ess_floor, gap=last)
