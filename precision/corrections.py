@@ -98,7 +98,6 @@ class Corrected(Objective):
         return dataclasses.replace(prepared, measured={**measured, **prepared.measured})
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         return self.inner.loss(logprobs, batch, context)
 
 
@@ -215,7 +214,6 @@ class TIS(Correction):
     )
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """See `Correction.factor`."""
         ratios = mismatch_ratios(step, self.level)
         factor = ratios.clamp(max=self.cap)
         return factor, measured(step, factor, "capped", ratios > self.cap)
@@ -237,7 +235,6 @@ class Rejection(RatioRange):
     veto: Veto = 0.0
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """See `Correction.factor`."""
         kept = kept_tokens(step, mismatch_ratios(step, self.level), self.low, self.high, self.veto)
         factor = kept.double()
         return factor, measured(step, factor, "masked", ~kept)
@@ -265,7 +262,6 @@ class MIS(RatioRange):
     )
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """See `Correction.factor`."""
         ratios = mismatch_ratios(step, self.level)
         kept = kept_tokens(step, ratios, self.low, self.high, self.veto)
         factor = torch.where(kept, ratios, 0.0)
@@ -291,7 +287,6 @@ class IcePop(RatioRange):
     high: PositiveFloat = Field(5.0, description="Largest ratio; .5 and 5 are the paper's alpha and beta.")
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """See `Correction.factor`."""
         ratios = mismatch_ratios(step, "token")
         kept = (self.low <= ratios) & (ratios <= self.high)
         factor = torch.where(kept, ratios, 0.0)
@@ -321,7 +316,6 @@ class OPSM(Correction):
     drops_what_the_learner_left: ClassVar[bool] = True
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """See `Correction.factor`."""
         distance = step.row_mean(step.log_ratios(step.rollout_logprobs, step.logprobs))
         masked = (step.advantages < 0) & (distance > self.delta)[step.row]
         factor = (~masked).double()

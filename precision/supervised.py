@@ -34,6 +34,5 @@ class Supervised(Objective):
         return replace(super().facts, weighs_by_rollout_ratio=False)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         loss = score_function_loss(logprobs, batch, context)
         return loss, {"nll": token_sum(-response_values(logprobs, batch.mask, "logprobs"), batch.mask)}

@@ -186,7 +186,6 @@ class GRPO(Advantage):
     name: Literal["grpo"] = "grpo"
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """See `Advantage.advantages`."""
         groups = Grouped(reward, group)
         variance = groups.total(groups.deviation**2) / np.maximum(groups.sizes - 1, 1)
         std = np.sqrt(variance)[groups.members]
@@ -201,7 +200,6 @@ class DrGRPO(Advantage):
     aggregation: Aggregation = Field("constant", description=Advantage.model_fields["aggregation"].description)
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """See `Advantage.advantages`."""
         return Grouped(reward, group).deviation
 
 
@@ -212,7 +210,6 @@ class RLOO(Advantage):
     name: Literal["rloo"] = "rloo"
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """See `Advantage.advantages`."""
         groups = Grouped(reward, group)
         factor = groups.sizes / np.maximum(groups.sizes - 1, 1)
         return groups.deviation * factor[groups.members]
@@ -226,7 +223,6 @@ class MaxRL(Advantage):
     name: Literal["maxrl"] = "maxrl"
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """See `Advantage.advantages`."""
         groups = Grouped(reward, group, clip=True)
         return groups.deviation / np.where(groups.mean > 0.0, groups.mean, 1.0)
 
@@ -284,7 +280,6 @@ class FGRPO(Advantage):
     gamma: float = Field(1.0, ge=0.0, description="The group's advantages are multiplied by (1 - solve rate)^gamma.")
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """See `Advantage.advantages`."""
         failure_rate = 1.0 - Grouped(reward, group, clip=True).mean
         return GRPO().advantages(reward, group) * failure_rate**self.gamma
 
@@ -296,7 +291,6 @@ class AsymGRPO(Advantage):
     delta: PositiveFloat = Field(0.5, description="Negative advantages are divided by this.")
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """See `Advantage.advantages`."""
         deviation = Grouped(reward, group).deviation
         return np.where(deviation < 0.0, deviation / self.delta, deviation)
 
@@ -311,7 +305,6 @@ class Power(Advantage):
     delta: PositiveFloat = Field(1.0, description="Negative advantages are divided by this.")
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """See `Advantage.advantages`."""
         groups = Grouped(reward, group, clip=True)
         asymmetric = np.where(groups.deviation < 0.0, groups.deviation / self.delta, groups.deviation)
         return (1.0 - groups.mean) ** (self.alpha - 1.0) * asymmetric
@@ -376,7 +369,6 @@ class FADE(Advantage):
         return self.estimator().advantages(reward, group)
 
     def estimator(self) -> FADEEstimator:
-        """See `Advantage.estimator`."""
         return FADEEstimator(self)
 
 

@@ -34,7 +34,6 @@ class CISPO(Objective):
     measures: ClassVar[tuple[Measure, ...]] = (CAPPED_TOKENS, MEAN_WEIGHT)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         mask = batch.mask
         log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         learner = response_values(logprobs, mask, "logprobs")

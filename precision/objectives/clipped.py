@@ -118,7 +118,6 @@ class Clipped(Anchored):
         return Prepared(advantages=step.advantages, anchor_logprobs=step.old_logprobs)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         return clipped_loss(
             logprobs,
             batch,
@@ -175,7 +174,6 @@ class Decoupled(Objective):
         )
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         return clipped_loss(
             logprobs,
             batch,
@@ -244,5 +242,4 @@ class GSPO(Anchored):
         )
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         return score_function_loss(logprobs, batch, context), {"k3": rollout_k3(logprobs, batch)}

@@ -53,7 +53,6 @@ class DPPOTV(Objective):
         return replace(super().facts, has_term_without_advantage=self.square_coefficient > 0)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         mask = batch.mask
         log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         advantages = response_values(batch.advantages, mask, "advantages")

@@ -109,7 +109,6 @@ class M2PO(Objective):
         )
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         mask = batch.mask
         _, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         advantages = response_values(batch.advantages, mask, "advantages")

@@ -105,7 +105,6 @@ class MuGRPO(Objective):
         )
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         return clipped_loss(
             logprobs,
             batch,

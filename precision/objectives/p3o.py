@@ -109,7 +109,6 @@ class P3O(Objective):
         return Prepared(advantages=step.advantages, step_ess=ess)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, batch.mask)
         if self.ess_scope == "step":
             ess = checked_ess(context.step_ess)
@@ -221,7 +220,6 @@ class P4O(Objective):
         )
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, batch.mask)
         to_mixture, _ = masked_log_ratios(logprobs, prepared_anchor(batch), batch.mask)
         ess = checked_ess(context.step_ess)
@@ -280,7 +278,6 @@ class Split(Objective):
         )
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         mask, ess = batch.mask, checked_ess(context.step_ess)
         _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, mask)
         anchor = prepared_anchor(batch)

@@ -67,5 +67,4 @@ class TOPR(Objective):
         )
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective.loss`."""
         return score_function_loss(logprobs, batch, context), {"k3": rollout_k3(logprobs, batch)}

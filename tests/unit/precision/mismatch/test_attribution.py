@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from precision.mismatch.attribution import (
-    TERMS,
-    TokenScores,
-    attribute,
-    by_bucket,
-    suspects,
-    term_statistics,
-)
+from precision.mismatch.attribution import TERMS, TokenScores, attribute, by_bucket, suspects, term_statistics
 
 NAMES = ("now", "then", "quantized", "routed", "prefill", "decode")
 

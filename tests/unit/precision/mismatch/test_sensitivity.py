@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from precision.formats.quant_map import QuantMap
-from precision.mismatch.sensitivity import (
-    layer_groups,
-    promote_greedily,
-    rank_groups,
-    whole_layers,
-)
+from precision.mismatch.sensitivity import layer_groups, promote_greedily, rank_groups, whole_layers
 
 NUM_TOKENS = 4000
 QUANT = QuantMap.for_decoder(3, "fp8_block")
