@@ -130,12 +130,8 @@ for kind, pattern in _PLAIN.items():
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_PLAIN['float']})$"), list("-+0123456789."))
 
 
-def _place(mark: Any) -> str:
-    return "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-
-
 def _refuse(node: Any, problem: str) -> None:
-    raise YamlError(f"{_place(node.start_mark)}{problem}")
+    raise YamlError(f"line {node.start_mark.line + 1}, column {node.start_mark.column + 1}: {problem}")
 
 
 def _count_values(data: object, counted: dict[int, float]) -> float:
@@ -166,7 +162,8 @@ def parse_yaml(text: bytes | str) -> Any:
     except yaml.MarkedYAMLError as error:
         what = error.problem or error.context
         remedy = "; indent with spaces" if "'\\t'" in str(what) else ""
-        place = _place(error.problem_mark or error.context_mark)
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise YamlError(f"{place}not YAML: {one_line(what, 200)}{remedy}") from None
     except YamlError:
         raise

@@ -46,7 +46,7 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.repair import find_damage, own_recipes
 from pipeline.resume import refuse_changes
-from pipeline.tasks.data import with_digest_of_now
+from pipeline.tasks.data import with_digest
 from pipeline.trainer.checkpoints import COMMIT
 from precision.controller.records import State
 from precision.text import listed
@@ -99,7 +99,7 @@ def _with_own_digest(before: Recipe, recipe: Recipe) -> Recipe:
     if before.task == recipe.task or not isinstance(recipe.task, DataTask):
         return recipe
     unread = recipe.task.model_copy(update=dict(sha256=None, template_sha256=None))
-    return with_digest_of_now(recipe.model_copy(update=dict(task=unread)))
+    return with_digest(recipe.model_copy(update=dict(task=unread)), None)
 
 
 def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, step: int) -> None:

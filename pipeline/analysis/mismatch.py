@@ -104,10 +104,12 @@ class Measured:
         layers: list[dict[str, Any]] = []
         if self.layer_steps and scores.then is not None:
             steps = [scores.then, *map(_tensor, self.layer_steps.values())]
-            # With none, the first, the first two, … all of the layers quantized: a layer's term is what it adds to those
-            # below it, and the terms add up to the whole of the quantization term.
-            for layer, (before, after) in zip(self.layer_steps, pairwise(steps), strict=True):
-                layers.append(dict(layer=layer, **asdict(term_statistics(before - after, steps[0] - steps[-1]))))
+            # With none, the first, the first two, … all of the layers quantized: a layer's term is what it adds to
+            # those below it, and the terms add up to the whole of the quantization term.
+            layers = [
+                dict(layer=layer, **asdict(term_statistics(before - after, steps[0] - steps[-1])))
+                for layer, (before, after) in zip(self.layer_steps, pairwise(steps), strict=True)
+            ]
         # Mean |term| in each bucket of precision.mismatch.statistics, up to the last that has tokens.
         buckets = {}
         for name, values in (("position", self.position.astype(np.float64)), ("entropy", self.entropy)):

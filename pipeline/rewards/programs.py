@@ -216,9 +216,6 @@ class ProgramJudge:
         self._deadline_s = deadline_s
         self._tolerance = tolerance
 
-    def start(self) -> None:
-        """There is nothing to import."""
-
     def judge(self, texts: bytes) -> Judgment:
         """Reward 1 if all tests pass. Parts: `passed`, the share of tests before the first that fails; `cut`, 1 where a
         limit ended that one."""

@@ -84,15 +84,17 @@ def main() -> None:
                 landlock_abi=settings["landlock_abi"],
             )
         judge: BuiltInJudge | FunctionJudge | ProgramJudge
+        problem: Judgment | None = None
         if settings["built_in"]:
             judge = BuiltInJudge(settings)
+            problem = judge.start()
         elif settings["reward"] == PYTHON_TESTS:
             assert scratch is not None
             limits = dict(deadline_s=settings["deadline_s"], tolerance=settings["program_tolerance"])
             judge = ProgramJudge(children, scratch, confinement, **limits)
         else:
             judge = FunctionJudge(settings, children, confinement)
-        problem = judge.start()
+            problem = judge.start()
         wants = dict.fromkeys(judge.wants, 1.0) if isinstance(judge, FunctionJudge) else {}
         ready = Judgment(0.0, wants, None, str(scratch or ""))
         verdicts.send(encode_judgment(READY, problem or ready), START_DEADLINE_S)

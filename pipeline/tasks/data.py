@@ -273,24 +273,18 @@ DIGEST_KEYS = frozenset(("task.sha256", "task.template_sha256"))
 """What `with_digest` adds to a recipe."""
 
 
-def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
-    """The recipe with `task.sha256` and `task.template_sha256`: those of the run's frozen recipe, else of what there is
-    now. Raises RecipeError for data that cannot be read, ModelError for a tokenizer that cannot."""
-    if not isinstance(recipe.task, DataTask):
-        return recipe
-    if os.path.lexists(run.path / "recipe.yaml") and run.num_settled():
-        frozen = run.recipe().task
-        names = [name for name in ("sha256", "template_sha256") if getattr(recipe.task, name) is None]
-        known = {name: getattr(frozen, name) for name in names} if isinstance(frozen, DataTask) else {}
-        return recipe.model_copy(update=dict(task=recipe.task.model_copy(update=known)))
-    return with_digest_of_now(recipe)
-
-
-def with_digest_of_now(recipe: Recipe) -> Recipe:
-    """As `with_digest`, of a run that begins."""
+def with_digest(recipe: Recipe, run: RunDirectory | None) -> Recipe:
+    """Return the recipe with `task.sha256` and `task.template_sha256`: those of the run's frozen recipe, where there is
+    a run with batches, else of what there is now. Raises RecipeError for data that cannot be read, ModelError for a
+    tokenizer that cannot."""
     task = recipe.task
     if not isinstance(task, DataTask):
         return recipe
+    if run is not None and os.path.lexists(run.path / "recipe.yaml") and run.num_settled():
+        frozen = run.recipe().task
+        names = [name for name in ("sha256", "template_sha256") if getattr(task, name) is None]
+        known = {name: getattr(frozen, name) for name in names} if isinstance(frozen, DataTask) else {}
+        return recipe.model_copy(update=dict(task=task.model_copy(update=known)))
     template = Tokenizer.load(recipe.model.path).template_sha256 if task.chat_template else None
     found = dict(
         sha256=digest(task) if task.sha256 is None else task.sha256,

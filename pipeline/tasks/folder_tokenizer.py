@@ -118,14 +118,11 @@ class _Reading:
         for key in _OTHERWISE:
             if self.config.get(key):
                 return f"tokenizer_config.json sets {key}"
-        return self._of_the_class() or self._of_other_tokens()
-
-    def _of_the_class(self) -> str | None:
         model_type = self.model.get("model_type")
         if model_type not in (None, "", "llama", *_QWEN_MODELS) or self.class_name not in (None, *_UNCHANGED, _QWEN):
             return f"its tokenizer_class is {quoted(self.class_name)}, its model_type {quoted(model_type)}"
         if not self.is_qwen:
-            return None
+            return self._of_other_tokens()
         if not _is_qwens(self.backend):
             return f"its tokenizer_class {_QWEN} splits text otherwise than tokenizer.json"
         listed = None if self.legacy else self.config["added_tokens_decoder"]
@@ -136,7 +133,7 @@ class _Reading:
         within = all(self.backend.model.token_to_id(t.content) == i for i, t in self.added.items() if i < base)
         if behind != list(range(base, base + len(behind))) or not within:
             return "the added tokens of tokenizer.json do not follow its vocabulary"
-        return None
+        return self._of_other_tokens()
 
     def _of_other_tokens(self) -> str | None:
         """Tokens that another file adds, changes or names, and tokenizer.json does not have so."""

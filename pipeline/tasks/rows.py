@@ -17,8 +17,6 @@ from pipeline.errors import RecipeError
 from pipeline.importing import pip_install
 from precision.text import JsonError, listed, one_line, parse_json, parse_object, quoted
 
-MOST_BYTES = 16 << 20
-"""Of one line."""
 _ROWS_AT_ONCE = 1024
 _PARQUET_MAGIC, _ARROW_MAGIC = b"PAR1", b"ARROW1"
 _LOOKED_AT = 4096
@@ -79,16 +77,9 @@ def _rows_of_file(path: Path) -> Iterator[Row]:
 
 def json_rows(path: Path) -> Iterator[Row]:
     """Read one object a line; blank lines are skipped. Raises RecipeError naming file and line."""
-    number = 0
     with path.open("rb") as file:
-        while line := file.readline(MOST_BYTES + 1):  # a file without line ends is not read into memory as one
-            number += 1
+        for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
-            if len(line) > MOST_BYTES:
-                raise RecipeError(
-                    f"{where}: longer than {MOST_BYTES >> 20} MiB; no context holds such a prompt: see whether the "
-                    "file has line ends"
-                )
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not line.strip(b" \t\r\n"):
                 continue

@@ -14,7 +14,6 @@ import errno
 import os
 import platform
 import struct
-from collections.abc import Iterator
 from typing import NamedTuple
 
 _NEWEST = 450
@@ -96,28 +95,6 @@ _WAYS_TO_SHORTEN = ((os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC | os.O_RDONLY), (os.O
 Landlock before version 3 asks for no right at all."""
 
 
-def _conditions(own_pid: int | None) -> Iterator[_When]:
-    for flag in _NAMESPACE_FLAGS:
-        yield _When(_CLONE, 0, flag, flag)
-    yield _When(_MMAP, 3, _SHARED_ANONYMOUS, _SHARED_ANONYMOUS)
-    for numbers in (_PRLIMIT, *_SCHEDULING):
-        yield _When(numbers, 0, _ALL, 0, unless=True)
-    yield _When(_SETPRIORITY, 0, _ALL, 0, unless=True)
-    yield _When(_SETPRIORITY, 1, _ALL, 0, unless=True)
-    if own_pid is None:
-        return
-    yield _When(_CLONE, 0, _CLONE_THREAD, 0)
-    yield _When(_KILL, 0, _ALL, own_pid, unless=True)
-    yield _When(_TGKILL, 0, _ALL, own_pid, unless=True)
-    for request in _SIGNAL_OWNERS:
-        yield _When(_FCNTL, 1, _ALL, request)
-    for request in _SIGNAL_OWNER_REQUESTS:
-        yield _When(_IOCTL, 1, _ALL, request)
-    for mask, value in _WAYS_TO_SHORTEN:
-        yield _When(_OPEN, 1, mask, value)
-        yield _When(_OPENAT, 2, mask, value)
-
-
 _LOAD, _JUMP_EQUAL, _JUMP_ABOVE, _AND, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _ALLOW = 0x7FFF0000
@@ -148,7 +125,18 @@ def program(own_pid: int | None, machine: str | None = None) -> bytes:
         for numbers in calls.values():
             if (number := numbers[column]) is not None:
                 made += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, answer)]
-    for when in _conditions(own_pid):
+    conditions = [_When(_CLONE, 0, flag, flag) for flag in _NAMESPACE_FLAGS]
+    conditions.append(_When(_MMAP, 3, _SHARED_ANONYMOUS, _SHARED_ANONYMOUS))
+    conditions += [_When(numbers, 0, _ALL, 0, unless=True) for numbers in (_PRLIMIT, *_SCHEDULING)]
+    conditions += [_When(_SETPRIORITY, argument, _ALL, 0, unless=True) for argument in (0, 1)]
+    if own_pid is not None:
+        conditions.append(_When(_CLONE, 0, _CLONE_THREAD, 0))
+        conditions += [_When(numbers, 0, _ALL, own_pid, unless=True) for numbers in (_KILL, _TGKILL)]
+        conditions += [_When(_FCNTL, 1, _ALL, request) for request in _SIGNAL_OWNERS]
+        conditions += [_When(_IOCTL, 1, _ALL, request) for request in _SIGNAL_OWNER_REQUESTS]
+        for mask, value in _WAYS_TO_SHORTEN:
+            conditions += [_When(_OPEN, 1, mask, value), _When(_OPENAT, 2, mask, value)]
+    for when in conditions:
         if (number := when.numbers[column]) is not None:
             # The low half of the argument is looked at: flags, pids and requests have 32 bits.
             on_equal, on_other = (1, 0) if when.unless else (0, 1)
