@@ -14,7 +14,7 @@ from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, pla
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.batch import Batch, LogprobContract, Response, given_batch
 from precision.supervised import Supervised
-from tests.support.world import leave_world
+from tests.support.learners import leave_world
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="")
 PROMPT_TOKENS = 8

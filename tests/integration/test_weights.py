@@ -104,7 +104,7 @@ def test_the_parameters_of_the_real_ranks_are_a_bijection(found: dict[str, list[
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron-Core warns about packages that a CPU does not have
         from megatron_bridge.weights import ShardCoords
-        from tests.support.name_bijection import RankParameters, check_bijection
+        from tests.support.parameters import RankParameters, check_bijection
 
     shape = ModelConfig.from_hf(MODELS[LAYOUTS[layout][0]])
     ranks = [

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from launch.build.learner import build_trainer
@@ -74,3 +75,10 @@ def _forget_graphs(learner: MegatronLearner) -> None:
             held = vars(getattr(module, "token_dispatcher", None) or object)
             for name in [name for name, value in held.items() if isinstance(value, Tensor) and value.grad_fn]:
                 setattr(module.token_dispatcher, name, None)
+
+
+def leave_world() -> None:
+    """Leave the parallel groups and the process group, so that another test may join others."""
+    leave_layout()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

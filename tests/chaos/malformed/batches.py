@@ -26,7 +26,7 @@ from pipeline.data.zarr_zip import write_zarr_zip
 from pipeline.errors import StoreError
 from pipeline.schedule import Schedule
 from tests.chaos.malformed.mutations import judged, mutated_bytes, mutated_data
-from tests.support.sealed_zip import sealed_zip
+from tests.support.files import sealed_zip
 
 COUNT = 2000
 IN_MAKE_TEST = 25

@@ -45,7 +45,7 @@ def run(scale: Scale) -> Figures:
     from rollout_sglang.server.launch_server import API_KEY_VARIABLE
     from tests.gpu.engines import engine_recipe
     from tests.gpu.models import shared_model
-    from tests.support.world import leave_world
+    from tests.support.learners import leave_world
 
     model = shared_model(scale, "1.7b")
     recipe = engine_recipe(

@@ -17,7 +17,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from pipeline.data.batch import Batch, Response, given_batch
 from pipeline.data.store import BatchStore
-from tests.support.counted_file import CountedFile
+from tests.support.files import CountedFile
 from tests.support.learners import trainer_on
 from tests.support.runs import a_recipe
 

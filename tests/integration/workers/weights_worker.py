@@ -30,7 +30,7 @@ from precision.formats.formats import fake_quantize
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.supervised import Supervised
-from tests.support.name_bijection import RankParameters
+from tests.support.parameters import RankParameters
 
 SCORED = (
     Layout(data=4),

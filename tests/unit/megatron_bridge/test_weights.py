@@ -20,8 +20,7 @@ from megatron_bridge.parallel.layout import check_layout
 from megatron_bridge.weights import NameMap, ShardCoords, TensorSlice
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError, ModelError
-from tests.support.meta_models import build
-from tests.support.name_bijection import RankParameters, _require_tiling, check_bijection
+from tests.support.parameters import RankParameters, _require_tiling, build, check_bijection
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]

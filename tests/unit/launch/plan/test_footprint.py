@@ -227,7 +227,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_counts_are_those_of_real_models_on_the_meta_device() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron-Core warns about packages that a CPU does not have
-        from tests.support.meta_models import build
+        from tests.support.parameters import build
 
     (built,) = run_ranks(1, build, CASES)
     for (hf_config, sizes), ranks in zip(CASES, built, strict=True):

@@ -22,8 +22,8 @@ from megatron_bridge.model.build import build_chunks
 from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.weights import NameMap, ShardCoords
 from pipeline.errors import ModelError
-from tests.support.name_bijection import RankParameters, check_bijection
-from tests.support.world import leave_world
+from tests.support.learners import leave_world
+from tests.support.parameters import RankParameters, check_bijection
 
 RECORDED = json.loads((Path(__file__).parents[3] / "golden" / "te_parameter_names.json").read_text())
 CASES: list[Any] = [pytest.param(case, id=f"{case['model']} TP{case['tensor']}") for case in RECORDED["cases"]]

@@ -19,7 +19,7 @@ from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.hf.tensor_files import TensorFolder
 from pipeline.errors import ModelError
-from tests.support.odd_files import huge_at, pipe_at
+from tests.support.files import huge_at, pipe_at
 
 MODEL_CONFIG = ModelConfig.from_hf(
     dict(

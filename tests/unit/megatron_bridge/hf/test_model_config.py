@@ -12,7 +12,7 @@ import pytest
 
 from megatron_bridge.hf.model_config import ARCHITECTURES, Experts, ModelConfig, read_config, read_hf_config
 from pipeline.errors import ModelError
-from tests.support.odd_files import huge_at, pipe_at
+from tests.support.files import huge_at, pipe_at
 
 MODELS = Path(__file__).parents[4] / "pipeline" / "recipes" / "models"
 QWEN3_32B: dict[str, Any] = json.loads((MODELS / "qwen3-32b" / "config.json").read_text())

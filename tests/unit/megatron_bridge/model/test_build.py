@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import PolicyModel, build_chunks
 from megatron_bridge.parallel.layout import Layout, initialize
-from tests.support.world import leave_world
+from tests.support.learners import leave_world
 
 # Megatron-Core's own layers are built and called in ways that it calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_bridge.model import packed_attention
 from megatron_bridge.model.packed_attention import PackedAttention, like_rows
 from megatron_bridge.parallel.layout import Layout, initialize
-from tests.support.world import leave_world
+from tests.support.learners import leave_world
 
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
 

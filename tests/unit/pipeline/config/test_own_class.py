@@ -19,9 +19,8 @@ from pipeline.config.algorithm import OBJECTIVES
 from pipeline.config.loader import differing_keys, load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
-from tests.support.objective_runs import run
+from tests.support.objectives import run, scored_step
 from tests.support.own_class import EXAMPLE, SECTION
-from tests.support.scored_steps import scored_step
 
 ROOT = Path(__file__).parents[4]
 

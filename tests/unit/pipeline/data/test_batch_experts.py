@@ -16,7 +16,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError, StoreError
-from tests.support.sealed_zip import sealed_zip
+from tests.support.files import sealed_zip
 
 MakeBatch = Callable[..., Batch]
 

@@ -19,7 +19,7 @@ from pipeline.data.deltas import (
 )
 from pipeline.errors import StoreError
 from tests.support.delta_policies import drawn, moved, write_version
-from tests.support.odd_files import huge_at, pipe_at
+from tests.support.files import huge_at, pipe_at
 
 
 @pytest.fixture

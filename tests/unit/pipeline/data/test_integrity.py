@@ -35,7 +35,7 @@ from pipeline.data.checksums import (
 from pipeline.data.zarr_zip import open_zarr_zip, write_zarr_zip
 from pipeline.errors import StoreError
 from tests.support.examples import profile
-from tests.support.sealed_zip import sealed_zip
+from tests.support.files import sealed_zip
 
 
 def flipped(data: bytes, every: int = 1) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.data import files, membership
 from pipeline.data.membership import Announcement, Listed, Member, Membership
-from tests.support.emptied import empty_for
+from tests.support.files import empty_for
 
 FIRST, SECOND = Member(0, "http://n1:1", 3), Member(1, "http://n2:1", 1)
 

@@ -20,7 +20,7 @@ from pipeline.data.store import BatchStore
 from pipeline.data.zarr_zip import LEAST_BYTES, PIECES, chunk_digests, chunk_rows
 from pipeline.errors import CorruptBatchError
 from tests.support.batches import read_by
-from tests.support.counted_file import CountedFile
+from tests.support.files import CountedFile
 from tests.unit.pipeline.data.test_store import assert_same, rewrite
 
 MakeBatch = Callable[..., Batch]

@@ -45,7 +45,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from tests.support.examples import examples
-from tests.support.sealed_zip import sealed_zip
+from tests.support.files import sealed_zip
 
 MakeBatch = Callable[..., Batch]
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import END_TOKEN, PAD_TOKEN, Tokenizer, write_character_tokenizer
-from tests.support.odd_files import huge_at, pipe_at
+from tests.support.files import huge_at, pipe_at
 
 CHARACTERS = "0123456789=+ \nabé漢"
 

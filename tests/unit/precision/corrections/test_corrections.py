@@ -16,8 +16,7 @@ from precision.objectives.base import Facts, Prepared, ScoredStep
 from precision.objectives.cispo import CISPO
 from precision.objectives.clipped import Clipped
 from tests.support.examples import examples
-from tests.support.objective_runs import run
-from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled
+from tests.support.objectives import reordered, run, scored_step, scored_steps, soiled
 
 LN2, LN3 = math.log(2.0), math.log(3.0)
 CORRECTIONS: list[Correction] = [

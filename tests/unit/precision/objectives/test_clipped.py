@@ -8,8 +8,7 @@ import torch
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.clipped import Clipped
 from precision.supervised import Supervised
-from tests.support.objective_runs import run
-from tests.support.scored_steps import scored_step
+from tests.support.objectives import run, scored_step
 
 RATIOS = [1.5, 1.1, 0.5, 1.5, 0.5, 0.9, 0.7, 1.4, 1.6]
 ADVANTAGES = [2.0, 2.0, 2.0, -1.0, -1.0, -1.0, -2.0, 1.0, 1.0]

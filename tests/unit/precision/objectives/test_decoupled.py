@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from precision.objectives.base import ScoredStep
 from precision.objectives.clipped import Clipped, Decoupled
 from tests.support.examples import examples
-from tests.support.objective_runs import run
-from tests.support.scored_steps import scored_step, scored_steps
+from tests.support.objectives import run, scored_step, scored_steps
 
 OverCap = Literal["mask", "truncate"]
 OVER_CAP: tuple[OverCap, ...] = ("mask", "truncate")

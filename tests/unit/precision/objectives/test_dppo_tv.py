@@ -13,8 +13,7 @@ from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.clipped import Clipped
 from precision.objectives.dppo_tv import DPPOTV
 from tests.support.examples import examples
-from tests.support.objective_runs import run
-from tests.support.scored_steps import scored_steps
+from tests.support.objectives import run, scored_steps
 
 
 def test_by_hand() -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.clipped import GSPO
 from tests.support.examples import examples
-from tests.support.objective_runs import run
-from tests.support.scored_steps import scored_step, scored_steps
+from tests.support.objectives import run, scored_step, scored_steps
 
 Anchor = Literal["rollout", "old"]
 ANCHORS: tuple[Anchor, ...] = ("rollout", "old")

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from precision.objectives.base import ScoredStep
 from precision.objectives.m2po import M2PO, widest_cap, widest_kept
 from tests.support.examples import examples
-from tests.support.objective_runs import run
-from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled
+from tests.support.objectives import reordered, run, scored_step, scored_steps, soiled
 
 Variant = Literal["clip", "mask", "areal"]
 VARIANTS: tuple[Variant, ...] = ("clip", "mask", "areal")

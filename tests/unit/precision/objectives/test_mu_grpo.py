@@ -14,8 +14,7 @@ from precision.objectives.base import ScoredStep
 from precision.objectives.clipped import Clipped
 from precision.objectives.mu_grpo import MuGRPO
 from tests.support.examples import examples
-from tests.support.objective_runs import run
-from tests.support.scored_steps import scored_step, scored_steps
+from tests.support.objectives import run, scored_step, scored_steps
 
 Trigger = Literal["below", "above", "none"]
 Scope = Literal["suffix", "token", "response"]

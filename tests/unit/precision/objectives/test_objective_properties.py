@@ -26,8 +26,17 @@ from precision.ratios import MAX_LOG_RATIO
 from precision.settings import choices_in
 from precision.supervised import Supervised
 from tests.support.examples import examples
-from tests.support.objective_runs import Layout, Outcome, run
-from tests.support.scored_steps import TOKEN_FIELDS, offsets_of, reordered, scored_step, scored_steps, soiled
+from tests.support.objectives import (
+    TOKEN_FIELDS,
+    Layout,
+    Outcome,
+    offsets_of,
+    reordered,
+    run,
+    scored_step,
+    scored_steps,
+    soiled,
+)
 
 READS_SAMPLER: list[Objective] = [
     P3O(kl_estimator="official"),

@@ -15,9 +15,9 @@ from torch import Tensor
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.p3o import P3O
 from precision.ratios import ess_from_sums, sequence_ess_of_totals, token_ess
-from tests.support import objective_runs
+from tests.support import objectives
 from tests.support.examples import examples
-from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled
+from tests.support.objectives import reordered, scored_step, scored_steps, soiled
 
 Estimator = Literal["official", "importance"]
 Unit = Literal["token", "sequence"]
@@ -158,7 +158,7 @@ def test_step_scope_needs_a_sound_ess() -> None:
 @given(step=scored_steps())
 def test_gradient_against_autograd_of_a_slow_reference(estimator: Estimator, unit: Unit, step: ScoredStep) -> None:
     """The whole way from the scored step, token by token, in float64."""
-    outcome = objective_runs.run(P3O(kl_estimator=estimator, ess_unit=unit), step)
+    outcome = objectives.run(P3O(kl_estimator=estimator, ess_unit=unit), step)
     ess = outcome.prepared.step_ess
     assert ess is not None
     leaf = step.logprobs.clone().requires_grad_()
@@ -182,7 +182,7 @@ def test_gradient_against_autograd_of_a_slow_reference(estimator: Estimator, uni
 @each_unit
 def test_an_exactly_on_policy_step_is_the_score_function_gradient(estimator: Estimator, unit: Unit) -> None:
     step = scored_step([[0.0, 0.0], [0.0]], [1.0, -2.0])
-    outcome = objective_runs.run(P3O(kl_estimator=estimator, ess_unit=unit), step)
+    outcome = objectives.run(P3O(kl_estimator=estimator, ess_unit=unit), step)
     # 1e-8: the epsilon inside the token ESS; that of sequences is taken in logs and has none.
     tolerance = 1e-8 if unit == "token" else 1e-15
     assert outcome.gradient.tolist() == pytest.approx([-1 / 3, -1 / 3, 2 / 3], rel=tolerance)

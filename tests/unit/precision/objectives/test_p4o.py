@@ -14,8 +14,7 @@ from torch import Tensor
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.p3o import P3O, P4O
 from tests.support.examples import examples
-from tests.support.objective_runs import run
-from tests.support.scored_steps import ROLLOUT, reordered, scored_step, scored_steps, soiled
+from tests.support.objectives import ROLLOUT, reordered, run, scored_step, scored_steps, soiled
 
 LN3 = math.log(3.0)
 

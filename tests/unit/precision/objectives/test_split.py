@@ -15,8 +15,7 @@ from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
 from precision.objectives.p3o import Split
 from tests.support.examples import examples
-from tests.support.objective_runs import run
-from tests.support.scored_steps import ROLLOUT, scored_step, scored_steps
+from tests.support.objectives import ROLLOUT, run, scored_step, scored_steps
 
 LN2, LN3 = math.log(2.0), math.log(3.0)
 

@@ -13,8 +13,7 @@ from precision.objectives.base import ScoredStep
 from precision.objectives.cispo import CISPO
 from precision.objectives.topr import TOPR
 from tests.support.examples import examples
-from tests.support.objective_runs import run
-from tests.support.scored_steps import ROLLOUT, scored_step, scored_steps
+from tests.support.objectives import ROLLOUT, run, scored_step, scored_steps
 
 
 def test_by_hand() -> None:

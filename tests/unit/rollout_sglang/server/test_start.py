@@ -42,7 +42,7 @@ from rollout_sglang.server.start import (
     router_command,
     server_environment,
 )
-from tests.support.odd_files import huge_at, pipe_at
+from tests.support.files import huge_at, pipe_at
 
 QWEN3_8B = {
     "hidden_size": 4096,

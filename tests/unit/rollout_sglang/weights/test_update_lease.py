@@ -14,7 +14,7 @@ from pipeline.data.epochs import claim
 from pipeline.errors import DeadlineExceededError, SupersededError
 from rollout_sglang.weights import update_lease
 from rollout_sglang.weights.update_lease import KEPT, Update, UpdateKind, Updates
-from tests.support.emptied import empty_for
+from tests.support.files import empty_for
 
 
 def updates_of(run: Path, role: str | None = None, stale_s: float = 60.0) -> Updates:
