@@ -45,7 +45,6 @@ from pipeline.data.run_recipes import (
     all_recipes,
     begin_recipe,
     newest_recipe_file,
-    num_optimizer_steps,
     recipe_file,
 )
 from pipeline.errors import RunConflictError, StoreError
@@ -172,6 +171,7 @@ def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
         refuse_changes(str(run.path), before, changes)
         formats_may_be_fixed = changes.keys() & {"rollout.urls", "weights.channel"}
         record = ControlFiles(run.control, run.fence).newest() if formats_may_be_fixed else None
+        recipes = all_recipes(run.path)
         refuse_impossible(
             before,
             recipe,
@@ -179,7 +179,10 @@ def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
             settled=settled,
             published=run.published_version() if run.is_published() else 0,
             scored=max(run.saved_steps(), default=0) if any(run.logprobs.glob("*-old.npy")) else 0,
-            optimizer_steps=num_optimizer_steps(all_recipes(run.path), before.run.steps),
+            optimizer_steps=sum(
+                (end - one.first_step) * one.recipe.learner.updates_per_batch
+                for one, end in zip(recipes, [*(one.first_step for one in recipes[1:]), before.run.steps], strict=True)
+            ),
             num_promoted=0 if record is None else len(record.promoted),
         )
     return changes

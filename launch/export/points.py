@@ -65,12 +65,12 @@ class RunPoints:
 
     def read(self) -> dict[Key, Point]:
         """Return all points as the logs have them now, by time."""
-        for start, line in self._metrics.new_lines_of_starts():
+        for start, line in self._metrics.new_lines():
             found = {name if "/" in name else f"train/{name}": value for name, value in numbers(line)}
             values = {name: value for name, value in found.items() if name not in ("train/step", "train/time")}
             point = Point(key=Key(STEP, line["step"]), time=float(line["time"]), values=values)
             self._starts.setdefault(start, {})[point.key.number] = point
-        for event in self._events.new_lines():
+        for _, event in self._events.new_lines():
             if event["kind"] == "evaluated":
                 told = [one for one in numbers(event) if one[0] not in ("version", "time")]
                 values = {f"evaluation/{name}": value for name, value in told}

@@ -102,8 +102,8 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
     tokenizer = build_tokenizer(recipe)
     prompts = build_prompts(recipe, tokenizer)
     store = BatchStore(run.batches, run.fence, limits=build_limits(recipe))
-    store.remove_partial()
-    remove_leftovers(run.evaluations, run.fence)
+    for folder in (run.batches, run.evaluations):
+        remove_leftovers(folder, run.fence)
     metrics = metrics_of("collector", run.path)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     event_log.event("environment", role="collector", **environment())

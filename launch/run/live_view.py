@@ -271,11 +271,11 @@ class LiveView:
             self._live.update(render(self.progress), refresh=True)
 
     def _take(self, *, says: bool) -> None:
-        for event in self._events.new_lines():
+        for _, event in self._events.new_lines():
             self.progress.take_event(event)
             if says and event.get("kind") in SAID:
                 self._say(event_line(event))
-        for start, line in self._metrics.new_lines_of_starts():
+        for start, line in self._metrics.new_lines():
             before = {alarm.rule.name: alarm for alarm in self.progress.alarms}
             self.progress.take_metrics(line, start)
             if says:

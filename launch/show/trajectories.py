@@ -16,7 +16,7 @@ from pipeline.analysis.samples import SAMPLE_COLUMNS, Background, render_batch, 
 from pipeline.data.batch import Batch
 from pipeline.data.files import replacing
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.run_recipes import newest_recipe
+from pipeline.data.run_recipes import recipe_in_force
 from pipeline.data.store import BatchStore
 from pipeline.errors import MachineError, RecipeError, StoreError
 from pipeline.importing import pip_install
@@ -29,7 +29,7 @@ Read = tuple[Batch, Tokenizer, NDArray[np.float32] | None]
 def read_batches(path: Path, steps: list[int]) -> Iterator[Read]:
     """Yield batches, each with the tokenizer that it was sampled with and what the learner says of it. Raises
     StoreError and ModelError."""
-    run, model, tokenizers = RunDirectory(path), newest_recipe(path).model.path, dict[str, Tokenizer]()
+    run, model, tokenizers = RunDirectory(path), recipe_in_force(path).recipe.model.path, dict[str, Tokenizer]()
     for index in steps:
         batch = BatchStore(run.batches).read(index, None)
         sha256 = batch.contract.tokenizer_sha256
@@ -76,7 +76,7 @@ def export(
     Raises RecipeError (no batch in these steps, a source that the run does not have), StoreError (a file that cannot be
     written) and MachineError (no pyarrow).
     """
-    known = [one.name for one in getattr(newest_recipe(path).task, "sources", ())]
+    known = [one.name for one in getattr(recipe_in_force(path).recipe.task, "sources", ())]
     if source is not None and source not in known:
         if not known:
             raise RecipeError(f"--source is {source!r}, but the task of {path} has no task.sources; leave --source out")

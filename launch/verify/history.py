@@ -10,7 +10,7 @@ from launch.build.components import build_limits, build_solved_prompt_rule
 from pipeline.analysis.audit import find_gaps, verify_history
 from pipeline.control.files import ControlFiles
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.run_recipes import all_recipes, newest_recipe
+from pipeline.data.run_recipes import all_recipes, recipe_in_force
 from pipeline.repair import find_damage, repaired_paths
 
 
@@ -23,7 +23,7 @@ def check_history(path: Path) -> dict[str, Any]:
     there, the model's config.json; and every file of the run is checked as `evenkeel repair` does.
     """
     run = RunDirectory(path)
-    recipe, decided = newest_recipe(path), ControlFiles(run.control, run.fence).newest()
+    recipe, decided = recipe_in_force(path).recipe, ControlFiles(run.control, run.fence).newest()
     if recipe.controller is None:
         decided = None  # it is of a parent: no lag of it holds for what a fork without a controller samples
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)

@@ -5,7 +5,7 @@ A Batch is flat and ragged, exactly as it lies in the store: all tokens of all s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
@@ -109,7 +109,7 @@ class KeptSets:
         counts = np.fromiter(map(len, sets), np.int64, len(sets))
         tokens = np.fromiter(chain.from_iterable(sets), np.int32, int(counts.sum()))
         owner = np.repeat(np.arange(len(sets)), counts)
-        return KeptSets(offsets=_offsets(counts), tokens=tokens[np.lexsort((tokens, owner))])
+        return KeptSets(offsets=offsets_of(counts), tokens=tokens[np.lexsort((tokens, owner))])
 
     @staticmethod
     def empty(num_tokens: int) -> KeptSets:
@@ -121,7 +121,7 @@ class KeptSets:
         """Return the sets of one part after those of another."""
         counts = np.concatenate([np.zeros(0, np.int64), *(part.counts for part in parts)])
         return KeptSets(
-            offsets=_offsets(counts), tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)])
+            offsets=offsets_of(counts), tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)])
         )
 
     def __len__(self) -> int:
@@ -136,16 +136,9 @@ class KeptSets:
     def take(self, places: NDArray[np.int64]) -> KeptSets:
         """Return the sets at `places` [m], in that order; at a place of -1 an empty one."""
         counts = np.where(places < 0, 0, np.append(self.counts, 0)[places])
-        offsets = _offsets(counts)
+        offsets = offsets_of(counts)
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         return KeptSets(offsets=offsets, tokens=self.tokens[np.repeat(self.offsets[places], counts) + within])
-
-    def hold(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return [n] whether each of `tokens` [n] is in its set."""
-        owner = np.repeat(np.arange(len(self)), self.counts)
-        found = np.zeros(len(self), np.bool_)
-        found[owner[self.tokens == tokens[owner]]] = True
-        return found
 
     def check(self, tokens: NDArray[np.int32], sampled: NDArray[np.bool_]) -> None:
         """Raise ValueError unless there is a set for each of the response tokens `tokens` [n], which holds it where an
@@ -162,14 +155,17 @@ class KeptSets:
             raise ValueError("kept_tokens holds a negative id, or a set is not ascending")
         if np.any(self.counts[~sampled] > 0):
             raise ValueError("a token outside loss_mask has a kept set, expected an empty one: no engine sampled it")
-        if missing := np.flatnonzero(sampled & ~self.hold(tokens)).tolist():
+        held = np.zeros(len(self), np.bool_)
+        held[owner[self.tokens == tokens[owner]]] = True
+        if missing := np.flatnonzero(sampled & ~held).tolist():
             raise ValueError(
                 f"{len(missing)} sampled tokens are not in their own kept set, the first is response token {missing[0]}"
             )
 
 
-def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return [n + 1] where each of n pieces of these `lengths` [n] starts, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -235,11 +231,11 @@ class Sample:
     completion: Completion
     reward: float
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    judged: bool = field(init=False)
+    """Whether it has a reward."""
 
-    @property
-    def judged(self) -> bool:
-        """Whether it has a reward."""
-        return self.reward_parts.get(VERIFIER_FAILED, 0.0) == 0.0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "judged", self.reward_parts.get(VERIFIER_FAILED, 0.0) == 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,21 +276,6 @@ class DroppedGroup:
         return self.kind == "solved" and self == DroppedGroup.passed_over(self.group, self.problem)
 
 
-def arrays_of_passed_over(dropped: Sequence[DroppedGroup]) -> dict[str, NDArray[np.int64]]:
-    """PASSED_OVER of those in `dropped` that were; empty where none was."""
-    found = [(drop.group, drop.problem) for drop in dropped if drop.is_passed_over]
-    return dict(zip(PASSED_OVER, np.array(found, np.int64).T.copy(), strict=True)) if found else {}
-
-
-def all_dropped(listed: Sequence[DroppedGroup], groups: NDArray[Any], problems: NDArray[Any]) -> list[DroppedGroup]:
-    """Return those that are `listed` and those of PASSED_OVER, by group. Raises ValueError when the arrays do not
-    agree."""
-    if not groups.dtype == problems.dtype == np.int64 or groups.ndim != 1 or groups.shape != problems.shape:
-        raise ValueError(f"{PASSED_OVER} are {groups.dtype}{groups.shape} and {problems.dtype}{problems.shape}")
-    passed = [DroppedGroup.passed_over(*each) for each in zip(groups.tolist(), problems.tolist(), strict=True)]
-    return sorted([*listed, *passed], key=lambda drop: drop.group)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share:
     """What one rank takes. All know what each of them takes, so that each works out the plan of all."""
@@ -304,14 +285,11 @@ class Share:
     rank: int
     """Whose share this is."""
 
-    @property
-    def held(self) -> NDArray[np.bool_]:
-        """[n] True on the samples of this rank."""
-        return np.asarray(self.ranks == self.rank)
+    held: NDArray[np.bool_] = field(init=False)
+    """[n] True on the samples of this rank."""
 
-    def select(self, samples: NDArray[np.bool_]) -> Share:
-        """Of those `samples` [n] alone."""
-        return Share(ranks=self.ranks[samples], rank=self.rank)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "held", np.asarray(self.ranks == self.rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,43 +360,39 @@ class Batch:
     samples; the numbers of response tokens (`numbers`) are 0 for the others' until the ranks have exchanged
     them. None: all are held."""
 
-    @property
-    def num_samples(self) -> int:
-        return len(self.prompt_lengths)
+    num_samples: int = field(init=False, repr=False)
+    num_response_tokens: int = field(init=False, repr=False)
+    num_sampled_tokens: int = field(init=False, repr=False)
+    """Response tokens that an engine sampled."""
+    lengths: NDArray[np.int64] = field(init=False, repr=False)
+    """[n] tokens, of prompt and response."""
+    response_lengths: NDArray[np.int64] = field(init=False, repr=False)
+    """[n] tokens."""
+    response_offsets: NDArray[np.int64] = field(init=False, repr=False)
+    """[n + 1] where the response of each sample starts in the per-response-token arrays."""
+    held: NDArray[np.bool_] = field(init=False, repr=False)
+    """[n] whether the tokens of each sample are here."""
+    numbers: tuple[str, ...] = field(init=False, repr=False)
+    """The fields that hold one number for each response token, and are stored."""
 
-    @property
-    def held_samples(self) -> NDArray[np.int64]:
-        """[held] the numbers of the samples whose tokens are here, ascending."""
-        return np.flatnonzero(self.held)
-
-    @property
-    def held(self) -> NDArray[np.bool_]:
-        """[n] whether the tokens of each sample are here."""
-        return np.ones(self.num_samples, np.bool_) if self.share is None else self.share.held
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[n] tokens, of prompt and response."""
-        return np.asarray(np.diff(self.sample_offsets), np.int64)
-
-    @property
-    def response_lengths(self) -> NDArray[np.int64]:
-        """[n] tokens."""
-        return self.lengths - self.prompt_lengths
-
-    @property
-    def response_offsets(self) -> NDArray[np.int64]:
-        """[n + 1] where the response of each sample starts in the per-response-token arrays."""
-        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
-
-    @property
-    def num_response_tokens(self) -> int:
-        return len(self.rollout_logprobs)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        """Response tokens that an engine sampled."""
-        return int(np.count_nonzero(self.loss_mask))
+    def __post_init__(self) -> None:
+        """Work out what follows from the fields. Raises ValueError where samples and their offsets do not agree."""
+        lengths, samples = np.asarray(np.diff(self.sample_offsets), np.int64), len(self.prompt_lengths)
+        if lengths.shape != self.prompt_lengths.shape:
+            raise ValueError(f"sample_offsets has {len(self.sample_offsets)} entries, expected {samples + 1}")
+        response_lengths = lengths - self.prompt_lengths
+        found: dict[str, Any] = dict(
+            num_samples=samples,
+            num_response_tokens=len(self.rollout_logprobs),
+            num_sampled_tokens=int(np.count_nonzero(self.loss_mask)),
+            lengths=lengths,
+            response_lengths=response_lengths,
+            response_offsets=offsets_of(response_lengths),
+            held=np.ones(samples, np.bool_) if self.share is None else self.share.held,
+            numbers=PER_RESPONSE_TOKEN + (() if self.teacher_logprobs is None else ("teacher_logprobs",)),
+        )
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     @property
     def judged(self) -> NDArray[np.bool_]:
@@ -436,8 +410,8 @@ class Batch:
     @property
     def response_tokens(self) -> NDArray[np.int32]:
         """[responses of the held samples] token ids."""
-        lengths = self.lengths[self.held_samples]
-        starts, prompts = np.cumsum(lengths) - lengths, self.prompt_lengths[self.held_samples]
+        lengths = self.lengths[self.held]
+        starts, prompts = np.cumsum(lengths) - lengths, self.prompt_lengths[self.held]
         of_responses = np.ones(len(self.tokens), np.bool_)
         for start, length in zip(starts.tolist(), prompts.tolist(), strict=True):
             of_responses[start : start + length] = False
@@ -454,45 +428,28 @@ class Batch:
 
     def alone(self) -> Batch:
         """Return the held samples alone: a batch of them that holds all."""
-        return self if self.share is None else replace(self, share=None, **self._of_samples(self.held))
+        return self if self.share is None else replace(self.select(self.held), share=None)
 
     def select(self, samples: NDArray[np.bool_]) -> Batch:
         """Return the samples marked in `samples` [n] alone, in the same order, of which those are held that were. What
         describes the collection (`dropped`, `next_group`, `open_groups`) stays that of the whole batch."""
-        share = None if self.share is None else self.share.select(samples)
-        return replace(self, share=share, **self._of_held(samples), **self._of_samples(samples))
-
-    def with_numbers(self, made_of: Callable[[NDArray[Any]], NDArray[Any]]) -> Batch:
-        """With other numbers for the response tokens, each array `made_of` the one that is here."""
-        numbers: dict[str, Any] = {name: made_of(getattr(self, name)) for name in self.numbers}
-        return replace(self, **numbers)
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """The fields that hold one number for each response token, and are stored."""
-        return PER_RESPONSE_TOKEN + (() if self.teacher_logprobs is None else ("teacher_logprobs",))
-
-    def _of_held(self, samples: NDArray[np.bool_]) -> dict[str, Any]:
-        """Return what the model reads of those `samples` [n] that are held."""
-        held = self.held_samples
-        own, tokens = samples[held], np.repeat(samples[held], self.lengths[held])
-        responses = np.repeat(own, self.response_lengths[held])
-        return dict(
-            tokens=self.tokens[tokens],
-            kept=None if self.kept is None else self.kept.take(np.flatnonzero(responses)),
-            experts=None if self.experts is None else self.experts[tokens],
-        )
-
-    def _of_samples(self, samples: NDArray[np.bool_]) -> dict[str, Any]:
-        """Return the fields that say something of each sample or response token, of those marked in `samples` [n]."""
-        names = ("prompt_lengths", "group", "problem", "reward", "finish", "truncated", "engine", "queued_s")
+        of_held = samples[self.held]
+        tokens = np.repeat(of_held, self.lengths[self.held])
+        kept = np.flatnonzero(np.repeat(of_held, self.response_lengths[self.held]))
         responses = np.repeat(samples, self.response_lengths)
-        return dict(
-            **{name: getattr(self, name)[responses] for name in self.numbers},
+        per_sample = ("prompt_lengths", "group", "problem", "reward", "finish", "truncated", "engine", "queued_s")
+        changes: dict[str, Any] = {name: getattr(self, name)[responses] for name in self.numbers}
+        changes |= {name: getattr(self, name)[samples] for name in (*per_sample, "generated_s")}
+        return replace(
+            self,
+            share=None if self.share is None else replace(self.share, ranks=self.share.ranks[samples]),
+            tokens=self.tokens[tokens],
+            kept=None if self.kept is None else self.kept.take(kept),
+            experts=None if self.experts is None else self.experts[tokens],
             reference_logprobs=None if self.reference_logprobs is None else self.reference_logprobs[responses],
-            sample_offsets=np.concatenate([[0], np.cumsum(self.lengths[samples])]).astype(np.int64),
+            sample_offsets=offsets_of(self.lengths[samples]),
             reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
-            **{name: getattr(self, name)[samples] for name in (*names, "generated_s")},
+            **changes,
         )
 
     @staticmethod
@@ -513,6 +470,9 @@ class Batch:
         prompts = [np.array(g.prompt.tokens, np.int32) for g in groups for _ in g.samples]
         lengths = [len(p.tokens) + len(c.tokens) for p, _, c in rows]
         names = sorted({name for _, s, _ in rows for name in s.reward_parts})
+        taught = [c.teacher_logprobs for _, _, c in rows if c.teacher_logprobs is not None]
+        # Where an engine was to say its kept sets and did not, they are empty, which no store commits.
+        kept = [KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for _, _, c in rows]
         per_sample: dict[str, Any] = dict(
             prompt_lengths=np.array([len(p.tokens) for p, _, _ in rows], np.int32),
             group=np.array([p.group for p, _, _ in rows], np.int64),
@@ -532,7 +492,7 @@ class Batch:
             tokens=_joined(
                 np.int32, [part for p, (_, _, c) in zip(prompts, rows, strict=True) for part in (p, c.tokens)]
             ),
-            sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            sample_offsets=offsets_of(np.array(lengths, np.int64)),
             rollout_logprobs=_joined(np.float32, [c.logprobs for _, _, c in rows]),
             policy_version=_joined(np.int32, [c.versions for _, _, c in rows]),
             loss_mask=_joined(np.bool_, [c.loss_mask for _, _, c in rows]),
@@ -541,9 +501,9 @@ class Batch:
             next_group=next_group,
             recipe_sha256=recipe_sha256,
             open_groups=tuple(open_groups),
-            kept=_kept([c for _, _, c in rows]) if contract.kept_set else None,
+            kept=KeptSets.joined(kept) if contract.kept_set else None,
             experts=RoutedExperts.of_all([c.experts for _, _, c in rows], lengths),
-            teacher_logprobs=_taught([c for _, _, c in rows]),
+            teacher_logprobs=_joined(np.float32, taught) if len(taught) == len(rows) > 0 else None,
             sources=dict(sources or {}),
             repeated=repeated,
             **per_sample,
@@ -552,17 +512,6 @@ class Batch:
 
 def _joined(dtype: type[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype), *parts])  # also where there is none
-
-
-def _taught(completions: Sequence[Completion]) -> NDArray[np.float32] | None:
-    """Of all tokens; None where there is no teacher."""
-    found = [c.teacher_logprobs for c in completions if c.teacher_logprobs is not None]
-    return _joined(np.float32, found) if len(found) == len(completions) > 0 else None
-
-
-def _kept(completions: Sequence[Completion]) -> KeptSets:
-    """Return the sets of all tokens; empty ones where an engine was to say and did not, which no store commits."""
-    return KeptSets.joined([KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for c in completions])
 
 
 class Response(NamedTuple):
@@ -582,17 +531,14 @@ def given_batch(
     """Batch `index` of (prompt tokens, responses), as if sampled with version `index`. Groups are numbered from 0.
 
     Its log-probabilities are over the whole vocabulary, whatever the contract says of kept sets: nothing was cut."""
-    contract = replace(contract, kept_set=False)
-    built = [
-        Group(
-            prompt=Prompt(group=number, text="", answer="", tokens=tuple(prompt)),
-            samples=tuple(Sample(completion=_completion(one, index), reward=one.reward) for one in responses),
-        )
-        for number, (prompt, responses) in enumerate(groups)
-    ]
+    contract, built = replace(contract, kept_set=False), list[Group]()
+    for number, (prompt, responses) in enumerate(groups):
+        samples = []
+        for one in responses:
+            completion = Completion.given(one.tokens, one.logprobs, index)
+            if one.learned is not None:
+                completion = replace(completion, loss_mask=np.array(one.learned, np.bool_))
+            samples.append(Sample(completion=completion, reward=one.reward))
+        asked = Prompt(group=number, text="", answer="", tokens=tuple(prompt))
+        built.append(Group(prompt=asked, samples=tuple(samples)))
     return Batch.from_groups(index, built, contract=contract, dropped=(), next_group=len(built), recipe_sha256="")
-
-
-def _completion(one: Response, index: int) -> Completion:
-    made = Completion.given(one.tokens, one.logprobs, index)
-    return made if one.learned is None else replace(made, loss_mask=np.array(one.learned, np.bool_))

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,8 +27,7 @@ from pipeline.data.batch import (
     KeptSets,
     LogprobContract,
     Share,
-    all_dropped,
-    arrays_of_passed_over,
+    offsets_of,
 )
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.zarr_zip import ZarrFile, chunk_digests, chunk_rows
@@ -74,13 +72,18 @@ _CHUNK_BYTES = 512
 """What zip and the attributes say about a chunk."""
 Choose = Callable[[Batch], Share]
 """From a batch that holds what is counted in samples, and no tokens, to what is wanted of it."""
-Runs = Sequence[tuple[int, int]]
 _OF_RESPONSES = (*PER_RESPONSE_TOKEN, TEACHER_LOGPROBS)
 _COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS, TEACHER_LOGPROBS)
 
 
 def attributes_of(batch: Batch) -> dict[str, Any]:
     """Return what is stored as JSON beside the arrays."""
+    open_groups = list[list[int]]()
+    for group in batch.open_groups:  # as [start, stop): a long stage has tens of thousands of groups under way
+        if open_groups and open_groups[-1][1] == group:
+            open_groups[-1][1] += 1
+        else:
+            open_groups.append([group, group + 1])
     return {
         "schema_version": SCHEMA_VERSION,
         "index": batch.index,
@@ -88,7 +91,7 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
         "contract": asdict(batch.contract),
         "dropped": [asdict(dropped) for dropped in batch.dropped if not dropped.is_passed_over],
         "next_group": batch.next_group,
-        "open_groups": _ranges(batch.open_groups),
+        "open_groups": open_groups,
         "reward_part_names": sorted(batch.reward_parts),
         "optional_arrays": sorted(_optional_arrays(batch)),
         **({"repeated": batch.repeated} if batch.repeated else {}),
@@ -103,18 +106,9 @@ def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
         found |= zip(EXPERTS, (batch.experts.ids, batch.experts.known), strict=True)
     if batch.teacher_logprobs is not None:
         found[TEACHER_LOGPROBS] = batch.teacher_logprobs
-    return found | arrays_of_passed_over(batch.dropped)
-
-
-def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Ascending numbers as [start, stop) pairs: a long stage has tens of thousands of groups under way."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number:
-            ranges[-1][1] += 1
-        else:
-            ranges.append([number, number + 1])
-    return ranges
+    if passed := [(drop.group, drop.problem) for drop in batch.dropped if drop.is_passed_over]:
+        found |= zip(PASSED_OVER, np.array(passed, np.int64).T.copy(), strict=True)
+    return found
 
 
 def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
@@ -151,7 +145,11 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     fields: dict[str, Any] = {n: array for n, array in arrays.items() if n not in ("reward_parts", *optional)}
     dropped = [DroppedGroup(**drop) for drop in attributes["dropped"]]
     if PASSED_OVER[0] in optional:
-        dropped = all_dropped(dropped, *(arrays[name] for name in PASSED_OVER))
+        groups, problems = (arrays[name] for name in PASSED_OVER)
+        if not groups.dtype == problems.dtype == np.int64 or groups.ndim != 1 or groups.shape != problems.shape:
+            raise ValueError(f"{PASSED_OVER} are {groups.dtype}{groups.shape} and {problems.dtype}{problems.shape}")
+        dropped += [DroppedGroup.passed_over(*each) for each in zip(groups.tolist(), problems.tolist(), strict=True)]
+        dropped.sort(key=lambda drop: drop.group)
     return Batch(
         index=attributes["index"],
         contract=LogprobContract(**attributes["contract"]),
@@ -202,9 +200,7 @@ def check_batch(batch: Batch, *, written: bool = True) -> None:
         if part.dtype != np.float32 or part.shape != (samples,):
             raise ValueError(f"reward part {name} is {part.dtype.name}{part.shape}, expected float32 ({samples},)")
     offsets = batch.sample_offsets
-    if len(offsets) != samples + 1:
-        raise ValueError(f"sample_offsets has {len(offsets)} entries, expected {samples + 1}")
-    held, rises = int(batch.lengths[batch.held_samples].sum()), not np.any(np.diff(offsets) < 0)
+    held, rises = int(batch.lengths[batch.held].sum()), not np.any(np.diff(offsets) < 0)
     if offsets[0] != 0 or held != len(batch.tokens) or not rises:
         raise ValueError(f"sample_offsets does not rise from 0 to the {len(batch.tokens)} tokens")
     if np.any(batch.prompt_lengths < 0) or np.any(batch.response_lengths < 0):
@@ -310,38 +306,25 @@ def check_attributes(attributes: Mapping[str, Any]) -> None:
         raise ValueError(f"open_groups names {count} groups, expected ascending ranges of {MOST_OPEN} at most in all")
 
 
-def require_readable(file: ZarrFile) -> None:
-    """Raise what reading the file would, as far as attributes and metadata say; no array is read."""
-    _attributes(file)
-
-
 def read_batch(file: ZarrFile) -> Batch:
     """Return all of a batch. Raises whatever damage makes the checks raise."""
-    attributes, digests = _attributes(file)
+    attributes, digests = read_attributes(file)
     batch = batch_from(attributes, {name: file.whole(name, digests[name]) for name in array_names(attributes)})
     check_batch(batch, written=False)
     return batch
 
 
-def read_num_samples(file: ZarrFile, index: int) -> int:
-    """Return how many samples batch `index` has; no array is read. Raises as `read_batch`, and ValueError for another
-    one."""
-    if (found := _attributes(file)[0]["index"]) != index:
-        raise ValueError(f"the file holds batch {found}")
-    return file.arrays["prompt_lengths"].shape[0]
-
-
 def read_share(file: ZarrFile, choose: Choose) -> Batch:
     """Return a batch that holds the chosen samples alone (Batch.share): of the tokens of the others nothing is read but
     how many they are. Raises as `read_batch`."""
-    attributes, digests = _attributes(file)
+    attributes, digests = read_attributes(file)
     names = array_names(attributes)
     arrays = {name: file.whole(name, digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
     offsets = arrays["sample_offsets"] = file.whole("sample_offsets", digests["sample_offsets"])
     lengths, prompts = np.diff(offsets), arrays["prompt_lengths"]
     if lengths.shape != prompts.shape or np.any(prompts < 0) or np.any(lengths < prompts):
         raise ValueError(f"a prompt is longer than its sample, or {len(lengths)} samples have {len(prompts)} prompts")
-    responses = np.concatenate([[0], np.cumsum(lengths - prompts)])
+    responses = offsets_of(lengths - prompts)
     # Every sample is somewhere in the file, whoever reads it.
     wanted = dict.fromkeys(("tokens", *EXPERTS), int(offsets[-1]))
     wanted |= dict.fromkeys(_OF_RESPONSES, int(responses[-1])) | {KEPT[0]: int(responses[-1]) + 1}
@@ -349,7 +332,23 @@ def read_share(file: ZarrFile, choose: Choose) -> Batch:
         rows = file.arrays[name].shape[0]
         if wanted.get(name, rows) != rows:
             raise ValueError(f"{name} has {rows} entries, expected {wanted[name]}")
-    read = partial(_of_tokens, file, names, digests, offsets, responses)
+
+    def read(held: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+        """Return the arrays that count tokens, as a batch has them that holds the samples `held` [n]."""
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], held, [False]]).astype(np.int8))).reshape(-1, 2)
+        of_tokens, of_responses = ([(int(at[i]), int(at[j])) for i, j in edges] for at in (offsets, responses))
+        found = {name: file.rows(name, of_tokens, digests[name]) for name in names if name in ("tokens", *EXPERTS)}
+        own = np.repeat(held, np.diff(responses))
+        for name in [name for name in _OF_RESPONSES if name in names]:
+            found[name] = np.zeros(len(own), file.arrays[name].dtype)
+            found[name][own] = file.rows(name, of_responses, digests[name])
+        if KEPT[0] in names:
+            sets = [file.rows(KEPT[0], [(start, stop + 1)], digests[KEPT[0]]) for start, stop in of_responses]
+            inside = [(int(each[0]), int(each[-1])) for each in sets]
+            found[KEPT[0]] = offsets_of(np.concatenate([np.zeros(0, np.int64), *map(np.diff, sets)]))
+            found[KEPT[1]] = file.rows(KEPT[1], inside, digests[KEPT[1]])
+        return found
+
     nothing = Share(ranks=np.zeros(len(prompts), np.int64), rank=-1)
     share = choose(batch_from(attributes, arrays | read(nothing.held), nothing))
     batch = batch_from(attributes, arrays | read(share.held), share)
@@ -357,26 +356,7 @@ def read_share(file: ZarrFile, choose: Choose) -> Batch:
     return batch
 
 
-def _of_tokens(
-    file: ZarrFile,
-    names: Sequence[str],
-    digests: Mapping[str, list[str]],
-    offsets: NDArray[np.int64],
-    responses: NDArray[np.int64],
-    held: NDArray[np.bool_],
-) -> dict[str, NDArray[Any]]:
-    """Return the arrays that count tokens, as a batch has them that holds the samples `held` [n]; `offsets` and
-    `responses` [n + 1] say where the tokens and the response of each begin."""
-    of_tokens, of_responses = (_runs(held, starts) for starts in (offsets, responses))
-    found = {name: file.rows(name, of_tokens, digests[name]) for name in names if name in ("tokens", *EXPERTS)}
-    own = np.repeat(held, np.diff(responses))
-    for name in [name for name in _OF_RESPONSES if name in names]:
-        found[name] = np.zeros(len(own), file.arrays[name].dtype)
-        found[name][own] = file.rows(name, of_responses, digests[name])
-    return found | (_kept(file, of_responses, digests) if KEPT[0] in names else {})
-
-
-def _attributes(file: ZarrFile) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def read_attributes(file: ZarrFile) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return the attributes, and the digests of chunks, by array. Raises ValueError when attributes, dtypes or shapes
     are not those that were written."""
     attributes = dict(file.attributes)
@@ -388,30 +368,12 @@ def _attributes(file: ZarrFile) -> tuple[dict[str, Any], dict[str, list[str]]]:
     expected = attributes.pop("content_sha256", None)
     if attributes_sha256(attributes) != expected:
         raise ValueError("content digest differs: the attributes were changed")
-    return attributes, _digests(file, names, attributes.pop("arrays"))
-
-
-def _digests(file: ZarrFile, names: Sequence[str], described: Mapping[str, Any]) -> dict[str, list[str]]:
+    digests: dict[str, list[str]] = {}
+    described = attributes.pop("arrays")
     for name in names:
         layout, said = file.arrays[name], described[name]
-        found = (layout.dtype.name, list(layout.shape), layout.num_chunks)
-        if found != (said["dtype"], said["shape"], len(said["sha256"])):
+        chunks = 0 if 0 in layout.shape else -(-layout.shape[0] // layout.chunk_rows)
+        if (layout.dtype.name, list(layout.shape), chunks) != (said["dtype"], said["shape"], len(said["sha256"])):
             raise ValueError(f"content digest differs: {name} is {layout.dtype.name}{layout.shape}")
-    return {name: described[name]["sha256"] for name in names}
-
-
-def _runs(held: NDArray[np.bool_], starts: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return where the `held` samples [n] lie in an array, neighbors together; sample i begins at
-    `starts[i]` [n + 1]."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], held, [False]]).astype(np.int8)))
-    return [(int(starts[first]), int(starts[end])) for first, end in edges.reshape(-1, 2)]
-
-
-def _kept(file: ZarrFile, runs: Runs, digests: Mapping[str, list[str]]) -> dict[str, NDArray[Any]]:
-    offsets = [file.rows(KEPT[0], [(start, stop + 1)], digests[KEPT[0]]) for start, stop in runs]
-    counts = np.concatenate([np.zeros(0, np.int64), *(np.diff(each) for each in offsets)])
-    inside = [(int(each[0]), int(each[-1])) for each in offsets]
-    return {
-        KEPT[0]: np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        KEPT[1]: file.rows(KEPT[1], inside, digests[KEPT[1]]),
-    }
+        digests[name] = said["sha256"]
+    return attributes, digests

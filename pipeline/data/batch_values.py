@@ -87,15 +87,14 @@ class Responses:
 def response_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
     """Yield the first fault of each kind. Arrays are taken to agree in length."""
     lengths = np.diff(responses.offsets)
-    yield from _first(
+    yield from _of_samples(
         (lengths == 0) & ~responses.may_be_empty,
-        lambda i: Fault(i, "the response is empty, expected one token at least: an engine samples an end, too"),
+        "the response is empty, expected one token at least: an engine samples an end, too",
     )
     most = limits.max_response_tokens
     if most is not None:
-        yield from _first(
-            lengths > most, lambda i: Fault(i, f"the response has {lengths[i]} tokens, at most {most} were asked for")
-        )
+        for sample in np.flatnonzero(lengths > most)[:1].tolist():
+            yield Fault(sample, f"the response has {lengths[sample]} tokens, at most {most} were asked for")
     tokens, logprobs, versions = responses.tokens, responses.logprobs, responses.versions
     vocab_size = MOST_TOKENS if limits.vocab_size is None else limits.vocab_size
 
@@ -172,10 +171,6 @@ def as_float32(values: object) -> NDArray[np.float32]:
             return np.array([np.inf], np.float32)
 
 
-def _first(bad: NDArray[np.bool_], fault: Callable[[int], Fault]) -> Iterator[Fault]:
-    yield from map(fault, np.flatnonzero(bad)[:1].tolist())
-
-
 _ABORT = FINISH_REASONS.index("abort")
 
 
@@ -183,10 +178,21 @@ def batch_faults(batch: Batch, limits: Limits = UNKNOWN) -> Iterator[Fault]:
     """Yield the first fault of each kind, in a batch whose arrays agree with one another (batch_format.check_batch); of
     a share, those of the samples that are held."""
     if batch.share is not None:
-        numbers = batch.held_samples
+        numbers = np.flatnonzero(batch.held)
         yield from (Fault(int(numbers[fault.sample]), fault.what) for fault in batch_faults(batch.alone(), limits))
         return
-    yield from response_faults(_responses(batch), limits)
+    responses = Responses(
+        offsets=batch.response_offsets,
+        tokens=batch.response_tokens,
+        logprobs=batch.rollout_logprobs,
+        versions=batch.policy_version,
+        sampled=batch.loss_mask,
+        may_be_empty=np.zeros(batch.num_samples, np.bool_),
+        queued_s=batch.queued_s,
+        generated_s=batch.generated_s,
+        kept=batch.kept,
+    )
+    yield from response_faults(responses, limits)
     if (taught := batch.teacher_logprobs) is not None:
         possible = np.isfinite(taught) & (taught >= LOWEST_LOGPROB) & (taught <= HIGHEST_LOGPROB)
         bad = np.where(batch.loss_mask, ~possible, taught != 0.0)
@@ -218,20 +224,6 @@ def check_values(batch: Batch, limits: Limits = UNKNOWN) -> None:
     """Raise ValueError, naming a sample and what is wrong with it."""
     for fault in islice(batch_faults(batch, limits), 1):
         raise ValueError(str(fault))
-
-
-def _responses(batch: Batch) -> Responses:
-    return Responses(
-        offsets=batch.response_offsets,
-        tokens=batch.response_tokens,
-        logprobs=batch.rollout_logprobs,
-        versions=batch.policy_version,
-        sampled=batch.loss_mask,
-        may_be_empty=np.zeros(batch.num_samples, np.bool_),
-        queued_s=batch.queued_s,
-        generated_s=batch.generated_s,
-        kept=batch.kept,
-    )
 
 
 def _of_samples(bad: NDArray[np.bool_], what: str) -> Iterator[Fault]:

@@ -30,13 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.files import (
+    asked_again,
     create_exclusively,
     fsync_directory,
     is_temporary,
     open_regular,
     read_at_most,
     read_if_it_ends,
-    read_replaced,
     replacing,
     write_atomically,
 )
@@ -69,22 +69,11 @@ def seal(text: str) -> str:
     """Return `text`, which ends in a line end, with its checksum."""
     if not text.endswith("\n"):
         raise ValueError(f"a text to seal ends in {text[-20:]!r}, expected a line end")
-    return _sealed(text.encode()).decode()
-
-
-def _sealed(data: bytes) -> bytes:
-    checksum = crc32(data).encode()
-    if data.startswith(b"{") and data.endswith(b"}\n"):
-        body = data[:-2]
-        return body + (b"" if body == b"{" else b", ") + b'"crc32": "' + checksum + b'"}\n'
-    return data + b"# crc32 " + checksum + b"\n"
-
-
-def checksum_line(data: bytes) -> str:
-    """Return the last line that a text should have, given with another last line or without, that was changed by
-    hand."""
-    text = re.sub(rb"# crc32 [^\n]*\n?\Z", b"", data).removesuffix(b"\n") + b"\n"
-    return f"# crc32 {crc32(text)}"
+    checksum = crc32(text.encode())
+    if text.startswith("{") and text.endswith("}\n"):
+        body = text[:-2]
+        return f'{body}{"" if body == "{" else ", "}"crc32": "{checksum}"}}\n'
+    return f"{text}# crc32 {checksum}\n"
 
 
 def unseal(data: bytes) -> str:
@@ -96,9 +85,10 @@ def unseal(data: bytes) -> str:
         whole = data[: match.start()]
     else:
         raise ValueError("it does not end in its checksum")
-    if not whole.endswith(b"\n") or _sealed(whole) != data:
+    text = whole.decode(errors="replace")
+    if not text.endswith("\n") or seal(text).encode() != data:
         raise ValueError("its checksum differs")
-    return whole.decode()
+    return text
 
 
 def write_sealed(path: Path, text: str) -> None:
@@ -117,11 +107,15 @@ def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path, remedy: str, *, is_replaced: bool = False) -> str:
-    """Return the text of `path`; with `is_replaced`, of a file that others replace (`read_replaced`). Raises
-    StoreError, which names the file and the `remedy`, when a byte is not as it was written, and OSError when there is
-    none."""
+    """Return the text of `path`; with `is_replaced`, of a file that others replace. Raises StoreError, which names the
+    file and the `remedy`, when a byte is not as it was written, and OSError when there is none."""
     try:
-        return unseal((read_replaced if is_replaced else read_at_most)(path, MAX_BYTES))
+        data = (
+            asked_again(lambda: read_at_most(path, MAX_BYTES), is_whole=bool)
+            if is_replaced
+            else read_at_most(path, MAX_BYTES)
+        )
+        return unseal(data)
     except ValueError as error:
         raise StoreError(f"{path} is damaged ({reason(error)}); {remedy}") from error
 
@@ -150,36 +144,29 @@ def write_sealed_array(path: Path, values: NDArray[np.float32]) -> None:
     np.save(memory, values, allow_pickle=False)
     with replacing(path) as file:
         file.write(memory.getbuffer())
-        file.write(_named_trailer(memory.getbuffer(), path.name))
+        file.write(trailer_of(zlib.crc32(path.name.encode(), zlib.crc32(memory.getbuffer()))))
 
 
 def read_sealed_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
     """Return the values [n]; None where there is no file. Raises StoreError. What its header claims allocates
     nothing."""
     try:
-        return _array(read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, _CHANGED), path.name)
+        data = read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, _CHANGED)
+        body = data[:-TRAILER_BYTES]
+        if data[-TRAILER_BYTES:] != trailer_of(zlib.crc32(path.name.encode(), zlib.crc32(body))):
+            raise ValueError(_CHANGED)
+        stream = io.BytesIO(body)
+        if np.lib.format.read_magic(stream) != (1, 0):
+            raise ValueError("it is a .npy file of another version than 1.0")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=_NPY_HEADER_BYTES)
+        values = body[stream.tell() :]
+        if dtype != np.float32 or len(shape) != 1 or 4 * shape[0] != len(values):
+            raise ValueError(f"its header says {dtype} {shape}, behind it are {len(values)} bytes")
+        return np.frombuffer(values, "<f4").astype(np.float32)
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise StoreError(f"{path} is damaged ({reason(error)}); {remedy}") from error
-
-
-def _named_trailer(data: bytes | memoryview, name: str) -> bytes:
-    return trailer_of(zlib.crc32(name.encode(), zlib.crc32(data)))
-
-
-def _array(data: bytes, name: str) -> NDArray[np.float32]:
-    body = data[:-TRAILER_BYTES]
-    if data[-TRAILER_BYTES:] != _named_trailer(body, name):
-        raise ValueError(_CHANGED)
-    stream = io.BytesIO(body)
-    if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError("it is a .npy file of another version than 1.0")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=_NPY_HEADER_BYTES)
-    values = body[stream.tell() :]
-    if dtype != np.float32 or len(shape) != 1 or 4 * shape[0] != len(values):
-        raise ValueError(f"its header says {dtype} {shape}, behind it are {len(values)} bytes")
-    return np.frombuffer(values, "<f4").astype(np.float32)
 
 
 CHECKSUMS = "SHA256SUMS"
@@ -196,8 +183,16 @@ class Fingerprint(NamedTuple):
 def fingerprints(files: Sequence[Path]) -> list[Fingerprint | None]:
     """Of several files at once: others wait meanwhile, and a folder may have hundreds of gigabytes. None for what is
     missing, or no file."""
+
+    def fingerprint(file: Path) -> Fingerprint | None:
+        try:
+            with open_regular(file) as stream:
+                return Fingerprint(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+        except (FileNotFoundError, ValueError):
+            return None
+
     with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
-        return list(threads.map(_fingerprint, files))
+        return list(threads.map(fingerprint, files))
 
 
 def list_checksums(folder: Path) -> None:
@@ -262,11 +257,3 @@ def sync_files(paths: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _fingerprint(file: Path) -> Fingerprint | None:
-    try:
-        with open_regular(file) as stream:
-            return Fingerprint(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
-    except (FileNotFoundError, ValueError):
-        return None

@@ -124,9 +124,10 @@ def _encode(first: int, changed: NDArray[np.int64], after: Numbers) -> tuple[Pla
     gaps = _bridged(gaps, (1 << 8 * gap_bytes) - 1)
     values = after[np.cumsum(gaps + 1) - 1]
     planes = [_planes(gaps.astype(_UNSIGNED[gap_bytes])), _planes(values)]
-    best = Places(first, len(after), len(gaps), gap_bytes), _packed(np.concatenate(planes))
+    pack = Zstd(level=LEVEL)
+    best = Places(first, len(after), len(gaps), gap_bytes), bytes(pack.encode(np.concatenate(planes)))
     if len(gaps) * _WORTH_ALL > len(after):
-        everything = _packed(_planes(after))
+        everything = bytes(pack.encode(_planes(after)))
         if len(everything) < len(best[1]):
             best = Places(first, len(after), len(after), 0), everything
     return best
@@ -151,10 +152,6 @@ def _planes(numbers: Numbers) -> Bytes:
 def _joined(planes: Bytes, width: int) -> Numbers:
     """Return what `_planes` took apart."""
     return np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1).view(_UNSIGNED[width])
-
-
-def _packed(data: Bytes) -> bytes:
-    return bytes(Zstd(level=LEVEL).encode(np.ascontiguousarray(data)))
 
 
 @dataclass(frozen=True)
@@ -319,11 +316,6 @@ class Link:
         """Digest of the version's weights."""
         return state_of(self.manifest)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the folder holds the weights, and not only what changed."""
-        return is_whole(self.folder)
-
 
 def is_whole(folder: Path) -> bool:
     """Return whether a policy folder holds the weights, and not only what changed."""
@@ -364,7 +356,7 @@ def chain_to(policies: Path, version: int, held: Collection[str] = ()) -> list[L
             links.insert(0, link)
             if link.state in held:
                 return links
-            if link.is_whole and not whole:
+            if is_whole(link.folder) and not whole:
                 whole = len(links)
             if whole and not held:
                 break  # the last link is whole: it has no delta

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pipeline.data.checksums import create_sealed, read_sealed_json, reason, unseal, write_sealed
-from pipeline.data.files import NUMBER, asked_again, make_folder, read_replaced
+from pipeline.data.files import NUMBER, asked_again, make_folder, read_at_most
 from pipeline.errors import DeadlineExceededError, StoreError, SupersededError
 
 Role = Literal["learner", "collector", "engine", "router", "supervisor"]
@@ -159,7 +159,7 @@ def _recipe_of(folder: Path, number: int) -> str | None:
 def _pointer(folder: Path) -> int:
     pointer, cause = folder / _NEWEST, None
     try:
-        data = read_replaced(pointer, _POINTER_BYTES)
+        data = asked_again(lambda: read_at_most(pointer, _POINTER_BYTES), is_whole=bool)
         if data:
             return int(unseal(data))
         trouble = "it is empty"

@@ -123,11 +123,33 @@ class EventLog:
         self._append("event", self.events_path, {"kind": kind, "time": time.time(), **fields})
 
     def _append(self, log: LogName, path: Path, fields: dict[str, Any]) -> None:
+        """Write a line whole or not at all. A step's line is durable before the step's checkpoint is; the last events
+        may go when the power does. Raises OSError that names the file."""
         line = {key: _plain(key, value) for key, value in fields.items()}
+        is_new = not path.exists()
+        make_folder(path.parent)
         if path not in self._begun:
             _end_torn_line(path)
             self._begun.add(path)
-        _append(path, line, durable=log == "metrics")
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            before = os.fstat(descriptor).st_size
+            rest = memoryview((json.dumps(line, ensure_ascii=False) + "\n").encode())
+            try:
+                while rest:  # a write that fills a disk is cut short, the next one fails
+                    rest = rest[os.write(descriptor, rest) :]
+            except OSError as error:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, before)  # the next line must not grow onto half of this one
+                error.filename = str(path)
+                raise
+            if log == "metrics":
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if is_new and log == "metrics":
+            fsync_directory(path.parent)
+            fsync_directory(path.parent.parent)  # an earlier start may have made the folder, and died before this
         for observer in self._observers:
             observer(log, line)
 
@@ -136,11 +158,9 @@ Prepare = Callable[[dict[str, Any]], dict[str, Any]]
 """Called on each line as it is read; what it returns, which may be smaller, is kept."""
 
 
-def _as_it_is(line: dict[str, Any]) -> dict[str, Any]:
-    return line
-
-
-def read_metrics(run: Path, damage: list[str] | None = None, *, prepare: Prepare = _as_it_is) -> list[dict[str, Any]]:
+def read_metrics(
+    run: Path, damage: list[str] | None = None, *, prepare: Prepare = lambda line: line
+) -> list[dict[str, Any]]:
     """Return one line a step, by step: the last one of the newest start that trained it. `damage` is as in
     `read_lines`."""
     by_step: dict[int, dict[str, Any]] = {}
@@ -151,7 +171,7 @@ def read_metrics(run: Path, damage: list[str] | None = None, *, prepare: Prepare
 
 
 def read_events(
-    run: Path, kind: EventKind | None = None, damage: list[str] | None = None, *, prepare: Prepare = _as_it_is
+    run: Path, kind: EventKind | None = None, damage: list[str] | None = None, *, prepare: Prepare = lambda line: line
 ) -> list[dict[str, Any]]:
     """Return all events, or those of one kind, by time; the clocks of hosts may differ. Those of one source stay in
     order. `damage` is as in `read_lines`."""
@@ -191,32 +211,6 @@ def log_files(run: Path, folder: Literal["metrics", "events"]) -> list[Path]:
         return role != PARENT, role, start
 
     return sorted((run / folder).glob("*.jsonl"), key=by_start)
-
-
-def _append(path: Path, line: dict[str, Any], *, durable: bool) -> None:
-    """Write a line whole or not at all. A step's line is durable before the step's checkpoint is; the last events may
-    go when the power does. Raises OSError that names the file."""
-    is_new = not path.exists()
-    make_folder(path.parent)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        before = os.fstat(descriptor).st_size
-        rest = memoryview((json.dumps(line, ensure_ascii=False) + "\n").encode())
-        try:
-            while rest:  # a write that fills a disk is cut short, the next one fails
-                rest = rest[os.write(descriptor, rest) :]
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(descriptor, before)  # the next line must not grow onto half of this one
-            error.filename = str(path)
-            raise
-        if durable:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if is_new and durable:
-        fsync_directory(path.parent)
-        fsync_directory(path.parent.parent)  # an earlier start may have made the folder, and died before it did this
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -310,13 +304,9 @@ class LogTail:
         self._offsets: dict[Path, int] = {}
         """Bytes of each file whose lines were taken."""
 
-    def new_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the new lines of all files, by time. Lines that were not taken, as a read fails, come at the next
-        call."""
-        return (line for _, line in self.new_lines_of_starts())
-
-    def new_lines_of_starts(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """As `new_lines`, each behind the name of its file: which start of the role wrote it."""
+    def new_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the new lines of all files, by time, each behind the name of its file: which start of the role wrote
+        it. Lines that were not taken, as a read fails, come at the next call."""
         files = map(self._new_lines_of, log_files(self._run, self._log))
         return ((name, line) for _, name, line in heapq.merge(*files, key=lambda entry: entry[0]))
 

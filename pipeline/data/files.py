@@ -81,14 +81,6 @@ def slower(pause_s: float) -> float:
     return min(1.05 * pause_s, _SLOWEST_POLL_S)
 
 
-def look_anew(folder: Path) -> None:
-    """Have this host ask for what is in a folder, where it may remember a listing for up to a minute: it forgets one
-    when it changes the folder itself."""
-    probe = temporary_name(folder / "listing")
-    probe.mkdir()
-    probe.rmdir()
-
-
 def await_visible(path: Path, deadline_s: float = VISIBLE_S) -> None:
     """Wait for a file that is known to be there, but that another host made. Raises DeadlineExceededError."""
     give_up, pause_s = time.monotonic() + deadline_s, FIRST_POLL_S
@@ -205,29 +197,25 @@ def creating(path: Path, before: Callable[[], None] = lambda: None) -> Iterator[
         yield file
     try:
         before()
-        _link(temporary, path)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            # Over NFS the answer to a link that succeeded may be lost, and asked again.
+            if temporary.stat().st_nlink != 2:
+                raise
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            raise StoreError(
+                f"{path} cannot be created by a hard link ({error.strerror}); put the run on a file system that has "
+                "them (see `evenkeel doctor`)"
+            ) from error
     except FileExistsError:
         fsync_directory(path.parent)  # whoever was first may not have come to that, and the caller relies on the file
         raise
     finally:
         temporary.unlink(missing_ok=True)
     fsync_directory(path.parent)
-
-
-def _link(temporary: Path, path: Path) -> None:
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        # Over NFS the answer to a link that succeeded may be lost, and asked again.
-        if temporary.stat().st_nlink != 2:
-            raise
-    except OSError as error:
-        if error.errno not in NO_HARD_LINKS:
-            raise
-        raise StoreError(
-            f"{path} cannot be created by a hard link ({error.strerror}); put the run on a file system that has them "
-            "(see `evenkeel doctor`)"
-        ) from error
 
 
 @contextmanager
@@ -328,12 +316,6 @@ def asked_again(look: Callable[[], T], *, is_whole: Callable[[T], bool] = lambda
             if is_last:
                 raise
         time.sleep(REREAD_S / 20)
-
-
-def read_replaced(path: Path, num_bytes: int) -> bytes:
-    """As `read_at_most`, of a file that others replace; no bytes where it stays empty. Raises FileNotFoundError at
-    once, and another OSError where it stays."""
-    return asked_again(lambda: read_at_most(path, num_bytes), is_whole=bool)
 
 
 def require_space(folder: Path, num_bytes: int, what: str) -> None:

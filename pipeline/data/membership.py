@@ -78,17 +78,16 @@ class Membership:
 
     def announce(self, member: Member) -> None:
         """Make an engine known that answers at its URL, or what has changed of it."""
-        self._write(
-            f"{member.index:06d}.json",
-            dict(
-                url=member.url,
-                started=member.started,
-                quant_map=member.quant_map,
-                silent=member.silent,
-                replicas=list(member.replicas),
-                stuck=member.stuck[:5000],
-            ),
+        make_folder(self.folder)
+        told: dict[str, Any] = dict(
+            url=member.url,
+            started=member.started,
+            quant_map=member.quant_map,
+            silent=member.silent,
+            replicas=list(member.replicas),
+            stuck=member.stuck[:5000],
         )
+        write_sealed_json(self.folder / f"{member.index:06d}.json", told)
 
     def withdraw(self, member: Member) -> None:
         """Take back what `announce` made known, unless a later start has announced itself."""
@@ -97,7 +96,8 @@ class Membership:
 
     def announce_router(self, url: str) -> None:
         """Make the router known."""
-        self._write(_ROUTER, dict(url=url))
+        make_folder(self.folder)
+        write_sealed_json(self.folder / _ROUTER, dict(url=url))
 
     def withdraw_router(self, url: str) -> None:
         """Take back what `announce_router` made known, unless another one has been announced."""
@@ -142,10 +142,6 @@ class Membership:
             except StoreError as error:
                 _log.warning("%s", error)
         return None
-
-    def _write(self, name: str, data: dict[str, str | int | list[str]]) -> None:
-        make_folder(self.folder)
-        write_sealed_json(self.folder / name, dict(data))
 
 
 class Announcement:

@@ -59,7 +59,7 @@ class NumberedMaps:
 
     def write(self, number: int, file: QuantMapFile) -> None:
         """Keep map `number`, durably, unless it is there."""
-        path = self._path(number)
+        path = self.folder / f"{number:06d}.yaml"
         if not path.exists():
             self.fence()
             make_folder(self.folder)
@@ -67,15 +67,12 @@ class NumberedMaps:
 
     def read(self, number: int) -> QuantMapFile:
         """Map `number`. Raises StoreError when it is missing or damaged."""
-        return _read(self._path(number), _REMEDY)
+        return _read(self.folder / f"{number:06d}.yaml", _REMEDY)
 
     def with_digest(self, quant_map: str) -> QuantMapFile | None:
         """Return the map that engines announce by this digest; None where the run has none such. Raises StoreError."""
         files = (_read(path, _REMEDY) for path in numbered_files(self.folder, ".yaml").values())
         return next((file for file in files if digest_of(file) == quant_map), None)
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number:06d}.yaml"
 
 
 def _read(path: Path, remedy: str) -> QuantMapFile:

@@ -62,7 +62,7 @@ from pipeline.data.checksums import (
 from pipeline.data.epochs import Epoch
 from pipeline.data.files import NUMBER, fsync_present, make_folder, write_atomically
 from pipeline.data.membership import Membership
-from pipeline.data.run_recipes import begin_recipe, newest_recipe, refuse_another_recipe
+from pipeline.data.run_recipes import begin_recipe, recipe_in_force, refuse_another_recipe
 from pipeline.errors import StoreError
 
 _NUMBER = re.compile(rf"(?:{NUMBER})")
@@ -304,7 +304,7 @@ class RunDirectory:
     def recipe(self) -> Recipe:
         """Return the recipe that the run goes by. Raises StoreError when there is none or when another version of Even
         Keel made the run, RecipeError when the file was damaged."""
-        return newest_recipe(self.path)
+        return recipe_in_force(self.path).recipe
 
     @property
     def shared_folders(self) -> list[Path]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.checksums import checksum_line, create_sealed, read_sealed, reason, seal, unseal
+from pipeline.data.checksums import crc32, create_sealed, read_sealed, reason, seal, unseal
 from pipeline.data.files import NUMBER, make_folder, read_at_most
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from precision.text import MOST_BYTES, YamlError, one_line, parse_yaml
@@ -57,19 +57,14 @@ def newest_recipe_file(run: Path) -> Path:
     return [recipe_file(run), *_later(run)][-1]
 
 
-def newest_recipe(run: Path) -> Recipe:
-    """Return the recipe that the run goes by. Raises StoreError when there is none or when another version of Even Keel
-    made the run, RecipeError when a file was damaged."""
-    return recipe_in_force(run).recipe
-
-
 def recipe_in_force(run: Path) -> RecipeInForce:
-    """Return the recipe that the run goes by, and from where on. Raises as `newest_recipe` does."""
+    """Return the recipe that the run goes by, and from where on. Raises StoreError when there is none or when another
+    version of Even Keel made the run, RecipeError when a file was damaged."""
     return _read(run, newest_recipe_file(run))
 
 
 def all_recipes(run: Path) -> list[RecipeInForce]:
-    """Return every recipe that the run went by, in order. Raises as `newest_recipe` does."""
+    """Return every recipe that the run went by, in order. Raises as `recipe_in_force`."""
     return [_read(run, path) for path in (recipe_file(run), *_later(run))]
 
 
@@ -83,19 +78,12 @@ def recipe_of_step(recipes: Sequence[RecipeInForce], step: int) -> Recipe:
     return [one.recipe for one in recipes if one.first_step <= step][-1]
 
 
-def num_optimizer_steps(recipes: Sequence[RecipeInForce], num_steps: int) -> int:
-    """Of the first `num_steps` steps of a run that went by `all_recipes`, had every batch as many as its recipe has."""
-    ends = [*(one.first_step for one in recipes[1:]), num_steps]
-    return sum(
-        (end - one.first_step) * one.recipe.learner.updates_per_batch for one, end in zip(recipes, ends, strict=True)
-    )
-
-
 def begin_recipe(run: Path, recipe: Recipe) -> None:
     """Store the recipe that a run begins with, unless it has one: of two that start at once, one wins."""
     make_folder(run)
     if not recipe_file(run).exists():
-        begin_format(run)  # first: a recipe without it is refused
+        with suppress(FileExistsError):
+            create_sealed(run / "FORMAT", f"{RUN_FORMAT}\n")  # first: a recipe without it is refused
         with suppress(FileExistsError):
             create_sealed(recipe_file(run), recipe.to_yaml())
 
@@ -150,7 +138,8 @@ def _read(run: Path, path: Path) -> RecipeInForce:
     check_format(run)
     last_line = ""
     with suppress(OSError, ValueError):
-        last_line = checksum_line(read_at_most(path, MOST_BYTES))
+        data = re.sub(rb"# crc32 [^\n]*\n?\Z", b"", read_at_most(path, MOST_BYTES)).removesuffix(b"\n") + b"\n"
+        last_line = f"# crc32 {crc32(data)}"
     text = read_sealed(
         path,
         "a run goes by its recipe: put back a copy, or start a new run; if it was changed on purpose, its last line "
@@ -173,20 +162,9 @@ Batch files have a schema version of their own (pipeline.data.batch_format)."""
 _FORMAT_BYTES = 1000
 
 
-def format_file(run: Path) -> Path:
-    """Return where the number stands."""
-    return run / "FORMAT"
-
-
-def begin_format(run: Path) -> None:
-    """Write this version's number, unless one is there."""
-    with suppress(FileExistsError):
-        create_sealed(format_file(run), f"{RUN_FORMAT}\n")
-
-
 def check_format(run: Path) -> None:
     """Raise StoreError unless this version of Even Keel made the run, or one with the same RUN_FORMAT."""
-    path = format_file(run)
+    path = run / "FORMAT"
     try:
         found = int(unseal(read_at_most(path, _FORMAT_BYTES)))
     except (FileNotFoundError, ValueError) as error:

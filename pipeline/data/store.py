@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -37,22 +36,19 @@ from pipeline.data.batch_format import (
     attributes_of,
     check_batch,
     num_bytes,
+    read_attributes,
     read_batch,
-    read_num_samples,
     read_share,
-    require_readable,
     with_digests,
 )
 from pipeline.data.batch_values import UNKNOWN, Limits, check_values
 from pipeline.data.checksums import TRAILER, TRAILER_BYTES, crc32, create_sealed, read_sealed_json
 from pipeline.data.files import (
-    NUMBER,
     as_disk_full,
     await_visible,
     creating,
     make_folder,
     open_regular,
-    remove_leftovers,
     require_space,
 )
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, unfenced
@@ -65,7 +61,6 @@ from pipeline.errors import (
 )
 from precision.text import one_line
 
-_NAME = re.compile(rf"^({NUMBER})\.zarr\.zip$")
 LOST_SUFFIX = ".lost.json"
 Known = Literal["all", "together", "first"]
 """What is known of a lost batch's groups. all: just these. together: several batches in a row were lost, which held
@@ -136,8 +131,7 @@ class BatchStore:
 
     def committed(self) -> list[int]:
         """Indices of all committed batches, ascending."""
-        matches = (_NAME.match(name) for name in os.listdir(self.directory))
-        return sorted(int(match[1]) for match in matches if match)
+        return list(numbered_files(self.directory, ".zarr.zip"))
 
     def lost_path(self, index: int) -> Path:
         """Return where it is recorded that batch `index` was lost by damage."""
@@ -150,14 +144,11 @@ class BatchStore:
 
     def all_lost(self) -> list[LostBatch]:
         """Return the records of all batches that were lost by damage, ascending."""
-        return [LostBatch.read(self.lost_path(index)) for index in self._recorded_lost()]
-
-    def _recorded_lost(self) -> list[int]:
-        return list(numbered_files(self.directory, LOST_SUFFIX))
+        return [LostBatch.read(self.lost_path(index)) for index in numbered_files(self.directory, LOST_SUFFIX)]
 
     def settled(self) -> list[int]:
         """Indices of the batches that are committed or lost: nothing is to be made of them. Ascending."""
-        return sorted({*self.committed(), *self._recorded_lost()})
+        return sorted({*self.committed(), *numbered_files(self.directory, LOST_SUFFIX)})
 
     @property
     def next_index(self) -> int:
@@ -203,7 +194,7 @@ class BatchStore:
                 # bytes of the arrays were just made.
                 try:
                     with seek_zarr_zip(Path(file.name)) as written:
-                        require_readable(written)
+                        read_attributes(written)
                 except (ValueError, LookupError, TypeError) as error:
                     raise StoreError(
                         f"refused to commit batch {batch.index}: its file could not be read back "
@@ -281,7 +272,9 @@ class BatchStore:
         OSError when the machine fails to read it."""
         path = self.path(index)
         with self._damage_as_corrupt(path), seek_zarr_zip(path) as file:
-            return read_num_samples(file, index)
+            if (found := read_attributes(file)[0]["index"]) != index:
+                raise ValueError(f"the file holds batch {found}")
+            return file.arrays["prompt_lengths"].shape[0]
 
     def checksum(self, index: int) -> str:
         """Tells a settled batch from others: the last bytes of its file, which is not compared with them, or the
@@ -302,11 +295,6 @@ class BatchStore:
             "whether it can be made again"
         )
         return damage_as(path, CorruptBatchError, remedy)
-
-    def remove_partial(self) -> None:
-        """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest
-        epoch, before its first commit."""
-        remove_leftovers(self.directory, self._fence)
 
 
 def refuse_to_pass_lost(run: RunDirectory, lost: Iterable[LostBatch], first: int, end: int) -> None:

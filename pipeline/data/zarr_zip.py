@@ -85,23 +85,19 @@ class _SealedOutput:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._crc32 = 0
+        self.crc32 = 0
         self._last = b""
         """The last two bytes so far: at the end of a zip file, the length of its comment."""
 
     def write(self, data: bytes) -> int:
         whole = self._last + data
         body, self._last = whole[:-2], whole[-2:]
-        self._crc32 = zlib.crc32(body, self._crc32)
+        self.crc32 = zlib.crc32(body, self.crc32)
         self._file.write(body)
         return len(data)
 
     def flush(self) -> None:
         self._file.flush()
-
-    def seal(self) -> None:
-        """End the file by its comment."""
-        self._file.write(_comment(self._crc32))
 
 
 def _comment(crc32: int) -> bytes:
@@ -134,7 +130,7 @@ def write_zarr_zip(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mappin
                 frame = zstd.compress(chunk, _LEVEL)
                 stored = frame + google_crc32c.value(frame).to_bytes(_CRC_BYTES, "little")
                 archive.writestr(zipfile.ZipInfo(_chunk_key(name, data.ndim, number), date_time=_ZIP_EPOCH), stored)
-    output.seal()
+    file.write(_comment(output.crc32))
 
 
 def _chunk_key(name: str, axes: int, place: int) -> str:
@@ -149,10 +145,6 @@ class ArrayLayout:
     dtype: np.dtype[np.generic]
     chunk_rows: int
     """Rows of the first axis in a chunk."""
-
-    @property
-    def num_chunks(self) -> int:
-        return 0 if 0 in self.shape else -(-self.shape[0] // self.chunk_rows)
 
     @property
     def row_bytes(self) -> int:

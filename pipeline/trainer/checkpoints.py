@@ -44,7 +44,6 @@ from pipeline.data.files import (
     as_disk_full,
     await_visible,
     fsync_directory,
-    look_anew,
     machine_failure,
     make_folder,
     move_to_free_name,
@@ -211,7 +210,11 @@ class Checkpoints:
     def _newest(self) -> tuple[int, dict[str, float]] | None:
         """Return step and state of the loop of the newest checkpoint, whose files have the sizes that COMMIT says.
         Raises CorruptCheckpointError unless the state is numbers by name."""
-        look_anew(self.directory)  # an older checkpoint would do as well, for twice the work
+        # This host may remember a listing for a minute, and forgets it when it changes the folder itself. An older
+        # checkpoint would do as well, for twice the work.
+        probe = temporary_name(self.directory / "listing")
+        probe.mkdir()
+        probe.rmdir()
         committed = committed_steps(self.directory)
         if not committed:
             return None

@@ -72,7 +72,7 @@ def wait_for_batch(folder: Path, case: str) -> tuple[str, float]:
     try:
         batch = source.wait(0)
         own = range(rank, batch.num_samples, 2)
-        assert batch.held_samples.tolist() == list(own)
+        assert np.flatnonzero(batch.held).tolist() == list(own)
         assert len(batch.tokens) == sum(batch.lengths[sample] for sample in own)
         assert batch.loss_mask.all(), "the numbers of the others' response tokens are exchanged"
         found = f"batch {batch.index}"

@@ -179,7 +179,7 @@ def _collect(setting: Setting, process: Process, epoch: Epoch) -> int:
         _sleep(world, process)
     store = WatchedStore(run.batches, run.fence)
     store.promises = setting.promises
-    store.remove_partial()
+    remove_leftovers(store.directory, store._fence)
     remove_leftovers(run.evaluations, run.fence)
     fleet = SimulatedFleet(setting.room, run, Updates(run.updates, epoch))
 

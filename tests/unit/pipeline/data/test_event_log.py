@@ -177,11 +177,11 @@ def test_a_tail_gives_each_complete_line_once_and_by_time(tmp_path: Path) -> Non
     path.write_text(first + third[:9])
     (folder / "learner-000001.jsonl").write_text(second)
     tail = LogTail(tmp_path, "events")
-    assert [line["batch"] for line in tail.new_lines()] == [0, 1]
+    assert [line["batch"] for _, line in tail.new_lines()] == [0, 1]
     assert [*tail.new_lines()] == []
     with path.open("a") as file:
         file.write(third[9:] + '{"torn\n' + fourth)
-    assert [line["batch"] for line in tail.new_lines()] == [2, 3]
+    assert [line["batch"] for _, line in tail.new_lines()] == [2, 3]
 
 
 def test_lines_that_were_not_taken_as_a_read_failed_come_at_the_next_call(
@@ -201,7 +201,7 @@ def test_lines_that_were_not_taken_as_a_read_failed_come_at_the_next_call(
     monkeypatch.setattr(event_log, "parse_line", parse_line)
     taken: list[int] = []
     with pytest.raises(OSError, match="Input/output"):
-        taken.extend(line["batch"] for line in tail.new_lines())
+        taken.extend(line["batch"] for _, line in tail.new_lines())
     assert taken == [0, 1], "the collector's 2 is read, and not taken"
     fails = False
-    assert [line["batch"] for line in tail.new_lines()] == [2, 3, 4]
+    assert [line["batch"] for _, line in tail.new_lines()] == [2, 3, 4]

@@ -121,7 +121,7 @@ def test_a_share_is_what_selecting_from_the_whole_gives(tmp_path: Path, make_bat
             assert_same(bare(found), bare(wanted))
         half = np.arange(6) < 4
         np.testing.assert_array_equal(share.select(half).tokens, batch.select(half & chosen).tokens)
-        assert share.select(half).held_samples.tolist() == np.flatnonzero(chosen[:4]).tolist()
+        assert np.flatnonzero(share.select(half).held).tolist() == np.flatnonzero(chosen[:4]).tolist()
 
 
 def test_a_share_is_asked_for_by_what_is_counted_in_samples(tmp_path: Path, make_batch: MakeBatch) -> None:

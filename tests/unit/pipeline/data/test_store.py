@@ -35,6 +35,8 @@ from pipeline.data.batch_format import (
     with_digests,
 )
 from pipeline.data.epochs import claim
+from pipeline.data.files import remove_leftovers
+from pipeline.data.run_directory import unfenced
 from pipeline.data.store import LOST_SUFFIX, BatchStore, LostBatch
 from pipeline.errors import (
     AlreadyCommittedError,
@@ -191,7 +193,7 @@ def test_a_superseded_collector_commits_nothing(tmp_path: Path, make_batch: Make
     with pytest.raises(SupersededError):
         thawed.commit(make_batch(0))
     with pytest.raises(SupersededError):
-        thawed.remove_partial()
+        remove_leftovers(thawed.directory, thawed._fence)
     assert os.listdir(thawed.directory) == ["000000.zarr.zip"]
     BatchStore(tmp_path / "batches", new.check).commit(make_batch(1))
 
@@ -206,7 +208,7 @@ def test_a_superseded_write_that_was_cleared_away_says_so(
     def linked_late(source: Path, target: Path) -> None:
         if target.parent.name == "batches":
             later = claim(tmp_path, "collector")
-            BatchStore(tmp_path / "batches", later.check).remove_partial()
+            remove_leftovers(tmp_path / "batches", later.check)
             assert os.listdir(slow.directory) == []
         link(source, target)
 
@@ -458,7 +460,7 @@ def test_listing_ignores_what_is_not_a_batch(tmp_path: Path, make_batch: MakeBat
         (tmp_path / name).touch()
     assert store.committed() == [0, 1, 3]
     assert (store.next_index, store.groups_to_ask()) == (2, (20, (19,)))  # batch 2 was taken away: it is made again
-    store.remove_partial()
+    remove_leftovers(store.directory, unfenced)
     assert not (tmp_path / PARTIAL).exists()
     assert store.committed() == [0, 1, 3]
 
@@ -527,7 +529,7 @@ def test_a_kill_during_commit_leaves_no_visible_half_batch(tmp_path: Path, momen
     assert store.committed() == [0]
     assert store.read(0, None).index == 0
     assert len(os.listdir(tmp_path)) == 2
-    store.remove_partial()
+    remove_leftovers(store.directory, unfenced)
     assert os.listdir(tmp_path) == ["000000.zarr.zip"]
 
 
@@ -570,7 +572,7 @@ def test_a_batch_passes_over_most_of_an_epoch(tmp_path: Path, make_batch: MakeBa
 
 def test_a_file_that_readers_refuse_is_not_committed(tmp_path: Path, make_batch: MakeBatch) -> None:
     with (
-        patch("pipeline.data.store.require_readable", side_effect=ValueError("its attributes are odd")),
+        patch("pipeline.data.store.read_attributes", side_effect=ValueError("its attributes are odd")),
         pytest.raises(StoreError, match=r"refused to commit batch 0: .* read back \(its attributes are odd"),
     ):
         BatchStore(tmp_path).commit(make_batch(0))

@@ -150,8 +150,6 @@ class Steps(Recorder):
             raise StoppedError("asked to end")
         return batch_of_rewards([[1.0, 0.0]], index=index)
 
-    def remove_partial(self, learner: Any) -> None: ...
-
     def restore(self, learner: Any, versions: Any = None) -> tuple[int, dict[str, float]]:
         return 0, {}
 
