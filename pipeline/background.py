@@ -14,9 +14,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple, Unpack
 
 from precision.text import one_line
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+    from megatron_bridge.parallel.rank_sync import RankZero
 
 ANSWER_S = 3.0
 """Rank 0 answers at least this often: the other ranks wait in a collective, which has a deadline of its own."""
@@ -100,23 +104,10 @@ class DiagnosticsWriter:
             self._room.release()
 
 
-class Ranks(Protocol):
-    """Ranks of which rank 0 tells the others what it has done: a learner, or what it is made of."""
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """True on that one rank."""
-        ...
-
-    def tell(self, action: Callable[[], T]) -> T:
-        """Collective. The action's result on rank 0, a JSON value, on every rank; every rank raises what it raised."""
-        ...
-
-
 class LongAction(Generic[T]):
     """An action of rank 0 that may take hours, beside whatever the ranks do meanwhile. Made on every rank."""
 
-    def __init__(self, ranks: Ranks, action: Callable[[], T]) -> None:
+    def __init__(self, ranks: MegatronLearner | RankZero, action: Callable[[], T]) -> None:
         """Begins now."""
         self._ranks = ranks
         self._work: Future[T] | None = in_background(action, "long-action") if ranks.is_rank_zero else None
@@ -132,8 +123,9 @@ class LongAction(Generic[T]):
         return self._ranks.tell(answer)
 
 
-def tell_when_done(ranks: Ranks, action: Callable[[], T]) -> T:
-    """As Ranks.tell, for an action that may take hours. Collective."""
+def tell_when_done(ranks: MegatronLearner | RankZero, action: Callable[[], T]) -> T:
+    """Return the action's result on rank 0, a JSON value, on every rank, for one that may take hours; every rank raises
+    what it raised. Collective."""
     work = LongAction(ranks, action)
     while not (told := work.look(ANSWER_S)):
         pass
@@ -233,7 +225,7 @@ class Patience:
             self._due_s = max(self.first_s, 2.0 * self._longest_s)
         waited_s = now - self._since
         if waited_s >= self._due_s:
-            self._tell(waits_for, waited_s, over=False)
+            self.say(who=self.who, waits_for=waits_for, seconds=waited_s, unblocked_by=self.unblocked_by, over=False)
             self._told, self._due_s = True, waited_s + min(waited_s, RAREST_NOTICE_S)
 
     def progress(self) -> None:
@@ -243,10 +235,7 @@ class Patience:
         waited_s, self._since = time.monotonic() - self._since, None
         self._longest_s = max(self._longest_s, waited_s)
         if self._told:
-            self._tell("", waited_s, over=True)
-
-    def _tell(self, waits_for: str, seconds: float, *, over: bool) -> None:
-        self.say(who=self.who, waits_for=waits_for, seconds=seconds, unblocked_by=self.unblocked_by, over=over)
+            self.say(who=self.who, waits_for="", seconds=waited_s, unblocked_by=self.unblocked_by, over=True)
 
 
 def retry_pause_s(first_s: float, failures: int) -> float:

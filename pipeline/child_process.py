@@ -229,21 +229,17 @@ def last_lines(text: str, lines: int) -> str:
     return " | ".join(said[-lines:])
 
 
-def last_error(text: str, lines: int = 8) -> str:
-    """The last line of a log that says what went wrong, or else its last lines. Where torchrun names a rank that was
-    killed, that."""
+def log_tail(log: Path, lines: int = 8) -> str:
+    """Return the last line of a log that says what went wrong, or else its last lines. Where torchrun names a rank that
+    was killed, that."""
+    try:
+        text = log_text(log)
+    except OSError:
+        return "(no log)"
     if (killed := _RANK_KILLED.search(text.partition(_ROOT_CAUSE)[2])) is not None:
         return f"rank {killed[1]} was {ending(-int(killed[2]))}"
     said = [line.strip() for line in text.splitlines() if _is_error(line.strip())]
     return said[-1] if said else last_lines(text, lines)
-
-
-def log_tail(log: Path, lines: int = 8) -> str:
-    """`last_error` of a file."""
-    try:
-        return last_error(log_text(log), lines)
-    except OSError:
-        return "(no log)"
 
 
 _NAME = re.compile(r"evenkeel-(?:[a-z]+)-(\d+)-\w+")
@@ -269,9 +265,13 @@ def make_scratch(kind: str) -> Path:
 def remove_left_scratch() -> None:
     """Remove the folders on this machine whose makers are gone."""
     for left in Path(tempfile.gettempdir()).glob("evenkeel-*"):
-        match = _NAME.fullmatch(left.name)
-        if match and not _is_alive(int(match[1])):
-            remove_scratch(left)
+        if match := _NAME.fullmatch(left.name):
+            try:
+                os.kill(int(match[1]), 0)
+            except ProcessLookupError:
+                remove_scratch(left)
+            except PermissionError:  # it is there, another user's
+                continue
 
 
 def remove_scratch(folder: Path) -> None:
@@ -292,16 +292,6 @@ def scratch_environment(folder: Path) -> dict[str, str]:
     again."""
     caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": caches}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 if __name__ == "__main__":

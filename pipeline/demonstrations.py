@@ -58,7 +58,9 @@ def pieces_of(messages: Sequence[Mapping[str, Any]], template: Tokenizer, where:
     pieces: list[Piece] = []
     at = 0
     for start, end in zip(starts, ends, strict=True):
-        stop = end + len(_common_marks(closing, whole[end:]))
+        tail = whole[end:]  # some templates end the last turn by one mark more
+        marks = [*(found.start() for found in re.finditer(r"[<\[\s]", closing)), len(closing)]
+        stop = end + next(mark for mark in (*reversed(marks), 0) if tail.startswith(closing[:mark]))
         pieces += [(whole[at:start], False), (whole[start:stop], True)]
         at = stop
     return pieces
@@ -113,20 +115,6 @@ def _closing(tail: str, eos_token: str) -> str:
     """What ends a turn: up to the end-of-sequence token, or all but white space where the template has another mark."""
     found = tail.find(eos_token) if eos_token else -1
     return tail.rstrip() if found < 0 else tail[: found + len(eos_token)]
-
-
-def _common_marks(closing: str, tail: str) -> str:
-    """With how much of what closes the last turn a `tail` begins: some templates end the last turn by one mark more."""
-    ends = [*(found.start() for found in re.finditer(r"[<\[\s]", closing)), len(closing)]
-    return next(closing[:end] for end in (*reversed(ends), 0) if tail.startswith(closing[:end]))
-
-
-def closing_mark(template: Tokenizer) -> str:
-    """What the template writes behind an answer, as far as the model learns it; empty where it changes the answer."""
-    said = "Yes, ten."
-    asked = [dict(role="user", content="Is it ten?"), dict(role="assistant", content=said)]
-    _, found, tail = template.conversation(asked, to_answer=False).rpartition(said)
-    return _closing(tail, template.eos_token) if found else ""
 
 
 _SHOWN = 400
@@ -289,9 +277,12 @@ _GENERATION_FILE = "generation_config.json"
 def unstopped_end(tokenizer: Tokenizer) -> int | None:
     """The id of that token; None: a server stops, or what ends an answer is no token of its own, or the template writes
     no plain question and answer. Raises ModelError for a file of the folder that cannot be read."""
+    said = "Yes, ten."
+    asked = [dict(role="user", content="Is it ten?"), dict(role="assistant", content=said)]
+    _, found, tail = tokenizer.conversation(asked, to_answer=False).rpartition(said)
     stops = _stop_ids(tokenizer)
     try:
-        closing = tokenizer.encode(closing_mark(tokenizer))
+        closing = tokenizer.encode(_closing(tail, tokenizer.eos_token) if found else "")
     except ModelError:
         return None
     if not closing or closing[-1] not in tokenizer.reserved or stops & set(closing):

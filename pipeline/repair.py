@@ -38,7 +38,7 @@ from pipeline.data.deltas import chain_to, is_whole
 from pipeline.data.epochs import ROLES, newest
 from pipeline.data.files import fsync_directory, machine_failure, make_folder
 from pipeline.data.quant_maps import NumberedMaps, digest_of, older_folder, read_quant_map
-from pipeline.data.run_directory import RunDirectory, announced, numbered, numbered_files, numbered_folders
+from pipeline.data.run_directory import RunDirectory, announced, numbered, numbered_files
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.data.store import (
     LOST_SUFFIX,
@@ -85,10 +85,6 @@ class Damage:
     problem: str
     number: int = -1
     """The batch, step or version that the file is named by; -1 where it has none."""
-
-    @property
-    def is_missing(self) -> bool:
-        return not os.path.lexists(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +187,7 @@ def _damaged_checkpoints(run: RunDirectory) -> Iterator[Damage]:
         if recipe_of_step(recipes, step).controller is not None and control.read(step - 1) is None:
             raise StoreError(f"the controller's record of step {step - 1} is missing")
         begun = schedule.required_version(step)
-        if schedule.kind != "staged" or run.all_skipped(range(begun, step)):
+        if schedule.kind != "staged" or {*range(begun, step)} <= {*run.skipped_steps()}:
             return
         for index in range(step, min(begun + schedule.updates_per_stage, schedule.steps)):
             if index not in lost and run.old_logprobs(index) is None and any(run.logprobs.glob("*-old.npy")):
@@ -204,7 +200,7 @@ def _damaged_checkpoints(run: RunDirectory) -> Iterator[Damage]:
 
 def _damaged_policies(run: RunDirectory) -> Iterator[Damage]:
     steps, damaged = run.recipe().run.steps, set[int]()
-    versions = numbered_folders(run.policies) if run.policies.is_dir() else []
+    versions = [*numbered_files(run.policies, "")]
 
     def check(folder: Path, version: int) -> None:
         verify_policy(folder, version, "")
@@ -277,7 +273,7 @@ def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
         return Plan()
     damaged = {kind: {one.number for one in found if one.kind == kind} for kind in ("checkpoint", "policy")}
     steps = run.recipe().run.steps
-    folders = numbered_folders(run.policies) if run.policies.is_dir() else []
+    folders = numbered_files(run.policies, "")
     whole = sorted(set(folders) - damaged["policy"])
     served = [version for version in announced(run.published) if version <= steps]
     published = max(served or whole) if whole else 0
@@ -323,7 +319,10 @@ def _refuse_alike(found: list[Damage]) -> None:
     that cannot read them does, and a repair would throw them away."""
     alike = Counter[tuple[Kind, Path, str]]()
     for damage in found:
-        if not damage.is_missing and damage.kind not in ("foreign", "policy"):  # one policy fails for another's damage
+        if os.path.lexists(damage.path) and damage.kind not in (
+            "foreign",
+            "policy",
+        ):  # one policy fails for another's damage
             alike[damage.kind, damage.path.parent, re.sub(r"\d+", "#", damage.problem)] += 1
     for (kind, folder, problem), count in alike.items():
         shapes = {re.sub(r"\d+", "#", one.path.name) for one in found if one.kind == kind}

@@ -276,7 +276,9 @@ def note_outside(run: RunDirectory, recipe: Recipe, event_log: EventLog) -> list
     changed: dict[str, list[str]] = {}
     for kind, now in found.items():
         before = known.get(kind)
-        if before is None or (kind == "reward" and {*map(_of_function, before)} != {*map(_of_function, now)}):
+        if before is None or (
+            kind == "reward" and {name.partition("/")[0] for name in before} != {name.partition("/")[0] for name in now}
+        ):
             continue  # with another recipe other files are meant: that is told as a change of the recipe
         names = sorted(n for n in now.keys() | before.keys() if now.get(n, [None])[-1] != before.get(n, [None])[-1])
         if names:
@@ -287,10 +289,6 @@ def note_outside(run: RunDirectory, recipe: Recipe, event_log: EventLog) -> list
         event_log.event("files_changed", what=kind, step=step, files=names)
     write_sealed_json(path, dict(notes=[*notes, dict(step=step, **found)]))
     return [_CHANGED[kind].format(files=listed(names, most=3), step=step) for kind, names in changed.items()]
-
-
-def _of_function(name: str) -> str:
-    return name.partition("/")[0]
 
 
 def reward_code(run: RunDirectory) -> str:

@@ -94,7 +94,12 @@ class _Recorder:
         self._thread = threading.Thread(target=self._write_now_and_then, name="spans", daemon=True)
         with suppress(OSError):
             make_folder(folder)
-            _make_room(folder, source)
+            # Older starts of this process. `source` is ROLE-NUMBER, or ROLE-NUMBER.rank-NUMBER.
+            start, dot, rank = source.partition(".")
+            role = start.rpartition("-")[0]
+            for ending in ("", _OLDER):
+                for path in sorted(folder.glob(f"{role}-[0-9]*[0-9]{dot}{rank}{ending}.jsonl"))[: 1 - STARTS]:
+                    path.unlink(missing_ok=True)
         self._thread.start()
 
     def note(self, lane: str, name: str, began: float, ended: float, facts: dict[str, Any]) -> None:
@@ -129,15 +134,6 @@ class _Recorder:
             except OSError:
                 os.truncate(self._path, before)  # half a line would spoil those that follow
                 raise
-
-
-def _make_room(folder: Path, source: str) -> None:
-    """Remove what older starts of this process noted. `source` is ROLE-NUMBER, or ROLE-NUMBER.rank-NUMBER."""
-    start, dot, rank = source.partition(".")
-    role = start.rpartition("-")[0]
-    for ending in ("", _OLDER):
-        for path in sorted(folder.glob(f"{role}-[0-9]*[0-9]{dot}{rank}{ending}.jsonl"))[: 1 - STARTS]:
-            path.unlink(missing_ok=True)
 
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launch.build.api_key import API_KEY_FILE_VARIABLE, JOB_KEYS, TEACHER_KEY_FILE_VARIABLE
 from pipeline.config.recipe import Recipe
+from pipeline.data.checksums import write_sealed
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RewardError, RunConflictError
@@ -100,7 +101,8 @@ def choose_sandbox(run: RunDirectory, rewards: Sequence[str], event_log: EventLo
         return None
     sandbox, reasons = _sandbox_here(run, foreign)
     if run.sandbox() is None:
-        run.set_sandbox(sandbox.rung)
+        run.fence()
+        write_sealed(run.sandbox_file, sandbox.rung + "\n")
     event_log.event("sandbox", rung=sandbox.rung, why=reasons)
     return sandbox
 

@@ -12,7 +12,6 @@ what the run did.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.data.checksums import create_sealed, read_sealed
-from pipeline.data.files import NUMBER, await_visible, make_folder
-from pipeline.data.run_directory import numbered
+from pipeline.data.files import make_folder
+from pipeline.data.run_directory import numbered, numbered_files
 from pipeline.errors import StoreError
 from precision.controller.records import Decision, Evidence, State
 from precision.settings import Settings
-
-_FILE = re.compile(rf"({NUMBER})\.json")
 
 
 class ControlRecord(Settings):
@@ -82,22 +79,14 @@ class ControlFiles:
             raise StoreError(f"{path} is the record of step {record.step}; {remedy}")
         return record
 
-    def wait(self, step: int) -> ControlRecord:
-        """Return the record of a step that is known to be there, but that another host made."""
-        await_visible(self._path(step))
-        record = self.read(step)
-        assert record is not None, step
-        return record
-
     def newest(self) -> ControlRecord | None:
         """Return the record of the last step that was decided; None before the first."""
-        steps = [int(match[1]) for path in self.folder.glob("*.json") if (match := _FILE.fullmatch(path.name))]
+        steps = numbered_files(self.folder, ".json")
         return self.read(max(steps)) if steps else None
 
     def decisions(self) -> list[ControlRecord]:
         """Return all records with a decision, in order: for reports."""
-        steps = sorted(int(match[1]) for path in self.folder.glob("*.json") if (match := _FILE.fullmatch(path.name)))
-        records = (self.read(step) for step in steps)
+        records = (self.read(step) for step in numbered_files(self.folder, ".json"))
         return [record for record in records if record is not None and record.decision is not None]
 
     def _path(self, step: int) -> Path:

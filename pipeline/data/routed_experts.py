@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,11 +34,11 @@ class ExpertShape:
     """In each of these layers."""
     per_token: int
     """How many of them a token is sent to."""
+    dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = field(init=False)
+    """The smallest that holds the number of any expert."""
 
-    @property
-    def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
-        """The smallest that holds the number of any expert."""
-        return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.uint16)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,12 +92,6 @@ class RoutedExperts:
         known[:stop] = False
         return RoutedExperts(ids=np.where(known[:, None, None], self.ids, self.ids.dtype.type(0)), known=known)
 
-    def blank(self, num_tokens: int) -> RoutedExperts:
-        """Unknown rows of the same kind."""
-        return RoutedExperts(
-            ids=np.zeros((num_tokens, *self.ids.shape[1:]), self.ids.dtype), known=np.zeros(num_tokens, np.bool_)
-        )
-
     @staticmethod
     def unknown(num_tokens: int, shape: ExpertShape) -> RoutedExperts:
         """Of tokens about which no engine said anything."""
@@ -117,7 +111,13 @@ class RoutedExperts:
         given = next((part for part in parts if part is not None), None)
         if given is None:
             return None
-        return RoutedExperts.joined([given.blank(n) if p is None else p for p, n in zip(parts, lengths, strict=True)])
+        rows = [
+            RoutedExperts(ids=np.zeros((n, *given.ids.shape[1:]), given.ids.dtype), known=np.zeros(n, np.bool_))
+            if part is None
+            else part
+            for part, n in zip(parts, lengths, strict=True)
+        ]
+        return RoutedExperts.joined(rows)
 
 
 def decode_engine_rows(encoded: str, num_tokens: int, shape: ExpertShape) -> RoutedExperts:

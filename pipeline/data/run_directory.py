@@ -137,11 +137,6 @@ class RunDirectory:
             return read_sealed(self.sandbox_file, "remove it: it is written anew").strip()
         return None
 
-    def set_sandbox(self, rung: str) -> None:
-        """Say in which sandbox the run's reward code begins."""
-        self.fence()
-        write_sealed(self.sandbox_file, rung + "\n")
-
     def membership(self, given: Sequence[str] = ()) -> Membership:
         """Return the run's engines and router. Where URLs are given (rollout.urls), the engines are those."""
         return Membership(self.path / "engines", tuple(given))
@@ -166,36 +161,56 @@ class RunDirectory:
         return bool(announced(self.published))
 
     def published_version(self) -> int:
-        """Return the version that every admitted engine serves. Raises StoreError when the run was never
-        initialized."""
-        return highest(self.published)
+        """Return the version that every admitted engine serves. Raises StoreError when there is none, or when its file
+        is damaged."""
+        folder, remedy = self.published, f"repair the run: `evenkeel repair {self.path}`"
+        give_up = time.monotonic() + _REREAD_S
+        while not (found := announced(folder)):
+            if time.monotonic() > give_up:
+                raise StoreError(
+                    f"{folder} names no version; start the run with `evenkeel train`, or, if it has begun, "
+                    f"repair it: `evenkeel repair {self.path}`"
+                )
+            time.sleep(_REREAD_S / 20)
+        version = found[-1]
+        path = folder / numbered(version)
+        try:
+            said = read_sealed(path, remedy).strip()
+        except FileNotFoundError:
+            return version  # a higher one came, and this one went: a cached listing may name it for a minute
+        if said != str(version):
+            raise StoreError(f"{path} says version {said[:100]}; {remedy}")
+        return version
 
     def set_published(self, version: int) -> None:
         """Announce that every admitted engine serves `version`; what is published never falls."""
-        announce(self.published, version, self.fence)
-
-    def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
-        """Keep the learner's log-probabilities of batch `step`, [responses], from before it trained on it."""
+        make_folder(self.published)
         self.fence()
-        write_sealed_array(self.logprobs / f"{numbered(step)}.npy", logprobs)
+        with suppress(FileExistsError):
+            create_sealed(self.published / numbered(version), f"{version}\n")
+        found = announced(self.published)
+        if found[-1] == version:
+            for older in found[:-_KEPT]:
+                (self.published / numbered(older)).unlink(missing_ok=True)
+
+    def write_logprobs(self, step: int, logprobs: NDArray[np.float32], *, old: bool = False) -> None:
+        """Keep the learner's log-probabilities of batch `step`, [responses], from before it trained on it; `old` ones
+        from when the batch's stage began."""
+        self.fence()
+        write_sealed_array(self.logprobs / f"{numbered(step)}{'-old' if old else ''}.npy", logprobs)
 
     def learner_logprobs(self, step: int, responses: int | None = None) -> NDArray[np.float32] | None:
-        """Return what `write_learner_logprobs` kept. None when batch `step` is not trained yet, and where the file
+        """Return what `write_logprobs` kept. None when batch `step` is not trained yet, and where the file
         cannot be read or is of another batch, not of so many `responses`: it explains a run, and decides nothing."""
         with suppress(OSError, StoreError):
             values = read_sealed_array(self.logprobs / f"{numbered(step)}.npy", "training does not need it")
             return values if values is None or responses in (None, len(values)) else None
         return None
 
-    def write_old_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
-        """Keep the learner's log-probabilities of batch `step`, [responses], from when the batch's stage began."""
-        self.fence()
-        write_sealed_array(self.old_logprobs_path(step), logprobs)
-
     def old_logprobs(self, step: int, responses: int | None = None) -> NDArray[np.float32] | None:
-        """Return what `write_old_logprobs` kept, or None when the batch's stage has not begun. Raises StoreError when
-        it is damaged, or of another batch: not of so many `responses`."""
-        path = self.old_logprobs_path(step)
+        """Return what `write_logprobs` kept of `old` ones, or None when the batch's stage has not begun. Raises
+        StoreError when it is damaged, or of another batch: not of so many `responses`."""
+        path = self.logprobs / f"{numbered(step)}-old.npy"
         remedy = f"`evenkeel repair {self.path}` goes back to where its stage is scored again"
         values = read_sealed_array(path, remedy)
         if values is not None and responses not in (None, len(values)):
@@ -204,13 +219,9 @@ class RunDirectory:
             )
         return values
 
-    def old_logprobs_path(self, step: int) -> Path:
-        """Return where `write_old_logprobs` keeps those of batch `step`."""
-        return self.logprobs / f"{numbered(step)}-old.npy"
-
     def saved_steps(self) -> list[int]:
         """Steps of the checkpoints that have their COMMIT, ascending (pipeline.trainer.checkpoints checks the rest)."""
-        return committed_steps(self.checkpoints) if self.checkpoints.is_dir() else []
+        return committed_steps(self.checkpoints)
 
     def num_settled(self) -> int:
         """Steps that are sampled, trained or published: from 1 on, the run is bound to its recipe."""
@@ -242,11 +253,7 @@ class RunDirectory:
 
     def skipped_steps(self) -> list[int]:
         """Return what `note_skipped` kept, ascending."""
-        return numbered_folders(self.skipped) if self.skipped.is_dir() else []
-
-    def all_skipped(self, steps: range) -> bool:
-        """Return whether no weights have moved in these steps; also where there are none."""
-        return not steps or set(steps) <= set(self.skipped_steps())
+        return [*numbered_files(self.skipped, "")]
 
     def trained_at_ns(self) -> int:
         """Changes with every step that the learner trains, also again after a resume: each leaves its logprobs. 0 where
@@ -321,7 +328,7 @@ def numbered(number: int) -> str:
 
 def committed_steps(checkpoints: Path) -> list[int]:
     """Steps of the checkpoints in a folder that have their COMMIT, which is written last; ascending."""
-    return [step for step in numbered_folders(checkpoints) if (checkpoints / numbered(step) / "COMMIT").exists()]
+    return [step for step in numbered_files(checkpoints, "") if (checkpoints / numbered(step) / "COMMIT").exists()]
 
 
 def numbered_files(directory: Path, ending: str) -> dict[int, Path]:
@@ -347,36 +354,3 @@ def announced(folder: Path) -> list[int]:
     with suppress(FileNotFoundError):
         return sorted(int(name) for name in os.listdir(folder) if _NUMBER.fullmatch(name))
     return []
-
-
-def highest(folder: Path) -> int:
-    """Return the version that counts. Raises StoreError when there is none, or when its file is damaged."""
-    give_up = time.monotonic() + _REREAD_S
-    while not (found := announced(folder)):
-        if time.monotonic() > give_up:
-            raise StoreError(
-                f"{folder} names no version; start the run with `evenkeel train`, or, if it has begun, "
-                f"repair it: `evenkeel repair {folder.parents[1]}`"
-            )
-        time.sleep(_REREAD_S / 20)
-    version = found[-1]
-    path, remedy = folder / f"{version:06d}", f"repair the run: `evenkeel repair {folder.parents[1]}`"
-    try:
-        said = read_sealed(path, remedy).strip()
-    except FileNotFoundError:
-        return version  # a higher one came, and this one went: a cached listing may name it for a minute
-    if said != str(version):
-        raise StoreError(f"{path} says version {said[:100]}; {remedy}")
-    return version
-
-
-def announce(folder: Path, version: int, fence: Callable[[], None]) -> None:
-    """Make `version` known, unless it is. `fence` raises where this process may write no more."""
-    make_folder(folder)
-    fence()
-    with suppress(FileExistsError):
-        create_sealed(folder / f"{version:06d}", f"{version}\n")
-    found = announced(folder)
-    if found[-1] == version:
-        for older in found[:-_KEPT]:
-            (folder / f"{older:06d}").unlink(missing_ok=True)

@@ -119,7 +119,7 @@ class Checkpoints:
 
         def new_folder() -> str:
             """On rank 0. A checkpoint takes what the newest one does; the first, what the learner thinks."""
-            expected, committed = self.first_bytes, committed_steps(self.directory) if self.directory.is_dir() else []
+            expected, committed = self.first_bytes, committed_steps(self.directory)
             if committed:
                 newest = read_commit(self.directory / numbered(committed[-1]))
                 expected = sum(one.num_bytes for one in newest.files.values())

@@ -236,7 +236,7 @@ class Trainer:
         self._save_s, logprobs, now = 0.0, update.logprobs, time.time()
 
         def write() -> None:
-            self.run.write_learner_logprobs(step, logprobs)
+            self.run.write_logprobs(step, logprobs)
             if update.mismatch is not None:
                 write_mismatch(self.run, step, update.mismatch)
             self.event_log.event("consumed", step=step, time=now)

@@ -22,7 +22,7 @@ from pipeline.background import tell_when_done
 from pipeline.data.batch import Batch
 from pipeline.data.checksums import fingerprints, read_sealed_json, write_sealed_json
 from pipeline.data.files import await_visible
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.schedule import Schedule
 from pipeline.spans import Stopwatch
@@ -65,7 +65,7 @@ class OldLogprobs:
         step = batch.index
         first = self.schedule.required_version(step)
         # A batch that a step was trained on may be lost later: only one that was skipped has left the weights alone.
-        if step not in self._stage and self.learner.tell(lambda: self.run.all_skipped(range(first, step))):
+        if step not in self._stage and self.learner.tell(lambda: {*range(first, step)} <= {*self.run.skipped_steps()}):
             self._stage.clear()
             for index in range(step, min(first + self.schedule.updates_per_stage, self.schedule.steps)):
                 with watch.phase("wait"):
@@ -74,14 +74,14 @@ class OldLogprobs:
                     continue
                 with watch.phase("logprobs"):
                     self._stage[index] = self.learner.score(found).cpu()
-                    self.learner.tell(partial(self.run.write_old_logprobs, index, self._stage[index].numpy()))
+                    self.learner.tell(partial(self.run.write_logprobs, index, self._stage[index].numpy(), old=True))
         with watch.phase("logprobs"):
             return self._stage.pop(step) if step in self._stage else self._kept(batch)
 
     def _kept(self, batch: Batch) -> Tensor:
         """Return what an earlier start of the learner has scored."""
         step = batch.index
-        path = self.run.old_logprobs_path(step)
+        path = self.run.logprobs / f"{numbered(step)}-old.npy"
         if not self.learner.tell(path.exists):
             raise StoreError(
                 f"{self.run.logprobs} lacks the log-probabilities of batch {step} from the beginning of its stage; "

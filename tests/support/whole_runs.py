@@ -89,7 +89,7 @@ def whole_run(
     for index in range(committed if recipe.schedule.kind == "staged" else 0):
         if recipe.build_schedule().required_version(index) < published:  # its stage has begun
             responses = store.read(index, None).num_response_tokens
-            run.write_old_logprobs(index, np.zeros(responses, np.float32))
+            run.write_logprobs(index, np.zeros(responses, np.float32), old=True)
     for version in policies:
         _policy(run, version)
     run.set_published(published)
@@ -103,7 +103,7 @@ def whole_run(
 
 def _record(run: RunDirectory, learner: EventLog, step: int, controlled: bool) -> None:
     batch = BatchStore(run.batches).read(step, None)
-    run.write_learner_logprobs(step, np.zeros(batch.num_response_tokens, np.float32))
+    run.write_logprobs(step, np.zeros(batch.num_response_tokens, np.float32))
     with mismatch_path(run, step).open("wb") as file:
         write_zarr_zip(file, dict(step=step), dict(sums=np.zeros(3), update=np.zeros(batch.num_samples, np.int32)))
     learner.event("consumed", step=step)

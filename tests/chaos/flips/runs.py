@@ -51,7 +51,7 @@ def complete(path: Path) -> None:
     for step in range(2):
         learner = run.learner_logprobs(step)
         assert learner is not None
-        run.write_old_logprobs(step, np.asarray(learner, np.float32))
+        run.write_logprobs(step, np.asarray(learner, np.float32), old=True)
     record = ControlRecord(step=0, evidence=Evidence(step=0, loss=0.25), state=State())
     ControlFiles(run.control, run.fence).create(record)
     NumberedMaps(run.quant_maps, run.fence).write(1, QuantMapFile(base="fp8_block"))

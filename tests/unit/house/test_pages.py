@@ -166,7 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder, committed=84, published=84, saved=(20, 80, 84), policies=(82, 83, 84), steps=84, contract=contract
     )
     for step in range(84):
-        run.write_learner_logprobs(step, BatchStore(run.batches).read(step, None).rollout_logprobs)
+        run.write_logprobs(step, BatchStore(run.batches).read(step, None).rollout_logprobs)
     EventLog(run.path, "collector-000002").event("evaluated", version=84, pass_at_1=0.5)
     run.write_evaluation(84, dict(pass_at_1=0.5))
     finish(run)

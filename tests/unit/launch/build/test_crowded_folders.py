@@ -11,6 +11,7 @@ import pytest
 
 from launch.build.rewards import build_verifiers
 from pipeline.config.recipe import Recipe
+from pipeline.data.checksums import write_sealed
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError
@@ -117,7 +118,7 @@ def test_a_run_goes_on_when_files_came(project: Path) -> None:
 
 def test_a_run_that_cannot_go_on_says_which_folder_is_too_full(project: Path) -> None:
     run = RunDirectory(project / "runs/demo")
-    run.set_sandbox("bubblewrap")
+    write_sealed(run.sandbox_file, "bubblewrap\n")
     fill(project, MOST_MOUNTS + 100)
     with pytest.raises(RunConflictError, match=rf"only landlock .*{project} holds 160.*move them into a folder there"):
         begin(run)

@@ -13,6 +13,7 @@ import pytest
 from launch.build import rewards
 from launch.build.rewards import check_reward
 from pipeline.config.recipe import Recipe
+from pipeline.data.checksums import write_sealed
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RewardError, RunConflictError
 from pipeline.rewards.sandbox.choice import SandboxChoice, choose
@@ -156,7 +157,7 @@ def test_a_trial_hides_the_run_and_its_key_and_records_nothing(tmp_path: Path, m
 def test_a_trial_in_less_than_the_run_began_with_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = given(monkeypatch, "landlock")
     RunDirectory(tmp_path / "not there yet").path.mkdir()
-    RunDirectory(tmp_path / "not there yet").set_sandbox("bubblewrap")
+    write_sealed(RunDirectory(tmp_path / "not there yet").sandbox_file, "bubblewrap\n")
     with pytest.raises(RunConflictError, match=r"began .* under bubblewrap, and here there is only landlock"):
         check(tmp_path, "reward_examples:by_keyword", "yes", "no", sandbox="auto")
     assert not tried

@@ -141,7 +141,7 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     written = write_run(tmp_path / "runs", 1, name="demo")
     batch = batch_of_rewards([[0.0, 1.0], [1.0, 1.0]])
     BatchStore(RunDirectory(written).batches).commit(batch)
-    RunDirectory(written).write_learner_logprobs(0, batch.rollout_logprobs - 0.5)
+    RunDirectory(written).write_logprobs(0, batch.rollout_logprobs - 0.5)
     monkeypatch.setattr(evenkeel.Run, "samples", lambda run, index: [])
     exec(reading, names)
     np.testing.assert_allclose(names["gap"], -0.5, rtol=1e-6)

@@ -38,7 +38,7 @@ def batch(folder: Path, rewards: list[list[float]], **given: Any) -> Batch:
 
 
 def test_log_probabilities_of_another_length_are_passed_over(run: RunDirectory) -> None:
-    run.write_learner_logprobs(0, np.zeros(1000, np.float32))
+    run.write_logprobs(0, np.zeros(1000, np.float32))
     done = evenkeel("trajectories", "show", run.path, 0)
     assert done.returncode == 0
     assert "no learner logprobs to compare with" in done.stdout
@@ -58,7 +58,7 @@ def test_a_run_that_is_a_file(run: RunDirectory) -> None:
 def test_parquet_and_json_lines_hold_the_same_rows(run: RunDirectory, tmp_path: Path) -> None:
     sampled = BatchStore(run.batches).read(0, None)
     gaps = np.linspace(-0.5, 0.25, len(sampled.rollout_logprobs), dtype=np.float32)
-    run.write_learner_logprobs(0, sampled.rollout_logprobs + gaps)
+    run.write_logprobs(0, sampled.rollout_logprobs + gaps)
     for kind in ("parquet", "jsonl"):
         assert export(run.path, tmp_path / f"out.{kind}")["samples"] == 2
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -79,7 +79,7 @@ def test_a_sample_that_the_learner_has_not_looked_at_has_no_log_ratio(run: RunDi
     learner, first = sampled.rollout_logprobs.copy(), int(sampled.response_lengths[0])
     learner[:first] = np.nan
     learner[first] += 0.5
-    run.write_learner_logprobs(0, learner)
+    run.write_logprobs(0, learner)
     written = tmp_path / "out.jsonl"
     assert export(run.path, written)["samples"] == 2
     unseen, seen = map(json.loads, written.read_text().splitlines())

@@ -147,7 +147,7 @@ def test_the_report_leads_to_the_page_and_back(written: Written) -> None:
 def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Written) -> None:
     batch = written.commit(4, [("12=", [("abc", 1.0), ("de", 0.25)])])
     gaps = np.array([0.0, 0.02, -0.06, 0.3, -np.inf], np.float32)
-    written.run.write_learner_logprobs(4, np.array(batch.rollout_logprobs) + gaps)
+    written.run.write_logprobs(4, np.array(batch.rollout_logprobs) + gaps)
     page = written.page()
     assert Page(page).texts == ["12=", "abc", "de"]
     for expected in (
@@ -169,7 +169,7 @@ def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Wr
 def test_without_the_learners_log_probabilities_the_page_says_so(written: Written) -> None:
     for step in (0, 1):
         batch = written.commit(step, [("1=", [("ab", 0.0), ("c", 1.0)])])
-    written.run.write_learner_logprobs(0, np.array(batch.rollout_logprobs) - 3.0)
+    written.run.write_logprobs(0, np.array(batch.rollout_logprobs) - 3.0)
     page = written.page()
     assert "The learner has not scored the batch of step 1 yet" in page
     assert page.count("not scored by the learner yet") == 1
@@ -181,7 +181,7 @@ def test_what_the_learner_has_not_looked_at_has_words_of_its_own(written: Writte
     batch = written.commit(0, [("1=", [("a", 1.0), ("b", 1.0)]), ("2=", [("c", 0.0), ("d", 1.0)])])
     learner = np.array(batch.rollout_logprobs)
     learner[:3] = np.nan
-    written.run.write_learner_logprobs(0, learner)
+    written.run.write_logprobs(0, learner)
     page = written.page()
     assert page.count('<b class="unseen" title="the learner did not look, p 0.607">') == 3
     assert page.count("the learner did not look at it</p>") == 3

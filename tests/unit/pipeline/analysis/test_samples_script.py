@@ -62,7 +62,7 @@ def commit(run: RunDirectory, tokenizer: Tokenizer, index: int, groups: list[Gro
     batch = Batch.from_groups(index, groups, contract=contract, dropped=(), next_group=end, recipe_sha256="cd" * 32)
     BatchStore(run.batches).commit(batch)
     sizes = [sum(len(one.completion.tokens) for one in group.samples) for group in groups]
-    run.write_learner_logprobs(index, np.array(batch.rollout_logprobs) + np.repeat(gaps, sizes).astype(np.float32))
+    run.write_logprobs(index, np.array(batch.rollout_logprobs) + np.repeat(gaps, sizes).astype(np.float32))
 
 
 def write(run: RunDirectory) -> str:

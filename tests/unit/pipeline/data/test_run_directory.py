@@ -220,8 +220,8 @@ def test_what_a_superseded_process_writes_is_refused(recipe: Recipe) -> None:
     claim(recipe.directory, "learner")
     writes = (
         lambda: thawed.set_published(2),
-        lambda: thawed.write_learner_logprobs(0, np.zeros(1, np.float32)),
-        lambda: thawed.write_old_logprobs(0, np.zeros(1, np.float32)),
+        lambda: thawed.write_logprobs(0, np.zeros(1, np.float32)),
+        lambda: thawed.write_logprobs(0, np.zeros(1, np.float32), old=True),
         lambda: thawed.write_evaluation(2, {}),
         lambda: thawed.set_finished("learner"),
     )

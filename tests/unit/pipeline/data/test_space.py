@@ -75,7 +75,7 @@ writers = [
     lambda: store.commit(batch),
     lambda: log.metrics(0, loss=1.0),
     lambda: run.set_published(3),
-    lambda: run.write_learner_logprobs(0, np.zeros(2000, np.float32)),
+    lambda: run.write_logprobs(0, np.zeros(2000, np.float32)),
     lambda: run.write_evaluation(3, {"pass_at_1": 0.5}),
     lambda: Checkpoints(run.checkpoints, 2).save(learner, 1, {}),
 ]

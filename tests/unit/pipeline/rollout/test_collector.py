@@ -327,7 +327,7 @@ def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers:
     async def trains_for(steps: int) -> None:
         for step in range(steps):
             await asyncio.sleep(0.1)
-            run.write_learner_logprobs(step, np.zeros(1, np.float32))
+            run.write_logprobs(step, np.zeros(1, np.float32))
 
     async def both(steps: int) -> None:
         training = asyncio.create_task(trains_for(steps))

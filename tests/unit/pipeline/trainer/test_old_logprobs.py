@@ -179,7 +179,7 @@ def test_of_the_version_that_sampled_they_come_from_the_kept_versions(tmp_path: 
 def test_what_was_kept_of_another_batch_is_refused_by_name(tmp_path: Path) -> None:
     schedule = Schedule(kind="staged", steps=5, updates_per_stage=3)
     old = old_logprobs(tmp_path, Learner(weights=-10.0), schedule)
-    old.run.write_old_logprobs(1, np.zeros(7, np.float32))
+    old.run.write_logprobs(1, np.zeros(7, np.float32), old=True)
     with pytest.raises(StoreError, match=r"000001-old\.npy holds 7 log-probabilities, but its batch has 3 response"):
         old.of(batch(1), Stopwatch(), nothing)
 
