@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
@@ -34,15 +34,14 @@ class GpuNeeds:
             shared=recipe.weights.channel == "ipc",
         )
 
-    @property
-    def beside(self) -> int:
-        """Of learner and engines together."""
-        both = self.learner, self.engines * self.engine
-        return max(both) if self.shared else sum(both)
+    beside: int = field(init=False)
+    """Of learner and engines together."""
+    total: int = field(init=False)
 
-    @property
-    def total(self) -> int:
-        return self.beside + self.teacher
+    def __post_init__(self) -> None:
+        both = self.learner, self.engines * self.engine
+        object.__setattr__(self, "beside", max(both) if self.shared else sum(both))
+        object.__setattr__(self, "total", self.beside + self.teacher)
 
     def __str__(self) -> str:
         engines = f"{self.engines} engine{'s' if self.engines > 1 else ''} × {self.engine}"

@@ -17,7 +17,7 @@ The last step of a run always publishes, so that the final policy can be evaluat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -34,6 +34,16 @@ class Schedule:
     updates_per_stage: int = 1
     decided_lags: tuple[tuple[int, int], ...] = ()
     """(first batch, lag), ascending by batch: what the ESS controller decided, at most `lag`. Read by `async` only."""
+    overlaps: bool = field(init=False)
+    """Whether a batch may be trained on before the newest version is published: weights move beside training."""
+    batches_in_flight: int = field(init=False)
+    """How many batches may be under way at once: those that one published version allows."""
+
+    def __post_init__(self) -> None:
+        overlaps = self.kind == "staged" or (self.kind == "async" and self.lag > 0)
+        in_flight = {"sync": 1, "async": self.lag + 1, "staged": self.updates_per_stage}[self.kind]
+        object.__setattr__(self, "overlaps", overlaps)
+        object.__setattr__(self, "batches_in_flight", in_flight)
 
     def required_version(self, batch: int) -> int:
         """The policy version that must be published before `batch` may start."""
@@ -55,11 +65,6 @@ class Schedule:
         stage_ends = self.kind != "staged" or (step + 1) % self.updates_per_stage == 0
         return stage_ends or step + 1 == self.steps
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether a batch may be trained on before the newest version is published: weights move beside training."""
-        return self.kind == "staged" or (self.kind == "async" and self.lag > 0)
-
     def __str__(self) -> str:
         """Its kind and its one number."""
         return {
@@ -67,11 +72,6 @@ class Schedule:
             "async": f"async, lag {self.lag}",
             "staged": f"staged, µ = {self.updates_per_stage}",
         }[self.kind]
-
-    @property
-    def batches_in_flight(self) -> int:
-        """How many batches may be under way at once: those that one published version allows."""
-        return {"sync": 1, "async": self.lag + 1, "staged": self.updates_per_stage}[self.kind]
 
     def allows(self, batch: int, version: int) -> bool:
         """Whether a token of `version` may be part of `batch` (newer than the batch itself cannot exist)."""

@@ -36,7 +36,7 @@ from megatron_bridge.parallel.rank_sync import RankSync, taking
 from megatron_bridge.weight_sync.disk import CONTROL_S, ProbeScorer, WeightCheckPlan, joined_digests, prune
 from megatron_bridge.weights import export_stage, stage_tensors
 from pipeline.background import in_background, is_over
-from pipeline.data.deltas import Bytes, Delta, DeltaWriter, list_of, payload_name, payload_of, state_of
+from pipeline.data.deltas import Bytes, Delta, DeltaWriter, Payload, payload_name, state_of
 from pipeline.data.files import require_space, temporary_name
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
@@ -214,7 +214,7 @@ class DeltaChannel:
             delta_bytes=0 if writer is None else writer.num_bytes,
             changed=0 if writer is None else writer.num_changed,
             widths={} if writer is None else writer.widths,
-            payloads={} if writer is None else {n: [list_of(p) for p in runs] for n, runs in writer.payloads.items()},
+            payloads={} if writer is None else {n: [[*p] for p in runs] for n, runs in writer.payloads.items()},
             digests=() if digests is None else digests.digests(),
         )
 
@@ -277,7 +277,7 @@ def _delta_of(version: int, base: tuple[int, str], shares: list[dict[str, Any]])
     widths, payloads = dict[str, int](), dict[str, Any]()
     for share in shares:
         widths |= share["widths"]
-        payloads |= {name: [payload_of(one) for one in runs] for name, runs in share["payloads"].items()}
+        payloads |= {name: [Payload(*one) for one in runs] for name, runs in share["payloads"].items()}
     return Delta(version=version, base=base[0], base_state=base[1], widths=widths, payloads=payloads)
 
 

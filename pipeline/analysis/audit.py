@@ -26,7 +26,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.batch_values import UNKNOWN, Limits, batch_faults
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.run_recipes import all_recipes, recipe_of_batch, recipe_of_step
+from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.data.store import BatchStore, LostBatch
 from pipeline.rollout.batch_builder import Attempts, SolvedPromptFilter, SolvedPromptRule
 from pipeline.schedule import Schedule
@@ -223,7 +223,7 @@ def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> Gaps:
     controlled = [step for step in trained if recipe_of_step(recipes, step).controller is not None]
     due = set()  # before their batch was committed, or the collector ended
     for index in range(BatchStore(run.batches).next_index):
-        recipe = recipe_of_batch(recipes, index)
+        recipe = [one.recipe for one in recipes if one.first_batch <= index][-1]
         if index % recipe.evaluation.every == 0:
             due.add(recipe.build_schedule().published_before(index))
     if (finished / "collector").exists():

@@ -66,11 +66,8 @@ class StepController:
     """Of the run that is replayed: its decisions hold, and none is made."""
     _record: ControlRecord | None = field(init=False, default=None)
     """Of the step before."""
-
-    @property
-    def state(self) -> State:
-        """After the step before."""
-        return State() if self._record is None else self._record.state
+    state: State = field(init=False, default_factory=State)
+    """After the step before."""
 
     def restore(self, step: int) -> None:
         """Begin at `step`. Collective. Raises StoreError where the record of the step before is missing."""
@@ -129,7 +126,7 @@ class StepController:
 
     def _take(self, record: ControlRecord) -> None:
         """What it says holds from now on."""
-        self._record = record
+        self._record, self.state = record, record.state
         self.use_map(record.state.quant_map, record.promoted)
 
     def _next(self, batch: Batch, update: Update, known: dict[str, Any]) -> dict[str, Any]:

@@ -154,33 +154,24 @@ def _joined(planes: Bytes, width: int) -> Numbers:
     return np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1).view(_UNSIGNED[width])
 
 
-@dataclass(frozen=True)
-class Payload:
-    """Where the payload of one run lies."""
+class Payload(NamedTuple):
+    """Where the payload of one run lies, and which run it is: seven numbers, as `delta.json` holds them and as ranks
+    tell one another."""
 
     file: int
     """Learner rank that sent it: `delta-00002.bin`."""
     offset: int
     num_bytes: int
-    run: Places
+    first: int
+    """These four as in Places."""
+    length: int
+    places: int
+    gap_bytes: int
 
 
 def payload_name(rank: int) -> str:
     """Return the file of a learner rank."""
     return f"delta-{rank:05}.bin"
-
-
-def list_of(payload: Payload) -> list[int]:
-    """As `delta.json` holds it, and as ranks tell one another."""
-    return [payload.file, payload.offset, payload.num_bytes, *payload.run]
-
-
-def payload_of(numbers: Sequence[int]) -> Payload:
-    """Return what `list_of` gave. Raises TypeError for another number of numbers."""
-    file, offset, num_bytes = numbers[:3] if len(numbers) == 7 else (-1, -1, -1)
-    if min(file, offset, num_bytes) < 0:
-        raise TypeError("a payload is not described by seven numbers")
-    return Payload(file, offset, num_bytes, Places(*numbers[3:]))
 
 
 class _Delta(BaseModel):
@@ -216,7 +207,7 @@ class Delta:
                 base=self.base,
                 base_state=self.base_state,
                 widths=dict(self.widths),
-                payloads={name: [list_of(one) for one in runs] for name, runs in self.payloads.items()},
+                payloads={name: [[*one] for one in runs] for name, runs in self.payloads.items()},
             ),
         )
 
@@ -226,13 +217,15 @@ class Delta:
         path = folder / DELTA_FILE
         try:
             found = _Delta.model_validate(read_sealed_json(path, remedy))
-            payloads = {name: [payload_of(one) for one in runs] for name, runs in found.payloads.items()}
+            payloads = {name: [Payload(*one) for one in runs] for name, runs in found.payloads.items()}
         except FileNotFoundError:
             return None
         except ValidationError as error:
             raise StoreError(f"{path} is damaged ({problem_of(error)}); {remedy}") from None
         except (OSError, TypeError) as error:
             raise StoreError(f"{path} is damaged ({error}); {remedy}") from None
+        if any(min(one[:3]) < 0 for runs in payloads.values() for one in runs):
+            raise StoreError(f"{path} is damaged (a payload lies nowhere); {remedy}")
         if payloads.keys() != found.widths.keys() or not {*found.widths.values()} <= {1, 2, 4, 8}:
             raise StoreError(f"{path} is damaged (its tensors and their widths differ); {remedy}")
         return Delta(
@@ -252,7 +245,7 @@ class Delta:
                 with path.open("rb") as file:
                     file.seek(payload.offset)
                     data = file.read(payload.num_bytes)
-                apply(target, self.widths[name], payload.run, data)
+                apply(target, self.widths[name], Places(*payload[3:]), data)
             except (OSError, ValueError) as error:
                 raise StoreError(f"{path} does not hold what changed of {name} ({error})") from error
 
@@ -274,7 +267,7 @@ class DeltaWriter:
         runs = changed_runs(old, new, width)
         with (self.folder / payload_name(self.rank)).open("ab") as file:
             for run, data, num_changed in runs:
-                self.payloads.setdefault(name, []).append(Payload(self.rank, self.num_bytes, len(data), run))
+                self.payloads.setdefault(name, []).append(Payload(self.rank, self.num_bytes, len(data), *run))
                 file.write(data)
                 self.num_bytes += len(data)
                 self.num_changed += num_changed

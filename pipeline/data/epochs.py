@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -43,10 +43,11 @@ class Epoch:
     """RUN/epochs/NAME; NAME is a role, or a role and an index: `engine-3`."""
     number: int
 
-    @property
-    def name(self) -> str:
-        """Of role and start: `collector-000003`. Names files that one process alone writes."""
-        return f"{self.folder.name}-{self.number:06d}"
+    name: str = field(init=False)
+    """Of role and start: `collector-000003`. Names files that one process alone writes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"{self.folder.name}-{self.number:06d}")
 
     def is_superseded(self) -> bool:
         """Return whether there is a later start."""

@@ -68,11 +68,6 @@ def all_recipes(run: Path) -> list[RecipeInForce]:
     return [_read(run, path) for path in (recipe_file(run), *_later(run))]
 
 
-def recipe_of_batch(recipes: Sequence[RecipeInForce], index: int) -> Recipe:
-    """Return the one of `all_recipes` that batch `index` was sampled by."""
-    return [one.recipe for one in recipes if one.first_batch <= index][-1]
-
-
 def recipe_of_step(recipes: Sequence[RecipeInForce], step: int) -> Recipe:
     """Return the one of `all_recipes` that `step` was trained by."""
     return [one.recipe for one in recipes if one.first_step <= step][-1]

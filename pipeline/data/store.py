@@ -144,7 +144,7 @@ class BatchStore:
 
     def all_lost(self) -> list[LostBatch]:
         """Return the records of all batches that were lost by damage, ascending."""
-        return [LostBatch.read(self.lost_path(index)) for index in numbered_files(self.directory, LOST_SUFFIX)]
+        return [LostBatch.read(path) for path in numbered_files(self.directory, LOST_SUFFIX).values()]
 
     def settled(self) -> list[int]:
         """Indices of the batches that are committed or lost: nothing is to be made of them. Ascending."""

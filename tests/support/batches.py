@@ -21,9 +21,11 @@ CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha25
 
 def read_by(batch: Batch, share: Share) -> Batch:
     """A batch that holds all, as the rank of `share` reads it."""
-    own = np.repeat(share.held, batch.response_lengths)
-    numbers = batch.with_numbers(lambda values: np.where(own, values, values.dtype.type(0)))
-    return replace(numbers, share=share, **batch._of_held(share.held))
+    own, held = np.repeat(share.held, batch.response_lengths), batch.select(share.held)
+    numbers: dict[str, Any] = {
+        name: np.where(own, getattr(batch, name), getattr(batch, name).dtype.type(0)) for name in batch.numbers
+    }
+    return replace(batch, share=share, tokens=held.tokens, kept=held.kept, experts=held.experts, **numbers)
 
 
 def batch_of_rewards(

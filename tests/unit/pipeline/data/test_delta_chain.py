@@ -13,7 +13,6 @@ from pipeline.data.deltas import (
     Link,
     chain_to,
     needed,
-    payload_of,
     read_link,
     read_manifest,
 )
@@ -127,10 +126,3 @@ def test_a_damaged_delta_is_named(policies: Path, old: str, new: str) -> None:
     path.write_bytes(changed if "crc" in old else seal(unseal(data).replace(old, new)).encode())
     with pytest.raises(StoreError, match=f"{path} is damaged"):
         Delta.load(path.parent, "mend it")
-
-
-def test_payloads_are_seven_numbers() -> None:
-    with pytest.raises(TypeError):
-        payload_of([1, 2, 3])
-    with pytest.raises(TypeError):
-        payload_of([0, -1, 3, 0, 0, 0, 0])

@@ -111,7 +111,7 @@ def test_a_pointer_that_cannot_be_read_while_it_is_replaced_is_read_again(
             raise trouble
         return trouble.encode()
 
-    monkeypatch.setattr(files, "read_at_most", read_at_most)
+    monkeypatch.setattr("pipeline.data.epochs.read_at_most", read_at_most)
     epoch.check()
     assert times == 3
 

@@ -21,7 +21,7 @@ from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.files import remove_folder, remove_leftovers
 from pipeline.data.run_directory import RunDirectory, unfenced
-from pipeline.data.run_recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
+from pipeline.data.run_recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
 from pipeline.errors import RunConflictError, StoreError, SupersededError
 from pipeline.resume import changes_in_words, changes_to, go_on_with, note_changes, nothing_left
 from tests.support.whole_runs import damage, finish, whole_run
@@ -56,7 +56,7 @@ def test_what_is_safe_is_recorded_with_the_step_and_the_batch_from_which_it_hold
     go_on_with(run, third)
     recipes = all_recipes(run.path)
     assert [one.recipe for one in recipes] == [first, second, third]
-    assert [recipe_of_batch(recipes, index).evaluation.every for index in (0, 5, 6)] == [2, 2, 3]
+    assert [(one.first_batch, one.recipe.evaluation.every) for one in recipes] == [(0, 2), (6, 3), (6, 3)]
     assert check_history(run.path)["damaged"] == []
 
 
