@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.data.checksums import create_sealed, read_sealed
-from pipeline.data.files import make_folder
+from pipeline.data.files import await_visible, make_folder
 from pipeline.data.run_directory import numbered, numbered_files
 from pipeline.errors import StoreError
 from precision.controller.records import Decision, Evidence, State
@@ -77,6 +77,13 @@ class ControlFiles:
             raise StoreError(f"{path} is damaged ({details}); {remedy}") from error
         if record.step != step:
             raise StoreError(f"{path} is the record of step {record.step}; {remedy}")
+        return record
+
+    def wait(self, step: int) -> ControlRecord:
+        """Return the record of a step that is known to be there, but that another host made."""
+        await_visible(self._path(step))
+        record = self.read(step)
+        assert record is not None, step
         return record
 
     def newest(self) -> ControlRecord | None:

@@ -22,9 +22,7 @@ from numpy.typing import NDArray
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog
-from pipeline.data.files import await_visible
 from pipeline.data.membership import Member
-from pipeline.data.run_directory import numbered
 from pipeline.errors import StoreError
 from pipeline.ports.learner import Update, looked_at
 from precision.controller.policy import Ladder, decide
@@ -167,9 +165,7 @@ class StepController:
                 return dict(needs=outcome.needs, groups=list(outcome.groups))
             record = self._recorded(evidence, outcome)
         if not self.files.create(record):
-            await_visible(self.files.folder / f"{numbered(step)}.json")  # another host may have made it
-            record = self.files.read(step)
-            assert record is not None, step
+            record = self.files.wait(step)
         elif record.decision is not None:
             self.event_log.event("controlled", **described(record))
         return dict(record=record.model_dump(mode="json"))

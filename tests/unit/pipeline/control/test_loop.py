@@ -369,7 +369,7 @@ def test_records(tmp_path: Path) -> None:
     assert files.newest() is None
     assert files.create(record)
     assert not files.create(record.model_copy(update=dict(lr_by_age=True))), "the first one holds"
-    assert files.read(3) == files.newest() == record
+    assert files.read(3) == files.newest() == files.wait(3) == record
     (tmp_path / "control" / "000003.json").write_text('{"step": 3')
     with pytest.raises(StoreError, match=r"000003.json is damaged .*; `evenkeel repair"):
         files.read(3)
