@@ -9,15 +9,14 @@ import pytest
 from launch.build.components import build_objective
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
-from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from precision.corrections import TIS, Corrected
 from precision.objectives.clipped import Clipped
+from tests.support.runs import a_recipe
 
 
 def recipe(**sections: Any) -> Recipe:
-    base: dict[str, Any] = dict(run=dict(name="r", steps=8), model=dict(path="m"), task=dict(name="sort_digits"))
-    return recipe_from(base | sections, source="test")
+    return a_recipe(**sections)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

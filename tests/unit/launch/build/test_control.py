@@ -29,6 +29,7 @@ from pipeline.errors import NonFiniteError
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from tests.support.batches import CONTRACT, batch_of_rewards, read_by
+from tests.support.runs import a_recipe
 
 
 class Learner:
@@ -103,15 +104,12 @@ def test_with_transformer_engine_layers_nothing_is_measured() -> None:
 
 def test_a_lost_engine_s_map_is_published_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new_model(tmp_path / "model", hidden=32, ffn=32, head_dim=16)
-    recipe = recipe_from(
-        dict(
-            run=dict(name="run", root=str(tmp_path), steps=4),
-            model=dict(path=str(tmp_path / "model")),
-            task=dict(name="sort_digits"),
-            rollout=dict(precision="fp8_block", engines=2),
-            controller=dict(),
-        ),
-        source="test",
+    recipe = a_recipe(
+        tmp_path,
+        run=dict(name="run", steps=4),
+        model=dict(path=str(tmp_path / "model")),
+        rollout=dict(precision="fp8_block", engines=2),
+        controller=dict(),
     )
     run, base = RunDirectory(recipe.directory), build_quant_map(recipe)
     assert base is not None

@@ -13,24 +13,23 @@ from launch.convert.new_model import new_model
 from launch.plan.hosts import planner_that_fits
 from launch.plan.planner import make_plan
 from launch.run.preflight import preflight
-from pipeline.config.loader import load_recipe, recipe_from
+from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.quant_maps import write_quant_map
 from pipeline.errors import RecipeError
 from precision.formats.rollout_format import RolloutFormat
+from tests.support.runs import a_recipe
 
 EMULATED = [name for name in RolloutFormat if name.is_emulated]
 
 
 def recipe_of(model: Path, precision: str, **learner: object) -> Recipe:
-    data = dict(
+    return a_recipe(
         run=dict(name="run", steps=1),
         model=dict(path=str(model)),
-        task=dict(name="sort_digits"),
         rollout=dict(precision=precision, max_new_tokens=8, context_tokens=64),
         learner=dict(precision="fp32", **learner),
     )
-    return recipe_from(data, source="test")
 
 
 @pytest.mark.parametrize("precision", EMULATED)

@@ -8,22 +8,20 @@ from typing import Any
 import pytest
 
 from launch.build.engines import check_engines, check_extra_args, gives_secret
-from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 from rollout_sglang.server.start import EngineSpec, command
+from tests.support.runs import a_recipe
 
 
 def recipe_of(*extra_args: str, fp32_lm_head: bool = False, **weights: Any) -> Recipe:
-    data = dict(
+    return a_recipe(
         run=dict(name="run", steps=1),
         model=dict(path="m", fp32_lm_head=fp32_lm_head),
-        task=dict(name="sort_digits"),
         rollout=dict(extra_args=list(extra_args), precision="fp32"),
         learner=dict(precision="fp32"),
         weights=weights,
     )
-    return recipe_from(data, source="test")
 
 
 def set_by_us(tmp_path: Path) -> list[str]:
@@ -91,13 +89,7 @@ def test_what_concerns_memory_and_kernels_is_the_recipes_to_choose() -> None:
 
 
 def teaching(*extra_args: str) -> Recipe:
-    data = dict(
-        run=dict(name="run", steps=1),
-        model=dict(path="m"),
-        task=dict(name="sort_digits"),
-        distillation=dict(path="t", extra_args=list(extra_args)),
-    )
-    return recipe_from(data, source="test")
+    return a_recipe(run=dict(name="run", steps=1), distillation=dict(path="t", extra_args=list(extra_args)))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from launch.build import engines
 from launch.build.components import build_quant_map, build_sampling
 from launch.build.engines import check_engines, engine_dtype, engine_spec, served_formats
 from launch.convert.new_model import new_model
-from pipeline.config.loader import load_recipe, recipe_from
+from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import write_sealed
 from pipeline.data.quant_maps import write_quant_map
@@ -19,18 +19,18 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, StoreError
 from precision.formats.quant_map import QuantMapFile
 from rollout_sglang.server.start import command
+from tests.support.runs import a_recipe
 
 
 def argv(
     tmp_path: Path, *, fp32_lm_head: bool = False, replay_experts: bool = False, seed: int = 0, index: int = 0
 ) -> list[str]:
-    data = dict(
-        run=dict(name="run", root=str(tmp_path), steps=1, seed=seed),
+    recipe = a_recipe(
+        tmp_path,
+        run=dict(name="run", steps=1, seed=seed),
         model=dict(path=str(tmp_path), fp32_lm_head=fp32_lm_head),
-        task=dict(name="sort_digits"),
         rollout=dict(extra_args=["--mem-fraction-static", "0.5"], replay_experts=replay_experts),
     )
-    recipe = recipe_from(data, source="test")
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
     run.policy_directory(0).mkdir(parents=True)
@@ -51,13 +51,9 @@ def test_engines_record_the_experts_that_are_to_be_replayed(tmp_path: Path) -> N
 
 def replaying(tmp_path: Path, **sizes: int) -> Recipe:
     new_model(tmp_path / "model", **sizes)  # type: ignore[arg-type]
-    data = dict(
-        run=dict(name="run", steps=1),
-        model=dict(path=str(tmp_path / "model")),
-        task=dict(name="sort_digits"),
-        rollout=dict(replay_experts=True),
+    return a_recipe(
+        run=dict(name="run", steps=1), model=dict(path=str(tmp_path / "model")), rollout=dict(replay_experts=True)
     )
-    return recipe_from(data, source="test")
 
 
 def test_experts_of_a_mixture_alone_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,15 +77,12 @@ def test_extra_arguments_come_last(tmp_path: Path) -> None:
 def recipe_of(
     learner: str = "fp32", rollout: str = "fp32", channel: str = "disk", extra: tuple[str, ...] = ()
 ) -> Recipe:
-    data = dict(
+    return a_recipe(
         run=dict(name="run", steps=1),
-        model=dict(path="m"),
-        task=dict(name="sort_digits"),
         learner=dict(precision=learner),
         rollout=dict(precision=rollout, extra_args=list(extra)),
         weights=dict(channel=channel),
     )
-    return recipe_from(data, source="test")
 
 
 @pytest.mark.parametrize(
@@ -153,14 +146,13 @@ def test_the_recipe_for_one_gpu_is_refused_on_a_cpu_in_one_line(monkeypatch: pyt
 def mapped(tmp_path: Path, precision: str, quant_map: QuantMapFile) -> Recipe:
     if not (tmp_path / "model").exists():
         new_model(tmp_path / "model", layers=2)
-    data = dict(
-        run=dict(name="run", root=str(tmp_path), steps=1),
+    return a_recipe(
+        tmp_path,
+        run=dict(name="run", steps=1),
         model=dict(path=str(tmp_path / "model")),
-        task=dict(name="sort_digits"),
         rollout=dict(precision=precision, quant_map=quant_map.model_dump()),
         learner=dict(precision="fp32"),
     )
-    return recipe_from(data, source="test")
 
 
 DOWN = "model.layers.1.mlp.down_proj"

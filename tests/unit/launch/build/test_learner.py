@@ -14,6 +14,7 @@ from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.config.loader import recipe_from
 from pipeline.data.run_directory import RunDirectory
+from tests.support.runs import a_recipe
 
 
 @pytest.mark.parametrize(
@@ -45,16 +46,13 @@ def test_emulated_block_fp8_is_held_to_the_bound_of_bf16(
 def test_both_channels_compare_with_what_either_published_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise probe_staleness_nats spans several versions after a change of channel."""
     new_model(tmp_path / "model", hidden=32, ffn=32, head_dim=16)
-    recipe = recipe_from(
-        dict(
-            run=dict(name="run", root=str(tmp_path), steps=4),
-            model=dict(path=str(tmp_path / "model")),
-            task=dict(name="sort_digits"),
-            rollout=dict(precision="fp8_block"),
-            weights=dict(channel="broadcast"),
-            controller=dict(),
-        ),
-        source="test",
+    recipe = a_recipe(
+        tmp_path,
+        run=dict(name="run", steps=4),
+        model=dict(path=str(tmp_path / "model")),
+        rollout=dict(precision="fp8_block"),
+        weights=dict(channel="broadcast"),
+        controller=dict(),
     )
     probes: dict[type, Any] = {}
 

@@ -14,7 +14,6 @@ from launch.build.control import build_ladder
 from launch.fork.fork import _controls_afresh, fork_run
 from launch.roles.collector import lags_of
 from launch.verify.history import check_history
-from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.control.loop import StepController
@@ -26,6 +25,7 @@ from pipeline.repair import find_damage, plan_repair
 from precision.controller.records import EngineEvidence, Failure, Observation, State
 from tests.support.batches import batch_of_rewards
 from tests.support.one_rank import OneRank
+from tests.support.runs import a_recipe
 from tests.support.whole_runs import damage, whole_run
 
 AT = 4
@@ -163,15 +163,12 @@ def test_a_fork_without_a_controller_needs_no_record_and_has_the_lag_of_its_reci
 
 def controlled(*, urls: tuple[str, ...] = (), channel: str = "disk") -> Recipe:
     """Its engines hold what the learner does, so that the ladder is the same whoever starts them."""
-    data: dict[str, Any] = dict(
+    return a_recipe(
         run=dict(name="x", steps=3),
-        model=dict(path="m"),
-        task=dict(name="sort_digits"),
         rollout=dict(precision="fp32", urls=urls),
         weights=dict(channel=channel),
         controller=dict(),
     )
-    return recipe_from(data, source="test")
 
 
 def test_engines_that_are_others_or_may_not_restart_are_controlled_afresh() -> None:

@@ -21,7 +21,6 @@ from launch.roles.base import Rendezvous, status_of
 from launch.roles.engine import EngineRole, hold_weights, run_engine, run_router, serve, starting_folder
 from launch.run import addresses, waiting
 from launch.run.waiting import Stop
-from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.config.sections import CheckpointSection
 from pipeline.data.checksums import list_checksums
@@ -41,6 +40,7 @@ from pipeline.ports.weights import WeightCheck
 from pipeline.resume import go_on_with
 from rollout_sglang.server import start
 from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port
+from tests.support.runs import a_recipe
 from tests.support.whole_runs import whole_run
 
 
@@ -72,13 +72,7 @@ class Server:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    data = dict(
-        run=dict(name="r", root=str(tmp_path), steps=1),
-        model=dict(path=str(tmp_path)),
-        task=dict(name="sort_digits"),
-        rollout=dict(tensor_parallel=2),
-    )
-    return recipe_from(data, source="test")
+    return a_recipe(tmp_path, run=dict(steps=1), model=dict(path=str(tmp_path)), rollout=dict(tensor_parallel=2))
 
 
 @pytest.fixture

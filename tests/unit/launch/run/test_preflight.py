@@ -33,18 +33,13 @@ from pipeline.tasks.mixture import order_of
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from precision.reference import ReferenceSection
 from tests.support import quiet_megatron  # noqa: F401
-from tests.support.runs import make_model, make_recipe
+from tests.support.runs import a_recipe, make_model, make_recipe
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     make_model(tmp_path / "model")
-    data = dict(
-        run=dict(name="r", root=str(tmp_path), steps=1),
-        model=dict(path=str(tmp_path / "model")),
-        task=dict(name="sort_digits"),
-    )
-    return recipe_from(data, source="test")
+    return a_recipe(tmp_path, run=dict(steps=1), model=dict(path=str(tmp_path / "model")))
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,12 @@ from launch.run import supervisor as supervising
 from launch.run.processes import leave_fatal_note
 from launch.run.starter import Unit, units_of
 from launch.run.supervisor import FIRST_S, LOOK_S, RestartBudget, RunProgress, Supervisor
-from pipeline.config.loader import recipe_from
 from pipeline.data.epochs import claim
 from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DiskFullError, FatalError, RecipeError, RewardError, SupersededError
+from tests.support.runs import a_recipe
 from tests.support.whole_runs import whole_run
 
 LEARNER, COLLECTOR, ENGINE = Unit("learner"), Unit("collector"), Unit("engine", 0)
@@ -70,12 +70,7 @@ class Case:
     """A supervisor of a run, and a script: what happens at each of its looks."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        data = dict(
-            run=dict(name="r", root=str(root), steps=1, max_restarts=2),
-            model=dict(path=str(root)),
-            task=dict(name="sort_digits"),
-        )
-        recipe = recipe_from(data, source="test")
+        recipe = a_recipe(root, run=dict(steps=1, max_restarts=2), model=dict(path=str(root)))
         self.run = RunDirectory(recipe.directory)
         self.run.freeze(recipe)
         self.run.set_published(0)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.loader import load_recipe, recipe_from
+from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import advice
+from tests.support.runs import a_recipe
 
 RECIPES = Path(__file__).parents[4] / "pipeline" / "recipes"
 OLD = dict(name="clipped", anchor="old")
@@ -40,17 +41,7 @@ def test_each_source_needs_a_prompt_of_the_evaluation() -> None:
 def test_a_clip_needs_an_old_policy_that_is_older(
     objective: dict[str, Any], schedule: dict[str, Any], updates: int, acts: bool
 ) -> None:
-    recipe = recipe_from(
-        dict(
-            run=dict(name="r", steps=8),
-            model=dict(path="m"),
-            task=dict(name="sort_digits"),
-            objective=objective,
-            schedule=schedule,
-            learner=dict(updates_per_batch=updates),
-        ),
-        source="test",
-    )
+    recipe = a_recipe(objective=objective, schedule=schedule, learner=dict(updates_per_batch=updates))
     told = advice(recipe)
     assert bool(told) != acts
     assert acts or "updates_per_batch above 1" in told[0]
@@ -63,16 +54,6 @@ def test_no_recipe_of_ours_needs_advice(path: Path) -> None:
 
 @pytest.mark.parametrize(("schedule", "acts"), [(ASYNC, True), (dict(kind="sync"), False)])
 def test_the_policy_that_sampled_is_older_with_lag_alone(schedule: dict[str, Any], acts: bool) -> None:
-    recipe = recipe_from(
-        dict(
-            run=dict(name="r", steps=8),
-            model=dict(path="m"),
-            task=dict(name="sort_digits"),
-            objective=dict(name="decoupled"),
-            schedule=schedule,
-            learner=dict(old_logprobs_at="sampling"),
-        ),
-        source="test",
-    )
+    recipe = a_recipe(objective=dict(name="decoupled"), schedule=schedule, learner=dict(old_logprobs_at="sampling"))
     assert recipe.num_kept_versions == (2 if acts else 0)
     assert bool(advice(recipe)) != acts

@@ -7,7 +7,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 
 import launch.run.train
 from launch.cli import app
-from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import read_sealed, seal
 from pipeline.data.epochs import claim, newest
@@ -24,14 +22,12 @@ from pipeline.data.run_directory import RunDirectory, numbered_folders
 from pipeline.data.run_recipes import RUN_FORMAT, begin_recipe
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, RunConflictError, StoreError, SupersededError
+from tests.support.runs import a_recipe
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    data: dict[str, Any] = dict(
-        run=dict(name="demo", root=str(tmp_path), steps=2), model=dict(path="nowhere"), task=dict(name="sort_digits")
-    )
-    return recipe_from(data, source="test")
+    return a_recipe(tmp_path, run=dict(name="demo", steps=2), model=dict(path="nowhere"))
 
 
 @pytest.fixture
