@@ -48,7 +48,7 @@ from pipeline.repair import find_damage, own_recipes
 from pipeline.resume import refuse_changes
 from pipeline.tasks.data import with_digest
 from pipeline.trainer.checkpoints import COMMIT
-from precision.controller.records import State
+from precision.controller.policy import State
 from precision.text import listed
 
 

@@ -57,7 +57,7 @@ from pipeline.config.sections import OptimizerSection as OptimizerSection
 from pipeline.config.task_sections import DataTask, PromptsSection, RewardSection, TaskSection
 from pipeline.errors import RecipeError
 from pipeline.schedule import Schedule
-from precision.controller.records import ControllerSettings
+from precision.controller.policy import ControllerSettings
 from precision.corrections import NoCorrection
 from precision.objectives.p3o import P3O
 from precision.reference import ReferenceSection

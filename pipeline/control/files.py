@@ -22,7 +22,7 @@ from pipeline.data.checksums import create_sealed, read_sealed
 from pipeline.data.files import await_visible, make_folder
 from pipeline.data.run_directory import numbered, numbered_files
 from pipeline.errors import StoreError
-from precision.controller.records import Decision, Evidence, State
+from precision.controller.policy import Decision, Evidence, State
 from precision.settings import Settings
 
 

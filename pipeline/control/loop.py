@@ -25,8 +25,16 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.membership import Member
 from pipeline.errors import StoreError
 from pipeline.ports.learner import Update, looked_at
-from precision.controller.policy import Ladder, decide
-from precision.controller.records import ControllerSettings, Decision, EngineEvidence, Evidence, Outcome, State
+from precision.controller.policy import (
+    ControllerSettings,
+    Decision,
+    EngineEvidence,
+    Evidence,
+    Ladder,
+    Outcome,
+    State,
+    decide,
+)
 from precision.ratios import ess_from_sums, loss_of, lr_factor
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from precision.controller.policy import Ladder, decide
-from precision.controller.records import ControllerSettings, Decision, EngineEvidence, Evidence, State
+from precision.controller.policy import ControllerSettings, Decision, EngineEvidence, Evidence, Ladder, State, decide
 from precision.ratios import lr_factor
 
 Drift = Callable[[int], float]

@@ -23,7 +23,7 @@ from pipeline.data.store import BatchStore
 from pipeline.data.zarr_zip import write_zarr_zip
 from pipeline.ports.weights import WeightCheck
 from pipeline.trainer.checkpoints import Checkpoints
-from precision.controller.records import Evidence, State
+from precision.controller.policy import Evidence, State
 from tests.support.batches import CONTRACT, batch_of_rewards
 from tests.support.one_rank import OneRank
 

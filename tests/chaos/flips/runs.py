@@ -12,7 +12,7 @@ from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps
 from pipeline.data.run_directory import RunDirectory
-from precision.controller.records import Evidence, State
+from precision.controller.policy import Evidence, State
 from precision.formats.quant_map import QuantMapFile
 from tests.support.runs import evenkeel, make_model, make_recipe
 

@@ -20,7 +20,7 @@ from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import RecipeInForce, all_recipes
 from pipeline.errors import RunConflictError, StoreError
-from precision.controller.records import Decision, Evidence, State
+from precision.controller.policy import Decision, Evidence, State
 from tests.support.whole_runs import recipe_of, whole_run
 
 DECISION = Decision(action="climb", cause="quantization", rung="layer 0", because="ESS 0.8 below 0.9.")

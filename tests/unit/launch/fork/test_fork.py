@@ -24,7 +24,7 @@ from pipeline.data.run_recipes import add_recipe, all_recipes
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume import go_on_with
-from precision.controller.records import State
+from precision.controller.policy import State
 from precision.formats.quant_map import QuantMapFile
 from precision.reference import ReferenceSection
 from tests.support.runs import evenkeel

@@ -22,7 +22,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.ports.learner import Update
 from pipeline.repair import find_damage, plan_repair
-from precision.controller.records import EngineEvidence, Failure, Observation, State
+from precision.controller.policy import EngineEvidence, Failure, Observation, State
 from tests.support.batches import batch_of_rewards
 from tests.support.one_rank import OneRank
 from tests.support.runs import a_recipe

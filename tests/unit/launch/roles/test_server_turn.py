@@ -17,7 +17,7 @@ from pipeline.data.quant_maps import QUANT_MAP_FILE, digest_of, read_quant_map, 
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import EngineVersionError
 from pipeline.ports.weights import WeightCheck
-from precision.controller.records import Evidence, State
+from precision.controller.policy import Evidence, State
 from precision.formats.quant_map import QuantMapFile
 from rollout_sglang.fleet import Target
 

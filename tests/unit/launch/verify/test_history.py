@@ -12,7 +12,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.store import BatchStore
-from precision.controller.records import Evidence, State
+from precision.controller.policy import Evidence, State
 from tests.support.batches import batch_of_rewards
 
 

@@ -22,7 +22,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import unfenced
 from pipeline.data.run_recipes import RecipeInForce
 from pipeline.data.store import BatchStore
-from precision.controller.records import Decision, Evidence, State
+from precision.controller.policy import Decision, Evidence, State
 from tests.support.batches import batch_of_rewards
 from tests.support.written_runs import START, write_run
 

@@ -21,8 +21,7 @@ from pipeline.data.run_directory import unfenced
 from pipeline.errors import StoreError, SupersededError
 from pipeline.ports.learner import Update
 from pipeline.trainer.batches import MiniBatch, merge_updates
-from precision.controller.policy import Ladder
-from precision.controller.records import ControllerSettings, Evidence, State
+from precision.controller.policy import ControllerSettings, Evidence, Ladder, State
 from precision.mismatch.statistics import Mismatch, StepTokens
 from precision.ratios import loss_of, token_ess
 from tests.support.batches import batch_of_rewards

@@ -12,8 +12,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from precision.controller.policy import WINDOW, Ladder, decide
-from precision.controller.records import ControllerSettings, Decision, EngineEvidence, Evidence, Outcome, State
+from precision.controller.policy import (
+    WINDOW,
+    ControllerSettings,
+    Decision,
+    EngineEvidence,
+    Evidence,
+    Ladder,
+    Outcome,
+    State,
+    decide,
+)
 from precision.ratios import lr_factor
 from tests.support.controlled_plant import Plant, drift
 
