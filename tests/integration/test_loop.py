@@ -139,22 +139,17 @@ def test_policy_really_changed_and_was_served(tp2: Path, workshop: Path) -> None
 
 def test_report_trajectories_and_text(tp2: Path) -> None:
     page = (tp2 / "report.html").read_text()
-    assert "<svg" in page or "data:image/png;base64," in page
-    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
-        "http://creativecommons.org", ""
-    )
-    assert 'aria-label="rewards of the samples"' in page
-    assert "There is no MFU: the learner ran on a CPU" in page
+    assert "<svg" in page
+    hosts = ("http://www.w3.org", "http://purl.org", "http://creativecommons.org")
+    assert page.count("http://") == sum(page.count(host) for host in hosts), "it asks the network for nothing"
     assert {event["role"] for event in read_events(tp2, "environment")} >= {"learner", "collector", "engine-0"}
     assert "<dt>sglang</dt><dd>0.5" in page
     shown = evenkeel("trajectories", "show", tp2, "2", "--limit", "2")
     assert shown.returncode == 0, shown.stderr
     assert "reward" in shown.stdout
     assert "gap" in shown.stdout
-    assert (
-        np.load(tp2 / "logprobs" / "000002.npy").shape
-        == BatchStore(tp2 / "batches").read(2, None).rollout_logprobs.shape
-    )
+    stored = BatchStore(tp2 / "batches").read(2, None).rollout_logprobs
+    assert np.load(tp2 / "logprobs" / "000002.npy").shape == stored.shape
 
 
 def test_trace_of_a_real_run(tp2: Path) -> None:

@@ -33,8 +33,7 @@ def test_the_run_of_the_page_is_finished_and_each_source_was_rewarded(folder: Pa
     (first, *_) = read_events(folder / "runs/first", "evaluated")
     assert {name: found["prompts"] for name, found in first["sources"].items()} == {"sums": 3, "words": 1}
     report = (folder / "runs/first/report.html").read_text()
-    for title in ("Reward, by source", "Parts of the reward", "digits", "Held-out pass@1"):
-        assert title in report
+    assert "digits" in report
 
 
 def test_system_prompts_are_those_of_the_sources(folder: Path) -> None:
