@@ -10,7 +10,7 @@ of it at once are the arrays of the samples so far, and the bytes of one sample.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar, get_args
 
 import numpy as np
@@ -54,26 +54,21 @@ class Asked:
     """How many tokens the old weights have sampled when a server counts what it has sampled so far as theirs, and which
     it counts to the new ones."""
 
-    @property
-    def sample_bytes(self) -> int:
-        """More than any right answer has for a sample."""
+    sample_bytes: int = field(init=False)
+    """More than any right answer has for a sample."""
+
+    def __post_init__(self) -> None:
         sampling, tokens = self.sampling, self.sampling.max_new_tokens
-        found = SAMPLE_BYTES + tokens * TOKEN_BYTES
+        most = SAMPLE_BYTES + tokens * TOKEN_BYTES
         if sampling.kept_set:
-            found += tokens * (MOST_KEPT_IDS * ID_BYTES + SCORE_BYTES)
+            most += tokens * (MOST_KEPT_IDS * ID_BYTES + SCORE_BYTES)
         if (shape := sampling.experts) is not None:
-            found += 6 * (self.num_prompt + tokens) * shape.num_layers * shape.per_token  # base64 of int32
-        return found
-
-    @property
-    def most_bytes(self) -> int:
-        """More than any right answer has."""
-        return SAMPLE_BYTES + self.num_samples * self.sample_bytes
+            most += 6 * (self.num_prompt + tokens) * shape.num_layers * shape.per_token  # base64 of int32
+        object.__setattr__(self, "sample_bytes", most)
 
 
-def scoring_bytes(num_tokens: int, vocab_size: int = 0) -> int:
-    """More than any right answer has for the scores of a row of tokens, of each `vocab_size` candidates, too."""
-    return SAMPLE_BYTES + num_tokens * (TOKEN_BYTES + (1 + vocab_size) * SCORE_BYTES)
+class NoListError(ValueError):
+    """Bytes that are no JSON list of objects of the expected size."""
 
 
 class SampleReader(Generic[T]):
@@ -88,43 +83,33 @@ class SampleReader(Generic[T]):
         self._made: list[T] = []
 
     def add(self, part: bytes) -> None:
-        """The next bytes of the answer."""
-        samples = self._cutter.add(part)
-        while (sample := self._next(samples)) is not None:
-            self._made.append(self._make(len(self._made), _parsed(sample, len(self._made))))
+        """Take the next bytes of the answer."""
+        try:
+            for sample in self._cutter.add(part):
+                number = len(self._made)
+                try:
+                    parsed = GENERATED.validate_json(sample)
+                except ValidationError as error:
+                    raise BadAnswerError(
+                        f"sample {number} is something else than SGLang's protocol ({problem_of(error)})"
+                    ) from None
+                self._made.append(self._make(number, parsed))
+        except NoListError as error:
+            raise BadAnswerError(f"it answered something else than SGLang's protocol: {error}") from None
 
     def end(self) -> list[T]:
-        """There are no more bytes: what was made."""
+        """Return what was made: there are no more bytes."""
         try:
             self._cutter.end()
-        except ValueError as error:
-            raise _no_answer(error) from None
+        except NoListError as error:
+            raise BadAnswerError(f"it answered something else than SGLang's protocol: {error}") from None
         if len(self._made) != self._expected:
             raise BadAnswerError(f"it answered {len(self._made)} samples, expected {self._expected}")
         return self._made
 
-    def _next(self, samples: Iterator[bytes]) -> bytes | None:
-        try:
-            return next(samples, None)
-        except ValueError as error:
-            raise _no_answer(error) from None
-
-
-def _parsed(sample: bytes, number: int) -> Generated:
-    try:
-        return GENERATED.validate_json(sample)
-    except ValidationError as error:
-        raise BadAnswerError(
-            f"sample {number} is something else than SGLang's protocol ({problem_of(error)})"
-        ) from None
-
-
-def _no_answer(error: ValueError) -> BadAnswerError:
-    return BadAnswerError(f"it answered something else than SGLang's protocol: {error}")
-
 
 def completion_reader(asked: Asked, *, engine: int, waited_s: Callable[[], float]) -> SampleReader[Completion]:
-    """Reads the records of the samples that were asked for; `waited_s` says for how long the caller has waited by now.
+    """Return a reader of the samples that were asked for; `waited_s` says for how long the caller has waited by now.
     Its methods raise EngineVersionError, too, for tokens of weights that are none of ours."""
     return SampleReader(
         lambda number, sample: _completion(number, sample, asked, engine, waited_s()),
@@ -144,25 +129,37 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         tokens = np.array(sample.output_ids, np.int64)
     except OverflowError:
         raise BadAnswerError(f"sample {number}: a token id does not fit 64 bits") from None
+    if asked.sampling.kept_set:
+        logprobs = meta.output_token_sampling_logprobs or []
+    else:  # SGLang writes null for NaN
+        logprobs = [float("nan") if row[0] is None else row[0] for row in meta.output_token_logprobs or []]
+    # An engine cannot have taken longer than its caller waited, whatever its clock says.
+    generated_s = min(elapsed_s, max(0.0, meta.e2e_latency - (meta.queue_time or 0.0)))
     responses = Responses(
         offsets=np.array([0, len(tokens)], np.int64),
         tokens=tokens,
-        logprobs=_logprobs(sample, asked.sampling.kept_set),
+        logprobs=as_float32(logprobs),
         versions=token_versions(meta, len(tokens), asked.late_tokens),
         sampled=np.broadcast_to(np.True_, len(tokens)),
         may_be_empty=np.array([meta.finish_reason.type == "abort"]),
-        **_seconds(meta, elapsed_s),
+        queued_s=as_float32([elapsed_s - generated_s]),
+        generated_s=as_float32([generated_s]),
         kept=_kept(sample) if asked.sampling.kept_set else None,
     )
     limits = Limits(vocab_size=asked.sampling.vocab_size, max_response_tokens=asked.sampling.max_new_tokens)
     for fault in response_faults(responses, limits):
         raise BadAnswerError(f"sample {number}: {fault.what}")
+    versions = responses.versions
     return Completion(
         tokens=tokens.astype(np.int32),
         logprobs=responses.logprobs,
-        versions=_compact(responses.versions),
+        versions=(
+            np.broadcast_to(np.int32(versions[0]), len(versions))  # mostly all are one, which takes no memory
+            if versions.strides == (0,) and len(versions)
+            else versions.astype(np.int32)
+        ),
         loss_mask=responses.sampled,
-        finish=_finish(sample),
+        finish=next(reason for reason in _REASONS if reason == meta.finish_reason.type),
         engine=engine,
         queued_s=float(responses.queued_s[0]),
         generated_s=float(responses.generated_s[0]),
@@ -171,15 +168,8 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
     )
 
 
-def _compact(versions: NDArray[np.integer]) -> NDArray[np.int32]:
-    """As int32. Mostly all are one, which takes no memory then."""
-    if versions.strides == (0,) and len(versions):
-        return np.broadcast_to(np.int32(versions[0]), len(versions))
-    return versions.astype(np.int32)
-
-
 def _shape_fault(sample: Generated, asked: Asked) -> str | None:
-    """What is wrong with the counts of a sample; None: nothing. No token is looked at here."""
+    """Return what is wrong with the counts of a sample; None: nothing. No token is looked at here."""
     meta, count = sample.meta_info, len(sample.output_ids)
     rows = meta.output_token_logprobs or []
     if meta.finish_reason.type not in _REASONS:
@@ -207,22 +197,8 @@ def _shape_fault(sample: Generated, asked: Asked) -> str | None:
     return None
 
 
-def _logprobs(sample: Generated, kept_set: bool) -> NDArray[np.float32]:
-    """Those of the tokens. SGLang writes null for NaN."""
-    if kept_set:
-        return as_float32(sample.meta_info.output_token_sampling_logprobs or [])
-    rows = sample.meta_info.output_token_logprobs or []
-    return as_float32([float("nan") if row[0] is None else row[0] for row in rows])
-
-
-def _seconds(meta: MetaInfo, elapsed_s: float) -> dict[str, NDArray[np.float32]]:
-    """An engine cannot have taken longer than its caller waited, whatever its clock says."""
-    generated_s = min(elapsed_s, max(0.0, meta.e2e_latency - (meta.queue_time or 0.0)))
-    return dict(queued_s=as_float32([elapsed_s - generated_s]), generated_s=as_float32([generated_s]))
-
-
 def token_versions(meta: MetaInfo, num_tokens: int, late_tokens: int = 0) -> NDArray[np.int64]:
-    """Policy version of each response token; of `late_tokens` see Asked.
+    """Return the policy version of each response token; of `late_tokens` see Asked.
 
     Older engines answer no spans. There, every token counts as of the version with which the sample ended.
     """
@@ -243,12 +219,8 @@ def token_versions(meta: MetaInfo, num_tokens: int, late_tokens: int = 0) -> NDA
     return np.repeat(np.array([policy_version(span.version) for span in spans], np.int64), counts)
 
 
-def _finish(sample: Generated) -> FinishReason:
-    return next(reason for reason in _REASONS if reason == sample.meta_info.finish_reason.type)
-
-
 def _kept(sample: Generated) -> KeptSets:
-    """The kept sets. A request without tokens, which was aborted, comes without them."""
+    """Return the kept sets. A request without tokens, which was aborted, comes without them."""
     meta, tokens = sample.meta_info, sample.output_ids
     masks, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if not tokens:
@@ -274,7 +246,7 @@ def _kept(sample: Generated) -> KeptSets:
 
 
 def _routes(sample: Generated, versions: NDArray[np.integer], asked: Asked) -> RoutedExperts | None:
-    """Of prompt and response. An aborted request comes without them: its routes are unknown."""
+    """Return the experts of prompt and response. An aborted request comes without them: its routes are unknown."""
     meta, shape = sample.meta_info, asked.sampling.experts
     if shape is None:
         return None
@@ -296,7 +268,7 @@ def _routes(sample: Generated, versions: NDArray[np.integer], asked: Asked) -> R
 
 
 def aborted_completion(engine: int, elapsed_s: float) -> Completion:
-    """The record of a sample that was aborted, and of which nothing can be stored."""
+    """Return the record of a sample that was aborted, and of which nothing can be stored."""
     nothing = Completion.given((), ())
     return replace(nothing, finish="abort", engine=engine, queued_s=elapsed_s)
 
@@ -323,53 +295,55 @@ class ElementCutter:
         """What was seen since the last element, without blanks."""
 
     def add(self, part: bytes) -> Iterator[bytes]:
-        """The elements that end in `part`, which follows the parts before it; all are to be taken before the next one
-        is added. Raises ValueError when this can be no such list, or is a larger one than was expected."""
+        """Yield the elements that end in `part`, which follows the parts before it; all are to be taken before the next
+        one is added. Raises NoListError when this can be no such list, or is a larger one than was expected."""
         done = 0
         for edge in self._edges(part):
-            if self._open is None:
-                self._pass(part[done:edge])
-                self._begin()
-            else:
-                self._keep(part[done:edge])
-                yield bytes(self._open)
+            opened = self._keep(part[done:edge])
+            if opened is not None:
+                yield bytes(opened)
                 self._open = None
+            else:
+                if self._between != (b"," if self.count else b"["):
+                    raise NoListError("it is no JSON list of objects")
+                if self.count == self._most:
+                    raise NoListError(f"it has more than {self._most} elements")
+                self.count += 1
+                self._open, self._between = bytearray(), b""
             done = edge
-        if self._open is None:
-            self._pass(part[done:])
-        else:
-            self._keep(part[done:])
+        self._keep(part[done:])
 
     def end(self) -> None:
-        """There are no more parts. Raises ValueError unless the list has ended with them."""
+        """End the list: there are no more parts. Raises NoListError unless the list has ended with them."""
         if self._open is not None or self._between != (b"]" if self.count else b"[]"):
-            raise ValueError("it is no JSON list of objects, or not a whole one")
+            raise NoListError("it is no JSON list of objects, or not a whole one")
 
-    def _begin(self) -> None:
-        if self._between != (b"," if self.count else b"["):
-            raise ValueError("it is no JSON list of objects")
-        if self.count == self._most:
-            raise ValueError(f"it has more than {self._most} elements")
-        self.count += 1
-        self._open, self._between = bytearray(), b""
-
-    def _pass(self, gap: bytes) -> None:
-        """Between two elements."""
-        self._between += b"".join(gap.split())
-        if len(self._between) > 2:
-            raise ValueError("it is no JSON list of objects")
-
-    def _keep(self, inner: bytes) -> None:
-        assert self._open is not None
-        if len(self._open) + len(inner) > self._element_bytes:
-            raise ValueError(f"its element {self.count - 1} has more than {self._element_bytes} bytes")
-        self._open += inner
+    def _keep(self, piece: bytes) -> bytearray | None:
+        """Add bytes to the element that is open, and return it; None between two, where few bytes are right."""
+        if self._open is None:
+            self._between += b"".join(piece.split())
+            if len(self._between) > 2:
+                raise NoListError("it is no JSON list of objects")
+            return None
+        if len(self._open) + len(piece) > self._element_bytes:
+            raise NoListError(f"its element {self.count - 1} has more than {self._element_bytes} bytes")
+        self._open += piece
+        return self._open
 
     def _edges(self, part: bytes) -> list[int]:
         """Where elements begin and end, by turns: the places of brackets that lead into depth 2, and behind those that
         lead out of it."""
         block = np.frombuffer(part, np.uint8)
-        quotes, self._backslashes_before = _quotes(block, self._backslashes_before)
+        quotes = np.flatnonzero(block == _QUOTE)
+        plain, backslashes = block != _BACKSLASH, self._backslashes_before
+        self._backslashes_before = 0
+        if backslashes or not plain.all():
+            others = np.flatnonzero(plain)
+            # The last byte before each quote that is no backslash; the ones of the block before count as bytes before
+            # byte 0. A quote after an odd number of backslashes is part of its text.
+            last = np.concatenate([[-1 - backslashes], others])[np.searchsorted(others, quotes)]
+            self._backslashes_before = len(block) - 1 - int(others[-1]) if len(others) else len(block) + backslashes
+            quotes = quotes[(quotes - 1 - last) % 2 == 0]
         folded = block | _CASE_BIT
         places = np.flatnonzero((folded == _OPENING) | (folded == _CLOSING))
         if len(quotes) or self._quotes_before % 2:
@@ -382,26 +356,12 @@ class ElementCutter:
         return list(map(int, (places + ~opens)[is_edge]))
 
 
-def _quotes(block: NDArray[np.uint8], backslashes_before: int) -> tuple[NDArray[np.int64], int]:
-    """The places of quotes that begin or end a text, and how many backslashes in a row end the block. A quote after an
-    odd number of backslashes is part of its text."""
-    quotes = np.flatnonzero(block == _QUOTE)
-    plain = block != _BACKSLASH
-    if not backslashes_before and plain.all():
-        return quotes, 0
-    others = np.flatnonzero(plain)
-    # The last byte before each quote that is no backslash; the ones of the block before count as bytes before byte 0.
-    last = np.concatenate([[-1 - backslashes_before], others])[np.searchsorted(others, quotes)]
-    ending = len(block) - 1 - int(others[-1]) if len(others) else len(block) + backslashes_before
-    return quotes[(quotes - 1 - last) % 2 == 0], ending
-
-
 PIECE_BYTES = 1 << 16
 """What is read at once. Where an answer has no more, it is read on the loop, which takes about a millisecond."""
 
 
 async def read_answer(parts: AsyncIterator[bytes], reader: SampleReader[T]) -> list[T]:
-    """What `reader` makes of the samples of an answer that comes in `parts`. Raises what the reader raises."""
+    """Return what `reader` makes of the samples of an answer that comes in `parts`. Raises what the reader raises."""
     held, is_small = bytearray(), True
     async for part in parts:
         held += part
@@ -410,12 +370,9 @@ async def read_answer(parts: AsyncIterator[bytes], reader: SampleReader[T]) -> l
             await beside_loop(reader.add, bytes(held))
             held.clear()
     if is_small:
-        return _take_rest(reader, bytes(held))
-    return await beside_loop(_take_rest, reader, bytes(held))
-
-
-def _take_rest(reader: SampleReader[T], rest: bytes) -> list[T]:
-    reader.add(rest)
+        reader.add(bytes(held))
+    else:
+        await beside_loop(reader.add, bytes(held))
     return reader.end()
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,19 +29,20 @@ from pipeline.errors import (
     RecipeError,
     RetryableError,
 )
-from pipeline.ports.weights import TensorSpec
+from pipeline.ports.weights import ProcessGroupSpec, TensorSpec
 from precision.formats.audit import Held
 from precision.settings import problem_of
 from precision.text import one_line, quoted
 from rollout_sglang.answers import (
     SAMPLE_BYTES,
+    SCORE_BYTES,
+    TOKEN_BYTES,
     Asked,
     SampleReader,
     aborted_completion,
     completion_reader,
     input_logprobs,
     read_answer,
-    scoring_bytes,
     tempered_totals,
 )
 from rollout_sglang.protocol import (
@@ -49,20 +51,25 @@ from rollout_sglang.protocol import (
     UNKNOWN_ENGINE,
     UNVERIFIED,
     Checksums,
-    DialectOf,
+    Dialect,
     Generated,
     ModelInfo,
+    ServerInfo,
     Tokenized,
     Updated,
     claimed_version,
+    dialect_of,
 )
-from rollout_sglang.transport import LOOK_DEADLINE_S, Exchange, Lost, Transport
+from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
 FORMATS, STATISTICS = "formats", "statistics"
 """As in rollout_sglang.server.format_report, which loads torch."""
 REPORT_BYTES = 1 << 26
 """Of a report about all parameters: a mixture of 48 layers and 128 experts has 18,000 on each of 8 ranks, of some 200
 bytes each."""
+PREFIX = "stage "
+"""As in rollout_sglang.cpu.staging, which loads torch."""
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.004, 0.05
 CONTROL_DEADLINE_S = 30.0
 """For calls that an engine answers between two of its steps: pause, continue, names of weights."""
 
@@ -97,11 +104,26 @@ class EngineClient:
         self._keeps_kv = keeps_kv
         self._transport = Transport(url, api_key)
         self._transport.update = update
-        self._dialect = DialectOf(self._transport, self._control_deadline_s)
+        self._known_dialect: Dialect | None = None
+        self._staging = False
+        self.while_alive = self._transport.while_alive
 
-    def take_part(self, update: int) -> None:
-        """From now on, calls belong to another weight update."""
-        self._transport.update = update
+    def take_part(self, update: int, *, staging: bool = False) -> None:
+        """Belong to another weight update from now on; `staging` says whether another sender has had the engine
+        `stage` it."""
+        self._transport.update, self._staging = update, staging
+
+    async def dialect(self) -> Dialect:
+        """Return what the server can do; it is asked once. Raises EngineUnavailableError when it does not say."""
+        if self._known_dialect is None:
+            answer = await self._transport.call("GET", "/server_info", deadline_s=self._control_deadline_s)
+            try:
+                self._known_dialect = dialect_of(ServerInfo.model_validate_json(answer.content))
+            except ValidationError:
+                raise EngineUnavailableError(
+                    f"{self.url}/server_info names no version of SGLang; see what listens there"
+                ) from None
+        return self._known_dialect
 
     async def generate(self, prompt_tokens: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample a group in one request. Log-probabilities are of softmax(logits / temperature), before top-p and
@@ -114,7 +136,7 @@ class EngineClient:
             num_samples=num_samples,
             sampling=sampling,
             keeps_kv=self._keeps_kv,
-            late_tokens=int(self._keeps_kv and (await self._dialect()).overlaps),
+            late_tokens=int(self._keeps_kv and (await self.dialect()).overlaps),
         )
         # For n samples SGLang (0.5.23) first prefills the prompt by a request of no new tokens. With kept sets it finds
         # none for that one and refuses all. Equal prompts share their prefill too.
@@ -133,7 +155,7 @@ class EngineClient:
                 **({} if sampling.experts is None else {"return_routed_experts": True}),
                 **({"return_sampling_mask": True} if sampling.kept_set else {}),
             },
-            most_bytes=asked.most_bytes,
+            most_bytes=SAMPLE_BYTES + num_samples * asked.sample_bytes,
             reader=lambda: completion_reader(asked, engine=self.index, waited_s=lambda: time.monotonic() - started),
         )
         ended = time.monotonic()
@@ -197,7 +219,9 @@ class EngineClient:
     ) -> list[NDArray[np.float32]]:
         """What `read` makes of the answer to each row."""
         _require_tokens(rows)
-        row_bytes = [scoring_bytes(len(row), vocab_size) for row in rows]
+        # More than any right answer has for the scores of a row, of each of `vocab_size` candidates for a token, too.
+        token_bytes = TOKEN_BYTES + (1 + vocab_size) * SCORE_BYTES
+        row_bytes = [SAMPLE_BYTES + len(row) * token_bytes for row in rows]
         scores = await self._generate(
             {
                 "input_ids": [list(row) for row in rows],
@@ -227,10 +251,6 @@ class EngineClient:
             return False
         return True
 
-    async def while_alive(self, call: Coroutine[Any, Any, T], lost: Lost = lambda: None) -> T:
-        """See Transport.while_alive."""
-        return await self._transport.while_alive(call, lost)
-
     async def pause(self) -> None:
         """Stop sampling. Requests under way go on after `resume`, with the weights that there are then: retracted, so
         that what they have so far is read again with them, or in place where keys and values are kept. A server that
@@ -238,19 +258,24 @@ class EngineClient:
 
         A paused engine answers control calls and checksums, but does not score prompts.
         """
-        mode = (await self._dialect()).pause
-        await self._control("/pause_generation", {"mode": "in_place" if self._keeps_kv and mode == "retract" else mode})
+        mode = (await self.dialect()).pause
+        request = {"mode": "in_place" if self._keeps_kv and mode == "retract" else mode}
+        await self._transport.call("POST", "/pause_generation", deadline_s=self._control_deadline_s, json=request)
 
     async def resume(self) -> None:
         """Sample again. Nothing happens on an engine that is not paused."""
-        await self._control("/continue_generation", {"torch_empty_cache": False})
+        request = {"torch_empty_cache": False}
+        await self._transport.call("POST", "/continue_generation", deadline_s=self._control_deadline_s, json=request)
 
-    async def stage(self, directory: Path, *, deadline_s: float) -> bool:
+    async def stage_folder(self, directory: Path, *, deadline_s: float) -> bool:
         """Have the weights of `directory` loaded and hashed while the engine serves; `update_from_disk` of it then
-        takes next to no time. False where the server cannot. Raises as Stage does."""
-        if not (await self._dialect()).stages:
+        takes next to no time. False where the server cannot. Raises EngineVersionError
+        when weights could not be staged, or a later weight update has overtaken this one."""
+        order = {"do": "folder", "folder": str(directory.absolute())}
+        if not (await self.dialect()).stages or await self._order(order) is None:
             return False
-        return await Stage(self._transport, self._control_deadline_s).folder(directory, deadline_s)
+        await self._staged(deadline_s)
+        return True
 
     async def update_from_disk(self, version: int, directory: Path, *, deadline_s: float) -> None:
         """Take the weights of `directory`, a folder that the engine can read, as `version`, unverified.
@@ -282,26 +307,9 @@ class EngineClient:
                 "until it has been given weights again"
             )
 
-    async def checksums(self, *, deadline_s: float) -> list[dict[str, str]] | None:
-        """For each tensor parallel rank, parameter → digest of what the engine holds. None when the server has no such
-        route (older ones) or refuses the engine's quantization (newer ones)."""
-        return await self._check_weights("checksum", deadline_s)
-
-    async def formats(self, *, deadline_s: float, statistics: bool = False) -> list[dict[str, Held]] | None:
-        """For each tensor parallel rank, module → in which format the engine holds it; with `statistics`, its scales
-        and norm as well. None when the server has no such route, or was not started by this package."""
-        ranks = await self._check_weights(STATISTICS if statistics else FORMATS, deadline_s)
-        if ranks is None:
-            return None
-        try:
-            return [{name: Held.from_json(text) for name, text in rank.items()} for rank in ranks]
-        except ValueError as error:
-            raise EngineUnavailableError(
-                f"engine {self.index} at {self.url} describes its weights otherwise than this version: "
-                f"{one_line(error, 300)}; start it with this version of Even Keel"
-            ) from error
-
-    async def _check_weights(self, action: str, deadline_s: float) -> list[dict[str, str]] | None:
+    async def checksums(self, action: str = "checksum", *, deadline_s: float) -> list[dict[str, str]] | None:
+        """Return for each tensor parallel rank parameter → digest of what the engine holds. None when the server has no
+        such route (older ones) or refuses the engine's quantization (newer ones)."""
         path = "/weights_checker"
         request = {"action": action}
         answer = await self._transport.call(
@@ -312,38 +320,208 @@ class EngineClient:
         found = _parse(TypeAdapter(Checksums), answer)
         if not found.success:
             return None
-        return [dict(rank.checksums) for rank in sorted(found.ranks, key=lambda rank: rank.tp_rank)]
+        ranks = sorted(found.ranks, key=lambda rank: rank.parallelism_info[0].tp_rank)
+        return [dict(rank.checksums) for rank in ranks]
+
+    async def formats(self, *, deadline_s: float, statistics: bool = False) -> list[dict[str, Held]] | None:
+        """For each tensor parallel rank, module → in which format the engine holds it; with `statistics`, its scales
+        and norm as well. None when the server has no such route, or was not started by this package."""
+        ranks = await self.checksums(STATISTICS if statistics else FORMATS, deadline_s=deadline_s)
+        if ranks is None:
+            return None
+        try:
+            return [{name: Held.from_json(text) for name, text in rank.items()} for rank in ranks]
+        except ValueError as error:
+            raise EngineUnavailableError(
+                f"engine {self.index} at {self.url} describes its weights otherwise than this version: "
+                f"{one_line(error, 300)}; start it with this version of Even Keel"
+            ) from error
 
     async def name(self, version: int) -> None:
         """Name the weights that the engine holds `version`, as verified. Requests under way go on."""
-        await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        request = {"new_version": str(version), "abort_all_requests": False}
+        await self._transport.call("POST", "/update_weight_version", deadline_s=self._control_deadline_s, json=request)
 
     async def invalidate(self) -> None:
         """Take the engine's version away and abort its requests: their tokens may come from wrong weights."""
-        await self._control("/update_weight_version", {"new_version": INVALIDATED, "abort_all_requests": True})
+        request = {"new_version": INVALIDATED, "abort_all_requests": True}
+        await self._transport.call("POST", "/update_weight_version", deadline_s=self._control_deadline_s, json=request)
 
     async def close(self) -> None:
         """Release the connections."""
         await self._transport.close()
 
-    async def _control(self, path: str, request: dict[str, Any]) -> None:
-        await self._transport.call("POST", path, deadline_s=self._control_deadline_s, json=request)
-
     async def _generate(
         self, request: dict[str, Any], *, most_bytes: int, reader: Callable[[], SampleReader[T]]
     ) -> list[T] | None:
-        """What a reader makes of the answer; None when the request was aborted before there was any sample."""
+        """Return what a reader makes of the answer; None when the request was aborted before there was any sample."""
 
         async def take(response: httpx.Response, parts: AsyncIterator[bytes]) -> list[T] | None:
             return None if response.status_code == ABORTED else await read_answer(parts, reader())
 
         if self._keeps_kv:  # what others have cached may be of older weights: no request finds it
             request |= {"extra_key": secrets.token_hex(8)}
-        exchange = Exchange("POST", "/generate", json=request, accept=(ABORTED,), most_bytes=most_bytes)
+        options: dict[str, Any] = dict(json=request, accept=(ABORTED,), most_bytes=most_bytes)
         try:
-            return await self._transport.read(exchange, take, deadline_s=self._request_deadline_s)
+            return await self._transport.read("POST", "/generate", take, deadline_s=self._request_deadline_s, **options)
         except BadAnswerError as error:
             raise BadAnswerError(f"engine {self.index} at {self.url}: {error}; the answer is thrown away") from error
+
+    # Weights that are sent as tensors. No call of these is repeated: it would wait for a second broadcast. All raise
+    # EngineVersionError when the engine answers that it could not do it.
+
+    async def stage(self) -> bool:
+        """Have the engine take its next weights while it serves, with the version that it has. False where it cannot;
+        then it is paused, and `begin_update` comes next."""
+        self._staging = False
+        with suppress(EngineVersionError):
+            self._staging = (await self.dialect()).stages and await self._order({"do": "begin"}) is not None
+        return self._staging
+
+    async def finish_stage(self, folder: Path, deadline_s: float) -> None:
+        """Wait, once all tensors came, until they are loaded and hashed, as the weights of a folder that there will
+        be."""
+        await self._known_order({"do": "finish", "folder": str(folder.absolute())})
+        await self._staged(deadline_s)
+
+    async def begin_update(self) -> None:
+        """Make a paused engine's weights loadable and take its version away. Requests under way keep waiting."""
+        dialect = await self.dialect()
+        if dialect.no_tensors:
+            raise EngineVersionError(f"{self.url}: {dialect.no_tensors}")
+        if dialect.sessions and not (await self._ask("/begin_weight_update", {})).success:
+            # A sender that died left its session open.
+            await self._do("/end_weight_update", {})
+            await self._do("/begin_weight_update", {})
+        await self._do("/update_weight_version", {"new_version": INVALIDATED, "abort_all_requests": False})
+
+    async def join(self, group_spec: ProcessGroupSpec, world_size: int, deadline_s: float) -> None:
+        """Have the engine's ranks join the group as ranks 1, 2, …"""
+        request = {
+            "master_address": group_spec.address,
+            "master_port": group_spec.port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "group_name": group_spec.group,
+            "backend": group_spec.backend,
+        }
+        await self._do("/init_weights_update_group", request, deadline_s)
+
+    async def is_member(self, group: str) -> bool:
+        """Return whether the server still has the group. It is asked by an update of no tensors, for which nothing is
+        sent.
+
+        A server without sessions would end at that call if it had no such group. It is told to leave the group instead,
+        and joins it again.
+        """
+        if self._staging:
+            return (await self._known_order({"do": "member", "group": group}))["member"] == "True"
+        if not (await self.dialect()).sessions:
+            await self._ask("/destroy_weights_update_group", {"group_name": group})
+            return False
+        request: dict[str, Any] = dict(names=[], dtypes=[], shapes=[], group_name=group, flush_cache=False)
+        return (await self._ask("/update_weights_from_distributed", request)).success
+
+    async def leave(self, group: str) -> None:
+        """Have the engine forget the group."""
+        await self._do("/destroy_weights_update_group", {"group_name": group})
+
+    async def receive(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        """Have the engine take part in one broadcast of the flattened tensors, load them, and drop what other weights
+        have cached, unless it is kept."""
+        named: dict[str, Any] = dict(
+            names=[tensor.name for tensor in tensors],
+            dtypes=[tensor.dtype for tensor in tensors],
+            shapes=[list(tensor.shape) for tensor in tensors],
+        )
+        if self._staging:
+            await self._known_order({"do": "group", "group": group, **named})
+            await self._staged(deadline_s)
+            return
+        # The cache is flushed with every bucket, because no sender knows which is the engine's last. That costs less
+        # than one call of /flush_cache, which also gives memory back to the system.
+        request = named | dict(group_name=group, load_format="flattened_bucket", flush_cache=not self._keeps_kv)
+        await self._do("/update_weights_from_distributed", request, deadline_s)
+
+    async def receive_shared(self, bucket: bytes, ranks: int, deadline_s: float) -> None:
+        """Have the engine open a bucket in the memory of another process of the machine (one copy of the pickle for
+        each rank), load its tensors, and drop what was cached with other weights, unless it is kept."""
+        text = base64.b64encode(bucket).decode()
+        if self._staging:
+            await self._known_order({"do": "bucket", "bucket": text})
+            await self._staged(deadline_s)
+            return
+        request: dict[str, Any] = dict(serialized_named_tensors=[text] * ranks, load_format="flattened_bucket")
+        await self._do("/update_weights_from_tensor", request | {"flush_cache": not self._keeps_kv}, deadline_s)
+
+    async def end_update(self, version: int, deadline_s: float) -> None:
+        """Finish the weights (quantize, repack) once all tensors came, and claim `version` unverified."""
+        if (await self.dialect()).sessions:
+            await self._do("/end_weight_update", {}, deadline_s)
+        claim = {"new_version": f"{UNVERIFIED}{version}", "abort_all_requests": False}
+        await self._do("/update_weight_version", claim)
+
+    async def give_up_update(self) -> None:
+        """Close the session only: not all tensors came."""
+        if not self._staging and (await self.dialect()).sessions:
+            await self._ask("/end_weight_update", {})
+
+    async def _do(self, path: str, request: dict[str, Any], deadline_s: float | None = None) -> None:
+        answer = await self._ask(path, request, deadline_s)
+        if not answer.success:
+            raise EngineVersionError(f"{self.url}{path} failed: {one_line(answer.message, 300)}; see its log")
+
+    async def _ask(self, path: str, request: dict[str, Any], deadline_s: float | None = None) -> Updated:
+        deadline_s = self._control_deadline_s if deadline_s is None else deadline_s
+        answer = await self._transport.call(
+            "POST", path, deadline_s=deadline_s, json=request, accept=(400,), repeatable=False
+        )
+        return _parse(TypeAdapter(Updated), answer)
+
+    async def _staged(self, deadline_s: float) -> None:
+        """Wait until every order to stage is done."""
+        poll_s = _FIRST_POLL_S
+        try:
+            async with asyncio.timeout(deadline_s):
+                while (await self._known_order({"do": "wait"}))["pending"] != "0":
+                    await asyncio.sleep(poll_s)
+                    poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
+        except TimeoutError:
+            raise EngineUnavailableError(
+                f"{self.url} did not stage the weights within {deadline_s:g} s; it hangs or is overloaded"
+            ) from None
+
+    async def _known_order(self, order: dict[str, Any]) -> dict[str, str]:
+        state = await self._order(order)
+        if state is None:
+            raise EngineVersionError(f"{self.url} does not stage weights any more; it was started again")
+        return state
+
+    async def _order(self, order: dict[str, Any]) -> dict[str, str] | None:
+        """Return the state of the slowest of the engine's ranks; None where the server knows no such order to stage
+        (rollout_sglang.cpu.staging)."""
+        answer = await self._transport.call(
+            "POST",
+            "/weights_checker",
+            deadline_s=self._control_deadline_s,
+            json={"action": PREFIX + json.dumps(order)},
+            accept=(400, 404),
+            repeatable=False,
+        )
+        if answer.status_code == 404:
+            return None
+        try:
+            found = Checksums.model_validate_json(answer.content)
+            states = [rank.checksums for rank in found.ranks]
+            failures = [state["failure"] for state in states if state["failure"]]
+            slowest = max(states, key=lambda state: int(state["pending"]), default=None)
+        except (ValidationError, KeyError, ValueError):
+            raise EngineUnavailableError(
+                f"{self.url}/weights_checker answered something else than was asked; check the server"
+            ) from None
+        if failures:
+            raise EngineVersionError(f"{self.url} cannot stage weights: {one_line(failures[0], 300)}")
+        return slowest if found.success else None
 
 
 def _require_tokens(rows: Sequence[Sequence[int]], vocab_size: int | None = None) -> None:
@@ -368,94 +546,6 @@ def _parse(adapter: TypeAdapter[T], answer: httpx.Response) -> T:
             f"{answer.request.url} answered something else than SGLang's protocol ({problem_of(error)}); "
             "check the version of the server"
         ) from None
-
-
-PREFIX = "stage "
-"""As in rollout_sglang.cpu.staging, which loads torch."""
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.004, 0.05
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Where one server takes its next weights. Methods raise EngineUnavailableError as Transport.call does, and
-    EngineVersionError when weights could not be staged, or a later weight update has overtaken this one."""
-
-    transport: Transport
-    control_deadline_s: float
-
-    async def begin(self) -> bool:
-        """Forget what was staged before. False where the server cannot stage."""
-        return await self._order({"do": "begin"}) is not None
-
-    async def is_member(self, group: str) -> bool:
-        """Whether the server has this process group."""
-        return (await self._known({"do": "member", "group": group}))["member"] == "True"
-
-    async def receive(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
-        """Take part in one broadcast of these tensors, flattened; returns when they are loaded."""
-        names, dtypes, shapes = zip(*((one.name, one.dtype, list(one.shape)) for one in tensors), strict=True)
-        await self._known({"do": "group", "group": group, "names": names, "dtypes": dtypes, "shapes": shapes})
-        await self._done(deadline_s)
-
-    async def receive_shared(self, bucket: str, deadline_s: float) -> None:
-        """Take a bucket (base64) from memory of another process; returns when that memory is let go."""
-        await self._known({"do": "bucket", "bucket": bucket})
-        await self._done(deadline_s)
-
-    async def finish(self, folder: Path, deadline_s: float) -> None:
-        """Wait until all is loaded and hashed, under the name of the folder that it is, or will be, of."""
-        await self._known({"do": "finish", "folder": str(folder.absolute())})
-        await self._done(deadline_s)
-
-    async def folder(self, folder: Path, deadline_s: float) -> bool:
-        """Load and hash a folder. False where the server cannot stage."""
-        if await self._order({"do": "folder", "folder": str(folder.absolute())}) is None:
-            return False
-        await self._done(deadline_s)
-        return True
-
-    async def _done(self, deadline_s: float) -> None:
-        poll_s = _FIRST_POLL_S
-        try:
-            async with asyncio.timeout(deadline_s):
-                while (await self._known({"do": "wait"}))["pending"] != "0":
-                    await asyncio.sleep(poll_s)
-                    poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
-        except TimeoutError:
-            raise EngineUnavailableError(
-                f"{self.transport.url} did not stage the weights within {deadline_s:g} s; it hangs or is overloaded"
-            ) from None
-
-    async def _known(self, order: dict[str, Any]) -> dict[str, str]:
-        state = await self._order(order)
-        if state is None:
-            raise EngineVersionError(f"{self.transport.url} does not stage weights any more; it was started again")
-        return state
-
-    async def _order(self, order: dict[str, Any]) -> dict[str, str] | None:
-        """The state of the slowest of the engine's ranks; None where the server knows no such order."""
-        answer = await self.transport.call(
-            "POST",
-            "/weights_checker",
-            deadline_s=self.control_deadline_s,
-            json={"action": PREFIX + json.dumps(order)},
-            accept=(400, 404),
-            repeatable=False,
-        )
-        if answer.status_code == 404:
-            return None
-        try:
-            found = Checksums.model_validate_json(answer.content)
-            states = [rank.checksums for rank in found.ranks]
-            failures = [state["failure"] for state in states if state["failure"]]
-            slowest = max(states, key=lambda state: int(state["pending"]), default=None)
-        except (ValidationError, KeyError, ValueError):
-            raise EngineUnavailableError(
-                f"{self.transport.url}/weights_checker answered something else than was asked; check the server"
-            ) from None
-        if failures:
-            raise EngineVersionError(f"{self.transport.url} cannot stage weights: {one_line(failures[0], 300)}")
-        return slowest if found.success else None
 
 
 class TeacherServers:

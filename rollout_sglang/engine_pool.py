@@ -22,7 +22,6 @@ from pydantic import ValidationError
 
 from pipeline.data.membership import Listed, Member, Membership
 from pipeline.errors import EngineUnavailableError, FatalError, RetryableError
-from precision.text import one_line
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, Workers, claimed_version
 from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S, Transport
@@ -65,19 +64,14 @@ class AnswerRecord:
     until: float = 0.0
     """When it may come back, by time.monotonic."""
 
-    @property
-    def may_return(self) -> bool:
-        """Whether it may be verified and get requests again."""
-        return time.monotonic() >= self.until
-
     def good(self) -> None:
-        """It answered what was asked."""
+        """Count an answer to what was asked."""
         self.last.append(True)
         if self.times and len(self.last) == WINDOW and all(self.last):
             self.times = 0
 
     def bad(self) -> bool:
-        """It answered badly. Returns whether it is to be left out now."""
+        """Count a bad answer. Returns whether it is to be left out now."""
         self.last.append(False)
         if self.last.count(False) < MOST_BAD:
             return False
@@ -112,6 +106,11 @@ class PooledEngine:
     """When it may be resynced again."""
     answers: AnswerRecord = field(default_factory=AnswerRecord)
     was_admitted: bool = False
+    index: int = field(init=False)
+    url: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.index, self.url = self.member.index, self.client.url
 
     @property
     def is_believed(self) -> bool:
@@ -119,31 +118,14 @@ class PooledEngine:
         rollout.urls may have served another run, until it is admitted here."""
         return self.member.started > 0 or self.was_admitted
 
-    @property
-    def index(self) -> int:
-        return self.member.index
-
-    @property
-    def url(self) -> str:
-        return self.client.url
-
     def refuses(self, error: FatalError) -> None:
         """Its server finds a call itself wrong."""
         self.refusal, self.refused_at = error, min(self.refused_at, time.monotonic())
-
-    def answers_now(self) -> None:
-        """Its server has answered a look."""
-        self.answered, self.refusal, self.refused_at = time.monotonic(), None, math.inf
 
     @property
     def trouble(self) -> str:
         """What is known to be wrong with it, without asking it; empty for nothing."""
         return self.member.silent or str(self.refusal or "")
-
-    def state(self) -> EngineState:
-        """As it is now."""
-        why, since = self.quarantined, self.since if self.quarantined is not None else None
-        return EngineState(self.index, self.url, self.served, why is not None, len(self.calls), why, since)
 
 
 class EnginePool:
@@ -183,22 +165,22 @@ class EnginePool:
 
     @property
     def admitted(self) -> list[PooledEngine]:
-        """Those that get requests."""
+        """The engines that get requests."""
         return [engine for engine in self.engines if engine.quarantined is None]
 
     @property
     def returnable(self) -> list[PooledEngine]:
-        """Those that do not, and that may be verified again."""
-        return [engine for engine in self.quarantined if engine.answers.may_return and not engine.member.silent]
+        """The quarantined engines that may be verified again."""
+        return [
+            engine
+            for engine in self.quarantined
+            if engine.answers.until <= time.monotonic() and not engine.member.silent
+        ]
 
     @property
     def quarantined(self) -> list[PooledEngine]:
-        """Those that do not."""
+        """The engines that get no requests."""
         return [engine for engine in self.engines if engine.quarantined is not None]
-
-    def reasons(self) -> str:
-        """Why engines are quarantined, for the end of a message."""
-        return "".join(f"; engine {one.index}: {one_line(one.quarantined, 400)}" for one in self.quarantined[:3])
 
     def __getitem__(self, index: int) -> PooledEngine:
         return self._engines[index]
@@ -212,7 +194,11 @@ class EnginePool:
             return
         self._refreshed = number
         gone = self._take(listed)
-        self._set_router(router)
+        if router != (None if self.router is None else self.router.url):
+            self.router = self.entrance = None
+            self.router_is_suspect, self._router_answered = False, time.monotonic()
+            if router is not None:
+                self.router, self.entrance = RouterClient(router, self._api_key), self.client(router, UNKNOWN_ENGINE)
         try:
             for engine in gone:
                 await self._tell_router(engine, admitted=False)
@@ -235,22 +221,14 @@ class EnginePool:
             if index in self._engines:
                 self._engines[index].member = member  # the same start; its role may say that it hangs
             else:
-                client = self._client(member.url, index)
+                client = self.client(member.url, index)
                 reason = "it has joined and is not verified yet"
                 self._engines[index] = PooledEngine(member, client, reason, time.time())
                 self._on_change("joined", engine=index, url=member.url, reason=reason)
         return gone
 
-    def _set_router(self, url: str | None) -> None:
-        if url == (None if self.router is None else self.router.url):
-            return
-        self.router = self.entrance = None
-        self.router_is_suspect, self._router_answered = False, time.monotonic()
-        if url is not None:
-            self.router = RouterClient(url, self._api_key)
-            self.entrance = self._client(url, UNKNOWN_ENGINE)
-
-    def _client(self, url: str, index: int) -> EngineClient:
+    def client(self, url: str, index: int) -> EngineClient:
+        """Return a client of the server at `url`, which is named `index`."""
         return EngineClient(
             url, self._api_key, index=index, request_deadline_s=self._request_deadline_s, keeps_kv=self._keeps_kv
         )
@@ -408,7 +386,7 @@ async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
     except FatalError as error:
         engine.refuses(error)
         return None, None
-    engine.answers_now()
+    engine.answered, engine.refusal, engine.refused_at = time.monotonic(), None, math.inf
     claimed = claimed_version(name)
     engine.served = None if name.startswith(UNVERIFIED) else claimed
     return engine.served, claimed

@@ -21,8 +21,8 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar, Unpack
 
@@ -45,6 +45,7 @@ from pipeline.errors import (
 )
 from pipeline.ports.weights import ComingCheck, WeightCheck
 from pipeline.spans import Stopwatch
+from precision.text import one_line
 from rollout_sglang.engine_pool import EnginePool, EngineState, OnChange, PooledEngine, all_of, look, serves, summarize
 from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S
 from rollout_sglang.weight_verifier import WeightVerifier, invalidate
@@ -80,6 +81,8 @@ class Fleet:
         key, told = settings["api_key"], settings.get("on_change")
         self._pool = EnginePool(membership, key, self._request_deadline_s, told, keeps_kv=self._keeps_kv)
         self._target: Target | None = None
+        self._oldest_allowed: int | None = None
+        """The version that an engine should serve at least: the target's."""
         self._silent: set[Member] = set()
         """Engines that did not answer when the last update began."""
         self._verifier = WeightVerifier(self._load_deadline_s)
@@ -88,7 +91,11 @@ class Fleet:
 
     def state(self) -> tuple[EngineState, ...]:
         """Every engine as it is now. May be called from another thread."""
-        return tuple(engine.state() for engine in self._pool.engines)
+        states = []
+        for one in self._pool.engines:
+            why, since = one.quarantined, one.since if one.quarantined is not None else None
+            states.append(EngineState(one.index, one.url, one.served, why is not None, len(one.calls), why, since))
+        return tuple(states)
 
     async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample a group on one engine. Waits up to the request deadline while no engine is admitted.
@@ -117,7 +124,12 @@ class Fleet:
                 return await self._ask(asked, prompt, num_samples, sampling)
             except (EngineUnavailableError, EngineVersionError) as error:
                 failures.append(str(error))
-                if await self._is_only_an_answer(asked, error):
+                # SGLang ends a request with 500 or 503 for reasons of that request, too: no memory for it alone, a full
+                # queue. Such an engine is doubted only after several.
+                only_an_answer = isinstance(error, BadAnswerError)
+                if isinstance(error, RequestFailedError) and asked is not None:
+                    only_an_answer = await serves(asked, self._oldest_allowed)
+                if only_an_answer:
                     doubted |= set() if asked is None else {asked}
                     await self._pool.answered_badly(asked, str(error))
                 else:
@@ -149,7 +161,7 @@ class Fleet:
         target = Target(version, directory, check or WeightCheck.load(directory, version))
         async with self._updates.take("publish", self._load_deadline_s) as update:
             watch.lap("lock_s")
-            self._target = target
+            self._aim_at(target)
             results, ends = list[dict[str, float] | str](), time.monotonic() + self._load_deadline_s
             while not any(isinstance(result, dict) for result in results):
                 engines, absent = await self._answering()
@@ -168,8 +180,8 @@ class Fleet:
         A fleet that is monitored returns as soon as one engine is admitted; the monitor sees to the others. When
         another process has meanwhile given another version, the caller is behind: no engine is given weights.
         """
-        self._target = await asyncio.to_thread(Target.read, version, directory, self._target)
-        await self._share(self._resync)
+        self._aim_at(await asyncio.to_thread(Target.read, version, directory, self._target))
+        await self._share_resync()
 
     @asynccontextmanager
     async def monitored(self, published: Callable[[], tuple[int, Path]]) -> AsyncIterator[None]:
@@ -178,7 +190,7 @@ class Fleet:
         role, is raised by the next `generate`."""
 
         async def resync(engines: Sequence[PooledEngine]) -> None:
-            self._target = await asyncio.to_thread(Target.read, *published(), self._target)
+            self._aim_at(await asyncio.to_thread(Target.read, *published(), self._target))
             await self._resync_engines(engines)
 
         monitor = Monitor(self._pool, self._updates, resync, lambda: published()[0])
@@ -202,11 +214,6 @@ class Fleet:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
         await self._pool.close()
-
-    @property
-    def _oldest_allowed(self) -> int | None:
-        """The version that an engine should serve at least."""
-        return self._target.version if self._target else None
 
     async def _ask(
         self, engine: PooledEngine | None, prompt: Sequence[int], num_samples: int, sampling: Sampling
@@ -234,45 +241,38 @@ class Fleet:
             if self._monitor is not None and self._monitor.done():
                 self._monitor.result()
             if not self._pool.admitted and self._monitor is None:
-                await self._share(self._readmit)
+                await self._share_resync()
             if admitted := self._pool.admitted:
                 return min(admitted, key=lambda engine: (engine in doubted, len(engine.calls)))
             self._pool.check_refusals()
             if time.monotonic() > ends:
+                quarantined = self._pool.quarantined[:3]
+                reasons = "".join(f"; engine {one.index}: {one_line(one.quarantined, 400)}" for one in quarantined)
                 raise EngineUnavailableError(
                     f"none of {len(self._pool.engines)} engines came back within {self._request_deadline_s:g} s; "
-                    f"see logs/ of the run for why they died{self._pool.reasons()}"
+                    f"see logs/ of the run for why they died{reasons}"
                 )
             await asyncio.sleep(_PROBE_PAUSE_S)
 
-    async def _is_only_an_answer(self, engine: PooledEngine | None, error: RetryableError) -> bool:
-        """Whether an answer was bad, and there is no reason yet to doubt all of the engine's. SGLang ends a request
-        with 500 or 503 for reasons of that request, too: no memory for it alone, a full queue."""
-        if isinstance(error, RequestFailedError) and engine is not None:
-            return await serves(engine, self._oldest_allowed)
-        return isinstance(error, BadAnswerError)
+    def _aim_at(self, target: Target) -> None:
+        self._target, self._oldest_allowed = target, target.version
 
-    async def _share(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Many callers share one resync that is under way."""
+    async def _share_resync(self) -> None:
+        """Resync, together with other callers where a resync is under way."""
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(work())
+            self._probe = asyncio.create_task(self._resync())
         await asyncio.shield(self._probe)
 
-    async def _readmit(self) -> None:
-        """Give every quarantined engine a chance to come back."""
-        if self._target is not None:
-            await self._resync()
-            return
-        await self._pool.refresh()
-        for engine in self._pool.returnable:
-            served, _ = await look(engine)
-            if served is not None:
-                await self._pool.admit(engine, served)
-
     async def _resync(self) -> None:
+        """Give every quarantined engine a chance to come back."""
         target = self._target
-        assert target is not None, "resync names it"
         await self._pool.refresh()
+        if target is None:
+            for engine in self._pool.returnable:
+                served, _ = await look(engine)
+                if served is not None:
+                    await self._pool.admit(engine, served)
+            return
         admitted, settled = self._pool.admitted, self._updates.settled()
         found = await all_of(look(engine) for engine in admitted)
         if settled is not None and self._updates.newest() == settled[0]:
@@ -291,27 +291,26 @@ class Fleet:
         async with self._updates.take(kind, self._load_deadline_s) as update:
             # What was given last may be remembered wrongly for a while (cached listings), but versions only rise.
             superseded = update.given is not None and update.given > target.version
-            await all_of(self._resync_one(engine, target, update.number, superseded) for engine in engines)
-
-    async def _resync_one(self, engine: PooledEngine, target: Target, number: int, superseded: bool) -> None:
-        try:
-            await self._bring_back(engine, target, number, superseded)
-        except FatalError as error:
-            await self._pool.refused(engine, error)
+            await all_of(self._bring_back(engine, target, update.number, superseded) for engine in engines)
 
     async def _bring_back(self, engine: PooledEngine, target: Target, number: int, superseded: bool) -> None:
         engine.client.take_part(number)
-        served, claimed = await look(engine)
-        if claimed == target.version and await self._holds(engine, target):
-            await self._pool.admit(engine, target.version)
-        elif not await engine.client.health():
-            await self._pool.quarantine(engine, "it does not answer")
-        elif not superseded:
-            await self._update_engine(engine, target, number, UPDATE_ATTEMPTS - (claimed == target.version))
-        elif served is not None and served > target.version and engine.is_believed:
-            await self._pool.admit(engine, served)
-        else:
-            await self._pool.quarantine(engine, f"it serves version {served}, and a later one than {target.version}")
+        try:
+            served, claimed = await look(engine)
+            if claimed == target.version and await self._holds(engine, target):
+                await self._pool.admit(engine, target.version)
+            elif not await engine.client.health():
+                await self._pool.quarantine(engine, "it does not answer")
+            elif not superseded:
+                await self._update_engine(engine, target, number, UPDATE_ATTEMPTS - (claimed == target.version))
+            elif served is not None and served > target.version and engine.is_believed:
+                await self._pool.admit(engine, served)
+            else:
+                await self._pool.quarantine(
+                    engine, f"it serves version {served}, and a later one than {target.version}"
+                )
+        except FatalError as error:
+            await self._pool.refused(engine, error)
 
     async def _holds(self, engine: PooledEngine, target: Target) -> bool:
         """Whether an engine that claims the version holds this run's; False too where nothing can tell."""
@@ -329,10 +328,19 @@ class Fleet:
         """
         ends = time.monotonic() + self._load_deadline_s
         self._pool.router_is_suspect = False
+
+        async def is_well(engine: PooledEngine) -> bool:
+            deadline_s = AGAIN_DEADLINE_S if engine.member in self._silent else LOOK_DEADLINE_S
+            try:
+                return not engine.member.silent and await engine.client.health(deadline_s)
+            except FatalError as error:
+                await self._pool.refused(engine, error)
+            return False
+
         while True:
             await self._pool.refresh()
             engines = self._pool.engines
-            healthy = await all_of(self._is_well(engine) for engine in engines)
+            healthy = await all_of(is_well(engine) for engine in engines)
             if any(healthy):
                 break
             if time.monotonic() > ends:
@@ -349,30 +357,33 @@ class Fleet:
             left_out[engine.index] = f"engine {engine.index} at {engine.url}: {why}"
         return [engine for engine in engines if engine.index not in left_out], left_out
 
-    async def _is_well(self, engine: PooledEngine) -> bool:
-        if engine.member.silent:
-            return False
-        try:
-            return await engine.client.health(AGAIN_DEADLINE_S if engine.member in self._silent else LOOK_DEADLINE_S)
-        except FatalError as error:
-            await self._pool.refused(engine, error)
-        return False
-
     async def _update_engine(
         self, engine: PooledEngine, target: Target, number: int, attempts_left: int = UPDATE_ATTEMPTS
     ) -> dict[str, float] | str:
         """Give the weights and verify them, `attempts_left` times at most. What it took, or why it is quarantined."""
-        engine.client.take_part(number)
+        client = engine.client
+        client.take_part(number)
         try:
             own, seconds = await self._while_alive(engine, prepared(self._pool, engine, target, self._load_deadline_s))
-            while True:
+            while attempts_left:
+                attempts_left -= 1
+                watch, loaded = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version), False
                 try:
-                    seconds |= await self._update_engine_once(engine, own)
-                    break
-                except EngineVersionError:
-                    attempts_left -= 1
-                    if attempts_left <= 0:
+                    await self._while_alive(engine, client.pause())
+                    watch.lap("pause_s")
+                    loading = client.update_from_disk(target.version, own.directory, deadline_s=self._load_deadline_s)
+                    await self._while_alive(engine, loading)
+                    watch.lap("load_s")
+                    loaded = True
+                    checked = await self._while_alive(engine, self._verify(engine, target.version, own.coming))
+                except EvenKeelError as error:
+                    if not loaded and not isinstance(error, EngineHungError):
+                        await invalidate(client)  # a load that failed may have changed part of the weights
+                    if not attempts_left or not isinstance(error, EngineVersionError):
                         raise
+                else:
+                    seconds |= watch.seconds | checked
+                    break
             await self._pool.admit(engine, target.version)
         except RetryableError as error:
             await self._pool.quarantine(engine, str(error))
@@ -380,22 +391,6 @@ class Fleet:
         except FatalError as error:
             return await self._pool.refused(engine, error)
         return seconds
-
-    async def _update_engine_once(self, engine: PooledEngine, target: Target) -> dict[str, float]:
-        watch = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version)
-        client = engine.client
-        try:
-            await self._while_alive(engine, client.pause())
-            watch.lap("pause_s")
-            loading = client.update_from_disk(target.version, target.directory, deadline_s=self._load_deadline_s)
-            await self._while_alive(engine, loading)
-            watch.lap("load_s")
-        except EngineHungError:
-            raise
-        except EvenKeelError:
-            await invalidate(client)  # a load that failed may have changed part of the weights
-            raise
-        return watch.seconds | await self._while_alive(engine, self._verify(engine, target.version, target.coming))
 
     async def _while_alive(self, engine: PooledEngine, call: Coroutine[Any, Any, T]) -> T:
         """See Transport.while_alive. An engine whose role says that it hangs is not waited for."""
@@ -418,29 +413,27 @@ class Target:
     version: int
     directory: Path
     check: WeightCheck | None
+    coming: ComingCheck = field(init=False, compare=False, repr=False)
+    """The check, all of which is there."""
+    has_digests: bool = field(init=False, compare=False, repr=False)
+    """Whether checksums alone tell the version's weights from all others."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coming", ComingCheck.known(self.version, self.check))
+        object.__setattr__(self, "has_digests", self.check is not None and bool(self.check.digests))
 
     @staticmethod
     def read(version: int, directory: Path, known: Target | None = None) -> Target:
-        """That of a policy folder, with the check in it. Where no digests tell whether an engine holds these weights,
-        the files are compared with their checksums, unless it is the target that was `known` before. Raises StoreError
-        for a folder that is damaged, or that of another version."""
+        """Read the target of a policy folder, with the check in it. Where no digests tell whether an engine holds these
+        weights, the files are compared with their checksums, unless it is the target that was `known` before. Raises
+        StoreError for a folder that is damaged, or that of another version."""
         target = Target(version, directory, WeightCheck.load(directory, version))
         if target != known and target.check is not None and not target.has_digests:
             verify_folder(directory, "stop the run and repair it: `evenkeel repair`")
         return target
 
-    @property
-    def coming(self) -> ComingCheck:
-        """The check, all of which is there."""
-        return ComingCheck.known(self.version, self.check)
-
-    @property
-    def has_digests(self) -> bool:
-        """Whether checksums alone tell the version's weights from all others."""
-        return self.check is not None and bool(self.check.digests)
-
     def of_map(self, engine: Member) -> Target:
-        """The same for one engine, in the formats of the quant map that it was started with.
+        """Return the target of one engine, in the formats of the quant map that it was started with.
 
         Raises EngineVersionError where the version was published after the last engine with that map had gone.
         """
@@ -449,18 +442,13 @@ class Target:
         older = older_folder(self.directory, engine.quant_map)
         if older.is_dir():
             return Target(self.version, older, WeightCheck.load(older, self.version))
-        newest = self._quant_map
+        newest = digest_of(read_quant_map(self.directory))
         if newest not in ("", engine.quant_map):  # empty where the folder behind a broadcast was not written yet
             raise EngineVersionError(
                 f"engine {engine.index} at {engine.url} was started with quant map {engine.quant_map}, and version "
                 f"{self.version} is there for map {newest} alone; it is started again with that when it is its turn"
             )
         return self
-
-    @cached_property
-    def _quant_map(self) -> str:
-        """Digest of the map of the folder, read once for all engines."""
-        return digest_of(read_quant_map(self.directory))
 
 
 class FleetSettings(TypedDict):
@@ -524,7 +512,10 @@ class Monitor:
             resyncing, self._resyncing = self._resyncing, None
             resyncing.result()
         await self._pool.refresh()
-        settled = await asyncio.to_thread(self._settled)
+        settled = await asyncio.to_thread(self._updates.settled)
+        if settled is not None:
+            # Versions only rise: a lower one is what an update that saw a cached listing has remembered.
+            settled = settled[0], max(await asyncio.to_thread(self._published), settled[1] or 0)
         engines = self._pool.engines
         began = time.monotonic()
         await asyncio.gather(*(look(engine) for engine in engines if not engine.member.silent))
@@ -533,38 +524,20 @@ class Monitor:
             seen = [engine for engine in engines if engine.answered >= began and engine.served != settled[1]]
             wrong = {engine: f"it serves version {engine.served}, expected {settled[1]}" for engine in seen}
         for engine in engines:
-            await self._judge(engine, wrong.get(engine))
+            silent_s, reason, abandons = time.monotonic() - engine.answered, engine.trouble, engine.quarantined is None
+            if not reason and abandons:
+                # A publish that lost an engine of another version left it paused: it would not answer.
+                silent = f"it has answered nothing for {silent_s:.0f} s"
+                reason = silent if silent_s > SILENCE_S else wrong.get(engine, "")
+            if reason and engine.quarantined != reason:
+                await self._pool.quarantine(engine, reason)
+            if reason and abandons:
+                self._pool.abandon(engine, reason)
         answering = [e for e in self._pool.returnable if e.answered >= began and e.try_at <= time.monotonic()]
         if answering and self._resyncing is None:
             self._resyncing = asyncio.create_task(self._try_to_resync(answering))
         if self._syncing is None or self._syncing.done():  # beside it: a router that hangs delays no look
             self._syncing = asyncio.create_task(self._pool.sync_router())
-
-    def _settled(self) -> tuple[int, int] | None:
-        """Return the newest update and the version that engines should serve; None while one is under way."""
-        settled = self._updates.settled()
-        if settled is None:
-            return None
-        # Versions only rise: a lower one is what an update that saw a cached listing has remembered.
-        return settled[0], max(self._published(), settled[1] or 0)
-
-    async def _judge(self, engine: PooledEngine, wrong: str | None) -> None:
-        if engine.trouble:
-            admitted, reason = engine.quarantined is None, engine.trouble
-            if engine.quarantined != reason:
-                await self._pool.quarantine(engine, reason)
-            if admitted:
-                self._pool.abandon(engine, reason)
-        if engine.quarantined is not None:
-            return
-        silent_s = time.monotonic() - engine.answered
-        if silent_s > SILENCE_S:
-            reason = f"it has answered nothing for {silent_s:.0f} s"
-            await self._pool.quarantine(engine, reason)
-            self._pool.abandon(engine, reason)
-        elif wrong is not None:
-            await self._pool.quarantine(engine, wrong)
-            self._pool.abandon(engine, wrong)  # a publish that lost it left it paused: it would not answer
 
     async def _try_to_resync(self, engines: Sequence[PooledEngine]) -> None:
         try:
@@ -594,7 +567,8 @@ async def prepared(
     member = engine.member
     own = await asyncio.to_thread(target.of_map, member)
     if member.replicas:
-        name = await asyncio.to_thread(_name_of, own)
+        link = await asyncio.to_thread(read_link, own.directory.parent, own.version)
+        name = replica_name(own.version, link.state)
         own = replace(own, directory=await _replica(pool, member, own.version, name, deadline_s))
     elif not is_whole(own.directory):
         raise EngineVersionError(
@@ -604,13 +578,9 @@ async def prepared(
     watch.lap("prepare_s")
     if engine.quarantined is None:  # else it serves nobody, and may be paused
         with suppress(EngineUnavailableError, EngineVersionError):  # loading it, paused, says what is wrong
-            await engine.client.stage(own.directory, deadline_s=deadline_s)
+            await engine.client.stage_folder(own.directory, deadline_s=deadline_s)
     watch.lap("stage_s")
     return own, watch.seconds
-
-
-def _name_of(target: Target) -> str:
-    return replica_name(target.version, read_link(target.directory.parent, target.version).state)
 
 
 async def _replica(pool: EnginePool, member: Member, version: int, name: str, deadline_s: float) -> Path:

@@ -9,11 +9,10 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from pipeline.errors import EngineUnavailableError, EngineVersionError
+from pipeline.errors import EngineVersionError
 from precision.text import quoted
-from rollout_sglang.transport import Transport
 
 UNKNOWN_ENGINE = 2**16 - 1
 """Index of the engine of a completion that came through a router, which does not say who answered."""
@@ -117,15 +116,12 @@ class RankChecksums(Answer):
     """The checksums of one process of an engine, by name of parameter."""
 
     checksums: dict[str, str]
-    parallelism_info: Placement | Annotated[list[Placement], Field(min_length=1)]
-    """One entry for each model of the process (the policy and, with speculative decoding, its drafts); before 0.5.21
-    that of the policy alone."""
-
-    @property
-    def tp_rank(self) -> int:
-        """Of the process."""
-        found = self.parallelism_info
-        return (found if isinstance(found, Placement) else found[0]).tp_rank
+    parallelism_info: Annotated[
+        list[Placement],
+        BeforeValidator(lambda said: said if isinstance(said, list) else [said]),
+        Field(min_length=1),
+    ]
+    """One entry for each model of the process: the policy, then its drafts for speculative decoding."""
 
 
 class Checksums(Answer):
@@ -156,8 +152,8 @@ _VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def policy_version(weight_version: str) -> int:
-    """The policy version that SGLang's `weight_version` stands for. Raises EngineVersionError when it is not one of
-    ours, or unverified."""
+    """Return the policy version that SGLang's `weight_version` stands for. Raises EngineVersionError when it is not one
+    of ours, or unverified."""
     if _VERSION.fullmatch(weight_version):
         return int(weight_version)
     raise EngineVersionError(
@@ -167,7 +163,7 @@ def policy_version(weight_version: str) -> int:
 
 
 def claimed_version(weight_version: str) -> int | None:
-    """The policy version that an engine claims to hold, verified or not; None when it is none of ours."""
+    """Return the policy version that an engine claims to hold, verified or not; None when it is none of ours."""
     name = weight_version.removeprefix(UNVERIFIED)
     return int(name) if _VERSION.fullmatch(name) else None
 
@@ -175,7 +171,6 @@ def claimed_version(weight_version: str) -> int | None:
 SPANS_SINCE = (0, 5, 19)
 SESSIONS_SINCE = (0, 5, 21)
 EXPERTS_SINCE = (0, 5, 23)
-_SESSIONS_SINCE = ".".join(map(str, SESSIONS_SINCE))
 ABORTED = 499
 """Status of a request that was aborted before the engine took it up; 0.5.17 only."""
 
@@ -200,15 +195,8 @@ class Dialect:
     stages: bool
     """Whether it may be asked to take weights while it serves."""
 
-    @property
-    def no_tensors(self) -> str:
-        """Why the engine cannot be sent tensors; empty when it can."""
-        if self.sessions or not self.quantizes:
-            return ""
-        return (
-            f"SGLang {self.version} cannot be sent tensors for weights that it quantizes itself, {_SESSIONS_SINCE} "
-            "can; use weights.channel disk, rollout.precision fp8_block, or a newer SGLang"
-        )
+    no_tensors: str
+    """Why the engine cannot be sent tensors; empty when it can."""
 
 
 class ServerInfo(BaseModel):
@@ -223,37 +211,24 @@ class ServerInfo(BaseModel):
 
 
 def dialect_of(info: ServerInfo) -> Dialect:
-    """A version that is no release (`0.0.0.dev0`, a build from source) counts as the newest."""
+    """Return what a server can do. A version that is no release (`0.0.0.dev0`, a build from source) counts as the
+    newest."""
     found = re.match(r"([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})", info.version)
     number = tuple(map(int, found.groups())) if found else (0, 0, 0)
     released = number if any(number) else EXPERTS_SINCE
+    sessions = released >= SESSIONS_SINCE
+    no_tensors = (
+        f"SGLang {info.version} cannot be sent tensors for weights that it quantizes itself, "
+        f"{'.'.join(map(str, SESSIONS_SINCE))} can; use weights.channel disk, rollout.precision fp8_block, or a newer "
+        "SGLang"
+    )
     return Dialect(
         version=info.version,
         pause="retract" if released >= SPANS_SINCE else "abort",
-        sessions=released >= SESSIONS_SINCE,
+        sessions=sessions,
         records_experts=released >= EXPERTS_SINCE,
         quantizes=info.quantization is not None,
+        no_tensors="" if sessions or info.quantization is None else no_tensors,
         overlaps=not info.disable_overlap_schedule,
         stages=info.device == "cpu",
     )
-
-
-class DialectOf:
-    """The dialect of the server behind a transport; the server is asked once."""
-
-    def __init__(self, transport: Transport, deadline_s: float) -> None:
-        self._transport = transport
-        self._deadline_s = deadline_s
-        self._found: Dialect | None = None
-
-    async def __call__(self) -> Dialect:
-        """Raises EngineUnavailableError when the server does not say."""
-        if self._found is None:
-            answer = await self._transport.call("GET", "/server_info", deadline_s=self._deadline_s)
-            try:
-                self._found = dialect_of(ServerInfo.model_validate_json(answer.content))
-            except ValidationError:
-                raise EngineUnavailableError(
-                    f"{self._transport.url}/server_info names no version of SGLang; see what listens there"
-                ) from None
-        return self._found

@@ -7,7 +7,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -46,22 +45,7 @@ Take = Callable[[httpx.Response, AsyncIterator[bytes]], Awaitable[T]]
 """Makes something of an answer, whose bytes come in parts; the response has its status alone."""
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """A request, and what may be answered."""
-
-    method: str
-    path: str
-    json: Any = None
-    accept: tuple[int, ...] = ()
-    """Statuses beside 200…299."""
-    most_bytes: int = MOST_BYTES
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    """Cached, because reading the certificates of the machine takes longer than a call."""
-    return ssl.create_default_context()
+_tls = cache(ssl.create_default_context)  # reading the certificates of the machine takes longer than a call
 
 
 class Transport:
@@ -94,17 +78,28 @@ class Transport:
         repeatable: bool = True,
         most_bytes: int = MOST_BYTES,
     ) -> httpx.Response:
-        """The whole answer, with a status of 200…299 or one in `accept`. Raises as `read` does."""
+        """Return the whole answer, with a status of 200…299 or one in `accept`. Raises as `read` does."""
 
         async def whole(response: httpx.Response, parts: AsyncIterator[bytes]) -> httpx.Response:
             content = b"".join([part async for part in parts])
             return httpx.Response(response.status_code, content=content, request=response.request)
 
-        exchange = Exchange(method, path, json=json, accept=accept, most_bytes=most_bytes)
-        return await self.read(exchange, whole, deadline_s=deadline_s, repeatable=repeatable)
+        options: dict[str, Any] = dict(json=json, accept=accept, repeatable=repeatable, most_bytes=most_bytes)
+        return await self.read(method, path, whole, deadline_s=deadline_s, **options)
 
-    async def read(self, exchange: Exchange, take: Take[T], *, deadline_s: float, repeatable: bool = True) -> T:
-        """What `take` makes of an answer with a status of 200…299 or one that the exchange accepts, while it comes.
+    async def read(
+        self,
+        method: str,
+        path: str,
+        take: Take[T],
+        *,
+        deadline_s: float,
+        json: Any = None,
+        accept: tuple[int, ...] = (),
+        repeatable: bool = True,
+        most_bytes: int = MOST_BYTES,
+    ) -> T:
+        """Return what `take` makes of an answer with a status of 200…299 or one in `accept`, while it comes.
 
         Connections that break are tried again, unless the call is not `repeatable`; `take` begins anew then.
         Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, RequestFailedError for an
@@ -112,30 +107,53 @@ class Transport:
         when a later weight update has overtaken the one of this call (409), FatalError when the server refuses the
         request itself (other 4xx), and what `take` raises.
         """
-        what = f"{exchange.method} {self.url}{exchange.path}"
+        what, attempts = f"{method} {self.url}{path}", CONNECT_ATTEMPTS if repeatable else 1
+        headers = {} if self.update is None else {UPDATE_HEADER: str(self.update)}
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._send(
-                    what, lambda: self._exchange(exchange, take), CONNECT_ATTEMPTS if repeatable else 1
-                )
+                for attempt in range(1, attempts + 1):
+                    try:
+                        async with self._http.stream(method, path, json=json, headers=headers) as response:
+                            if not response.is_success and response.status_code not in accept:
+                                raise await _refusal(response)
+                            return await take(response, _parts(response, most_bytes))
+                    except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+                        if attempt == attempts:
+                            raise EngineUnavailableError(
+                                f"{what}: {type(error).__name__} {one_line(error, 300)} ({attempt} attempts); "
+                                "see the log of the server"
+                            ) from error
+                        await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
         except TimeoutError:
             raise EngineUnavailableError(
                 f"{what} got no answer within {deadline_s:g} s; the server hangs or is overloaded"
             ) from None
+        except httpx.LocalProtocolError:
+            # httpx quotes the header that it does not send, and the key is in it.
+            raise EngineUnavailableError(
+                f"{what} cannot be sent; is the API key printable ASCII without blanks?"
+            ) from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise EngineUnavailableError(
+                f"{what}: {type(error).__name__} {one_line(error, 300)}; see the log of the server"
+            ) from error
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def while_alive(self, call: Coroutine[Any, Any, T], lost: Lost = lambda: None) -> T:
-        """The result of a call that may take minutes, given up when the server answers nothing else meanwhile, or when
-        `lost` says why nobody need wait: a server that hangs costs seconds, not the deadline of the call. Raises
-        EngineHungError then."""
+        """Return the result of a call that may take minutes, given up when the server answers nothing else meanwhile,
+        or when `lost` says why nobody need wait: a server that hangs costs seconds, not the deadline of the call.
+        Raises EngineHungError then."""
         task, answered = asyncio.create_task(call), time.monotonic()
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=_LOOK_PAUSE_S)
                 if not task.done() and (reason := await asyncio.to_thread(lost)) is not None:
                     raise EngineHungError(f"{self.url}: {reason}")
-                if task.done() or await self._answers():
+                with suppress(EvenKeelError):
+                    if not task.done():
+                        await self.call("GET", "/health", deadline_s=LOOK_DEADLINE_S)
                     answered = time.monotonic()
-                elif time.monotonic() - answered > SILENCE_S:
+                if not task.done() and time.monotonic() - answered > SILENCE_S:
                     raise EngineHungError(
                         f"{self.url} has answered nothing for {SILENCE_S:g} s; its host or the network to it is gone"
                     )
@@ -144,50 +162,14 @@ class Transport:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _answers(self) -> bool:
-        with suppress(EvenKeelError):
-            await self.call("GET", "/health", deadline_s=LOOK_DEADLINE_S)
-            return True
-        return False
-
-    async def _send(self, what: str, ask: Callable[[], Awaitable[T]], attempts: int) -> T:
-        for attempt in range(1, attempts + 1):
-            try:
-                return await ask()
-            except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
-                if attempt == attempts:
-                    raise EngineUnavailableError(
-                        f"{what}: {type(error).__name__} {one_line(error, 300)} ({attempt} attempts); "
-                        "see the log of the server"
-                    ) from error
-                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
-            except httpx.LocalProtocolError:
-                # httpx quotes the header that it does not send, and the key is in it.
-                raise EngineUnavailableError(
-                    f"{what} cannot be sent; is the API key printable ASCII without blanks?"
-                ) from None
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise EngineUnavailableError(
-                    f"{what}: {type(error).__name__} {one_line(error, 300)}; see the log of the server"
-                ) from error
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    async def _exchange(self, exchange: Exchange, take: Take[T]) -> T:
-        """One request and its answer, cut off where it becomes larger than it can rightly be."""
-        headers = {} if self.update is None else {UPDATE_HEADER: str(self.update)}
-        async with self._http.stream(exchange.method, exchange.path, json=exchange.json, headers=headers) as response:
-            if not response.is_success and response.status_code not in exchange.accept:
-                raise _refusal(response, await _beginning(response))
-            return await take(response, _parts(response, exchange.most_bytes))
-
     async def close(self) -> None:
         """Release the connections."""
         await self._http.aclose()
 
 
 async def _parts(response: httpx.Response, most_bytes: int) -> AsyncIterator[bytes]:
-    """Its bytes, as they come. Raises BadAnswerError as soon as there are more than `most_bytes`, or when they are
-    compressed: a few bytes may become gigabytes, and nobody asked for it."""
+    """Yield the bytes of an answer as they come. Raises BadAnswerError as soon as there are more than `most_bytes`, or
+    when they are compressed: a few bytes may become gigabytes, and nobody asked for it."""
     what = f"{response.request.method} {response.request.url}"
     if (encoding := response.headers.get("Content-Encoding", "identity").strip().lower()) not in ("identity", ""):
         raise BadAnswerError(f"{what} was answered in the encoding {quoted(encoding)}, which nobody asked for")
@@ -202,18 +184,15 @@ async def _parts(response: httpx.Response, most_bytes: int) -> AsyncIterator[byt
         yield part
 
 
-async def _beginning(response: httpx.Response) -> bytes:
-    body = bytearray()
+async def _refusal(response: httpx.Response) -> EvenKeelError:
+    """Return the error for an answer that refuses its call, with the beginning of what it says."""
+    beginning = bytearray()
     async for part in response.aiter_raw():
-        body += part
-        if len(body) >= REFUSAL_BYTES:
+        beginning += part
+        if len(beginning) >= REFUSAL_BYTES:
             break
-    return bytes(body[:REFUSAL_BYTES])
-
-
-def _refusal(response: httpx.Response, beginning: bytes) -> EvenKeelError:
     request = response.request
-    said = one_line(beginning.decode("utf-8", "replace"), 400)
+    said = one_line(beginning[:REFUSAL_BYTES].decode("utf-8", "replace"), 400)
     what = f"{request.method} {request.url} answered {response.status_code}: {said}"
     if response.status_code in (401, 403):
         return FatalError(f"{what}; the server was started with another API key")

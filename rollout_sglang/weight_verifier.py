@@ -28,7 +28,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from pipeline.errors import EngineVersionError, EvenKeelError
 from pipeline.ports.weights import ComingCheck, WeightCheck, come, mean_gap_nats
@@ -43,32 +42,13 @@ Held = Sequence[Mapping[str, str]]
 """For each tensor parallel rank, parameter → digest."""
 
 
-@dataclass
-class ReferenceChecksums:
-    """Where digests are not known: the checksums of the first engine that was verified, which the others must have."""
-
-    version: int | None = None
-    check: WeightCheck | None = None
-    url: str = ""
-    held: Held = field(default=())
-
-    def agree(self, engine: EngineClient, version: int, check: WeightCheck, held: Held) -> None:
-        """Compare an engine that has passed everything else with the first. Raises EngineVersionError.
-
-        A version may be published again with other weights. Its check differs then, and a new first engine is taken.
-        """
-        if (version, check) == (self.version, self.check):
-            _compare(engine, version, held, self.held, f"{self.url} holds")
-        else:
-            self.version, self.check, self.url, self.held = version, check, engine.url, held
-
-
 class WeightVerifier:
     """Verifies engines, and remembers the first of each version as the others' reference."""
 
     def __init__(self, deadline_s: float) -> None:
         """`deadline_s` bounds one engine's checksum of all of its weights."""
-        self._reference = ReferenceChecksums()
+        self._reference: tuple[int, WeightCheck, str, Held] | None = None
+        """Where digests are not known: version, check, URL and checksums of the first engine that was verified."""
         self._deadline_s = deadline_s
 
     async def verify(
@@ -82,22 +62,6 @@ class WeightVerifier:
         Raises EngineVersionError with what is wrong, RetryableError when it does not answer.
         """
         watch = Stopwatch(lane=f"engine {engine.index}/weights", version=version)
-        held = await self._named(engine, version, check, formats_are_known)
-        watch.lap("checksum_s")
-        try:
-            measured = await verify_probe(engine, check)
-            if held is not None and not await come(check.digests):
-                self._reference.agree(engine, version, check.whole(), held)
-        except EvenKeelError:
-            await invalidate(engine)
-            raise
-        watch.lap("probe_s")
-        verify_s = sum(watch.seconds.values())
-        return watch.seconds | {"verify_s": verify_s, "engines_checked": float(held is not None)} | measured
-
-    async def _named(
-        self, engine: EngineClient, version: int, check: ComingCheck, formats_are_known: bool
-    ) -> Held | None:
         try:
             held = await verify_checksums(
                 engine, version, check, deadline_s=self._deadline_s, formats_are_known=formats_are_known
@@ -107,7 +71,22 @@ class WeightVerifier:
             await invalidate(engine)  # which resumes it, too
             raise
         await engine.resume()
-        return held
+        watch.lap("checksum_s")
+        try:
+            measured = await verify_probe(engine, check)
+            if held is not None and not await come(check.digests):
+                # A version may be published again with other weights: with another check, and another first engine.
+                if self._reference is not None and self._reference[:2] == (version, check.whole()):
+                    _, _, url, expected = self._reference
+                    _compare(engine, version, held, expected, f"{url} holds")
+                else:
+                    self._reference = version, check.whole(), engine.url, held
+        except EvenKeelError:
+            await invalidate(engine)
+            raise
+        watch.lap("probe_s")
+        verify_s = sum(watch.seconds.values())
+        return watch.seconds | {"verify_s": verify_s, "engines_checked": float(held is not None)} | measured
 
 
 async def invalidate(engine: EngineClient) -> None:
@@ -126,14 +105,23 @@ async def invalidate(engine: EngineClient) -> None:
 async def verify_checksums(
     engine: EngineClient, version: int, check: ComingCheck, *, deadline_s: float, formats_are_known: bool = False
 ) -> Held | None:
-    """The checksums of the engine, paused or not, compared with the check's digests where there are any; None where
-    the server cannot tell.
+    """Return the checksums of the engine, paused or not, compared with the check's digests where there are any; None
+    where the server cannot tell.
 
-    Raises EngineVersionError naming the first parameter that differs, RetryableError when the engine does not answer.
+    Raises EngineVersionError naming the first parameter that differs, or modules in other formats than the check's,
+    RetryableError when the engine does not answer.
     """
     await engine.verify(version)
-    if not formats_are_known:
-        await verify_formats(engine, check, deadline_s=deadline_s)
+    # Formats are not compared where the check names none, or the server cannot tell: this package did not start it.
+    if check.formats is not None and not formats_are_known:
+        ranks = await engine.formats(deadline_s=deadline_s)
+        if findings := [] if ranks is None else audit(ranks, check.formats):
+            named = "; ".join(map(str, findings[:NAMED_FINDINGS]))
+            raise EngineVersionError(
+                f"engine {engine.index} at {engine.url} holds {len(findings)} modules of version {check.version} in "
+                f"other formats than the quant map: {named}; it gets no requests until it is started with the policy's "
+                "own config.json, and without arguments that name a quantization"
+            )
     held = await engine.checksums(deadline_s=deadline_s)
     digests = await come(check.digests)
     if held is not None and digests:
@@ -141,27 +129,9 @@ async def verify_checksums(
     return held
 
 
-async def verify_formats(engine: EngineClient, check: ComingCheck, *, deadline_s: float) -> None:
-    """Compare the formats that the engine holds with those of the check. Raises EngineVersionError naming modules.
-
-    Nothing is compared where the check names none, or where the server cannot tell: it was not started by this package.
-    """
-    if check.formats is None:
-        return
-    ranks = await engine.formats(deadline_s=deadline_s)
-    findings = [] if ranks is None else audit(ranks, check.formats)
-    if findings:
-        named = "; ".join(map(str, findings[:NAMED_FINDINGS]))
-        raise EngineVersionError(
-            f"engine {engine.index} at {engine.url} holds {len(findings)} modules of version {check.version} in other "
-            f"formats than the quant map: {named}; it gets no requests until it is started with the policy's own "
-            "config.json, and without arguments that name a quantization"
-        )
-
-
 async def verify_probe(engine: EngineClient, check: ComingCheck) -> dict[str, float]:
-    """With a probe, probe_gap_nats, and probe_kernels_nats where the formats were emulated: mean gaps to the learner
-    plainly, and with the rollout's formats. The engine must not be paused. Raises EngineVersionError."""
+    """Return, with a probe, probe_gap_nats, and probe_kernels_nats where the formats were emulated: mean gaps to the
+    learner plainly, and with the rollout's formats. The engine must not be paused. Raises EngineVersionError."""
     scored = await engine.prompt_logprobs(check.rows) if check.rows else []
     probe = await come(check.probe)
     if probe is None:

@@ -424,8 +424,8 @@ MUTATIONS = (
     Mutation(
         "probabilities over the whole vocabulary are stored beside kept sets",
         "rollout_sglang/answers.py",
-        "    if kept_set:\n        return as_float32(sample.meta_info.output_token_sampling_logprobs or [])\n",
-        "",
+        "logprobs = meta.output_token_sampling_logprobs or []",
+        "logprobs = [row[0] for row in meta.output_token_logprobs or []]",
         (f"{UNIT}/rollout_sglang/test_client.py",),
     ),
     Mutation(

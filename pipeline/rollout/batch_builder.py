@@ -90,7 +90,7 @@ class BatchBuilder:
     _reserve: list[Group] = field(default_factory=list)
 
     def next_prompt(self) -> Prompt | None:
-        """Another prompt to ask, or None past the bound. Groups of solved problems are passed over."""
+        """Return another prompt to ask, or None past the bound. Groups of solved problems are passed over."""
         if self.asked == (1 + self.max_refills) * self.wanted:
             return None
         while (group := self.allocator.take(self.index)) is not None:
@@ -106,26 +106,20 @@ class BatchBuilder:
             self.dropped.append(DroppedGroup.passed_over(group, problem))
         return problem in self.solved
 
-    def keep(self, group: Group) -> bool:
-        """Keep the group for the batch or for the reserve; False when another one should be asked in its place."""
-        self._note(group)
-        wanted = self.max_refills == 0 or self.keeps_equal or is_informative(group)
-        (self.kept if wanted else self._reserve).append(group)
-        return wanted
-
-    def _note(self, group: Group) -> None:
-        """Count what was sampled, whatever becomes of it."""
-        rewards = group.rewards
-        self._num_equal += not is_informative(group)
+    def keep(self, group: Group, *, is_filtered: bool = False) -> bool:
+        """Keep the group for the batch or for the reserve; False when another one should be asked in its place. One
+        that the user's filter does not keep is dropped."""
+        rewards, informative = group.rewards, is_informative(group)
+        self._num_equal += not informative
         self.num_solved += int(is_solved(rewards, self.solved_at).sum())
         if len(rewards):
             self.highest = max(float(rewards.max()), self.highest if self.highest is not None else -math.inf)
-
-    def filter_out(self, group: Group) -> bool:
-        """Drop a group that the user's filter does not keep; another one should be asked in its place."""
-        self.dropped.append(self._sampled(group, "filtered", "prompts.group_filter did not keep it"))
-        self._note(group)
-        return False
+        if is_filtered:
+            self._drop_sampled(group, "filtered", "prompts.group_filter did not keep it")
+            return False
+        wanted = self.max_refills == 0 or self.keeps_equal or informative
+        (self.kept if wanted else self._reserve).append(group)
+        return wanted
 
     def require_kept(self) -> None:
         """After `fill_up`. Raises RewardError when nothing is left since the user's filter dropped it, RecipeError when
@@ -156,29 +150,24 @@ class BatchBuilder:
             if not self._passed_over(group):
                 reason, problem = "not needed when the batch was made again", self.prompts.problem(group)
                 self.dropped.append(DroppedGroup(group=group, reason=reason, problem=problem))
-        self._reserve.sort(key=_number)
+        self._reserve.sort(key=lambda group: group.prompt.group)
         free = self.wanted - len(self.kept)
-        self.kept = sorted([*self.kept, *self._reserve[:free]], key=_number)
+        self.kept = sorted([*self.kept, *self._reserve[:free]], key=lambda group: group.prompt.group)
         for other in self._reserve[free:]:
             rewards = other.rewards
             reason = f"zero variance: all rewards {rewards[0]:g}" if len(rewards) else "no sample has a reward"
-            self.dropped.append(self._sampled(other, "zero_variance", reason))
-        self.dropped.sort(key=_number)
+            self._drop_sampled(other, "zero_variance", reason)
+        self.dropped.sort(key=lambda drop: drop.group)
 
-    def _sampled(self, group: Group, kind: DropKind, reason: str) -> DroppedGroup:
-        """A group that is dropped though it was sampled: its samples count for pass rates."""
+    def _drop_sampled(self, group: Group, kind: DropKind, reason: str) -> None:
+        """Drop a group though it was sampled: its samples count for pass rates."""
         solved = is_solved(group.rewards, self.solved_at)
-        return DroppedGroup(
-            group=group.prompt.group,
-            reason=reason,
-            kind=kind,
-            problem=group.prompt.problem,
-            samples=len(solved),
-            solved=int(solved.sum()),
-        )
+        counts = dict(samples=len(solved), solved=int(solved.sum()))
+        number, problem = group.prompt.group, group.prompt.problem
+        self.dropped.append(DroppedGroup(group=number, reason=reason, kind=kind, problem=problem, **counts))
 
     def figures(self) -> dict[str, int]:
-        """Counts for the event log, after `fill_up`."""
+        """Return counts for the event log, after `fill_up`."""
         kinds = [drop.kind for drop in self.dropped]
         return dict(
             dropped=kinds.count("unfit"),
@@ -208,7 +197,7 @@ def require_scores(batch: Batch) -> None:
 
 
 def is_informative(group: Group) -> bool:
-    """Whether those of its rewards differ that there are: otherwise every advantage that compares them is 0."""
+    """Return whether the rewards of a group differ: otherwise every advantage that compares them is 0."""
     return len(np.unique(group.rewards)) > 1
 
 
@@ -217,7 +206,7 @@ NO_CHANCE_NATS = 30.0
 
 
 def num_repeated(completions: Sequence[Completion], contract: LogprobContract) -> int:
-    """How many of a group's completions repeat another, though by the engine's own log-probabilities there was no
+    """Count the completions of a group that repeat another, though by the engine's own log-probabilities there was no
     chance of it: an engine that draws each with one seed, or copies its answer. Short answers of a policy that is sure
     of them are alike, and are not counted."""
     if contract.top_k != -1 and not contract.kept_set:
@@ -229,10 +218,6 @@ def num_repeated(completions: Sequence[Completion], contract: LogprobContract) -
         surprise = -float(one.logprobs.sum(dtype=np.float64)) - more * int(one.loss_mask.sum())
         alike.setdefault(one.tokens.tobytes(), []).append(surprise)
     return sum(len(same) - 1 for same in alike.values() if sum(same[1:]) >= NO_CHANCE_NATS)
-
-
-def _number(entry: Group | DroppedGroup) -> int:
-    return entry.group if isinstance(entry, DroppedGroup) else entry.prompt.group
 
 
 class GroupAllocator:
@@ -381,7 +366,8 @@ class SolvedPromptFilter:
 
 
 def attempts(batch: Batch, solved_at: float) -> dict[int, Attempts]:
-    """Problem → its samples in one batch, those of dropped groups included. Groups of no known problem are left out."""
+    """Count by problem its samples in one batch, those of dropped groups included. Groups of no known problem are left
+    out."""
     problems, members = np.unique(batch.problem, return_inverse=True)
     samples = np.bincount(members, batch.judged, minlength=len(problems)).astype(int).tolist()
     solved = (
@@ -473,29 +459,22 @@ class GroupFilter:
 
 
 async def _in_a_thread(call: Callable[[], Any]) -> Any:
-    """Its result. The thread is a daemon: one that hangs does not hold up the end of the process."""
+    """Return the result of a call. The thread is a daemon: one that hangs does not hold up the end of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(result: Any, error: Exception | None) -> None:
-        if future.done():  # nobody waits any more
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
     def work() -> None:
         result: Any = None
-        failed: Exception | None = None
+        error: Exception | None = None
         try:
             result = call()
-        except StopIteration as error:  # a future does not take it
-            failed = RuntimeError(f"StopIteration: {error}")
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            failed = error
+        except StopIteration as stopped:  # a future does not take it
+            error = RuntimeError(f"StopIteration: {stopped}")
+        except Exception as failed:  # noqa: BLE001 - raised where it is waited for
+            error = failed
+        settle = future.set_result if error is None else future.set_exception
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failed)
+            loop.call_soon_threadsafe(lambda: future.done() or settle(result if error is None else error))
 
     threading.Thread(target=work, name="group-filter", daemon=True).start()
     return await future

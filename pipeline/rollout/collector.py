@@ -212,7 +212,22 @@ class Collector:
         required = self.schedule.required_version(index)
         if previous is not None:
             await previous.entered.wait()  # the oldest batch takes its groups first
-        builder = self._builder(index, required)
+        solved = self._solved.solved(required)
+        if len(solved) >= self.prompts.num_problems:
+            raise PromptsExhaustedError(
+                f"all {len(solved)} problems are solved before batch {index} of {self.schedule.steps}: the policy "
+                "solves them; raise prompts.solved_pass_rate or give the task more prompts"
+            )
+        builder = BatchBuilder(
+            index=index,
+            prompts=self.prompts,
+            allocator=self._allocator,
+            solved=solved,
+            wanted=self.settings.prompts_per_batch,
+            max_refills=self.settings.max_refills,
+            keeps_equal=self.settings.keeps_equal,
+            solved_at=self.settings.solved_at,
+        )
         prompts = [prompt for _ in range(builder.wanted) if (prompt := builder.next_prompt())]
         entered.set()
         if not prompts:
@@ -223,7 +238,12 @@ class Collector:
         self.run.fence()
         self.event_log.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
 
-        await gather_or_cancel([self._fill_place(builder, prompt) for prompt in prompts])
+        async def fill_place(prompt: Prompt | None) -> None:
+            """Ask one prompt after the other until the batch keeps one, or may ask no more."""
+            while prompt is not None and not await self._ask(builder, prompt):
+                prompt = builder.next_prompt()
+
+        await gather_or_cancel([fill_place(prompt) for prompt in prompts])
         builder.fill_up()
         builder.require_kept()
         generated = time.time()
@@ -252,8 +272,7 @@ class Collector:
         await asyncio.to_thread(self.store.commit, batch)
 
         interrupted = await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged & taught(batch)).sum()))
-        await self._note_a_sample(builder)
-        self._look_for_solved(builder)
+        await self._tell_people(builder)
         spent = dict(generate=generated - started, hold=held - generated, evaluate=ready - held)
         self.event_log.event(
             "committed",
@@ -264,31 +283,6 @@ class Collector:
             started=started,
             seconds=spent | dict(commit=time.time() - ready),
         )
-
-    def _builder(self, index: int, required: int) -> BatchBuilder:
-        """A batch with no group yet. Raises PromptsExhaustedError when no problem is left to ask."""
-        solved = self._solved.solved(required)
-        if len(solved) >= self.prompts.num_problems:
-            raise PromptsExhaustedError(
-                f"all {len(solved)} problems are solved before batch {index} of {self.schedule.steps}: the policy "
-                "solves them; raise prompts.solved_pass_rate or give the task more prompts"
-            )
-        return BatchBuilder(
-            index=index,
-            prompts=self.prompts,
-            allocator=self._allocator,
-            solved=solved,
-            wanted=self.settings.prompts_per_batch,
-            max_refills=self.settings.max_refills,
-            keeps_equal=self.settings.keeps_equal,
-            solved_at=self.settings.solved_at,
-        )
-
-    async def _fill_place(self, builder: BatchBuilder, first: Prompt) -> None:
-        """Ask one prompt after the other until the batch keeps one, or may ask no more."""
-        prompt: Prompt | None = first
-        while prompt is not None and not await self._ask(builder, prompt):
-            prompt = builder.next_prompt()
 
     async def _ask(self, builder: BatchBuilder, prompt: Prompt) -> bool:
         """Whether the prompt's place in the batch is settled."""
@@ -308,7 +302,7 @@ class Collector:
         builder.num_repeated += repeated  # not in one line: other groups are counted meanwhile
         group = Group(prompt=prompt, samples=await self._score(prompt, completions))
         if self.group_filter is not None and not await self.group_filter.keeps(group, self._text):
-            return builder.filter_out(group)
+            return builder.keep(group, is_filtered=True)
         return builder.keep(group)
 
     def _allows(self, index: int, version: int) -> bool:
@@ -333,8 +327,14 @@ class Collector:
         )
         return tuple(scored_sample(*each) for each in zip(completions, verdicts, strict=True))
 
-    def _look_for_solved(self, builder: BatchBuilder) -> None:
-        """An event where no sample of the first batches solved its problem: the reward may never give so much."""
+    async def _tell_people(self, builder: BatchBuilder) -> None:
+        """Log one sample of the batch, of another place in each, for people who watch the run; and that no sample of
+        the first batches solved its problem: the reward may never give so much."""
+        if builder.kept:
+            group = builder.kept[builder.index % len(builder.kept)]
+            sample = group.samples[builder.index % len(group.samples)]
+            text = await beside_loop(self._text, sample.completion)
+            self.event_log.event("sampled", batch=builder.index, **told_of(group.prompt, sample, text))
         if self._unsolved is None:
             return
         if builder.highest is not None:
@@ -345,15 +345,6 @@ class Collector:
             highest, solved_at = max(self._unsolved), self.settings.solved_at
             self.event_log.event("unsolved", batches=_UNSOLVED_BATCHES, highest=highest, solved_at=solved_at)
             self._unsolved = None
-
-    async def _note_a_sample(self, builder: BatchBuilder) -> None:
-        """An event with one sample of the batch, of another place in each, for people who watch the run."""
-        if not builder.kept:
-            return
-        group = builder.kept[builder.index % len(builder.kept)]
-        sample = group.samples[builder.index % len(group.samples)]
-        text = await beside_loop(self._text, sample.completion)
-        self.event_log.event("sampled", batch=builder.index, **told_of(group.prompt, sample, text))
 
     def _text(self, completion: Completion) -> str:
         tokens = completion.tokens.tolist()

@@ -52,7 +52,7 @@ class GroupSampler:
     async def sample(
         self, prompt: Prompt, wanted: int, sampling: Sampling, *, priority: Priority, allowed: Callable[[int], bool]
     ) -> list[Completion]:
-        """`wanted` completions whose every token has an allowed version; several versions in one are welcome.
+        """Sample `wanted` completions whose every token has an allowed version; several versions in one are welcome.
 
         What is missing is sampled again, so a dead engine or a policy that moved on costs time and nothing else. Raises
         DeadlineExceededError when no sample has come for `deadline_s`.
@@ -79,13 +79,23 @@ class GroupSampler:
                 give_up = time.monotonic() + self.deadline_s
                 failures = 0
             failures += 1
-            await self._recover(prompt, answers, give_up, retry_pause_s(self.retry_s, failures))
+            refused = EngineVersionError("samples were aborted or of a stale version")
+            error = next((answer for answer in answers if isinstance(answer, RetryableError)), refused)
+            if time.monotonic() > give_up:
+                raise DeadlineExceededError(
+                    f"group {prompt.group} was not answered within {self.deadline_s:.0f} s: {error}; see "
+                    "logs/engine-*.log"
+                ) from error
+            self.event_log.event("retried", group=prompt.group, reason=str(error))
+            self.patience.still(f"samples, such as those of group {prompt.group}: {error}")
+            await self.resync()
+            await asyncio.sleep(retry_pause_s(self.retry_s, failures))
         return [accepted[member] for member in range(wanted)]
 
     async def _ask(
         self, prompt: Prompt, members: Sequence[int], sampling: Sampling
     ) -> Sequence[Completion | RetryableError]:
-        """For each sample that is asked for, its completion or why there is none."""
+        """Return, for each sample that is asked for, its completion or why there is none."""
         if self.interruption is not None:
             cuts = [(member, self.interruption) for member in members]
             return await gather_or_cancel([self._interrupted(prompt, *cut, sampling) for cut in cuts])
@@ -97,7 +107,7 @@ class GroupSampler:
     async def _interrupted(
         self, prompt: Prompt, member: int, interruption: Interruption, sampling: Sampling
     ) -> Completion | RetryableError:
-        """One sample: up to its cut and, when it has not ended there, from the phrase to its end."""
+        """Sample once: up to its cut and, when it has not ended there, from the phrase to its end."""
         to_cut = replace(sampling, max_new_tokens=interruption.cut_after(prompt.group, member))
         to_end = replace(sampling, max_new_tokens=interruption.answer_tokens)
         try:
@@ -109,21 +119,6 @@ class GroupSampler:
         except RetryableError as error:
             return error
         return await beside_loop(interruption.join, thought, answer)
-
-    async def _recover(
-        self, prompt: Prompt, answers: Sequence[Completion | RetryableError], give_up: float, pause_s: float
-    ) -> None:
-        """Log what went wrong, resync the engines, and pause. Raises DeadlineExceededError past `give_up`."""
-        refused = EngineVersionError("samples were aborted or of a stale version")
-        error = next((answer for answer in answers if isinstance(answer, RetryableError)), refused)
-        if time.monotonic() > give_up:
-            raise DeadlineExceededError(
-                f"group {prompt.group} was not answered within {self.deadline_s:.0f} s: {error}; see logs/engine-*.log"
-            ) from error
-        self.event_log.event("retried", group=prompt.group, reason=str(error))
-        self.patience.still(f"samples, such as those of group {prompt.group}: {error}")
-        await self.resync()
-        await asyncio.sleep(pause_s)
 
 
 Result = TypeVar("Result")
@@ -149,24 +144,21 @@ class PrioritySemaphore:
     @asynccontextmanager
     async def acquire(self, priority: Priority) -> AsyncIterator[None]:
         """Hold one of the slots for the time of the `async with`."""
-        await self._take(priority)
+        if self._free > 0:
+            self._free -= 1
+        else:
+            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (priority, next(self._arrivals), granted))
+            try:
+                await granted
+            except asyncio.CancelledError:
+                if not granted.cancelled():
+                    self._give()  # cancelled in the moment in which it was granted
+                raise
         try:
             yield
         finally:
             self._give()
-
-    async def _take(self, priority: Priority) -> None:
-        if self._free > 0:
-            self._free -= 1
-            return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, next(self._arrivals), granted))
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if not granted.cancelled():
-                self._give()  # cancelled in the moment in which it was granted
-            raise
 
     def _give(self) -> None:
         """Give the slot to the first in order that still waits."""

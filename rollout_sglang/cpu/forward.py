@@ -95,7 +95,7 @@ def _decode(
     **options: Any,
 ) -> Tensor:
     """SGLang's signature. Cross attention and sliding windows go to the original."""
-    if not _is_plain(encoder_lens, options):
+    if encoder_lens is not None or options.get("sliding_window_size") is not None:
         arguments = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
         return original(backend, *arguments, **options)
     step = step_at(backend, req_to_token, req_pool_indices, seq_lens)
@@ -121,7 +121,9 @@ def _extend(
 ) -> Tensor:
     """SGLang's signature. Long prompts go to the original."""
     places = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
-    if not _is_plain(encoder_lens, options) or not _is_short(extend_seq_lens, seq_lens):
+    # All requests, each as long as the longest, must be few enough products.
+    products = len(seq_lens) * int(extend_seq_lens.max()) * int(seq_lens.max())
+    if encoder_lens is not None or options.get("sliding_window_size") is not None or products > PADDED_PRODUCTS:
         return original(backend, *places, extend_prefix_lens, extend_seq_lens, encoder_lens, **options)
     if len(query) == len(seq_lens):  # one token of each
         return _decode(original, backend, *places, **options)
@@ -131,15 +133,6 @@ def _extend(
     padded[step.new] = query
     output.copy_(attention(padded, keys, values, step.mask, options.get("scaling"))[step.new])
     return output
-
-
-def _is_short(extend_seq_lens: Tensor, seq_lens: Tensor) -> bool:
-    """Whether all requests, each as long as the longest, are few enough products."""
-    return len(seq_lens) * int(extend_seq_lens.max()) * int(seq_lens.max()) <= PADDED_PRODUCTS
-
-
-def _is_plain(encoder_lens: Tensor | None, options: dict[str, Any]) -> bool:
-    return encoder_lens is None and options.get("sliding_window_size") is None
 
 
 def request_rows(cache: Tensor, slots: Tensor) -> Tensor:
@@ -195,45 +188,38 @@ def is_plain(model: Any) -> bool:
 
 
 def _is_plain_model(model: Any) -> bool:
-    return (
-        model.pp_group.world_size == 1
-        and not model.layers_to_capture
-        and all(_is_plain_layer(layer) for layer in model.layers)
-        and _is_plain_norm(model.norm)
-    )
-
-
-def _is_plain_layer(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    rotary = attention.rotary_emb
-    return (
-        all(_is_plain_linear(part) for part in linears)
-        and attention.num_heads == attention.total_num_heads
-        and attention.attn.sliding_window_size in (None, -1)
-        and type(rotary).__name__ == "RotaryEmbedding"
-        and rotary.is_neox_style
-        and rotary.rotary_dim == rotary.head_size == attention.head_dim
-        and type(mlp.act_fn).__name__ == "SiluAndMul"
-        and all(map(_is_plain_norm, (layer.attn_boundary.norm, layer.ffn_boundary.norm)))
-        and all(map(_is_plain_norm, (attention.q_norm, attention.k_norm)))
-    )
-
-
-def _is_plain_linear(part: Any) -> bool:
-    return (
-        type(part.quant_method).__name__ == "UnquantizedLinearMethod"
-        and part.bias is None
-        and part.weight.dtype == torch.float32
-    )
-
-
-def _is_plain_norm(norm: Any) -> bool:
-    return (
-        type(norm).__name__ == "RMSNorm"
-        and norm.weight.dtype == torch.float32
-        and norm.variance_size_override is None
-        and norm.override_orig_dtype is None
+    linears: list[Any] = []
+    norms: list[Any] = [model.norm]
+    rest = model.pp_group.world_size == 1 and not model.layers_to_capture
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        rotary = attention.rotary_emb
+        linears += [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        norms += [layer.attn_boundary.norm, layer.ffn_boundary.norm, attention.q_norm, attention.k_norm]
+        rest = (
+            rest
+            and attention.num_heads == attention.total_num_heads
+            and attention.attn.sliding_window_size in (None, -1)
+            and type(rotary).__name__ == "RotaryEmbedding"
+            and rotary.is_neox_style
+            and rotary.rotary_dim == rotary.head_size == attention.head_dim
+            and type(mlp.act_fn).__name__ == "SiluAndMul"
+        )
+    return bool(
+        rest
+        and all(
+            type(part.quant_method).__name__ == "UnquantizedLinearMethod"
+            and part.bias is None
+            and part.weight.dtype == torch.float32
+            for part in linears
+        )
+        and all(
+            type(norm).__name__ == "RMSNorm"
+            and norm.weight.dtype == torch.float32
+            and norm.variance_size_override is None
+            and norm.override_orig_dtype is None
+            for norm in norms
+        )
     )
 
 
@@ -244,49 +230,38 @@ def forward(model: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     backend = get_attn_backend()
-    rotation = Rotation.at(positions, model.layers[0].self_attn.rotary_emb)
+    rotary = model.layers[0].self_attn.rotary_emb
+    # [tokens, 1, head size / 2] of a step's positions, the same in every layer.
+    cosine, sine = rotary.cos_sin_cache.index_select(0, positions.flatten()).unsqueeze(-2).chunk(2, dim=-1)
     hidden = model.embed_tokens(input_ids)
     for layer in model.layers:
         normed = _normed(hidden, layer.attn_boundary.norm)
-        hidden = hidden + _attended(layer.self_attn, normed, rotation, forward_batch, backend)
-        hidden = hidden + _fed_forward(layer.mlp, _normed(hidden, layer.ffn_boundary.norm))
+        hidden = hidden + _attended(layer.self_attn, normed, (cosine, sine), forward_batch, backend)
+        gate, up = linear(_normed(hidden, layer.ffn_boundary.norm), layer.mlp.gate_up_proj.weight).chunk(2, dim=-1)
+        hidden = hidden + linear(silu(gate).mul_(up), layer.mlp.down_proj.weight)
     return _normed(hidden, model.norm)
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Of a step's positions, the same in every layer."""
-
-    cosine: Tensor
-    """[tokens, 1, head size / 2]"""
-    sine: Tensor
-    """[tokens, 1, head size / 2]"""
-
-    @staticmethod
-    def at(positions: Tensor, rotary: Any) -> Rotation:
-        cosine, sine = rotary.cos_sin_cache.index_select(0, positions.flatten()).unsqueeze(-2).chunk(2, dim=-1)
-        return Rotation(cosine, sine)
-
-    def turned(self, heads: Tensor) -> Tensor:
-        """[tokens, heads, head size]. Two products, then their sum: fused, the last bit would differ."""
-        first, second = heads.chunk(2, dim=-1)
-        turned = torch.empty_like(heads)
-        upper, lower = turned.chunk(2, dim=-1)
-        torch.mul(first, self.cosine, out=upper).sub_(second * self.sine)
-        torch.mul(second, self.cosine, out=lower).add_(first * self.sine)
-        return turned
+def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate [tokens, heads, head size]. Two products, then their sum: fused, the last bit would differ."""
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.empty_like(heads)
+    upper, lower = turned.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=upper).sub_(second * sine)
+    torch.mul(second, cosine, out=lower).add_(first * sine)
+    return turned
 
 
 def _normed(values: Tensor, norm: Any) -> Tensor:
     return rms_norm(values, (norm.hidden_size,), norm.weight, norm.variance_epsilon)
 
 
-def _attended(part: Any, hidden: Tensor, rotation: Rotation, batch: Any, backend: Any) -> Tensor:
+def _attended(part: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: Any, backend: Any) -> Tensor:
     counts = [part.num_heads, part.num_kv_heads, part.num_kv_heads]
     heads = linear(hidden, part.qkv_proj.weight).view(len(hidden), -1, part.head_dim)
     query, key, value = torch.split(heads, counts, dim=1)
-    query = rotation.turned(_normed(query.contiguous(), part.q_norm))
-    key = rotation.turned(_normed(key.contiguous(), part.k_norm))
+    query = _turned(_normed(query.contiguous(), part.q_norm), *rotation)
+    key = _turned(_normed(key.contiguous(), part.k_norm), *rotation)
     place, pool = part.attn.layer_id, backend.token_to_kv_pool
     caches = (pool.get_key_buffer(place), pool.get_value_buffer(place))
     for cache, new in zip(caches, (key, value), strict=True):
@@ -301,8 +276,3 @@ def _attended(part: Any, hidden: Tensor, rotation: Rotation, batch: Any, backend
             **dict(scaling=part.attn.scaling, enable_gqa=part.num_heads != part.num_kv_heads, causal=True),
         )
     return linear(mixed.flatten(1), part.o_proj.weight)
-
-
-def _fed_forward(mlp: Any, hidden: Tensor) -> Tensor:
-    gate, up = linear(hidden, mlp.gate_up_proj.weight).chunk(2, dim=-1)
-    return linear(silu(gate).mul_(up), mlp.down_proj.weight)

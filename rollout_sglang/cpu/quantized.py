@@ -44,13 +44,10 @@ def register_hooks() -> None:
 
     HookRegistry.register(f"{_METHOD}.process_weights_after_loading", _remember_dequantized, HookType.AROUND)
     HookRegistry.register(f"{_METHOD}.apply", _apply, HookType.AROUND)
-    HookRegistry.register(f"{_MODULE}.Fp8Config.get_supported_act_dtypes", _and_float32, HookType.AFTER)
+    # Kernels take 16-bit activations only; the emulation is at its most exact in 32.
+    dtypes = f"{_MODULE}.Fp8Config.get_supported_act_dtypes"
+    HookRegistry.register(dtypes, lambda supported, *_: [*supported, torch.float32], HookType.AFTER)
     HookRegistry.register(_VERIFY, _add_method, HookType.BEFORE)
-
-
-def _and_float32(supported: list[torch.dtype], *_: object) -> list[torch.dtype]:
-    """Kernels take 16-bit activations only; the emulation is at its most exact in 32."""
-    return [*supported, torch.float32]
 
 
 def _remember_dequantized(_: Callable[..., None], method: Any, layer: nn.Module) -> None:

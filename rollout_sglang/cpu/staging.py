@@ -98,7 +98,7 @@ class Staging:
         """Do, or begin to do, what an order says. Returns `pending`, how many orders are not done, `failure`, why no
         more will be, if so, and of "member" whether the engine is in that process group."""
         jobs: dict[str, Callable[[], None]] = {
-            "folder": lambda: self._load_folder(order["folder"]),
+            "folder": lambda: self._finish(order["folder"], _tensors(Path(order["folder"]))),
             "group": lambda: self._load(self._received(order)),
             "bucket": lambda: self._open(order["bucket"]),
             "finish": lambda: self._finish(order["folder"]),
@@ -140,22 +140,15 @@ class Staging:
         while (job := self._jobs.get()) is not None:
             try:
                 if not self._failure:
-                    self._equip()
+                    if self._updater is None:
+                        if self._shadow is None:
+                            self._shadow = shadow_of(self._runner.model)
+                        self._updater = dataclasses.replace(self._runner.weight_updater, get_model=lambda: self._shadow)
+                        self._updater.begin_weight_update()
                     job()
             except Exception as error:  # noqa: BLE001 (who waits is told)
                 self._failure = f"{type(error).__name__}: {error}"
             self._done += 1
-
-    def _equip(self) -> None:
-        if self._updater is None:
-            if self._shadow is None:
-                self._shadow = shadow_of(self._runner.model)
-            self._updater = dataclasses.replace(self._runner.weight_updater, get_model=lambda: self._shadow)
-            self._updater.begin_weight_update()
-
-    def _load_folder(self, folder: str) -> None:
-        self._load(_tensors(Path(folder)))
-        self._finish(folder)
 
     def _load(self, tensors: Any) -> None:
         success, message = self._updater.load_weights_from_distributed(tensors)
@@ -177,7 +170,9 @@ class Staging:
         opened = MultiprocessingSerializer.deserialize(bucket)
         self._updater.update_weights_from_tensor(named_tensors=opened, load_format="flattened_bucket")
 
-    def _finish(self, folder: str) -> None:
+    def _finish(self, folder: str, tensors: Any = None) -> None:
+        if tensors is not None:
+            self._load(tensors)
         self._updater.end_weight_update(run_post_load=False)
         checker = copy.copy(self._runner._weight_checker)
         checker._get_model = lambda: self._shadow

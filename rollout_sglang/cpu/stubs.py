@@ -11,7 +11,7 @@ import enum
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -33,21 +33,20 @@ class Stub(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = self._make(name)
+        full_name = f"{self.__name__}.{name}"
+        value: Any
+        if full_name in _IMPLEMENTED:
+            value = _IMPLEMENTED[full_name]
+        elif name[0].isupper():
+            value = type(name, (_StubObject,), {"__module__": self.__name__})
+        else:
+            value = sys.modules.setdefault(full_name, Stub(full_name))
         setattr(self, name, value)
         return value
 
-    def _make(self, name: str) -> Any:
-        full_name = f"{self.__name__}.{name}"
-        if full_name in _IMPLEMENTED:
-            return _IMPLEMENTED[full_name]
-        if name[0].isupper():
-            return type(name, (_StubObject,), {"__module__": self.__name__})
-        return sys.modules.setdefault(full_name, Stub(full_name))
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.__name__ in _DECORATORS and not (len(args) == 1 and callable(args[0])):
-            return _unchanged
+            return lambda function: function
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]
         raise NotImplementedError(f"{self.__name__} is a stub of a GPU package that this machine lacks, but was called")
@@ -63,22 +62,10 @@ class _StubObject:
         return cls
 
 
-def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-def _ceil_divide(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)
-
-
-def _next_power_of_2(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
 # The few names whose value is used while modules load.
 _IMPLEMENTED: dict[str, Any] = {
-    "triton.cdiv": _ceil_divide,
-    "triton.next_power_of_2": _next_power_of_2,
+    "triton.cdiv": lambda numerator, denominator: -(-numerator // denominator),
+    "triton.next_power_of_2": lambda number: 1 << max(0, number - 1).bit_length(),
     "triton.language.constexpr": lambda value: value,
     "torchvision.transforms.InterpolationMode": enum.Enum(
         "InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"

@@ -11,7 +11,7 @@ every rank still holds one head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ class Capacity:
 
 
 def engine_capacity(model: EngineModel, rollout: RolloutSection, gpu_bytes: float) -> Capacity:
-    """Capacity of one engine of `rollout.tensor_parallel` GPUs with `gpu_bytes` each.
+    """Compute the capacity of one engine of `rollout.tensor_parallel` GPUs with `gpu_bytes` each.
 
     Raises LayoutError when key/value heads and GPUs do not divide each other, RecipeError for unreadable extra_args.
     """
@@ -70,60 +70,43 @@ def engine_capacity(model: EngineModel, rollout: RolloutSection, gpu_bytes: floa
             f"rollout.tensor_parallel is {ranks}, which neither divides nor is a multiple of the model's "
             f"num_key_value_heads {heads}; use {heads} or a divisor of it"
         )
-    fraction = _mem_fraction(rollout.extra_args)
+    text = option(rollout.extra_args, "--mem-fraction-static")
+    try:
+        fraction = DEFAULT_MEM_FRACTION if text is None else float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0.0 < fraction < 1.0:
+        raise RecipeError(f"rollout.extra_args: --mem-fraction-static is {text!r}, expected a number between 0 and 1")
+    most = option(rollout.extra_args, "--max-total-tokens")
+    if most is not None and not (most.isdecimal() and int(most)):
+        raise RecipeError(f"rollout.extra_args: --max-total-tokens is {most!r}, expected a positive number")
+    kv_dtype = option(rollout.extra_args, "--kv-cache-dtype") or "auto"
+    sizes = {"auto": dtype_bytes(rollout), **KV_CACHE_BYTES}
+    if kv_dtype not in sizes:
+        raise RecipeError(f"rollout.extra_args: --kv-cache-dtype is {kv_dtype!r}, expected one of {', '.join(sizes)}")
     weights = weight_bytes(model, rollout) / ranks
-    per_token = 2 * model.num_layers * heads * model.head_dim * _kv_bytes(rollout) / min(ranks, heads)
+    per_token = 2 * model.num_layers * heads * model.head_dim * sizes[kv_dtype] / min(ranks, heads)
     tokens = max(0, int((gpu_bytes * fraction - weights) / per_token))
-    most = _max_total_tokens(rollout.extra_args)
     return Capacity(
         mem_fraction=fraction,
         weight_bytes=weights,
         kv_bytes_per_token=per_token,
-        kv_tokens=tokens if most is None else min(tokens, most),
+        kv_tokens=tokens if most is None else min(tokens, int(most)),
     )
 
 
 def weight_bytes(model: EngineModel, rollout: RolloutSection) -> float:
-    """All weights in the rollout's formats: what the engines hold together, and what a publish moves."""
+    """Return the bytes of all weights in the rollout's formats: what the engines hold together, and what a publish
+    moves."""
     dtype = dtype_bytes(rollout)
     linear = {"fp8_block": 1 + BLOCK_SCALE_BYTES, "fp8_tensor": 1.0}.get(rollout.precision, dtype)
     return model.linear * linear + model.other * dtype
 
 
 def dtype_bytes(rollout: RolloutSection) -> float:
-    """Bytes of a number in activations and in weights that are not quantized; FP8 engines on GPUs have them in
-    bfloat16."""
+    """Return the bytes of a number in activations and in weights that are not quantized; FP8 engines on GPUs have them
+    in bfloat16."""
     return 4.0 if rollout.precision == "fp32" else 2.0
-
-
-def _kv_bytes(rollout: RolloutSection) -> float:
-    chosen = option(rollout.extra_args, "--kv-cache-dtype")
-    if chosen in (None, "auto"):
-        return dtype_bytes(rollout)
-    if chosen not in KV_CACHE_BYTES:
-        known = ", ".join(["auto", *KV_CACHE_BYTES])
-        raise RecipeError(f"rollout.extra_args: --kv-cache-dtype is {chosen!r}, expected one of {known}")
-    return KV_CACHE_BYTES[chosen]
-
-
-def _mem_fraction(extra_args: Sequence[str]) -> float:
-    text = option(extra_args, "--mem-fraction-static")
-    if text is None:
-        return DEFAULT_MEM_FRACTION
-    try:
-        fraction = float(text)
-    except ValueError:
-        fraction = 0.0
-    if not 0.0 < fraction < 1.0:
-        raise RecipeError(f"rollout.extra_args: --mem-fraction-static is {text!r}, expected a number between 0 and 1")
-    return fraction
-
-
-def _max_total_tokens(extra_args: Sequence[str]) -> int | None:
-    text = option(extra_args, "--max-total-tokens")
-    if text is not None and not (text.isdecimal() and int(text)):
-        raise RecipeError(f"rollout.extra_args: --max-total-tokens is {text!r}, expected a positive number")
-    return None if text is None else int(text)
 
 
 BLOCK_CHANNELS = 128

@@ -29,6 +29,12 @@ def handle(original: Callable[..., Any], checker: Any, *args: Any, **options: An
     action = options.get("action", args[0] if args else None)
     if action not in (FORMATS, STATISTICS):
         return original(checker, *args, **options)
+    try:
+        from sglang.srt.runtime_context import get_model
+
+        asked = str(get_model().kv_cache_dtype)
+    except (ImportError, AttributeError):  # before SGLang 0.5.23, which keeps it elsewhere
+        asked = "auto"
     model = checker._get_model()
     placement = checker._parallelism_info(**{name: options[name] for name in ("role",) if name in options})
     return dict(
@@ -36,7 +42,7 @@ def handle(original: Callable[..., Any], checker: Any, *args: Any, **options: An
             name: json.dumps(asdict(held))
             for name, held in (
                 *held_modules(model, statistics=action == STATISTICS),
-                *held_caches(model, _asked_cache()),
+                *held_caches(model, asked),
             )
         },
         per_gpu_checksum="",
@@ -78,16 +84,6 @@ def held_caches(model: nn.Module, asked: str) -> Iterator[tuple[str, Held]]:
             yield name, Held(layout=KV_CACHE, dtype=stored, num_values=0, scales=scale_statistics(scales))
 
 
-def _asked_cache() -> str:
-    """The --kv-cache-dtype of this process's server; `auto` before SGLang 0.5.23, which keeps it elsewhere."""
-    try:
-        from sglang.srt.runtime_context import get_model
-
-        return str(get_model().kv_cache_dtype)
-    except (ImportError, AttributeError):
-        return "auto"
-
-
 class _Values(NamedTuple):
     """Of a weight, or of its part in a stacked one."""
 
@@ -101,15 +97,21 @@ def _parts(name: str, module: Any) -> Iterator[tuple[str, _Values]]:
     """A linear layer, or the linear layers that were stacked into one."""
     before, _, own = name.rpartition(".")
     sizes = list(getattr(module, "output_partition_sizes", ()))
-    weight, scales = _by_rows(module.weight.data, sum(sizes)), _scales(module, "weight")
+    weight, scales, num_rows = module.weight.data, _scales(module, "weight"), sum(sizes)
+    transposed = weight.dim() == 2 and weight.shape[1] == num_rows  # as some kernels hold it
+    if transposed and (weight.shape[0] != num_rows or weight.stride(0) == 1):
+        weight = weight.t()
     exact = getattr(module, "dequantized_weight", None)  # the CPU's, see rollout_sglang.cpu.quantized
-    if own not in STACKS or len(sizes) != len(STACKS[own]) or weight.shape[0] != sum(sizes):
+    if own not in STACKS or len(sizes) != len(STACKS[own]) or weight.shape[0] != num_rows:
         yield name, _Values(weight, scales, exact)
         return
     start = 0
     for part, size in zip(STACKS[own], sizes, strict=True):
         rows = slice(start, start + size)
-        own_scales = _scales_of_rows(scales, rows, sum(sizes))
+        own_scales = scales  # one of all rows is that of each part
+        if scales is not None and scales.numel() > 1:
+            by_row = scales.shape[0] == num_rows
+            own_scales = scales.reshape(-1)[rows] if by_row else scales[start // BLOCK[0] : -(-rows.stop // BLOCK[0])]
         yield f"{before}.{part}", _Values(weight[rows], own_scales, None if exact is None else exact[rows])
         start += size
 
@@ -163,19 +165,3 @@ def _scales(module: Any, weight: str) -> Tensor | None:
         if isinstance(found, Tensor) and found.numel():
             return found.data
     return None
-
-
-def _by_rows(weight: Tensor, num_rows: int) -> Tensor:
-    """[rows, columns]; some kernels hold it transposed."""
-    if weight.dim() == 2 and weight.shape[1] == num_rows and (weight.shape[0] != num_rows or weight.stride(0) == 1):
-        return weight.t()
-    return weight
-
-
-def _scales_of_rows(scales: Tensor | None, rows: slice, num_rows: int) -> Tensor | None:
-    """Of a part of a stacked matrix. One scale of all rows is that of each part."""
-    if scales is None or scales.numel() == 1:
-        return scales
-    if scales.shape[0] == num_rows:
-        return scales.reshape(-1)[rows]
-    return scales[rows.start // BLOCK[0] : -(-rows.stop // BLOCK[0])]

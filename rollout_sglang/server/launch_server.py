@@ -40,7 +40,6 @@ PARENT_VARIABLE = "EVENKEEL_SERVER_PARENT"
 """The process that spawns or forks those that read it."""
 GROUP_TIMEOUT_S = 75.0
 """A little more than a sender waits for one bucket (megatron_bridge.weight_sync.transport.BUCKET_DEADLINE_S)."""
-_forking_in_main: list[bool] = [False]
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -96,7 +95,12 @@ def register_hooks() -> None:
     """What is changed of SGLang on every device. Call it in each of its processes, before it applies its hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", _with_timeout, HookType.BEFORE)
+    timeout = {"timeout": timedelta(seconds=GROUP_TIMEOUT_S)}
+    HookRegistry.register(
+        "sglang.srt.utils.common.init_custom_process_group",
+        lambda *arguments, **options: (arguments, timeout | options),
+        HookType.BEFORE,
+    )
     # Private (torch 2.13). With a release that has none SGLang logs that a hook failed, and listens as before.
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _bound, HookType.AROUND)
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _report_formats, HookType.AROUND)
@@ -133,7 +137,18 @@ def be_a_parent() -> None:
     """Call it in the server's first process: children that it forks or spawns from now on die with it, and theirs with
     them."""
     os.environ[PARENT_VARIABLE] = str(os.getpid())
-    os.register_at_fork(before=_before_fork, after_in_child=_in_forked_child)
+    forks_in_main = [False]
+
+    def before() -> None:
+        # The kernel watches the thread that forks: a child of a thread that ends would be ended.
+        forks_in_main[0] = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        if forks_in_main[0]:
+            die_with_parent(int(os.environ[PARENT_VARIABLE]))
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def be_a_spawned_child() -> None:
@@ -142,21 +157,6 @@ def be_a_spawned_child() -> None:
     if parent is not None:
         die_with_parent(int(parent))
     be_a_parent()
-
-
-def _before_fork() -> None:
-    # The kernel watches the thread that forks: a child of a thread that ends would be ended.
-    _forking_in_main[0] = threading.current_thread() is threading.main_thread()
-
-
-def _in_forked_child() -> None:
-    if _forking_in_main[0]:
-        die_with_parent(int(os.environ[PARENT_VARIABLE]))
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-
-
-def _with_timeout(*arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return arguments, {"timeout": timedelta(seconds=GROUP_TIMEOUT_S)} | options
 
 
 def _bound(

@@ -56,10 +56,14 @@ class Liveness:
         """Process id → since when each look has found it stopped."""
 
     def look(self) -> str | None:
-        """Why the server is hung; None when it is not, as far as can be seen."""
+        """Return why the server is hung; None when it is not, as far as can be seen."""
         reason = self._look_at_processes()
         self._is_stopped = reason is not None
-        reason = reason or self._ask()
+        if reason is None and self._answers is not None:
+            if self._answers():
+                self._answered = self._clock()
+            silent_s = self._clock() - self._answered
+            reason = f"it has answered nothing for {silent_s:.0f} s" if silent_s > SILENCE_S else None
         if reason is None:
             self._well = self._clock()
         return reason
@@ -73,14 +77,6 @@ class Liveness:
     def hung_s(self) -> float:
         """Since the last look that found it well."""
         return self._clock() - self._well
-
-    def _ask(self) -> str | None:
-        if self._answers is None:
-            return None
-        if self._answers():
-            self._answered = self._clock()
-        silent_s = self._clock() - self._answered
-        return f"it has answered nothing for {silent_s:.0f} s" if silent_s > SILENCE_S else None
 
     def _look_at_processes(self) -> str | None:
         now = self._clock()

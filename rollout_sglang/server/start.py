@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -111,13 +111,14 @@ class EngineSpec:
     update_floor: int = 0
     """The newest number of a weight update of the run: lower ones are refused (rollout_sglang.server.update_fence)."""
 
-    @property
-    def url(self) -> str:
-        return server_url(self.host, self.port)
+    url: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", server_url(self.host, self.port))
 
 
 def num_gpus() -> int:
-    """CUDA devices that this process sees."""
+    """Count the CUDA devices that this process sees."""
     driver, count = _cuda_driver(), ctypes.c_int(0)
     known = driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
     return count.value if known else 0
@@ -129,17 +130,18 @@ def has_cuda() -> bool:
 
 
 def gpu_generation() -> int:
-    """The first number of the compute capability of the first CUDA device; 0 without one."""
+    """Return the first number of the compute capability of the first CUDA device; 0 without one."""
     driver, found = _cuda_driver(), ctypes.c_int(0)
     known = driver is not None and driver.cuDeviceGetAttribute(ctypes.byref(found), _CAPABILITY_MAJOR, 0) == 0
     return found.value if known else 0
 
 
 def _cuda_driver() -> ctypes.CDLL | None:
-    """It is asked, so that torch need not be imported and no memory of a GPU is taken. None also where the torch that
-    is installed is a build for CPUs, as that of `make install`, and no other Python runs the engines."""
-    if _torch_is_for_cpus() and rollout_python() is None:
-        return None
+    """Load the driver, so that torch need not be imported and no memory of a GPU is taken. None also where the torch
+    that is installed is a build for CPUs, as that of `make install`, and no other Python runs the engines."""
+    with suppress(PackageNotFoundError):  # such as a machine that only plans
+        if version("torch").endswith("+cpu") and rollout_python() is None:
+            return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -147,14 +149,8 @@ def _cuda_driver() -> ctypes.CDLL | None:
     return driver if driver.cuInit(0) == 0 else None
 
 
-def _torch_is_for_cpus() -> bool:
-    with suppress(PackageNotFoundError):  # such as a machine that only plans
-        return version("torch").endswith("+cpu")
-    return False
-
-
 def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
-    """The argv of a server: stock SGLang's own arguments, no secret among them."""
+    """Return the argv of a server: stock SGLang's own arguments, no secret among them."""
     module = "rollout_sglang.server.launch_server" if cuda else "rollout_sglang.cpu.cpu_server"
     argv = [*module_command(module), "--model-path", str(spec.model), "--host", spec.host, "--port", str(spec.port)]
     argv += ["--dtype", spec.dtype, "--tp-size", str(spec.tensor_parallel)]
@@ -185,7 +181,13 @@ def start(spec: EngineSpec) -> ServerProcess:
     """
     require_key(spec.host, spec.api_key)
     check_port_free(spec.port, spec.host)
-    scratch = _make_scratch()
+    scratch = make_scratch("engine")
+    if (length := len(os.fsencode(scratch))) > LONGEST_SCRATCH:
+        remove_scratch(scratch)
+        raise RecipeError(
+            f"temporary files of an engine would be in {scratch}, a path of {length} bytes, expected at most "
+            f"{LONGEST_SCRATCH}: its sockets are there; set TMPDIR to a folder with a shorter path"
+        )
     environment = (
         server_environment(spec.api_key)
         | scratch_environment(scratch)
@@ -197,9 +199,17 @@ def start(spec: EngineSpec) -> ServerProcess:
             IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),
             **DISTRIBUTION,
         }
-        | _context_environment(spec)
-        | _kernel_environment(spec)
     )
+    # SGLang refuses a context beyond the model's positions. INPUT_ROOM may go beyond: no request comes that far.
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        config = parse_object(read_at_most(spec.model / "config.json", MODEL_JSON_BYTES))
+        if spec.context_tokens <= int(config["max_position_embeddings"]):
+            environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "true"
+    # On Blackwell DeepGEMM has SGLang round the scales of blocks to powers of two and pack them as it loads
+    # (requant_block_scale_ue8m0_for_deepgemm). The weights are then others than those published, and the next version
+    # does not fit into them. Other kernels multiply by the scales as they are, as DeepGEMM itself does on Hopper.
+    if spec.precision == "fp8_block" and gpu_generation() >= BLACKWELL:
+        environment[DEEPGEMM_VARIABLE] = "false"
     return ServerProcess(
         command(spec, cuda=has_cuda()),
         environment=environment,
@@ -210,39 +220,10 @@ def start(spec: EngineSpec) -> ServerProcess:
     )
 
 
-def _make_scratch() -> Path:
-    scratch = make_scratch("engine")
-    if (length := len(os.fsencode(scratch))) > LONGEST_SCRATCH:
-        remove_scratch(scratch)
-        raise RecipeError(
-            f"temporary files of an engine would be in {scratch}, a path of {length} bytes, expected at most "
-            f"{LONGEST_SCRATCH}: its sockets are there; set TMPDIR to a folder with a shorter path"
-        )
-    return scratch
-
-
-def _context_environment(spec: EngineSpec) -> dict[str, str]:
-    """SGLang refuses a context beyond the model's positions. INPUT_ROOM may go beyond: no request comes that far."""
-    try:
-        config = parse_object(read_at_most(spec.model / "config.json", MODEL_JSON_BYTES))
-        positions = int(config["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return {}
-    return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true"} if spec.context_tokens <= positions else {}
-
-
-def _kernel_environment(spec: EngineSpec) -> dict[str, str]:
-    """On Blackwell DeepGEMM has SGLang round the scales of blocks to powers of two and pack them as it loads
-    (requant_block_scale_ue8m0_for_deepgemm). The weights are then others than those published, and the next version
-    does not fit into them. Other kernels multiply by the scales as they are, as DeepGEMM itself does on Hopper.
-    """
-    packs = spec.precision == "fp8_block" and gpu_generation() >= BLACKWELL
-    return {DEEPGEMM_VARIABLE: "false"} if packs else {}
-
-
 def router_command(port: int, metrics: tuple[str, int], host: str = HOST, *, request_deadline_s: float) -> list[str]:
-    """The argv of SGLang's router, which starts without engines. Only Fleet decides which are members: the router
-    neither retries nor checks health. It waits for an answer for longer than the client does, request_deadline_s.
+    """Return the argv of SGLang's router, which starts without engines. Only Fleet decides which are members: the
+    router neither retries nor checks health. It waits for an answer for longer than the client does,
+    request_deadline_s.
 
     With these thresholds it balances by load, as soon as loads differ. Its policy `power_of_two` would too, but does
     not start without engines.
@@ -286,7 +267,7 @@ def start_router(
 
 
 def server_url(host: str, port: int) -> str:
-    """Of a server at that port of a host, by name or address."""
+    """Return the URL of a server at that port of a host, by name or address."""
     return f"http://{before_port(host)}:{port}"
 
 
@@ -296,13 +277,13 @@ def before_port(host: str) -> str:
 
 
 def require_key(address: str, api_key: str | None) -> None:
-    """Raises RecipeError when a server without a key would listen at an address that other hosts reach."""
+    """Raise RecipeError when a server without a key would listen at an address that other hosts reach."""
     if not api_key and not ipaddress.ip_address(address).is_loopback:
         raise RecipeError(f"a server at {address} needs an API key, since other hosts reach it; set EVENKEEL_API_KEY")
 
 
 def server_environment(api_key: str | None) -> dict[str, str]:
-    """Ours, with the key where only this user can read it."""
+    """Return our environment, with the key where only this user can read it."""
     environment = module_environment()
     environment.pop(API_KEY_VARIABLE, None)
     return environment | ({API_KEY_VARIABLE: api_key} if api_key else {})
@@ -341,12 +322,12 @@ class ServerProcess(ChildProcess):
         self._secret = secret
 
     def stop(self) -> None:
-        """See ChildProcess."""
+        """See ChildProcess; the server's folder goes with it."""
         super().stop()
         self._clean()
 
     def kill(self) -> None:
-        """See ChildProcess."""
+        """See ChildProcess; the server's folder goes with it."""
         super().kill()
         self._clean()
 
@@ -358,21 +339,25 @@ class ServerProcess(ChildProcess):
         """Wait until the server answers; returns the seconds. Raises EngineStartError with the end of the log when
         it ended before, or was stopped because it took too long."""
         started = time.monotonic()
-        with httpx.Client(timeout=2.0, trust_env=False, verify=False) as http:
-            while not self._answers(http):
-                status = self.poll()
-                if status is not None:
-                    raise EngineStartError(f"server {self.how_it_ended()} before it was up; {self.why()}")
-                if time.monotonic() - started > deadline_s:
-                    self.stop()
-                    raise EngineStartError(f"server was not up within {deadline_s:g} s, stopped; {self.why()}")
-                time.sleep(_POLL_S)
+        while not self.is_ready():
+            if self.poll() is not None:
+                raise EngineStartError(f"server {self.how_it_ended()} before it was up; {self.why()}")
+            if time.monotonic() - started > deadline_s:
+                self.stop()
+                raise EngineStartError(f"server was not up within {deadline_s:g} s, stopped; {self.why()}")
+            time.sleep(_POLL_S)
         return time.monotonic() - started
 
     def is_ready(self) -> bool:
         """Whether the server answers now."""
-        with httpx.Client(timeout=2.0, trust_env=False, verify=False) as http:
-            return self._answers(http)
+        try:
+            with (
+                httpx.Client(timeout=2.0, trust_env=False, verify=False) as http,
+                http.stream("GET", self._ready_url) as answer,  # its body is not read, however long it is
+            ):
+                return answer.is_success
+        except httpx.TransportError:
+            return False
 
     def how_it_ended(self) -> str:
         """ "ended with status 3" or "was killed by signal 9 (SIGKILL)"."""
@@ -388,16 +373,9 @@ class ServerProcess(ChildProcess):
         text = f"{ERROR_NAMED}{self.log}: {error}" if error else f"{self.log} ends: {last_lines(said, LOG_LINES)}"
         return without(text, self._secret) if self._secret else text
 
-    def _answers(self, http: httpx.Client) -> bool:
-        try:
-            with http.stream("GET", self._ready_url) as answer:  # its body is not read, however long it is
-                return answer.is_success
-        except httpx.TransportError:
-            return False
-
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of loopback that are free now. Raises PortInUseError.
+    """Find different ports of loopback that are free now. Raises PortInUseError.
 
     Servers take them seconds later. The kernel hands ports from 32768 on (Linux) or 49152 on (macOS) to connections
     that go out, so one of those could be gone by then; these are below.
@@ -418,12 +396,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One of `free_ports`."""
+    """Return one of `free_ports`."""
     return free_ports(1)[0]
 
 
 def check_port_free(port: int, address: str = "127.0.0.1") -> None:
-    """Raises PortInUseError when something listens on the port of an address of this machine."""
+    """Raise PortInUseError when something listens on the port of an address of this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

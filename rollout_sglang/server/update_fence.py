@@ -76,7 +76,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def access(path: str) -> Access:
-    """What a call of the path needs. A path that is not known is fenced."""
+    """Return what a call of the path needs. A path that is not known is fenced."""
     if path in OPEN:
         return "open"
     if path in FREE or path.startswith(FREE_BELOW):
@@ -96,8 +96,9 @@ class Fence:
         """Begin a call; None when it may go on, else why not. Each call that may is ended by `leave`."""
         if number is None:
             return f"this call needs the number of a weight update in the header {UPDATE_HEADER}; begin an update"
+        overtaken = "weight update {} was overtaken by {}; this process must not change the weights any more"
         if number < self.highest:
-            return self._overtaken(number)
+            return overtaken.format(number, self.highest)
         self.highest = number
         try:
             async with asyncio.timeout(DRAIN_DEADLINE_S):
@@ -107,7 +108,7 @@ class Fence:
         except TimeoutError:
             return f"a call of an update before {number} is still at work here; leave this engine out, or try again"
         if number < self.highest:
-            return self._overtaken(number)
+            return overtaken.format(number, self.highest)
         self._at_work.append(number)
         return None
 
@@ -115,11 +116,6 @@ class Fence:
         """A call has ended."""
         self._at_work.remove(number)
         self._ended.set()
-
-    def _overtaken(self, number: int) -> str:
-        return (
-            f"weight update {number} was overtaken by {self.highest}; this process must not change the weights any more"
-        )
 
 
 class UpdateFence:
@@ -131,30 +127,29 @@ class UpdateFence:
         self._fence = Fence(floor)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = await self._let_in(scope)
-        if refusal is not None:
-            await _refuse(scope, receive, send, *refusal)
+        needs: Access = "open"
+        if scope["type"] in ("http", "websocket"):
+            # The path that routes are matched with (as starlette._utils.get_route_path).
+            path, root = str(scope["path"]), str(scope.get("root_path") or "")
+            needs = access(path.removeprefix(root) if root and path.startswith(f"{root}/") else path)
+            kind, _, key = _header(scope, b"authorization").partition(b" ")
+            has_key = kind.lower() == b"bearer" and secrets.compare_digest(key, (self._key or "").encode())
+            if needs != "open" and self._key and not has_key:
+                await _refuse(scope, receive, send, 401, "the API key is missing or wrong")
+                return
+        if needs != "fenced" or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        text = _header(scope, UPDATE_HEADER.lower().encode())
+        number = int(text) if text.isdigit() and len(text) < 20 else None
+        refusal = await self._fence.enter(number)
+        if number is None or refusal is not None:
+            await _refuse(scope, receive, send, 409, refusal or "")
             return
         try:
             await self._app(scope, receive, send)
         finally:
-            if _is_fenced(scope):
-                self._fence.leave(_number(scope) or 0)
-
-    async def _let_in(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and message of a refusal, None when the call may go on."""
-        if scope["type"] not in ("http", "websocket"):
-            return None
-        if access(_route_path(scope)) != "open" and not self._has_key(scope):
-            return 401, "the API key is missing or wrong"
-        refusal = await self._fence.enter(_number(scope)) if _is_fenced(scope) else None
-        return None if refusal is None else (409, refusal)
-
-    def _has_key(self, scope: Scope) -> bool:
-        if not self._key:
-            return True
-        kind, _, found = _header(scope, b"authorization").partition(b" ")
-        return kind.lower() == b"bearer" and secrets.compare_digest(found, self._key.encode())
+            self._fence.leave(number)
 
 
 def install(key: str | None) -> None:
@@ -187,27 +182,10 @@ def check_arguments(server_args: Any) -> None:
         )
 
 
-def _is_fenced(scope: Scope) -> bool:
-    return scope["type"] == "http" and access(_route_path(scope)) == "fenced"
-
-
-def _number(scope: Scope) -> int | None:
-    text = _header(scope, UPDATE_HEADER.lower().encode())
-    return int(text) if text.isdigit() and len(text) < 20 else None
-
-
 def _header(scope: Scope, name: bytes) -> bytes:
-    """The value of a header that is there once, or several times alike: SGLang's router repeats the key."""
+    """Return the value of a header that is there once, or several times alike: SGLang's router repeats the key."""
     found = {bytes(value) for key, value in scope["headers"] if key.lower() == name}
     return found.pop() if len(found) == 1 else b""
-
-
-def _route_path(scope: Scope) -> str:
-    """The path that routes are matched with (as starlette._utils.get_route_path)."""
-    path, root = str(scope["path"]), str(scope.get("root_path") or "")
-    if root and path.startswith(f"{root}/"):
-        return path.removeprefix(root)
-    return path
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, message: str) -> None:

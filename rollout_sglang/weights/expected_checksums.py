@@ -78,7 +78,7 @@ class ExpectedChecksums:
         self._blocks: dict[str, dict[str, Tensor]] = defaultdict(dict)
 
     def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same stream, observed as it passes."""
+        """Yield the same stream, observed as it passes."""
         for name, tensor in stream:
             self.observe(name, tensor)
             yield name, tensor
@@ -87,13 +87,19 @@ class ExpectedChecksums:
         """Take one tensor, by its HF name, in the format in which the engine gets it."""
         if self._tied and name == _HEAD:
             return
-        if tensor.dtype is E4M3 or name.endswith(_SCALE):
-            self._observe_block(name, tensor)
-        else:
+        if tensor.dtype is not E4M3 and not name.endswith(_SCALE):
             self._take(name, tensor.detach().to("cpu", self._dtype))
+            return
+        # e4m3 values and their scales come one after the other; together they are one weight.
+        weight = name.removesuffix(_SCALE)
+        pair = self._blocks[weight]
+        pair["scale" if name.endswith(_SCALE) else "values"] = tensor.detach().to("cpu", copy=True)
+        if len(pair) == 2:
+            del self._blocks[weight]
+            self._take(weight, dequantize_block(pair["values"], pair["scale"]).to(torch.bfloat16))
 
     def digests(self) -> tuple[dict[str, str], ...]:
-        """For each rank, engine parameter → digest. Raises ValueError when a part of one never came."""
+        """Return for each rank engine parameter → digest. Raises ValueError when a part of one never came."""
         missing = sorted(
             f"{name} ({', '.join(one.parts[one.hashed :])})"
             for name, one in self._parameters.items()
@@ -107,17 +113,8 @@ class ExpectedChecksums:
             for rank in range(self._ranks)
         )
 
-    def _observe_block(self, name: str, tensor: Tensor) -> None:
-        """e4m3 values and their scales come one after the other; together they are one weight."""
-        pair = self._blocks[name.removesuffix(_SCALE)]
-        pair["scale" if name.endswith(_SCALE) else "values"] = tensor.detach().to("cpu", copy=True)
-        if len(pair) == 2:
-            name = name.removesuffix(_SCALE)
-            del self._blocks[name]
-            self._take(name, dequantize_block(pair["values"], pair["scale"]).to(torch.bfloat16))
-
     def _take(self, name: str, tensor: Tensor) -> None:
-        place = _expert_place(name, self._num_experts) or _place(name)
+        place = _place(name, self._num_experts)
         one = self._parameters.get(place.parameter)
         if one is None:
             hashes = [hashlib.sha256() for _ in range(self._ranks)]
@@ -127,14 +124,11 @@ class ExpectedChecksums:
             return
         part: Tensor | None = tensor
         while part is not None:
-            self._hash(one, one.parts[one.hashed], place.parameter, part)
+            for rank, running in enumerate(one.hashes):
+                shard = self._shard(one.parts[one.hashed], place.parameter, part, rank).contiguous()
+                running.update(shard.flatten().view(torch.uint8).numpy().data)
             one.hashed += 1
             part = one.waiting.pop(one.parts[one.hashed], None) if one.waiting else None
-
-    def _hash(self, one: _Parameter, part: str, parameter: str, tensor: Tensor) -> None:
-        for rank, running in enumerate(one.hashes):
-            shard = self._shard(part, parameter, tensor, rank).contiguous()
-            running.update(shard.flatten().view(torch.uint8).numpy().data)
 
     def _shard(self, part: str, parameter: str, tensor: Tensor, rank: int) -> Tensor:
         """What `rank` holds of a part of an engine parameter."""
@@ -151,22 +145,17 @@ class ExpectedChecksums:
         return tensor.tensor_split(self._ranks)[rank] if part.endswith(_SPLIT_BY_ROWS) else tensor
 
 
-def _place(name: str) -> _Place:
-    """Where a HF tensor goes in the engine."""
+def _place(name: str, num_experts: int) -> _Place:
+    """Return where a HF tensor goes in the engine. Experts lie one after the other: gate and up of each in one
+    parameter, down in another."""
+    if match := _EXPERT.fullmatch(name):
+        experts, number, projection = match.groups()
+        parameter, projections = ("w2_weight", ("down",)) if projection == "down" else ("w13_weight", ("gate", "up"))
+        parts = tuple(f"{expert}.{one}_proj" for expert in range(num_experts) for one in projections)
+        return _Place(f"{experts}.{parameter}", f"{number}.{projection}_proj", parts)
     module, _, kind = name.rpartition(".")
     before, _, projection = module.rpartition(".")
     if projection not in _JOINED:
         return _Place(name, name, (name,))
     joined, parts = _JOINED[projection]
     return _Place(f"{before}.{joined}.{kind}", projection, parts)
-
-
-def _expert_place(name: str, num_experts: int) -> _Place | None:
-    """Experts lie one after the other: gate and up of each in one parameter, down in another. None for other names."""
-    match = _EXPERT.fullmatch(name)
-    if match is None:
-        return None
-    experts, number, projection = match.groups()
-    parameter, projections = ("w2_weight", ("down",)) if projection == "down" else ("w13_weight", ("gate", "up"))
-    parts = tuple(f"{expert}.{one}_proj" for expert in range(num_experts) for one in projections)
-    return _Place(f"{experts}.{parameter}", f"{number}.{projection}_proj", parts)

@@ -43,7 +43,7 @@ MOST_HEADER_BYTES = 100_000_000
 
 
 def replica_name(version: int, state: str) -> str:
-    """Of a folder with these weights, on whatever host."""
+    """Return the name of a folder with these weights, on whatever host."""
     return f"{numbered(version)}-{state[:STATE_DIGITS]}"
 
 
@@ -71,7 +71,7 @@ class Replica:
         return [copy.folder for copy in self._held]
 
     def make(self, version: int) -> Path:
-        """The folder with the weights of a version, as it is published now. Raises StoreError."""
+        """Make, or find, the folder with the weights of a version, as it is published now. Raises StoreError."""
         held = {copy.link.state for copy in self._held}
         try:
             return self._make(chain_to(self.policies, version, held))
@@ -116,15 +116,10 @@ class Replica:
             if path.is_file() and not path.name.startswith("delta") and path.name not in _OF_THE_VERSION:
                 shutil.copyfile(path, temporary / path.name)
         if own is None:
-            _check_copy(first, temporary)
-
-
-def _check_copy(link: Link, folder: Path) -> None:
-    """That the weights were copied as they were published."""
-    places = tensor_places(folder)
-    for name, entry in link.manifest.items():
-        if name not in places or _sha256(places[name].map()) != entry["sha256"]:
-            raise StoreError(f"{link.folder} does not hold tensor {name} as its manifest says; {_REMEDY}")
+            places = tensor_places(temporary)
+            for name, entry in first.manifest.items():
+                if name not in places or _sha256(places[name].map()) != entry["sha256"]:
+                    raise StoreError(f"{first.folder} does not hold tensor {name} as its manifest says; {_REMEDY}")
 
 
 def _overwrite(folder: Path, chain: Sequence[Link]) -> None:
@@ -157,14 +152,14 @@ class TensorPlace(NamedTuple):
     num_bytes: int
 
     def map(self, mode: Literal["r", "r+"] = "r") -> Bytes:
-        """The bytes in the file's own memory: with `r+`, what is written there is in the file."""
+        """Map the bytes in the file's own memory: with `r+`, what is written there is in the file."""
         if not self.num_bytes:
             return np.empty(0, np.uint8)
         return np.memmap(self.file, np.uint8, mode, self.offset, (self.num_bytes,))
 
 
 def tensor_places(folder: Path) -> dict[str, TensorPlace]:
-    """The tensors of a folder of safetensors. Raises StoreError."""
+    """Find the tensors of a folder of safetensors. Raises StoreError."""
     found: dict[str, TensorPlace] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -179,19 +174,16 @@ def tensor_places(folder: Path) -> dict[str, TensorPlace]:
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
-                _check_place(name, begin, end, size - data)
+                # A place beyond the file would make it longer as soon as it is mapped to write.
+                if not (type(begin) is type(end) is int and 0 <= begin <= end <= size - data):
+                    raise ValueError(
+                        f"tensor {quoted(name)} lies at {quoted(begin)} to {quoted(end)} of {size - data} bytes of "
+                        "values"
+                    )
                 found[name] = TensorPlace(path, data + begin, end - begin)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{path} is no safetensors file ({one_line(error, 200)})") from error
     return found
-
-
-def _check_place(name: str, begin: object, end: object, num_bytes: int) -> None:
-    """A place beyond the file would make it longer as soon as it is mapped to write. Raises ValueError."""
-    if not (type(begin) is type(end) is int and 0 <= begin <= end <= num_bytes):
-        raise ValueError(
-            f"tensor {quoted(name)} lies at {quoted(begin)} to {quoted(end)} of {num_bytes} bytes of values"
-        )
 
 
 def _sha256(data: Bytes) -> str:
@@ -213,7 +205,9 @@ class ReplicaKeeper:
         self._run = run
         self._announce = announce
         self._folder = make_scratch("replica")
-        self._replica = Replica(run.policies, self._folder, self._changed)
+        self._replica = Replica(
+            run.policies, self._folder, lambda folders: announce(replicas=tuple(map(str, folders)), stuck="")
+        )
         self._seen: tuple[int, int, int] | None = None
         """The newest version, and which file its manifest was, when it was made or tried last."""
         self._again = 0.0
@@ -222,7 +216,7 @@ class ReplicaKeeper:
         self._thread = threading.Thread(target=self._follow, name="replica", daemon=True)
 
     def first(self, newest: Callable[[], EngineSpec]) -> EngineSpec:
-        """`newest()`, with the replica of its weights. Raises StoreError."""
+        """Return `newest()`, with the replica of its weights. Raises StoreError."""
         spec = newest()
         for _ in range(_ATTEMPTS):
             try:
@@ -273,13 +267,7 @@ class ReplicaKeeper:
             except Exception as error:  # noqa: BLE001 - whatever it is, nobody must wait for this replica
                 self._again = time.monotonic() + RETRY_S
                 why = str(error) if isinstance(error, EvenKeelError | OSError) else repr(error)
-                self._announce(stuck=f"{self._name(version)}: {one_line(why, 1000)}")
-
-    def _name(self, version: int) -> str:
-        try:
-            return replica_name(version, read_link(self._run.policies, version).state)
-        except StoreError:
-            return numbered(version)
-
-    def _changed(self, folders: Sequence[Path]) -> None:
-        self._announce(replicas=tuple(map(str, folders)), stuck="")
+                name = numbered(version)
+                with suppress(StoreError):
+                    name = replica_name(version, read_link(self._run.policies, version).state)
+                self._announce(stuck=f"{name}: {one_line(why, 1000)}")

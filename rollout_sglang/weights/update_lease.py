@@ -49,6 +49,10 @@ _FILE = re.compile(rf"({NUMBER})(\.json|\.released)")
 _OWNER = re.compile(rf"(.+)-({NUMBER})")
 
 
+Listing = Mapping[str, set[int]]
+"""The numbers of the two kinds of files."""
+
+
 @dataclass
 class Update:
     """A weight update under way."""
@@ -74,7 +78,16 @@ class Updates:
         later start of this role has taken over.
         """
         make_folder(self.folder)
-        update = await self._begin(kind, patience_s)
+        ends, update = time.monotonic() + patience_s, None
+        while update is None:
+            if self.epoch is not None:
+                self.epoch.check()
+            await self._wait_turn(kind, ends, patience_s)
+            update = Update(max(self.newest() + 1, fresh_number()), self.given())
+            try:
+                create_sealed(self._path(update.number, _RECORD), json.dumps(self._record(update, kind, 0)) + "\n")
+            except FileExistsError:
+                update = None
         beat = asyncio.create_task(self._beat(update, kind))
         try:
             # The epoch is compared after the number was taken. If no later start has claimed by now, then its numbers
@@ -88,10 +101,13 @@ class Updates:
                 await asyncio.gather(beat, return_exceptions=True)
             finally:
                 write_sealed_json(self._path(update.number, _RELEASED), dict(version=update.given))
-            self._prune()
+            listed = self._listed()
+            for number in sorted(listed[_RECORD] | listed[_RELEASED])[:-KEPT]:
+                for suffix in (_RECORD, _RELEASED):
+                    self._path(number, suffix).unlink(missing_ok=True)
 
     def newest(self) -> int:
-        """The newest number; 0 when no update was begun."""
+        """Return the newest number; 0 when no update was begun."""
         return max(self._listed()[_RECORD], default=0)
 
     def settled(self) -> tuple[int, int | None] | None:
@@ -101,17 +117,13 @@ class Updates:
         engines serve that version.
         """
         listed = self._listed()
-        return None if self._under_way(listed) is not None else (max(listed[_RECORD], default=0), self._given(listed))
+        if self.under_way(listed) is not None:
+            return None
+        return max(listed[_RECORD], default=0), self.given(listed)
 
-    def given(self) -> int | None:
-        """The version that engines were given last; None when none was."""
-        return self._given(self._listed())
-
-    def under_way(self) -> int | None:
-        """The number of an update that has not ended, though its process may be gone; None when there is none."""
-        return self._under_way(self._listed())
-
-    def _given(self, listed: Mapping[str, set[int]]) -> int | None:
+    def given(self, listed: Listing | None = None) -> int | None:
+        """Return the version that engines were given last; None when none was."""
+        listed = listed or self._listed()
         for number in sorted(listed[_RECORD], reverse=True):
             suffix = _RELEASED if number in listed[_RELEASED] else _RECORD
             record = self._read(number, suffix)
@@ -120,22 +132,17 @@ class Updates:
                 return None if version is None else int(version)
         return None
 
-    def _under_way(self, listed: Mapping[str, set[int]]) -> int | None:
+    def under_way(self, listed: Listing | None = None) -> int | None:
+        """Return the number of an update that has not ended, though its process may be gone; None when there is
+        none."""
+        listed = listed or self._listed()
         number = max(listed[_RECORD], default=0)
-        if not number or number in listed[_RELEASED] or self._is_superseded(self._read(number, _RECORD)):
+        if not number or number in listed[_RELEASED]:
             return None
-        return number
-
-    async def _begin(self, kind: UpdateKind, patience_s: float) -> Update:
-        ends = time.monotonic() + patience_s
-        while True:
-            if self.epoch is not None:
-                self.epoch.check()
-            await self._wait_turn(kind, ends, patience_s)
-            update = Update(max(self.newest() + 1, fresh_number()), self.given())
-            with suppress(FileExistsError):
-                create_sealed(self._path(update.number, _RECORD), json.dumps(self._record(update, kind, 0)) + "\n")
-                return update
+        owner = _OWNER.fullmatch(str(self._read(number, _RECORD).get("role")))
+        epochs = self.folder.parent.parent / "epochs"
+        is_superseded = owner is not None and newest(epochs / owner[1]) > int(owner[2])
+        return None if is_superseded else number
 
     async def _wait_turn(self, kind: UpdateKind, ends: float, patience_s: float) -> None:
         seen: tuple[int, Any] | None = None
@@ -171,22 +178,18 @@ class Updates:
         record = dict(role=role, host=socket.gethostname(), kind=kind, stale_s=self.stale_s, beats=beats)
         return record | dict(version=update.given)
 
-    def _is_superseded(self, record: Mapping[str, Any]) -> bool:
-        owner = _OWNER.fullmatch(str(record.get("role")))
-        return owner is not None and newest(self.folder.parent.parent / "epochs" / owner[1]) > int(owner[2])
-
     def _path(self, number: int, suffix: str) -> Path:
         return self.folder / f"{number:06d}{suffix}"
 
     def _read(self, number: int, suffix: str) -> dict[str, Any]:
-        """What a file says; nothing when it was pruned. Raises StoreError when it is damaged."""
+        """Return what a file says; nothing when it was pruned. Raises StoreError when it is damaged."""
         path, remedy = self._path(number, suffix), "remove it: weights are then given to engines again"
         with suppress(OSError):
             return read_sealed_json(path, remedy, is_replaced=True)
         return {}
 
-    def _listed(self) -> dict[str, set[int]]:
-        """The numbers of the two kinds of files. One listing: file systems that cache remember names that were not
+    def _listed(self) -> Listing:
+        """Read the folder in one listing: file systems that cache remember names that were not
         there, and so would hide a release."""
         found: dict[str, set[int]] = {_RECORD: set(), _RELEASED: set()}
         with suppress(FileNotFoundError):
@@ -195,13 +198,7 @@ class Updates:
                     found[match[2]].add(int(match[1]))
         return found
 
-    def _prune(self) -> None:
-        listed = self._listed()
-        for number in sorted(listed[_RECORD] | listed[_RELEASED])[:-KEPT]:
-            for suffix in (_RECORD, _RELEASED):
-                self._path(number, suffix).unlink(missing_ok=True)
-
 
 def fresh_number() -> int:
-    """A number that is higher than those that were taken before now, unless clocks disagree."""
+    """Return a number that is higher than those that were taken before now, unless clocks disagree."""
     return time.time_ns() // 1_000_000

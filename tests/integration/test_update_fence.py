@@ -9,7 +9,6 @@ from pipeline.errors import EngineVersionError, RetryableError
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.update_fence import UPDATE_HEADER, access
 from rollout_sglang.weights.update_lease import fresh_number
-from rollout_sglang.weights.weight_update import Receiver
 from tests.support.engines import KEY, TinyEngine, TinyEngines, load
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -128,17 +127,15 @@ def test_a_sender_that_was_overtaken_changes_nothing(engine: TinyEngine) -> None
         ):
             with pytest.raises(EngineVersionError, match="was overtaken by"):
                 await call()
-        receiver = Receiver(engine.spec.url, KEY, control_deadline_s=30, update=old)
         for send in (
-            lambda: receiver.begin(),
-            lambda: receiver.receive("group", (), 30),
-            lambda: receiver.receive_shared(b"", 1, 30),
-            lambda: receiver.end(9, 30),
-            lambda: receiver.leave("group"),
+            lambda: client.begin_update(),
+            lambda: client.receive("group", (), 30),
+            lambda: client.receive_shared(b"", 1, 30),
+            lambda: client.end_update(9, 30),
+            lambda: client.leave("group"),
         ):
             with pytest.raises(RetryableError, match="was overtaken by"):
                 await send()
-        await receiver.close()
 
     engine.ask(begin)
     engine.ask(lambda client: load(client, 1, engine.checkpoints[1]))

@@ -179,7 +179,7 @@ async def named(engine: Engine, name: str, *, holding: int) -> None:
     client = EngineClient(engine.url, KEY, index=0, request_deadline_s=60, update=fresh_number())
     await client.pause()
     await client.update_from_disk(holding, engine.policies[holding], deadline_s=60)
-    await client._control("/update_weight_version", {"new_version": name, "abort_all_requests": False})
+    await client._do("/update_weight_version", {"new_version": name, "abort_all_requests": False})
     await client.resume()
 
 

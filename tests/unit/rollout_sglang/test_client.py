@@ -20,8 +20,8 @@ from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError, RecipeError
 from pipeline.ports.weights import TensorSpec
 from rollout_sglang.answers import input_logprobs, token_versions
-from rollout_sglang.client import PREFIX, EngineClient, Stage, TeacherServers
-from rollout_sglang.protocol import MetaInfo, policy_version
+from rollout_sglang.client import PREFIX, EngineClient, TeacherServers
+from rollout_sglang.protocol import MetaInfo, ServerInfo, dialect_of, policy_version
 from rollout_sglang.transport import Transport
 from tests.doubles.sglang_double import LARGEST_MASK, PARAMETER, EngineDouble, GenerateFault, checksum_of
 
@@ -446,8 +446,11 @@ class Server:
         return httpx.Response(status, json=dict(success=status == 200, message="said so", ranks=ranks))
 
 
-def ask(server: Server, act: Callable[[Stage], Coroutine[Any, Any, T]]) -> T:
-    return asyncio.run(act(Stage(cast(Transport, server), 5.0)))
+def ask(server: Server, act: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+    client = EngineClient(server.url, None, index=0, request_deadline_s=5.0)
+    client._transport, client._staging = cast(Transport, server), True
+    client._known_dialect = dialect_of(ServerInfo(version="0.5.23", device="cpu"))
+    return asyncio.run(act(client))
 
 
 def state(pending: int = 0, failure: str = "") -> dict[str, str]:
@@ -456,19 +459,19 @@ def state(pending: int = 0, failure: str = "") -> dict[str, str]:
 
 @pytest.mark.parametrize("status", [400, 404])
 def test_a_server_that_cannot_stage_says_so(status: int) -> None:
-    assert ask(Server((status, ())), lambda stage: stage.begin()) is False
-    assert ask(Server((status, ())), lambda stage: stage.folder(FOLDER, 5.0)) is False
+    assert ask(Server((status, ())), lambda client: client.stage()) is False
+    assert ask(Server((status, ())), lambda client: client.stage_folder(FOLDER, deadline_s=5.0)) is False
 
 
 def test_a_folder_is_staged_when_the_slowest_rank_is_done() -> None:
     server = Server((200, [state(), state(1)]), (200, [state(), state(1)]), (200, [state(), state()]))
-    assert ask(server, lambda stage: stage.folder(FOLDER, 5.0)) is True
+    assert ask(server, lambda client: client.stage_folder(FOLDER, deadline_s=5.0)) is True
     assert server.orders == [dict(do="folder", folder=str(FOLDER)), dict(do="wait"), dict(do="wait")]
 
 
 def test_a_broadcast_is_waited_for() -> None:
     server = Server((200, [state(1)]), (200, [state(1)]), (200, [state()]))
-    ask(server, lambda stage: stage.receive("group", [TENSOR], 5.0))
+    ask(server, lambda client: client.receive("group", [TENSOR], 5.0))
     assert server.orders[0] == dict(
         do="group", group="group", names=["model.norm.weight"], dtypes=["bfloat16"], shapes=[[4]]
     )
@@ -478,30 +481,30 @@ def test_a_broadcast_is_waited_for() -> None:
 def test_what_one_rank_cannot_stage_is_an_error() -> None:
     server = Server((200, [state(1), state(1)]), (200, [state(), state(0, "KeyError: no parameter")]))
     with pytest.raises(EngineVersionError, match="no parameter"):
-        ask(server, lambda stage: stage.finish(FOLDER, 5.0))
+        ask(server, lambda client: client.finish_stage(FOLDER, 5.0))
 
 
 def test_a_server_that_was_started_again_is_found_out() -> None:
     """Another one may answer at its address, which knows no such order."""
     with pytest.raises(EngineVersionError, match="started again"):
-        ask(Server((400, ())), lambda stage: stage.receive_shared("AAAA", 5.0))
+        ask(Server((400, ())), lambda client: client.receive_shared(b"AAAA", 1, 5.0))
 
 
 def test_waiting_has_a_deadline() -> None:
     server = Server(*[(200, [state(1)])] * 100)
     with pytest.raises(EngineUnavailableError, match=r"within 0\.1 s"):
-        ask(server, lambda stage: stage.finish(FOLDER, 0.1))
+        ask(server, lambda client: client.finish_stage(FOLDER, 0.1))
 
 
 @pytest.mark.parametrize("strange", [dict(model="abc"), dict(pending="many", failure="")])
 def test_an_answer_about_something_else_is_refused(strange: dict[str, str]) -> None:
     with pytest.raises(EngineUnavailableError, match="something else"):
-        ask(Server((200, [strange])), lambda stage: stage.begin())
+        ask(Server((200, [strange])), lambda client: client.stage())
 
 
 def test_membership_is_asked_without_an_update() -> None:
-    assert ask(Server((200, [state() | dict(member="True")])), lambda stage: stage.is_member("group"))
-    assert not ask(Server((200, [state() | dict(member="False")])), lambda stage: stage.is_member("group"))
+    assert ask(Server((200, [state() | dict(member="True")])), lambda client: client.is_member("group"))
+    assert not ask(Server((200, [state() | dict(member="False")])), lambda client: client.is_member("group"))
 
 
 @pytest.fixture

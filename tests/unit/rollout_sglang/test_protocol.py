@@ -12,9 +12,7 @@ import pytest
 from pipeline.data.batch import Completion, Sampling
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from rollout_sglang.client import EngineClient
-from rollout_sglang.protocol import Dialect, DialectOf, ServerInfo, dialect_of
-from rollout_sglang.transport import Transport
-from rollout_sglang.weights.weight_update import Receiver
+from rollout_sglang.protocol import Dialect, ServerInfo, dialect_of
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.sglang_double import PARAMETER, RELEASES, EngineDouble, Release, checksum_of
 
@@ -29,17 +27,6 @@ def ask(double: EngineDouble, act: Callable[[EngineClient], Awaitable[T]]) -> T:
             return await act(client)
         finally:
             await client.close()
-
-    return asyncio.run(main())
-
-
-def receive(double: EngineDouble, act: Callable[[Receiver], Awaitable[T]]) -> T:
-    async def main() -> T:
-        receiver = Receiver(double.url, None, control_deadline_s=5, update=1)
-        try:
-            return await act(receiver)
-        finally:
-            await receiver.close()
 
     return asyncio.run(main())
 
@@ -68,6 +55,7 @@ def test_a_version_says_what_a_server_can(version: str, pause: str, sessions: bo
         quantizes=True,
         overlaps=True,
         stages=False,
+        no_tensors="" if sessions else dialect_of(ServerInfo(version=version, quantization="fp8")).no_tensors,
     )
 
 
@@ -80,8 +68,8 @@ def test_only_a_server_on_a_cpu_is_asked_to_stage(tmp_path: Path, device: str | 
     """A GPU server knows no such action: it prints a traceback, which would then be read as why it died."""
     with ReceivingDouble(4) as double:
         double.device, double.shows_checksums = device, True
-        assert not ask(double, lambda client: client.stage(tmp_path, deadline_s=5))
-        assert not receive(double, lambda receiver: receiver.stage())
+        assert not ask(double, lambda client: client.stage_folder(tmp_path, deadline_s=5))
+        assert not ask(double, lambda client: client.stage())
     assert ("POST /weights_checker" in double.calls) is asked
 
 
@@ -104,11 +92,11 @@ def test_a_server_is_asked_once_and_paused_as_it_can_be(release: Release) -> Non
 @pytest.mark.parametrize("version", [None, "0.5.23" + "9" * 5000, "9" * 50 + "." + "9" * 5000 + ".1"])
 def test_a_server_without_a_version_is_no_sglang(version: str | None) -> None:
     async def main(url: str) -> None:
-        transport = Transport(url, None)
+        client = EngineClient(url, None, index=0, request_deadline_s=5)
         try:
-            await DialectOf(transport, 5)()
+            await client.dialect()
         finally:
-            await transport.close()
+            await client.close()
 
     with EngineDouble() as double:
         double.route = lambda *_: (200, {"server": "another"} | ({} if version is None else {"version": version}))  # type: ignore[method-assign]
@@ -179,13 +167,13 @@ def test_checksums_of_both_shapes_are_read(release: Release) -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_sessions_are_opened_and_closed_where_there_are_any(release: Release) -> None:
-    async def give(receiver: Receiver) -> None:
-        await receiver.begin()
-        await receiver.end(5, 5)
-        await receiver.give_up()
+    async def give(receiver: EngineClient) -> None:
+        await receiver.begin_update()
+        await receiver.end_update(5, 5)
+        await receiver.give_up_update()
 
     with ReceivingDouble(4, sglang=release) as double:
-        receive(double, give)
+        ask(double, give)
     session_calls = [call for call in double.calls if call.endswith("_weight_update")]
     begin, end = "POST /begin_weight_update", "POST /end_weight_update"
     assert session_calls == ([] if release == "0.5.17" else [begin, end, end])
@@ -195,7 +183,7 @@ def test_sessions_are_opened_and_closed_where_there_are_any(release: Release) ->
 def test_an_old_server_is_never_asked_about_a_group_by_updating_from_it() -> None:
     """It would end: SGLang asserts that it has the group, outside of what it catches."""
     with ReceivingDouble(4, sglang="0.5.17") as double:
-        assert not receive(double, lambda receiver: receiver.is_member("group"))
+        assert not ask(double, lambda client: client.is_member("group"))
     assert double.calls == ["GET /server_info", "POST /destroy_weights_update_group"]
 
 
@@ -203,5 +191,5 @@ def test_an_old_server_that_quantizes_is_sent_no_tensors() -> None:
     with ReceivingDouble(4, sglang="0.5.17") as double:
         double.quantization = "fp8"
         with pytest.raises(EngineVersionError, match=r"0\.5\.21 can; use weights\.channel disk"):
-            receive(double, lambda receiver: receiver.begin())
+            ask(double, lambda client: client.begin_update())
     assert double.version == "4", "nothing was changed"

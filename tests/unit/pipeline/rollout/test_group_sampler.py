@@ -79,7 +79,7 @@ def test_cancelled_waiters_and_holders_lose_no_slot(seed: int, number: int, task
         results = await asyncio.gather(*under_way, return_exceptions=True)
         assert not [r for r in results if isinstance(r, AssertionError)]
         async with asyncio.timeout(5):
-            await asyncio.gather(*(slots._take((0, 0)) for _ in range(number)))
+            await asyncio.gather(*(slots.acquire((0, 0)).__aenter__() for _ in range(number)))
 
     asyncio.run(run())
 

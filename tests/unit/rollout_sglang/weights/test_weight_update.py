@@ -18,7 +18,7 @@ from rollout_sglang.engine_pool import PooledEngine
 from rollout_sglang.fleet import AGAIN_DEADLINE_S, Fleet
 from rollout_sglang.transport import LOOK_DEADLINE_S
 from rollout_sglang.weights.update_lease import Updates, fresh_number
-from rollout_sglang.weights.weight_update import FleetUpdateSession, Receiver
+from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.sglang_double import RELEASES
 from tests.support.fleets import fleet_of, members, settings
@@ -182,7 +182,7 @@ def test_a_dropped_update_is_not_asked_again(engines: list[ReceivingDouble]) -> 
     """The engine may have taken part in the broadcast; a second call would wait for another one."""
 
     async def receive() -> None:
-        receiver = Receiver(engines[0].url, None, control_deadline_s=5, update=fresh_number())
+        receiver = EngineClient(engines[0].url, None, index=0, request_deadline_s=5, update=fresh_number())
         try:
             await receiver.receive("group", (), 5)
         finally:
