@@ -105,18 +105,15 @@ class PooledEngine:
     try_at: float = 0.0
     """When it may be resynced again."""
     answers: AnswerRecord = field(default_factory=AnswerRecord)
-    was_admitted: bool = False
+    is_believed: bool = field(init=False)
+    """Whether the version that it claims is one of this run's. A name is only a number, and an engine of rollout.urls
+    may have served another run, until it is admitted here."""
     index: int = field(init=False)
     url: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.index, self.url = self.member.index, self.client.url
-
-    @property
-    def is_believed(self) -> bool:
-        """Whether the version that it claims is one of this run's. A name is only a number, and an engine of
-        rollout.urls may have served another run, until it is admitted here."""
-        return self.member.started > 0 or self.was_admitted
+        self.is_believed = self.member.started > 0
 
     def refuses(self, error: FatalError) -> None:
         """Its server finds a call itself wrong."""
@@ -238,7 +235,7 @@ class EnginePool:
         if self._engines.get(engine.index) is not engine:
             return
         engine.served, engine.failures, engine.answered = version, 0, time.monotonic()
-        engine.was_admitted = True
+        engine.is_believed = True
         await self._tell_router(engine, admitted=True)
         if engine.quarantined is not None:
             engine.quarantined = None

@@ -26,7 +26,17 @@ from typing import TYPE_CHECKING
 
 from pipeline.advantages.compute import taught
 from pipeline.background import Patience, beside_loop, noted_in
-from pipeline.data.batch import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample, Sampling
+from pipeline.data.batch import (
+    SOLVED_REWARD,
+    TEACHER_FAILED,
+    Batch,
+    Completion,
+    Group,
+    LogprobContract,
+    Prompt,
+    Sample,
+    Sampling,
+)
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.run_directory import RunDirectory
@@ -53,7 +63,6 @@ from pipeline.rollout.group_sampler import (
     TeacherScores,
     distance_from_teacher,
     gather_or_cancel,
-    scored_sample,
 )
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
@@ -325,7 +334,15 @@ class Collector:
         verdicts = await self.verifiers[prompt.reward].score_group(
             prompt.text, prompt.answer, prompt.metadata, texts, info
         )
-        return tuple(scored_sample(*each) for each in zip(completions, verdicts, strict=True))
+        samples = []
+        for one, verdict in zip(completions, verdicts, strict=True):
+            # An engine sampled some token of it; where none may be learned from, the teacher did not score it.
+            untaught = {} if one.loss_mask.any() else {TEACHER_FAILED: 1.0}
+            learned = one if verdict.failed is None else one.unlearned()
+            samples.append(
+                Sample(completion=learned, reward=verdict.reward, reward_parts={**verdict.parts, **untaught})
+            )
+        return tuple(samples)
 
     async def _tell_people(self, builder: BatchBuilder) -> None:
         """Log one sample of the batch, of another place in each, for people who watch the run; and that no sample of

@@ -25,7 +25,7 @@ from pipeline.data.batch import TEACHER_FAILED, Completion, KeptSets, Prompt, Sa
 from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.data.event_log import EventLog
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
-from pipeline.rewards.pool import FailureWatch, Verdict
+from pipeline.rewards.pool import FailureWatch
 
 if TYPE_CHECKING:
     from rollout_sglang.client import TeacherServers
@@ -287,14 +287,6 @@ def _taught(completion: Completion, logprobs: NDArray[np.float32]) -> Completion
     """With what the teacher says of every token; of those that no engine sampled, 0.0 is kept."""
     possible = np.maximum(logprobs, np.float32(LOWEST_LOGPROB))
     return replace(completion, teacher_logprobs=np.where(completion.loss_mask, possible, np.float32(0.0)))
-
-
-def scored_sample(completion: Completion, verdict: Verdict) -> Sample:
-    """The sample that a batch holds. An engine sampled some token of it; where none may be learned from, the teacher
-    did not score it."""
-    untaught = {} if completion.loss_mask.any() else {TEACHER_FAILED: 1.0}
-    learned = completion if verdict.failed is None else completion.unlearned()
-    return Sample(completion=learned, reward=verdict.reward, reward_parts={**verdict.parts, **untaught})
 
 
 def distance_from_teacher(answers: Sequence[Sequence[Sample]]) -> dict[str, float]:

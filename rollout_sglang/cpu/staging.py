@@ -50,9 +50,8 @@ def _check_weights(original: Callable[..., Any], runner: Any, action: str, *args
         return original(runner, action, *args, **options) if fresh is None else fresh
     order = json.loads(action.removeprefix(PREFIX))
     if staging is None or order["do"] in ("begin", "folder"):
-        if staging is not None:
-            staging.stop()
-        staging = runner.even_keel_staging = Staging(runner, None if staging is None else staging.idle_shadow())
+        shadow = None if staging is None else staging.stop()
+        staging = runner.even_keel_staging = Staging(runner, shadow)
     state = staging.obey(order)
     placement = runner._weight_checker._parallelism_info(role=options["role"])
     return dict(checksums=state, per_gpu_checksum="", parallelism_info=placement.model_dump())
@@ -125,14 +124,12 @@ class Staging:
         found, self._checksums = (self._checksums, None) if self._adopted else (None, self._checksums)
         return found
 
-    def stop(self) -> None:
-        """Begin nothing more."""
+    def stop(self) -> Any:
+        """Begin nothing more. Returns the second model, for the next update; None while the thread may still write to
+        it."""
         self._failure = self._failure or "another update was begun"
         self._checksums = None
         self._jobs.put(None)
-
-    def idle_shadow(self) -> Any:
-        """The second model, for the next update; None while the thread may still write to it."""
         self._thread.join(0.01)
         return None if self._thread.is_alive() else self._shadow
 

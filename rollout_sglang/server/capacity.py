@@ -81,7 +81,7 @@ def engine_capacity(model: EngineModel, rollout: RolloutSection, gpu_bytes: floa
     if most is not None and not (most.isdecimal() and int(most)):
         raise RecipeError(f"rollout.extra_args: --max-total-tokens is {most!r}, expected a positive number")
     kv_dtype = option(rollout.extra_args, "--kv-cache-dtype") or "auto"
-    sizes = {"auto": dtype_bytes(rollout), **KV_CACHE_BYTES}
+    sizes = {"auto": 4.0 if rollout.precision == "fp32" else 2.0, **KV_CACHE_BYTES}
     if kv_dtype not in sizes:
         raise RecipeError(f"rollout.extra_args: --kv-cache-dtype is {kv_dtype!r}, expected one of {', '.join(sizes)}")
     weights = weight_bytes(model, rollout) / ranks
@@ -98,15 +98,9 @@ def engine_capacity(model: EngineModel, rollout: RolloutSection, gpu_bytes: floa
 def weight_bytes(model: EngineModel, rollout: RolloutSection) -> float:
     """Return the bytes of all weights in the rollout's formats: what the engines hold together, and what a publish
     moves."""
-    dtype = dtype_bytes(rollout)
+    dtype = 4.0 if rollout.precision == "fp32" else 2.0  # of what is not quantized; FP8 engines have bfloat16
     linear = {"fp8_block": 1 + BLOCK_SCALE_BYTES, "fp8_tensor": 1.0}.get(rollout.precision, dtype)
     return model.linear * linear + model.other * dtype
-
-
-def dtype_bytes(rollout: RolloutSection) -> float:
-    """Return the bytes of a number in activations and in weights that are not quantized; FP8 engines on GPUs have them
-    in bfloat16."""
-    return 4.0 if rollout.precision == "fp32" else 2.0
 
 
 BLOCK_CHANNELS = 128

@@ -121,14 +121,6 @@ def test_a_share_must_not_cut_a_stack() -> None:
         QuantMap.for_decoder(1, "fp8_block").restricted(["model.layers.0.self_attn.q_proj"])
 
 
-def test_fused_groups() -> None:
-    quant_map = QuantMap.for_decoder(1, RolloutFormat.FP8_TENSOR)
-    attention = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
-    assert quant_map.fused_groups[0] == attention
-    assert quant_map.fused_groups[-1] == ("model.layers.0.mlp.down_proj",)
-    assert len(quant_map.fused_groups) == 4
-
-
 def test_hf_config() -> None:
     assert QuantMap.for_decoder(1, "fp8_block").to_hf_quantization_config() == {
         "quant_method": "fp8",

@@ -167,16 +167,6 @@ def test_finite_values_of_any_size_stay_finite_and_others_are_refused(name: Roll
     assert fake_quantize(torch.zeros(0, 8), name, per_token=True).shape == (0, 8)
 
 
-@pytest.mark.parametrize("name", EMULATED)
-def test_gradients_pass_straight_through(name: RolloutFormat) -> None:
-    for rounding in (partial(fake_quantize, rollout_format=name, per_token=per_token) for per_token in (False, True)):
-        weight = gaussian(3, 32).requires_grad_()
-        slopes = gaussian(3, 32, seed=1)
-        (rounding(weight) * slopes).sum().backward()
-        assert weight.grad is not None
-        assert torch.equal(weight.grad, slopes)
-
-
 def test_fewer_bits_lose_more() -> None:
     weight = gaussian(256, 256)
     lost = {name: float((fake_quantize(weight, name) - weight).norm() / weight.norm()) for name in RolloutFormat}
