@@ -13,7 +13,7 @@ from pipeline.data.checksums import write_sealed_json
 from pipeline.data.epochs import claim
 from pipeline.errors import DeadlineExceededError, SupersededError
 from rollout_sglang.weights import update_lease
-from rollout_sglang.weights.update_lease import KEPT, Update, UpdateKind, Updates
+from rollout_sglang.weights.update_lease import KEPT, UpdateKind, Updates
 from tests.support.files import empty_for
 
 
@@ -68,13 +68,13 @@ def test_one_that_is_superseded_after_it_took_a_number_gives_no_weights(
 ) -> None:
     """Frozen between the two: the successor's number, taken before it goes on, would be the lower one."""
     frozen = updates_of(tmp_path, "learner")
-    begin = Updates._begin
+    create = update_lease.create_sealed
 
-    async def begin_slowly(self: Updates, kind: UpdateKind, patience_s: float) -> Update:
+    def create_late(path: Path, text: str) -> None:
         claim(tmp_path, "learner")
-        return await begin(Updates(self.folder), kind, patience_s)
+        create(path, text)
 
-    monkeypatch.setattr(Updates, "_begin", begin_slowly)
+    monkeypatch.setattr(update_lease, "create_sealed", create_late)
     with pytest.raises(SupersededError):
         asyncio.run(number_of(frozen, "publish"))
 
