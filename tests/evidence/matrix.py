@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
@@ -147,22 +147,6 @@ class Experiment(Section):
         than = claim.judge.than if isinstance(claim.judge, COMPARING) else None
         return [than] if than else [arm for arm in self.arms if arm != claim.judge.arm]
 
-    @model_validator(mode="after")
-    def _claims_name_what_exists(self) -> Self:
-        for claim in self.claims:
-            if unknown := sorted(claim.named_arms - self.arms.keys()):
-                raise ValueError(f"claim {claim.text!r} names arm {unknown[0]}; there are {', '.join(self.arms)}")
-            if unknown := sorted(set(claim.conditions or ()) - self.conditions.keys()):
-                raise ValueError(
-                    f"claim {claim.text!r} names condition {unknown[0]}; there are {', '.join(self.conditions)}"
-                )
-            if isinstance(claim.judge, Faster) and self.target is None:
-                raise ValueError(f"claim {claim.text!r} needs the experiment's target; set it")
-        for condition, arms in self.more.items():
-            if unknown := sorted({condition} - self.conditions.keys() | arms.keys() - self.arms.keys()):
-                raise ValueError(f"more names {unknown[0]}, which is neither a condition nor an arm of the experiment")
-        return self
-
     def quickened(self) -> Self:
         """The same question, asked of less."""
         fields: dict[str, Any] = {"more": {}, **(self.quick or {})}
@@ -183,13 +167,6 @@ class Matrix(Section):
 
     models: dict[str, Model]
     experiments: dict[str, Experiment]
-
-    @model_validator(mode="after")
-    def _models_exist(self) -> Self:
-        for name, experiment in self.experiments.items():
-            if experiment.model not in self.models:
-                raise ValueError(f"experiment {name} uses model {experiment.model}; there are {', '.join(self.models)}")
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)

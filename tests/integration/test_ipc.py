@@ -28,7 +28,6 @@ from precision.formats.streams import quantize_state
 from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from rollout_sglang.weights.weight_update import FleetUpdateSession
-from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.tiny_model import write_checkpoint
 from tests.support.engine_forks import start_engine
 from tests.support.engines import num_decodes, wait_for_decode
@@ -231,22 +230,3 @@ def test_a_sender_that_dies_half_way_leaves_an_engine_that_takes_weights_again(e
         assert sender.publish(engine, 3).failures == {}
         assert sender.background.run(sender.fleet.versions()) == {engine.url: 3}
     assert not Path(file).exists(), "the dead sender's memory is gone, though the engine had it open"
-
-
-@pytest.mark.slow
-def test_an_engine_that_is_killed_between_buckets_costs_nothing_but_itself(engines: dict[str, Engine]) -> None:
-    """Last of all: it is not started again."""
-    engine = engines["bf16"]
-    with ReceivingDouble() as double, sender_to([engine.url, double.url], engine.lock) as sender:
-
-        def kill(_: Bucket, place: int) -> None:
-            if place == 2:
-                engine.process.kill()
-
-        sender.send(engine.policy(5), kill)
-        assert sender.transport.failures.keys() == {0}
-        assert sender.transport.engines == (1,)
-        sent = dict(engine.policy(5))
-        assert double.received.keys() == sent.keys()
-        assert all(torch.equal(double.received[name], sent[name]) for name in sent)
-        assert sender.verify(5, None).failures.keys() == {0}

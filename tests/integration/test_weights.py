@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any
 
 import numpy as np
@@ -97,25 +96,6 @@ def test_stages_share_the_tensors_without_overlap_and_their_ranks_agree_on_the_o
         assert by_stage.setdefault(rank["stage"], rank["stage_order"]) == rank["stage_order"]
     assert len(by_stage) == LAYOUTS[layout][1].get("pipeline", 1)
     assert sorted(name for order in by_stage.values() for name in order) == sorted(expected)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_parameters_of_the_real_ranks_are_a_bijection(found: dict[str, list[dict[str, Any]]], layout: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron-Core warns about packages that a CPU does not have
-        from megatron_bridge.weights import ShardCoords
-        from tests.support.parameters import RankParameters, check_bijection
-
-    shape = ModelConfig.from_hf(MODELS[LAYOUTS[layout][0]])
-    ranks = [
-        RankParameters(
-            stage=rank["stage"],
-            coords=ShardCoords(**rank["coords"]),
-            sizes={name: tuple(size) for name, size in rank["sizes"].items()},
-        )
-        for rank in found[layout]
-    ]
-    assert check_bijection(shape, ranks) == shape.num_parameters
 
 
 @pytest.mark.parametrize("layout", ["experts ep2 pp2", "experts ep2 tp2"])

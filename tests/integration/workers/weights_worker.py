@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.step.fp8_emulation import _quantize_input, emulated
 from megatron_bridge.weights import (
     NameMap,
-    ShardCoords,
     export_hf,
     export_stage,
     load_hf,
@@ -106,11 +104,8 @@ def run_layout(layout: Layout, folder: Path, out: Path) -> None:
         "wrong": [name for name, t in whole.items() if t.dtype != dtype or not torch.equal(t, original[name])],
         "named_wrong": [name for (name, a), (_, b) in pairs if not torch.equal(a, b)],
         "chunks": len(chunks),
-        "stage": (stage := RankParameters.here(chunks, shape)).stage,
-        "coords": asdict(stage.coords),
-        "sizes": {name: list(size) for name, size in stage.sizes.items()},
+        "stage": RankParameters.here(chunks, shape).stage,
     }
-    assert stage.coords == ShardCoords.here()
     if shape.experts is not None:
         found["expert_inputs"] = expert_inputs_are_quantized_whole(chunks[0])
     if shape.experts is not None and layout in SCORED:
