@@ -12,14 +12,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,40 +29,32 @@ from megatron_bridge.checkpoint.training_state import ShardSave
 from megatron_bridge.hf.folders import export_policy
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.build import build_chunks, choose_layers
-from megatron_bridge.model.te_precision import Layers, warm_up_passes
+from megatron_bridge.model.te_precision import Layers, token_multiple, warm_up_passes
 from megatron_bridge.parallel.layout import Layout, check_layout, initialize
-from megatron_bridge.parallel.rank_sync import RankZero
+from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.step import passes
-from megatron_bridge.step.expert_replay import ExpertReplay, replayer
-from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_emulation, weights_changed
-from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches, split_of, sum_of_shares
-from megatron_bridge.step.optimizer import (
-    LearningRates,
-    follow_recipe,
-    reduced_gradient_norm,
-    step_with_clipping,
-    wrap_and_optimize,
-)
-from megatron_bridge.step.passes import Gathered
+from megatron_bridge.step.expert_replay import ExpertReplay, Replayed, install_replay
+from megatron_bridge.step.fp8_emulation import TE_LAYERS, Fp8Emulation, weights_changed
+from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
+from megatron_bridge.step.optimizer import LearningRates, take_step, wrap_and_optimize
 from megatron_bridge.weights import export_hf, load_hf
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.batch import Batch, Share
 from pipeline.data.run_directory import unfenced
-from pipeline.errors import NonFiniteError
+from pipeline.errors import ModelError, NonFiniteError
 from pipeline.ports.learner import Update
 from precision.formats.quant_map import QuantMap
-from precision.mismatch.statistics import ALONE, Mismatch, Ranks, StepTokens
-from precision.objectives.base import Objective, Prepared, ScoredStep
+from precision.mismatch.statistics import Mismatch, Ranks, StepTokens
+from precision.objectives.base import Objective, Prepared, ScoredStep, TokenBatch
 from precision.ratios import MAX_LOG_RATIO
 
-Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 Scores = Tensor | NDArray[np.float32] | None
 _LOOK_S = 3.0
 """Ranks tell one another so often whether they have written their shares."""
 
 
-class MegatronLearner:
+class MegatronLearner(RankSync):
     """One rank of the learner."""
 
     def __init__(
@@ -77,7 +70,13 @@ class MegatronLearner:
         emulate: QuantMap | None = None,
     ) -> None:
         """Build model and optimizer in the parallel state as it is: use `create`, which makes that state too."""
-        require_emulation(learner, layers, emulate)
+        if learner.fp8_emulation != (emulate is not None):
+            raise ValueError(
+                f"learner.fp8_emulation is {str(learner.fp8_emulation).lower()}, but the learner was given "
+                f"{'no' if emulate is None else 'a'} quant map; pass build_quant_map(recipe) exactly where it is true"
+            )
+        if emulate is not None and layers == "transformer_engine":
+            raise ModelError(TE_LAYERS)
         self.model_folder = model_folder
         self.section = learner
         self.model_config = ModelConfig.from_hf(read_hf_config(model_folder))
@@ -104,14 +103,29 @@ class MegatronLearner:
         self.emulation: Fp8Emulation | None = None
         """The formats that every pass, of scoring and of training, emulates; see `emulate`."""
         self.emulate(emulate)
-        self._replaying = replayer(self.model, self.model_config, self.layout, self.device)
+        self._routers = install_replay(self.model, self.model_config)
         self.step = 0
         """Optimizer steps taken."""
         self.rates = LearningRates.of(learner.optimizer, total_steps)  # a run whose recipe was changed sets its own
+        super().__init__(learner.step_deadline_s)
+        self.split = Split(
+            data_ranks=parallel_state.get_data_parallel_world_size(),
+            data_rank=parallel_state.get_data_parallel_rank(),
+            context_ranks=parallel_state.get_context_parallel_world_size(),
+            context_rank=parallel_state.get_context_parallel_rank(),
+            sequence_ranks=self.layout.sequence_ranks,
+            token_multiple=token_multiple(learner.precision),
+            # The interleaved schedule works in groups of as many micro-batches as there are stages.
+            count_multiple=self.layout.pipeline if self.layout.virtual > 1 else 1,
+            attention_parity=self.model_config.attention_parity,
+        )
+        """This rank's place, and what a plan asks of it."""
+        self.num_data_ranks = self.split.data_ranks
         self._objective = objective
-        self._rank_zero = RankZero(learner.step_deadline_s)
         self._runner = passes.ObjectiveRunner(objective, self.device)
-        self._meter = MismatchMeter()
+        self._ranks = Ranks(rank=self.rank, size=self.num_ranks, sum=_sum)
+        self._measured: tuple[int, int] | None = None
+        """Batch and step of the last update."""
         self._warm_ups = warm_up_passes(learner.precision)  # still to do
 
     @staticmethod
@@ -148,38 +162,21 @@ class MegatronLearner:
     def emulate(self, quant_map: QuantMap | None) -> None:
         """From now on, score and train with these formats emulated; None: with none. The weights do not change, and the
         next pass rounds them. Raises ModelError with layers or modules that cannot be emulated."""
-        self.emulation = None if quant_map is None else Fp8Emulation.of(self, quant_map)
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """True on global rank 0."""
-        return dist.get_rank() == 0
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-        return dist.get_rank()
-
-    @property
-    def num_ranks(self) -> int:
-        """All ranks."""
-        return dist.get_world_size()
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Data parallel ranks."""
-        return self._split().data_ranks
+        self.emulation = None if quant_map is None else Fp8Emulation(self, quant_map)
 
     def share(self, lengths: NDArray[np.int64], together: Sequence[NDArray[np.bool_]]) -> Share:
         """Divide samples of these `lengths` [samples], in tokens, over the ranks; every rank finds the same. Each set
         in `together` [samples] is dealt out evenly by itself: a pass over it alone should take all ranks as long. A
         batch of which a share is read (Batch.share) may be scored and trained on, as a whole or in parts."""
-        return Share(ranks=deal(lengths, self._split(), together), rank=self._split().data_rank)
+        return Share(ranks=deal(lengths, self.split, together), rank=self.split.data_rank)
 
     def sum_of_shares(self, values: NDArray[Any]) -> NDArray[Any]:
         """Exchange numbers of all samples, of 1 or 4 bytes, between ranks that have those of their own, and 0 in the
         place of others: each place as the rank has it on which it is not 0, bit for bit. `values` are overwritten."""
-        return sum_of_shares(values, self.device)
+        integers = {1: np.uint8, 4: np.int32}[values.dtype.itemsize]
+        summed = torch.from_numpy(values.view(integers)).to(self.device)
+        dist.all_reduce(summed, group=parallel_state.get_data_parallel_group())
+        return np.asarray(summed.cpu().numpy()).view(values.dtype)
 
     def score(self, batch: Batch) -> Tensor:
         """float32 [responses] natural log-probability of every response token at the present weights, in the batch's
@@ -198,9 +195,26 @@ class MegatronLearner:
         """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before; at the
         sampling's or at `temperature`, with the learner's own experts."""
         whole = TokenRows.whole(rows)
-        with self._tempered(temperature):
+        policies = [chunk.module for chunk in self.model]
+        usual = policies[0].temperature
+        for policy in policies:
+            policy.temperature = usual if temperature is None else temperature
+        try:
             flat = self.score_rows(whole).logprobs.cpu().numpy()
+        finally:
+            for policy in policies:
+                policy.temperature = usual
         return np.split(flat, whole.offsets[1:-1]) if rows else []
+
+    def score_rows(self, rows: TokenRows) -> passes.Gathered:
+        """Log-probabilities and entropies of the predicted tokens, flat, at the present weights."""
+        plan = plan_micro_batches(rows, micro_batch_tokens=self.section.micro_batch_tokens, split=self.split)
+        num_predicted = int(rows.offsets[-1])
+        while self._warm_ups:  # before the first pass that counts: not every run scores before it trains
+            passes.warm_up(self.model, plan, num_predicted, self.device)
+            self._warm_ups -= 1
+        with self._as_rollouts(rows, plan) as replay:
+            return passes.score(self.model, plan, num_predicted, self.device, replay)
 
     def update(
         self,
@@ -232,42 +246,67 @@ class MegatronLearner:
         num_tokens = batch.num_sampled_tokens
         if num_tokens == 0:
             raise ValueError(f"batch {batch.index} has no response tokens to train on")
-        prepared, inputs = self._prepare(batch, advantages, scored, old_logprobs)
+        given = by_token(batch, advantages).to(self.device)
+        prepared, inputs = self._prepare(batch, given, scored, old_logprobs)
         rows = TokenRows.of_batch(batch)
-        self._warm_up(rows, plan := self._plan(rows, trained))
-        recomputes = self.section.recompute != "none"
+        plan = plan_micro_batches(
+            rows, micro_batch_tokens=self.section.micro_batch_tokens, split=self.split, chosen=trained
+        )
+        while self._warm_ups:
+            passes.warm_up(self.model, plan, int(rows.offsets[-1]), self.device)
+            self._warm_ups -= 1
 
-        def passed() -> tuple[passes.Gathered, ExpertReplay | None, Passed]:
-            with emulating(self.emulation), self._replaying(rows, plan, recomputes=recomputes) as replay:
-                gathered = passes.train(
-                    self.model,
-                    plan,
-                    inputs,
-                    self._runner,
-                    num_tokens=num_tokens,
-                    step_ess=prepared.step_ess,
-                    device=self.device,
-                    replay=replay,
-                )
-            return gathered, replay, self._passed(gathered)
-
-        gathered, replay, found = passed()
+        found = self._pass(rows, plan, inputs, num_tokens, prepared.step_ess)
         if retries := not found.is_finite:  # agreed on by all ranks; weights and optimizer are as they were
-            first = found
-            gathered, replay, found = passed()
-            self._compare(first, found, batch.index)
-        grad_norm = found.grad_norm
-        seen = seen_tokens(batch, trained).to(self.device)
-        mismatch = _finite_or_refused(lambda: self._meter(gathered, batch, advantages, seen, step=self.step), batch)
-        lr = self._take_step(batch.index, grad_norm, lr_factor)
-        measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
-        measured["gradient_retries"] = float(retries)
-        measured |= asdict(replay.found) if replay and replay.found else {}
+            first, found = found, self._pass(rows, plan, inputs, num_tokens, prepared.step_ess)
+            _compare(first, found, batch.index)
+
+        # In the second update on a batch the policy is no longer of the version that the batch is counted by, so all
+        # its tokens count as one version older.
+        later_update, self._measured = self._measured == (batch.index, self.step - 1), (batch.index, self.step)
+        gathered, looked = found.gathered, None
+        seen = torch.from_numpy(batch.loss_mask).to(self.device)
+        if trained is not None:
+            looked = torch.from_numpy(np.repeat(trained, batch.response_lengths)).to(self.device)
+            seen = seen & looked
+        tokens = StepTokens(
+            learner_logprobs=gathered.logprobs,
+            rollout_logprobs=inputs.rollout_logprobs,
+            seen=seen,
+            advantages=given,
+            entropy=gathered.entropy,
+            age=torch.from_numpy(batch.index + int(later_update) - batch.policy_version).to(self.device),
+            offsets=torch.from_numpy(batch.response_offsets).to(self.device),
+        )
+        try:
+            mismatch = Mismatch.of_step(tokens, self._ranks)
+        except FloatingPointError as error:
+            raise NonFiniteError(f"batch {batch.index}: {error}") from error
+
+        lr = lr_factor * self.rates.at(batch.index, self.step)
+        take_step(self.optimizer, self.section.optimizer, lr, found.grad_norm)
+        weights_changed(self.emulation)
+        self.step += 1
+
+        logprobs, num_seen = gathered.logprobs, int(seen.sum())  # what the objective's sums are over
+        if looked is not None:
+            rest = torch.nan if scored is None else scored
+            logprobs = torch.where(looked, logprobs, torch.as_tensor(rest, device=self.device))
+        metrics = mismatch.statistics()
+        metrics["loss"] = found.loss
+        metrics["entropy"] = gathered.entropy[seen].double().mean().item()
+        metrics["num_tokens"] = float(num_tokens)
+        for name in self._runner.names:
+            metrics[name] = gathered.sums[name].item() / num_seen
+        metrics |= {"grad_norm": found.grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
+        metrics["gradient_retries"] = float(retries)
+        if found.replayed is not None:
+            metrics |= asdict(found.replayed)
         return Update(
-            metrics=mismatch.statistics() | self._metrics(gathered, num_tokens, seen) | measured,
+            metrics=metrics,
             histogram=mismatch.group().histogram.tolist(),
             mismatch=mismatch,
-            device_logprobs=known_logprobs(gathered, batch, trained, scored),
+            device_logprobs=logprobs,
         )
 
     def begin_save(self, directory: Path) -> ShardSave:
@@ -279,7 +318,7 @@ class MegatronLearner:
             self.optimizer,
             step=self.step,
             layout=self.layout,
-            gather=self._rank_zero.gather,
+            gather=self.gather,
         )
 
     def save(self, directory: Path) -> None:
@@ -304,144 +343,111 @@ class MegatronLearner:
         """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json; `beside` as in
         `write_policy`. `fence` is called before the folder gets its name; it raises where this process may write no
         more."""
-        export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero, beside=beside, fence=fence)
-
-    def tell(self, action: Callable[[], Result]) -> Result:
-        """Run an action on rank 0 alone; every rank gets its result (a JSON value), or raises its error. What only the
-        file system knows is decided so: ranks on different hosts may see different files for a while. The others wait
-        no longer than learner.step_deadline_s: an action that may take longer is asked again."""
-        return self._rank_zero.tell(action)
-
-    def everywhere(self, action: Callable[[], None]) -> None:
-        """Run an action on every rank; when it fails on one, all raise that error."""
-        self._rank_zero.everywhere(action)
-
-    def all_of(self, look: Callable[[], bool]) -> bool:
-        """Whether all ranks say so. When one fails, all raise that error."""
-        return all(self._rank_zero.gather(look))
+        export_policy(self.named_weights(), self.model_folder, directory, self, beside=beside, fence=fence)
 
     def barrier(self) -> None:
         """Wait for every rank, no longer than learner.step_deadline_s."""
         dist.barrier()
 
     @contextmanager
-    def _tempered(self, temperature: float | None) -> Iterator[None]:
-        """Divide logits by another temperature for a while."""
-        policies = [chunk.module for chunk in self.model]
-        usual = policies[0].temperature
-        for policy in policies:
-            policy.temperature = usual if temperature is None else temperature
-        try:
-            yield
-        finally:
-            for policy in policies:
-                policy.temperature = usual
-
-    def _split(self) -> Split:
-        return split_of(self.section, self.layout, self.model_config)
-
-    def _plan(self, rows: TokenRows, chosen: NDArray[np.bool_] | None = None) -> Plan:
-        budget = self.section.micro_batch_tokens
-        return plan_micro_batches(rows, micro_batch_tokens=budget, split=self._split(), chosen=chosen)
-
-    def score_rows(self, rows: TokenRows) -> passes.Gathered:
-        """Log-probabilities and entropies of the predicted tokens, flat, at the present weights."""
-        self._warm_up(rows, plan := self._plan(rows))
-        with emulating(self.emulation), self._replaying(rows, plan) as replay:
-            return passes.score(self.model, plan, int(rows.offsets[-1]), self.device, replay)
-
-    def _warm_up(self, rows: TokenRows, plan: Plan) -> None:
-        """Before the first pass that counts, whichever that is: not every run scores before it trains."""
-        while self._warm_ups:
-            passes.warm_up(self.model, plan, int(rows.offsets[-1]), self.device)
-            self._warm_ups -= 1
+    def _as_rollouts(self, rows: TokenRows, plan: Plan, *, recomputes: bool = False) -> Iterator[ExpertReplay | None]:
+        """Run one pass over `rows` as `plan` has it: emulate the rollout's formats and replay its experts, where there
+        are any. `recomputes`: every router routes again in backward passes. Collective: at its end all ranks
+        compare what was routed. Raises ExpertReplayError when the record is of another model, or was not used once."""
+        with nullcontext() if self.emulation is None else self.emulation.applied():
+            if rows.experts is None:
+                yield None
+                return
+            replay = ExpertReplay(
+                self._routers,
+                rows.experts,
+                self.model_config,
+                recomputes=recomputes,
+                sequence_parallel=self.layout.sequence,
+                device=self.device,
+            )
+            try:
+                yield replay
+                replay.finish(rows, plan)
+            finally:
+                replay.close()
 
     def _prepare(
-        self,
-        batch: Batch,
-        advantages: NDArray[np.float32],
-        scored: Scores,
-        old_logprobs: Scores,
-    ) -> tuple[Prepared, passes.TrainingInputs]:
-        """What the objective decides about the whole step, and what the passes take; the same on every rank."""
-
-        def tensor(values: Tensor | NDArray[Any]) -> Tensor:
-            return torch.as_tensor(values, device=self.device)
-
-        given = tensor(by_token(batch, advantages))
-        rollout, sampled = tensor(batch.rollout_logprobs), tensor(batch.loss_mask)
+        self, batch: Batch, given: Tensor, scored: Scores, old_logprobs: Scores
+    ) -> tuple[Prepared, TokenBatch]:
+        """What the objective decides about the whole step, given the advantages of tokens [responses], and what the
+        passes take, flat; the same on every rank."""
+        device = self.device
+        rollout = torch.as_tensor(batch.rollout_logprobs, device=device)
+        sampled = torch.as_tensor(batch.loss_mask, device=device)
         present = old_logprobs if scored is None and not self._objective.facts.reads_step_logprobs else scored
         if not self._objective.facts.needs_scoring:
             prepared = Prepared(advantages=given)
         elif present is None:
             raise ValueError("the objective needs the step scored: pass what score(batch) returned")
         else:
+            old = present if old_logprobs is None else old_logprobs
             step = ScoredStep(
-                logprobs=tensor(present),
+                logprobs=torch.as_tensor(present, device=device),
                 rollout_logprobs=rollout,
-                old_logprobs=tensor(present if old_logprobs is None else old_logprobs),
+                old_logprobs=torch.as_tensor(old, device=device),
                 advantages=given,
                 sampled=sampled,
-                offsets=tensor(batch.response_offsets),
+                offsets=torch.as_tensor(batch.response_offsets, device=device),
             )
-            prepared = _finite_or_refused(lambda: self._objective.prepare(step), batch)
-        return prepared, passes.TrainingInputs(
+            try:
+                prepared = self._objective.prepare(step)
+            except FloatingPointError as error:
+                raise NonFiniteError(f"batch {batch.index}: {error}") from error
+        reference = batch.reference_logprobs
+        return prepared, TokenBatch(
             rollout_logprobs=rollout,
             advantages=prepared.advantages,
-            sampled=sampled,
+            mask=sampled,
             anchor_logprobs=prepared.anchor_logprobs,
-            reference_logprobs=None if batch.reference_logprobs is None else tensor(batch.reference_logprobs),
+            reference_logprobs=None if reference is None else torch.as_tensor(reference, device=device),
         )
 
-    def _take_step(self, batch: int, grad_norm: float, lr_factor: float) -> float:
-        """One step of the optimizer, on clipped gradients. Returns its learning rate."""
-        section = self.section.optimizer
-        lr = lr_factor * self.rates.at(batch, self.step)
-        follow_recipe(self.optimizer, section, lr)
-        step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
-        weights_changed(self.emulation)
-        self.step += 1
-        return lr
-
-    def _passed(self, gathered: passes.Gathered) -> Passed:
-        """What a training pass came to; whether that is finite is agreed on: all ranks do the same next."""
-        loss, grad_norm = gathered.sums["loss"].item(), reduced_gradient_norm(self.optimizer)
+    def _pass(
+        self, rows: TokenRows, plan: Plan, inputs: TokenBatch, num_tokens: int, step_ess: float | None
+    ) -> TrainingPass:
+        """Make one training pass; whether what it came to is finite is agreed on: all ranks do the same next."""
+        with self._as_rollouts(rows, plan, recomputes=self.section.recompute != "none") as replay:
+            gathered = passes.train(
+                self.model,
+                plan,
+                inputs,
+                self._runner,
+                num_tokens=num_tokens,
+                step_ess=step_ess,
+                device=self.device,
+                replay=replay,
+            )
+        self.optimizer.prepare_grads()
+        loss, grad_norm = gathered.sums["loss"].item(), float(self.optimizer.get_grad_norm())
         failed = bool(gathered.sums["failed"].item())
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm) and not failed
         worst = torch.tensor([0.0 if is_finite else 1.0], device=self.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return Passed(loss=loss, grad_norm=grad_norm, failed=failed, is_finite=not worst.item())
-
-    def _compare(self, first: Passed, second: Passed, batch: int) -> None:
-        """Tell how the second pass over a batch differs from the first, which was not finite. Raises NonFiniteError
-        where the second is not either, on every rank."""
-        if second.is_finite:
-            _log.warning(
-                "batch %d: %s the first time, %s the second, from the same weights and tokens: the step is taken from "
-                "the second. Hardware that computes otherwise from one time to the next does this; look at the errors "
-                "of the GPUs and the memory of this learner's hosts",
-                *(batch, first, second),
-            )
-            return
-        same = "as it was the first time: this is no fault of the hardware" if second == first else f"first {first}"
-        raise NonFiniteError(
-            f"batch {batch}: {second}, {same}; no step was taken. A log-probability is not finite, or a ratio above "
-            f"e^{MAX_LOG_RATIO:g}: look at the batch's rollout_logprobs and lower learner.optimizer.lr"
+        return TrainingPass(
+            gathered=gathered,
+            replayed=None if replay is None else replay.found,
+            loss=loss,
+            grad_norm=grad_norm,
+            failed=failed,
+            is_finite=not worst.item(),
         )
 
-    def _metrics(self, gathered: passes.Gathered, num_tokens: int, seen: Tensor) -> dict[str, float]:
-        num_seen = int(seen.sum())  # what the objective's sums are over
-        means = {name: gathered.sums[name].item() / num_seen for name in self._runner.names}
-        entropy, loss = gathered.entropy[seen].double().mean().item(), gathered.sums["loss"].item()
-        return {"loss": loss, "entropy": entropy, "num_tokens": float(num_tokens), **means}
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingPass:
+    """What one training pass over a batch came to; the gradients are in the optimizer."""
 
-@dataclass(frozen=True)
-class Passed:
-    """What one training pass over a batch came to."""
-
+    gathered: passes.Gathered
+    replayed: Replayed | None
     loss: float
     grad_norm: float
+    """L2, over all parameters of all ranks."""
     failed: bool
     """Whether the objective refused a micro-batch."""
     is_finite: bool
@@ -451,19 +457,28 @@ class Passed:
         refused = ", and the objective refused a micro-batch" if self.failed else ""
         return f"loss is {self.loss:g} and the gradient norm {self.grad_norm:g}{refused}"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Passed) and str(self) == str(other)  # NaN is NaN here
+
+def _compare(first: TrainingPass, second: TrainingPass, batch: int) -> None:
+    """Tell how the second pass over a batch differs from the first, which was not finite. Raises NonFiniteError where
+    the second is not either, on every rank."""
+    if second.is_finite:
+        _log.warning(
+            "batch %d: %s the first time, %s the second, from the same weights and tokens: the step is taken from "
+            "the second. Hardware that computes otherwise from one time to the next does this; look at the errors "
+            "of the GPUs and the memory of this learner's hosts",
+            *(batch, first, second),
+        )
+        return
+    alike = str(second) == str(first)
+    same = "as it was the first time: this is no fault of the hardware" if alike else f"first {first}"
+    raise NonFiniteError(
+        f"batch {batch}: {second}, {same}; no step was taken. A log-probability is not finite, or a ratio above "
+        f"e^{MAX_LOG_RATIO:g}: look at the batch's rollout_logprobs and lower learner.optimizer.lr"
+    )
 
 
-def _finite_or_refused(work: Callable[[], Result], batch: Batch) -> Result:
-    try:
-        return work()
-    except FloatingPointError as error:
-        raise NonFiniteError(f"batch {batch.index}: {error}") from error
-
-
-def by_token(batch: Batch, advantages: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[responses] of one advantage a sample, or one a token. Raises ValueError on any other number of them."""
+def by_token(batch: Batch, advantages: NDArray[np.float32]) -> Tensor:
+    """float32 [responses] of one advantage a sample, or one a token. Raises ValueError on any other number of them."""
     if len(advantages) == batch.num_samples:
         advantages = np.repeat(advantages, batch.response_lengths)
     elif len(advantages) != batch.num_response_tokens:
@@ -471,70 +486,7 @@ def by_token(batch: Batch, advantages: NDArray[np.float32]) -> NDArray[np.float3
             f"{len(advantages)} advantages for {batch.num_samples} samples and {batch.num_response_tokens} "
             "response tokens; give one for each sample or one for each token"
         )
-    return np.asarray(advantages, np.float32)
-
-
-def seen_tokens(batch: Batch, trained: NDArray[np.bool_] | None) -> Tensor:
-    """bool [responses]: sampled tokens of the samples that were run through the model."""
-    seen = batch.loss_mask
-    return torch.from_numpy(seen if trained is None else seen & np.repeat(trained, batch.response_lengths))
-
-
-def known_logprobs(
-    gathered: Gathered,
-    batch: Batch,
-    trained: NDArray[np.bool_] | None,
-    scored: Tensor | NDArray[np.float32] | None,
-) -> Tensor:
-    """float32 [responses], on the device, at the weights before the step; NaN where neither pass looked."""
-    found = gathered.logprobs
-    if trained is None:
-        return found
-    looked = torch.from_numpy(np.repeat(trained, batch.response_lengths)).to(found.device)
-    return torch.where(looked, found, torch.as_tensor(torch.nan if scored is None else scored, device=found.device))
-
-
-class MismatchMeter:
-    """Called once an optimizer step. It remembers the last one: in the second update on a batch the policy is no longer
-    of the version that the batch is counted by, so all its tokens count as one version older."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, int] | None = None
-        """Batch and step of the last call."""
-
-    def __call__(
-        self, gathered: Gathered, batch: Batch, advantages: NDArray[np.float32], seen: Tensor, *, step: int
-    ) -> Mismatch:
-        """Statistics of the tokens that are `seen`, bool [responses] on the device. `advantages` is [samples] or
-        [responses], `step` the number of optimizer steps taken before this one.
-
-        Raises FloatingPointError on an unusable log-ratio, ValueError when no token is seen.
-        """
-        device, later_update = gathered.logprobs.device, self._last == (batch.index, step - 1)
-        self._last = (batch.index, step)
-
-        def tensor(values: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(values).to(device)
-
-        return Mismatch.of_step(
-            StepTokens(
-                learner_logprobs=gathered.logprobs,
-                rollout_logprobs=tensor(batch.rollout_logprobs),
-                seen=seen,
-                advantages=tensor(by_token(batch, advantages)),
-                entropy=gathered.entropy,
-                age=tensor(batch.index + int(later_update) - batch.policy_version),
-                offsets=tensor(batch.response_offsets),
-            ),
-            all_ranks(),
-        )
-
-
-def all_ranks() -> Ranks:
-    """Those of the default process group; this process alone where there is none."""
-    if not dist.is_initialized():
-        return ALONE
-    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), sum=_sum)
+    return torch.from_numpy(np.asarray(advantages, np.float32))
 
 
 def _sum(values: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ parameter at a time over the ranks that share it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,16 @@ def load_hf(chunks: Sequence[Any], config: ModelConfig, folder: Path) -> None:
     Raises ModelError naming every tensor that is missing, unexpected or of another shape, before anything is copied.
     """
     check_weights(folder, config)
-    tensors = TensorFolder(folder)
-    _load(chunks, config, lambda tensor_slice: tensors.slice(tensor_slice.name, tensor_slice.index))
+    tensors, names, coords = TensorFolder(folder), name_map(config), ShardCoords.here()
+    with torch.no_grad():
+        for name, parameter in parameter_names(chunks, names):
+            row = 0
+            for held in names.slices(name, coords):
+                height = held.size[0]
+                if height:  # of the vocabulary a rank may have nothing but padding
+                    parameter.narrow(0, row, height).copy_(tensors.slice(held.name, held.index))
+                row += height
+            parameter[row:] = 0.0  # what pads a vocabulary
 
 
 def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -41,7 +50,7 @@ def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Iterable[tup
     They may be made from `export_hf` of the same chunks: it reads no row of a parameter after it has yielded the tensor
     of that row. Raises ValueError naming a tensor that never came.
     """
-    names, coords = NameMap(config), ShardCoords.here()
+    names, coords = name_map(config), ShardCoords.here()
     wanted: dict[str, list[tuple[Tensor, TensorSlice]]] = {}
     for name, parameter in parameter_names(chunks, names):
         row = 0
@@ -62,7 +71,7 @@ def export_hf(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str,
 
     Chunks may be wrapped (DDP). The tensors may share memory with the parameters: copy those that you keep.
     """
-    names, coords = NameMap(config), ShardCoords.here()
+    names, coords = name_map(config), ShardCoords.here()
     own = dict(parameter_names(chunks, names))
     group = parallel_state.get_pipeline_model_parallel_group()
     device = next(iter(own.values())).device
@@ -87,52 +96,35 @@ def export_stage(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[s
     Collective over the ranks of the stage, which must all exhaust it; stages do not wait for one another. Tensors may
     share memory with the parameters: copy those that you keep.
     """
-    names, coords = NameMap(config), ShardCoords.here()
+    names, coords = name_map(config), ShardCoords.here()
     for name, parameter in parameter_names(chunks, names):
         yield from _whole_tensors(names, name, parameter.detach(), coords)
 
 
 def stage_tensors(chunks: Sequence[Any], config: ModelConfig) -> list[str]:
     """Names of what `export_stage` will yield, in its order. No communication."""
-    names, coords = NameMap(config), ShardCoords.here()
+    names, coords = name_map(config), ShardCoords.here()
     listed = [
         tensor_slice.name
         for name, _ in parameter_names(chunks, names)
-        if not _is_copy(names, name)
+        if not (name == OUTPUT_LAYER and config.tied_embeddings)
         for other in _sharing(names, name, coords)
         for tensor_slice in names.slices(name, other)
     ]
     return list(dict.fromkeys(listed))
 
 
-def _load(chunks: Sequence[Any], config: ModelConfig, read: Callable[[TensorSlice], Tensor]) -> None:
-    names, coords = NameMap(config), ShardCoords.here()
-    with torch.no_grad():
-        for name, parameter in parameter_names(chunks, names):
-            row = 0
-            for tensor_slice in names.slices(name, coords):
-                height = tensor_slice.size[0]
-                if height:  # of the vocabulary a rank may have nothing but padding
-                    parameter.narrow(0, row, height).copy_(read(tensor_slice))
-                row += height
-            parameter[row:] = 0.0  # what pads a vocabulary
-
-
 def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords) -> Iterator[tuple[str, Tensor]]:
     """The HF tensors that a parameter's shards make up, gathered over the ranks of the stage that share it."""
-    if _is_copy(names, name):
-        return
+    if name == OUTPUT_LAYER and names.config.tied_embeddings:
+        return  # it repeats the embedding of the first stage
     slices = [names.slices(name, other) for other in _sharing(names, name, coords)]
-    if len(slices) == 1 or all(held == slices[0] for held in slices):
+    if slices.count(slices[0]) == len(slices):
         slices, shards = slices[:1], [shard]
+    elif names.is_expert(name):
+        shards = gather_shards(shard, parallel_state.get_expert_tensor_and_model_parallel_group())
     else:
-        expert = names.is_expert(name)
-        shards = gather_shards(
-            shard,
-            parallel_state.get_expert_tensor_and_model_parallel_group()
-            if expert
-            else parallel_state.get_tensor_model_parallel_group(),
-        )
+        shards = gather_shards(shard, parallel_state.get_tensor_model_parallel_group())
     yield from join_slices(names, slices, shards).items()
 
 
@@ -152,11 +144,6 @@ def join_slices(names: NameMap, slices: Sequence[Sequence[TensorSlice]], shards:
                     whole[tensor_slice.name] = part.new_empty(names.tensors[tensor_slice.name])
                 whole[tensor_slice.name][tensor_slice.index] = part
     return whole
-
-
-def _is_copy(names: NameMap, name: str) -> bool:
-    """Whether this parameter repeats the embedding of the first stage: the output layer of a tied model."""
-    return name == OUTPUT_LAYER and names.config.tied_embeddings
 
 
 def _sharing(names: NameMap, name: str, coords: ShardCoords) -> list[ShardCoords]:
@@ -222,16 +209,21 @@ class TensorSlice:
     rows: tuple[int, int]
     columns: tuple[int, int] | None
 
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Shape of the slice: (rows,) or (rows, columns)."""
-        rows = self.rows[1] - self.rows[0]
-        return (rows,) if self.columns is None else (rows, self.columns[1] - self.columns[0])
+    size: tuple[int, ...] = field(init=False, compare=False)
+    """Shape of the slice: (rows,) or (rows, columns)."""
+    index: tuple[slice, ...] = field(init=False, compare=False)
+    """The index of the slice in the whole tensor."""
 
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The index of the slice in the whole tensor."""
-        return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
+    def __post_init__(self) -> None:
+        spans = [self.rows] if self.columns is None else [self.rows, self.columns]
+        object.__setattr__(self, "size", tuple(stop - start for start, stop in spans))
+        object.__setattr__(self, "index", tuple(slice(*span) for span in spans))
+
+
+@cache
+def name_map(config: ModelConfig) -> NameMap:
+    """Return the map of a model; what it works out is kept."""
+    return NameMap(config)
 
 
 class NameMap:
@@ -245,6 +237,7 @@ class NameMap:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.tensors = config.tensors()
+        self._slices: dict[tuple[str, ShardCoords], tuple[TensorSlice, ...]] = {}
 
     def stage_name(self, parameter: str, layers: Sequence[int]) -> str:
         """The stage name of `named_parameters()`' name in a chunk that holds these `layers`, counted from 0."""
@@ -262,39 +255,19 @@ class NameMap:
 
         Raises ModelError for a parameter that has no Hugging Face counterpart in this model.
         """
-        names = self._hf_names(stage_name, coords)
-        rank, size = coords.tensor_rank, coords.tensor_size
-        if self.is_expert(stage_name):
-            rank, size = coords.expert_tensor_rank, coords.expert_tensor_size
-        if ".linear_qkv." in stage_name and "layer_norm" not in stage_name:
-            return tuple(self._qkv(names, rank, size))
-        if stage_name.startswith(("embedding.", "output_layer.")):
-            rows = self.size(stage_name, coords)[0]
-            start, stop = (min(at, self.config.vocab_size) for at in (rank * rows, (rank + 1) * rows))
-            return tuple(TensorSlice(name, (start, stop), self._columns(name)) for name in names)
-        if ".linear_fc1.weight" in stage_name:
-            return tuple(self._slice(name, rank, size, axis=0) for name in names)
-        if ".linear_fc2.weight" in stage_name or stage_name.endswith(".linear_proj.weight"):
-            return tuple(self._slice(name, rank, size, axis=1) for name in names)
-        return tuple(self._slice(name, 0, 1, axis=0) for name in names)
-
-    def size(self, stage_name: str, coords: ShardCoords) -> tuple[int, ...]:
-        """Shape of the parameter at `coords`. Those of the vocabulary may have more rows than their slice."""
-        if stage_name.startswith(("embedding.", "output_layer.")):
-            return self.config.vocabulary_rows(coords.tensor_size) // coords.tensor_size, self.config.hidden_size
-        slices = self.slices(stage_name, coords)
-        return (sum(tensor_slice.size[0] for tensor_slice in slices), *slices[0].size[1:])
-
-    def _hf_names(self, stage_name: str, coords: ShardCoords) -> tuple[str, ...]:
+        if (known := self._slices.get((stage_name, coords))) is not None:
+            return known
+        config, expert = self.config, _GROUPED_EXPERT.fullmatch(stage_name)
         names, shown = tuple[str, ...](), stage_name
-        if stage_name == OUTPUT_LAYER and self.config.tied_embeddings:
+        rank, size = coords.tensor_rank, coords.tensor_size
+        if stage_name == OUTPUT_LAYER and config.tied_embeddings:
             names = ("model.embed_tokens.weight",)
         elif stage_name in MEGATRON_ENDS:
             names = (MEGATRON_ENDS[stage_name],)
         elif (layer := _LAYER.match(stage_name)) is not None:
-            expert = _GROUPED_EXPERT.fullmatch(stage_name)
-            if expert is not None and self.config.experts is not None:
-                number = self.config.experts.count // coords.expert_size * coords.expert_rank + int(expert[2])
+            if expert is not None and config.experts is not None:
+                rank, size = coords.expert_tensor_rank, coords.expert_tensor_size
+                number = config.experts.count // coords.expert_size * coords.expert_rank + int(expert[2])
                 names = tuple(f"mlp.experts.{number}.{name}" for name in MEGATRON_EXPERT[expert[1]])
                 shown = f"{stage_name.removesuffix(expert[2])}{number}"
             else:
@@ -303,29 +276,42 @@ class NameMap:
         if not names or any(name not in self.tensors for name in names):
             raise ModelError(
                 f"Megatron parameter {shown} has no counterpart among the Hugging Face tensors of "
-                f"{self.config.architecture} ({', '.join(names) or 'unknown name'}); expected one for each; build the "
+                f"{config.architecture} ({', '.join(names) or 'unknown name'}); expected one for each; build the "
                 "model from the same config.json"
             )
-        return names
+        found = list[TensorSlice]()
+        if ".linear_qkv." in stage_name and "layer_norm" not in stage_name:
+            groups = config.num_kv_heads // size
+            rows = qkv_rows(config.num_heads // config.num_kv_heads, 1, config.head_dim)
+            for group in range(rank * groups, (rank + 1) * groups):
+                for name, count in zip(names, rows, strict=True):
+                    found.append(self._slice(name, (group * count, (group + 1) * count)))
+        elif stage_name.startswith(("embedding.", "output_layer.")):
+            height = self.size(stage_name, coords)[0]
+            start, stop = (min(at, config.vocab_size) for at in (rank * height, (rank + 1) * height))
+            found += [self._slice(name, (start, stop)) for name in names]
+        else:
+            axis = 1 if stage_name.endswith(".linear_proj.weight") or ".linear_fc2.weight" in stage_name else 0
+            if axis == 0 and ".linear_fc1.weight" not in stage_name:
+                rank, size = 0, 1  # every rank holds it whole
+            for name in names:
+                share = self.tensors[name][axis] // size
+                found.append(self._slice(name, (rank * share, (rank + 1) * share), axis))
+        self._slices[stage_name, coords] = tuple(found)
+        return self._slices[stage_name, coords]
 
-    def _slice(self, name: str, rank: int, size: int, *, axis: int) -> TensorSlice:
-        """Share `rank` of `size` equal shares along one axis."""
+    def size(self, stage_name: str, coords: ShardCoords) -> tuple[int, ...]:
+        """Shape of the parameter at `coords`. Those of the vocabulary may have more rows than their slice."""
+        if stage_name.startswith(("embedding.", "output_layer.")):
+            return self.config.vocabulary_rows(coords.tensor_size) // coords.tensor_size, self.config.hidden_size
+        slices = self.slices(stage_name, coords)
+        return (sum(tensor_slice.size[0] for tensor_slice in slices), *slices[0].size[1:])
+
+    def _slice(self, name: str, span: tuple[int, int], axis: int = 0) -> TensorSlice:
+        """The part of a tensor that is `span` along one axis, and all of it along the other."""
         spans = [(0, length) for length in self.tensors[name]]
-        share = spans[axis][1] // size
-        spans[axis] = (rank * share, (rank + 1) * share)
+        spans[axis] = span
         return TensorSlice(name, spans[0], spans[1] if len(spans) > 1 else None)
-
-    def _qkv(self, names: Sequence[str], rank: int, size: int) -> Iterator[TensorSlice]:
-        groups = self.config.num_kv_heads // size
-        heads = self.config.num_heads // self.config.num_kv_heads
-        rows = qkv_rows(heads, 1, self.config.head_dim)
-        for group in range(rank * groups, (rank + 1) * groups):
-            for name, count in zip(names, rows, strict=True):
-                yield TensorSlice(name, (group * count, (group + 1) * count), self._columns(name))
-
-    def _columns(self, name: str) -> tuple[int, int] | None:
-        size = self.tensors[name]
-        return (0, size[1]) if len(size) > 1 else None
 
 
 def parameter_names(chunks: Iterable[Any], names: NameMap) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -333,11 +319,6 @@ def parameter_names(chunks: Iterable[Any], names: NameMap) -> Iterator[tuple[str
     for chunk in chunks:
         while hasattr(chunk, "module"):  # DDP
             chunk = chunk.module
-        layers = layers_of(chunk)
+        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # over the whole model, from 0
         for name, parameter in chunk.named_parameters():
             yield names.stage_name(name, layers), parameter
-
-
-def layers_of(chunk: Any) -> list[int]:
-    """The decoder layers of an unwrapped model chunk, counted from 0 over the whole model."""
-    return [layer.layer_number - 1 for layer in chunk.decoder.layers]

@@ -374,7 +374,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an engine that broke gets the next bucket too",
-        "megatron_bridge/weight_sync/ipc_transport.py",
+        "megatron_bridge/weight_sync/transport.py",
         "        self.failures[engine] = why\n        del self._left_s[engine]\n",
         "        self.failures[engine] = why\n",
         (f"{UNIT}/megatron_bridge/weight_sync/test_transports.py",),
@@ -452,8 +452,8 @@ MUTATIONS = (
     Mutation(
         "every rank adds all kept tokens, not those of its slice of the vocabulary",
         "megatron_bridge/model/logprobs.py",
-        "    values = torch.where(_is_here(kept, first_token, vocab), _logits",
-        "    values = torch.where(kept.tokens >= 0, _logits",
+        "values = torch.where(is_local(places, vocab), logits",
+        "values = torch.where(kept.tokens >= 0, logits",
         (f"{UNIT}/megatron_bridge/model/test_logprobs_kept.py",),
     ),
     Mutation(

@@ -65,10 +65,6 @@ class _Box:
     sizes: tuple[int, ...]
     place: _Place
 
-    def reaches(self, lead: tuple[int, ...]) -> bool:
-        """Whether it holds values at these indices of the first dimensions."""
-        return all(at <= i < at + size for i, at, size in zip(lead, self.offsets, self.sizes, strict=False))
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -86,13 +82,25 @@ class CheckpointIndex:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.tensors, self._objects = _read(directory)
-        self._check_files()
+        ends: dict[str, int] = {}
+        boxes = (box.place for stored in self.tensors.values() for box in stored.boxes)
+        for place in (*boxes, *self._objects.values()):
+            ends[place.file] = max(ends.get(place.file, 0), place.start + place.num_bytes)
+        for name, end in ends.items():
+            path = directory / name
+            found = path.stat().st_size if path.is_file() else 0
+            if found < end:
+                raise CorruptCheckpointError(
+                    f"{path} has {found} bytes, its index needs {end}; copy the checkpoint again or use another one"
+                )
 
     def read(self, name: str, lead: tuple[int, ...] = ()) -> Tensor:
         """Tensor `name`, at the indices `lead` of its first dimensions, on the CPU."""
         stored = self.tensors[name]
         shape = stored.shape[len(lead) :]
-        boxes = [box for box in stored.boxes if box.reaches(lead)]
+        boxes = list(stored.boxes)
+        for axis, at in enumerate(lead):
+            boxes = [box for box in boxes if box.offsets[axis] <= at < box.offsets[axis] + box.sizes[axis]]
         held = sum(math.prod(box.sizes[len(lead) :]) for box in boxes)
         if held != math.prod(shape):  # asked before there is memory for what no file holds
             raise CorruptCheckpointError(
@@ -100,7 +108,12 @@ class CheckpointIndex:
             )
         result = torch.empty(shape, dtype=stored.dtype)
         for box in boxes:
-            part = self._load_box(box, stored.dtype)
+            part = self._load(box.place)
+            if not isinstance(part, Tensor) or tuple(part.shape) != box.sizes or part.dtype != stored.dtype:
+                raise CorruptCheckpointError(
+                    f"{self.directory / box.place.file} holds something else than its index says at byte "
+                    f"{box.place.start}"
+                )
             for index, at in zip(lead, box.offsets, strict=False):
                 part = part[index - at]
             place = tuple(slice(at, at + size) for at, size in zip(box.offsets[len(lead) :], part.shape, strict=True))
@@ -112,14 +125,6 @@ class CheckpointIndex:
         if name not in self._objects:
             raise CorruptCheckpointError(f"{self.directory} holds no {quoted(name)}; use another checkpoint")
         return self._load(self._objects[name])
-
-    def _load_box(self, box: _Box, dtype: torch.dtype) -> Tensor:
-        tensor = self._load(box.place)
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != box.sizes or tensor.dtype != dtype:
-            raise CorruptCheckpointError(
-                f"{self.directory / box.place.file} holds something else than its index says at byte {box.place.start}"
-            )
-        return tensor
 
     def _load(self, place: _Place) -> Any:
         path = self.directory / place.file
@@ -135,25 +140,6 @@ class CheckpointIndex:
             raise CorruptCheckpointError(
                 f"{path} is damaged at byte {place.start} ({one_line(error, 200)}); use another checkpoint"
             ) from error
-
-    def _check_files(self) -> None:
-        ends: dict[str, int] = {}
-        boxes = (box.place for stored in self.tensors.values() for box in stored.boxes)
-        for place in (*boxes, *self._objects.values()):
-            ends[place.file] = max(ends.get(place.file, 0), place.start + place.num_bytes)
-        for name, end in ends.items():
-            path = self.directory / name
-            found = path.stat().st_size if path.is_file() else 0
-            if found < end:
-                raise CorruptCheckpointError(
-                    f"{path} has {found} bytes, its index needs {end}; copy the checkpoint again or use another one"
-                )
-        for name, stored in self.tensors.items():
-            if any(stored.dtype.itemsize * math.prod(box.sizes) > box.place.num_bytes for box in stored.boxes):
-                raise CorruptCheckpointError(
-                    f"{self.directory / INDEX_FILE} claims more values for {name} than its bytes hold; use another "
-                    "checkpoint"
-                )
 
 
 class _IndexUnpickler(pickle.Unpickler):  # noqa: S301 (it finds only what is allowed)
@@ -182,12 +168,25 @@ def _read(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, _Place]]:
         with path.open("rb") as file:
             metadata = _IndexUnpickler(file).load()
         places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
-        entries = metadata.state_dict_metadata.items()
-        return {
-            name: _stored(entry, {tuple(chunk.offsets): places[name, tuple(chunk.offsets)] for chunk in entry.chunks})
-            for name, entry in entries
-            if hasattr(entry, "chunks")
-        }, {name: _place(places[name, ()]) for name, entry in entries if not hasattr(entry, "chunks")}
+        tensors, objects = dict[str, StoredTensor](), dict[str, _Place]()
+        for name, entry in metadata.state_dict_metadata.items():
+            if not hasattr(entry, "chunks"):
+                objects[name] = _place(places[name, ()])
+                continue
+            dtype, shape, boxes = entry.properties.dtype, _numbers(entry.size), []
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"a dtype is {quoted(dtype)}")
+            for chunk in entry.chunks:
+                place = _place(places[name, tuple(chunk.offsets)])
+                box = _Box(_numbers(chunk.offsets), _numbers(chunk.sizes), place)
+                ends = (at + size for at, size in zip(box.offsets, box.sizes, strict=True))
+                if len(box.sizes) != len(shape) or any(end > whole for end, whole in zip(ends, shape, strict=True)):
+                    raise ValueError(f"a box of {box.sizes} at {box.offsets} is not within {shape}")
+                if math.prod(box.sizes) * dtype.itemsize > place.num_bytes:
+                    raise ValueError(f"a box of {box.sizes} has {place.num_bytes} bytes")
+                boxes.append(box)
+            tensors[name] = StoredTensor(shape=shape, dtype=dtype, boxes=tuple(boxes))
+        return tensors, objects
     except FileNotFoundError:
         raise CorruptCheckpointError(
             f"{directory} has no {INDEX_FILE}: it is no distributed checkpoint; name the folder that was saved"
@@ -199,26 +198,6 @@ def _read(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, _Place]]:
             f"{path} is not the index of a distributed checkpoint ({type(error).__name__}: {one_line(error, 200)}); "
             "use another checkpoint"
         ) from error
-
-
-def _stored(entry: Any, places: dict[tuple[int, ...], Any]) -> StoredTensor:
-    """Raises ValueError for numbers that no tensor has."""
-    dtype = entry.properties.dtype
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a dtype is {quoted(dtype)}")
-    shape = _numbers(entry.size)
-    boxes = tuple(_box(chunk, places[tuple(chunk.offsets)]) for chunk in entry.chunks)
-    for box in boxes:
-        ends = (at + size for at, size in zip(box.offsets, box.sizes, strict=True))
-        if len(box.sizes) != len(shape) or any(end > whole for end, whole in zip(ends, shape, strict=True)):
-            raise ValueError(f"a box of {box.sizes} at {box.offsets} is not within {shape}")
-        if math.prod(box.sizes) * dtype.itemsize > box.place.num_bytes:
-            raise ValueError(f"a box of {box.sizes} has {box.place.num_bytes} bytes")
-    return StoredTensor(shape=shape, dtype=dtype, boxes=boxes)
-
-
-def _box(chunk: Any, info: Any) -> _Box:
-    return _Box(_numbers(chunk.offsets), _numbers(chunk.sizes), _place(info))
 
 
 def _place(info: Any) -> _Place:
@@ -256,22 +235,33 @@ def find_sources(directory: Path, stored: Mapping[str, StoredTensor], config: Mo
     """
     tensors = config.tensors()
     problems: list[str] = []
-    sources = []
+    sources: list[Source] = []
+    used: dict[str, int] = {}
+    """Key → layers that are taken from it."""
     for keys, names in _wanted(config):
         if any(name not in tensors for name in names):
             continue  # not part of this architecture
-        source = _locate(stored, keys, names)
+        source = None
+        for key, lead in keys:
+            if key in stored and all(i < size for i, size in zip(lead, stored[key].shape, strict=False)):
+                source = Source(key, lead, names)
+                break
         if source is None:
             problems.append(f"{keys[0][0]} is missing ({', '.join(names)})")
             continue
         sources.append(source)
+        used[source.key] = max(used.get(source.key, 0), source.lead[0] + 1 if source.lead else 0)
         expected = (sum(tensors[name][0] for name in names), *tensors[names[0]][1:])
         found = stored[source.key].shape[len(source.lead) :]
         if names[0] in _VOCABULARY and found[:1] > expected[:1]:
             found = (expected[0], *found[1:])  # padded, as tensor parallel learners have it
         if found != expected:
             problems.append(f"{source.key} has shape {list(found)}, expected {list(expected)} ({', '.join(names)})")
-    problems += _left_over(stored, sources, config)
+    problems += [f"{key} is not part of it" for key in stored if key.startswith(_MODEL_PREFIXES) and key not in used]
+    for key, count in used.items():
+        # Only a stack of layers is long enough to hide a layer too many; numbered layers show up by name.
+        if count and not key.split(".")[2].isdigit() and stored[key].shape[0] != config.num_layers:
+            problems.append(f"{key} stacks {stored[key].shape[0]} layers, expected {config.num_layers}")
     if problems:
         shown = "; ".join(dict.fromkeys(problems[:5])) + (f"; and {len(problems) - 5} more" if problems[5:] else "")
         raise CorruptCheckpointError(
@@ -284,7 +274,17 @@ def find_sources(directory: Path, stored: Mapping[str, StoredTensor], config: Mo
 def stream_hf_tensors(index: CheckpointIndex, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of a checkpoint by name, in its stored dtype; at most one of Megatron's tensors in memory."""
     for source in find_sources(index.directory, index.tensors, config):
-        yield from _split(index.read(source.key, source.lead), source.names, config)
+        tensor, names = index.read(source.key, source.lead), source.names
+        if len(names) == 3:
+            # [kv heads × (query heads of each + key + value) × head_dim, …]
+            group = config.num_heads // config.num_kv_heads
+            heads = tensor.reshape(config.num_kv_heads, group + 2, config.head_dim, *tensor.shape[1:])
+            parts = (heads[:, :group], heads[:, group : group + 1], heads[:, group + 1 :])
+            yield from zip(names, (part.reshape(-1, *tensor.shape[1:]) for part in parts), strict=True)
+        elif len(names) == 2:
+            yield from zip(names, tensor.chunk(2), strict=True)
+        else:
+            yield names[0], tensor[: config.vocab_size] if names[0] in _VOCABULARY else tensor
 
 
 def stored_dtype(index: CheckpointIndex) -> torch.dtype:
@@ -318,38 +318,3 @@ def _places(suffixes: tuple[str, ...], layer: int, expert: tuple[int, ...]) -> l
     """Layers that are all alike are stacked, others are numbered."""
     stacked = [(f"decoder.layers.{suffix}", (layer, *expert)) for suffix in suffixes]
     return stacked + [(f"decoder.layers.{layer}.{suffix}", expert) for suffix in suffixes]
-
-
-def _locate(
-    stored: Mapping[str, StoredTensor], places: list[tuple[str, tuple[int, ...]]], names: tuple[str, ...]
-) -> Source | None:
-    for key, lead in places:
-        if key in stored and all(i < size for i, size in zip(lead, stored[key].shape, strict=False)):
-            return Source(key, lead, names)
-    return None
-
-
-def _left_over(stored: Mapping[str, StoredTensor], sources: list[Source], config: ModelConfig) -> list[str]:
-    used: dict[str, int] = {}
-    for source in sources:
-        used[source.key] = max(used.get(source.key, 0), source.lead[0] + 1 if source.lead else 0)
-    problems = [f"{key} is not part of it" for key in stored if key.startswith(_MODEL_PREFIXES) and key not in used]
-    # Only a stack of layers is long enough to hide a layer too many; numbered layers show up by name.
-    return problems + [
-        f"{key} stacks {stored[key].shape[0]} layers, expected {config.num_layers}"
-        for key, count in used.items()
-        if count and not key.split(".")[2].isdigit() and stored[key].shape[0] != config.num_layers
-    ]
-
-
-def _split(tensor: Tensor, names: tuple[str, ...], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    if len(names) == 3:
-        # [kv heads × (query heads of each + key + value) × head_dim, …]
-        group = config.num_heads // config.num_kv_heads
-        heads = tensor.reshape(config.num_kv_heads, group + 2, config.head_dim, *tensor.shape[1:])
-        parts = (heads[:, :group], heads[:, group : group + 1], heads[:, group + 1 :])
-        yield from zip(names, (part.reshape(-1, *tensor.shape[1:]) for part in parts), strict=True)
-    elif len(names) == 2:
-        yield from zip(names, tensor.chunk(2), strict=True)
-    else:
-        yield names[0], tensor[: config.vocab_size] if names[0] in _VOCABULARY else tensor

@@ -39,6 +39,8 @@ from pipeline.data.files import machine_failure
 from pipeline.errors import CorruptCheckpointError, StoreError
 from precision.text import one_line
 
+_EXTRA = "._extra_state"
+"""In names that hold no weights; TE's grouped linears add a number."""
 _RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -56,10 +58,25 @@ def begin_save(
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    _begin_states(optimizer)
+    # Megatron-Core 0.16.1 saves only what is there, and refuses torch's Adam without any: an optimizer that has taken
+    # no step gets the state that its first one begins with.
+    for part in optimizer.chained_optimizers:
+        if part.optimizer.state:
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for moments in part.optimizer.state.values():
+                moments["step"] = torch.tensor(0.0)
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = 0
     state = _sharded_state(model, optimizer)
     state["learner"] = {"step": step, "layout": asdict(layout), "device": _device()}
-    state["rng"] = _rng_object(_rng_state())
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    rng = {"torch": torch.get_rng_state(), "tracker": {name: value.clone() for name, value in tracker.items()}}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    state["rng"] = _rng_object(rng)
     write_in_threads()
     in_training = storages_of(state)
     return ShardSave(
@@ -79,25 +96,10 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
         # Loading fills the optimizer's tensors, and Adam makes its own only in the first step.
         part._init_optimizer_states_with_dummy_values()
     state = _sharded_state(model, optimizer, index.tensors)
-    step, same_ranks = _said_by_the_learner(directory, layout)
-    rng = _stored_rng(index) if same_ranks else None
-    with damage_as(lambda why: f"{directory} is not a complete checkpoint ({why}); use an older one"):
-        loaded = dist_checkpointing.load(state, str(directory))
-    for name, chunk in _named_chunks(model):
-        fill(chunk, loaded[name])
-    _place_steps(optimizer, loaded["optimizer"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    _unshare_steps(optimizer)
-    if rng is not None:
-        _restore_rng(rng)
-    return step
-
-
-def _said_by_the_learner(directory: Path, layout: Layout) -> tuple[int, bool]:
-    """The step, and whether layout and kind of device are those that saved. Raises CorruptCheckpointError."""
     try:
         saved = dist_checkpointing.load_common_state_dict(str(directory))["learner"]
-        return int(saved["step"]), saved["layout"] == asdict(layout) and saved.get("device", _device()) == _device()
+        step = int(saved["step"])
+        same_ranks = saved["layout"] == asdict(layout) and saved.get("device", _device()) == _device()
     except MemoryError:
         raise
     except Exception as error:  # what a damaged pickle raises depends on its bytes
@@ -107,40 +109,40 @@ def _said_by_the_learner(directory: Path, layout: Layout) -> tuple[int, bool]:
             f"{directory} is not a complete checkpoint (common.pt: {type(error).__name__}: {one_line(error, 300)}); "
             "use an older one"
         ) from error
-
-
-def _distributed_parts(optimizer: Any) -> list[Any]:
-    return [part for part in optimizer.chained_optimizers if hasattr(part, "_init_optimizer_states_with_dummy_values")]
-
-
-def _begin_states(optimizer: Any) -> None:
-    """Give an optimizer that has taken no step the state that its first one begins with. Megatron-Core 0.16.1 saves
-    only what is there, and refuses torch's Adam without any."""
-    for part in optimizer.chained_optimizers:
-        if part.optimizer.state:
-            continue
-        part.init_state_fn(part.optimizer, part.config)
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            for state in part.optimizer.state.values():
-                state["step"] = torch.tensor(0.0)
-        else:
-            for group in part.optimizer.param_groups:
-                group["step"] = 0
-
-
-def _unshare_steps(optimizer: Any) -> None:
-    """Give each parameter a `step` tensor of its own, and each group a whole number.
-
-    Megatron-Core 0.16.1 loads one tensor for all parameters, which torch.optim.AdamW would then advance once for each
-    of them. It gives groups the float that torch saved, where TE's kernel needs an int.
-    """
+    rng: dict[str, Any] | None = None
+    if same_ranks:
+        match index.read_object(_rng_object(None).unique_key):
+            case [{"torch": torch.Tensor(), "tracker": dict()} as rng]:  # Megatron makes a list of every object
+                pass
+            case _:
+                raise CorruptCheckpointError(
+                    f"{directory} holds no state of random generators where it should; use another"
+                )
+    with damage_as(lambda why: f"{directory} is not a complete checkpoint ({why}); use an older one"):
+        loaded = dist_checkpointing.load(state, str(directory))
+    for key, chunk in zip(chunk_keys(model), model, strict=True):
+        fill(chunk.module, loaded[key])
+    _place_steps(optimizer, loaded["optimizer"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    # Megatron-Core 0.16.1 loads one tensor `step` for all parameters, which torch.optim.AdamW would then advance once
+    # for each of them. It gives groups the float that torch saved, where TE's kernel needs an int.
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             if "step" in group:
                 group["step"] = int(group["step"])
-        for state in part.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+        for moments in part.optimizer.state.values():
+            if isinstance(moments.get("step"), torch.Tensor):
+                moments["step"] = moments["step"].clone()
+    if rng is not None:
+        torch.set_rng_state(rng["torch"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"])
+    return step
+
+
+def _distributed_parts(optimizer: Any) -> list[Any]:
+    return [part for part in optimizer.chained_optimizers if hasattr(part, "_init_optimizer_states_with_dummy_values")]
 
 
 def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
@@ -181,10 +183,6 @@ def _sharded_state(
     }
 
 
-def _named_chunks(model: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [(key, chunk.module) for key, chunk in zip(chunk_keys(model), model, strict=True)]
-
-
 def _device() -> str:
     """The kind of device that this process computes on. States of random generators fit one kind only."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,29 +191,6 @@ def _device() -> str:
 def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
     """One object for each rank: generators differ over tensor, pipeline and data parallel ranks."""
     return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
-
-
-def _stored_rng(index: CheckpointIndex) -> dict[str, Any]:
-    """What `_rng_state` returned on this rank when it was saved. Raises CorruptCheckpointError."""
-    match index.read_object(_rng_object(None).unique_key):
-        case [{"torch": torch.Tensor(), "tracker": dict()} as state]:  # Megatron makes a list of every object
-            return dict(state)
-    raise CorruptCheckpointError(f"{index.directory} holds no state of random generators where it should; use another")
-
-
-def _rng_state() -> dict[str, Any]:
-    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    state = {"torch": torch.get_rng_state(), "tracker": {name: value.clone() for name, value in tracker.items()}}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def save_weights(directory: Path, chunks: Sequence[Any]) -> None:
@@ -250,18 +225,22 @@ def sharded_weights(
     """Chunk key → parameter name → where it lies in a checkpoint: in the one that holds `stored`, or in a new one."""
     found = {}
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
-        state = {name: entry for name, entry in chunk.sharded_state_dict().items() if not _is_extra(name)}
-        for entry in state.values():
-            if stored is not None and isinstance(entry, ShardedTensor):
-                entry.key = _stored_key(entry.key, stored)
-        found[key] = state
+        found[key] = {name: entry for name, entry in chunk.sharded_state_dict().items() if _EXTRA not in name}
+        for entry in found[key].values():
+            if stored is None or not isinstance(entry, ShardedTensor) or entry.key in stored:
+                continue
+            for own, other in (_MIXTURE_NORMS, _MIXTURE_NORMS[::-1]):
+                renamed = entry.key.removesuffix(own) + other
+                if entry.key.endswith(own) and renamed in stored:
+                    entry.key = renamed
+                    break
     return found
 
 
 def fill(chunk: Any, state: Mapping[str, Any]) -> None:
     """Copy loaded values into a chunk that is not wrapped in DDP. Raises CorruptCheckpointError if some are missing."""
     missing, unexpected = chunk.load_state_dict(state, strict=False)
-    wrong = [name for name in (*missing, *unexpected) if not _is_extra(name)]
+    wrong = [name for name in (*missing, *unexpected) if _EXTRA not in name]
     if wrong:
         raise CorruptCheckpointError(
             f"{len(wrong)} names of the checkpoint's weights are not those of this model, the first {wrong[0]}; "
@@ -269,20 +248,8 @@ def fill(chunk: Any, state: Mapping[str, Any]) -> None:
         )
 
 
-def _is_extra(name: str) -> bool:
-    return "._extra_state" in name  # TE's grouped linears add a number
-
-
 _MIXTURE_NORMS = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 """The norm before a mixture, as Megatron's own layers and TE's name it in checkpoints. All else has one name."""
-
-
-def _stored_key(key: str, stored: Mapping[str, StoredTensor]) -> str:
-    for own, other in (_MIXTURE_NORMS, _MIXTURE_NORMS[::-1]):
-        renamed = key.removesuffix(own) + other
-        if key.endswith(own) and key not in stored and renamed in stored:
-            return renamed
-    return key
 
 
 def chunk_keys(chunks: Sequence[Any]) -> list[str]:
@@ -348,7 +315,19 @@ class ShardSave:
         arguments = list(request.async_fn_args)
         files = {key: Path(path) for path, key, _ in arguments[1]} if arguments else {}
         if request.preload_fn is not None:
-            arguments[1] = _copied(request.async_fn_args[1], in_training)
+            # Megatron's own `preload_fn` copies into pinned memory, which torch rounds up to powers of two and never
+            # gives back: that may be as much again as the checkpoint. This copy takes longer, and what it needs, for a
+            # while.
+            arguments[1] = []
+            for path, key, (texts, tensors) in request.async_fn_args[1]:
+                copies = []
+                for item, tensor in tensors:
+                    copy = tensor.to("cpu")
+                    # A part of a larger tensor on the host is a copy already.
+                    if copy is tensor and tensor.untyped_storage().data_ptr() in in_training:
+                        copy = tensor.clone()
+                    copies.append((item, copy))
+                arguments[1].append((path, key, (texts, copies)))
             for _, _, (_, tensors) in request.async_fn_args[1]:
                 tensors.clear()  # Megatron's writer keeps them until all ranks have written
 
@@ -383,41 +362,7 @@ def storages_of(state: Any) -> frozenset[int]:
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in data)
 
 
-def _copied(buckets: list[Any], in_training: frozenset[int]) -> list[Any]:
-    """Buckets in host memory, whose tensors no optimizer step changes.
-
-    Megatron's own `preload_fn` copies into pinned memory, which torch rounds up to powers of two and never gives back:
-    that may be as much again as the checkpoint. This copy takes longer, and what it needs, and that for a while.
-    """
-    return [
-        (path, key, (texts, [(item, _own(tensor, in_training)) for item, tensor in tensors]))
-        for path, key, (texts, tensors) in buckets
-    ]
-
-
-def _own(tensor: torch.Tensor, in_training: frozenset[int]) -> torch.Tensor:
-    """A part of a larger tensor on the host is a copy already."""
-    if tensor.device.type != "cpu":
-        return tensor.to("cpu")
-    return tensor.clone() if tensor.untyped_storage().data_ptr() in in_training else tensor
-
-
 _Writer = filesystem_async.FileSystemWriterAsync
-
-
-class _Outcome:
-    """Both queues that Megatron's writer is given, for one writer: what it wrote, or what it met."""
-
-    value: tuple[int, Any]
-
-    def put(self, value: tuple[int, Any]) -> None:
-        self.value = value
-
-    def get(self) -> None:
-        """A writer says that it is done by taking one entry."""
-
-    def task_done(self) -> None:
-        """See `get`."""
 
 
 def write_in_threads() -> None:
@@ -435,9 +380,10 @@ def _write_all(
     options = {"use_msc": True} if use_msc else {}
 
     def write(number: int) -> tuple[int, Any]:
-        outcome = _Outcome()
-        _Writer.write_preloaded_data(transforms, number, buckets[number], outcome, outcome, True, **options)
-        return outcome.value
+        outcome, waiting = queue.SimpleQueue[tuple[int, Any]](), queue.Queue[int]()
+        waiting.put(number)  # a writer says that it is done by taking one entry
+        _Writer.write_preloaded_data(transforms, number, buckets[number], outcome, waiting, True, **options)
+        return outcome.get()
 
     with ThreadPoolExecutor(max(1, len(buckets)), thread_name_prefix="shard-writer") as threads:
         written = dict(threads.map(write, range(len(buckets))))
@@ -485,7 +431,8 @@ def _own_share(
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
     """In place of Megatron's method of these arguments: parameter's number → kind of state → boxes of this rank's range
     of it, in its order. Loaded boxes get memory of their own on the host."""
-    places = {entry.data: entry for entry in nested_values(model_sharded_state_dict) if _is_of_parameter(entry)}
+    kinds = ShardedTensor | ShardedTensorFactory
+    places = {entry.data: entry for entry in nested_values(model_sharded_state_dict) if isinstance(entry, kinds)}
     share = {}
     for number, (parameter, start, stop) in enumerate(_held_ranges(self)):
         parts = _parts(places[parameter])
@@ -520,10 +467,6 @@ def _state_tensors(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
     """Main copy and moments [elements of the range]. Steps are with the groups (see training_state)."""
     found: dict[str, Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
     return {kind: tensor.detach() for kind, tensor in found.items() if kind != "step"}
-
-
-def _is_of_parameter(entry: Any) -> bool:
-    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]]:

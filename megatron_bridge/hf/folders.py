@@ -6,12 +6,10 @@ config.json  tokenizer files  model-00001.safetensors …  model.safetensors.ind
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.hf.tensor_files import SHARD_BYTES, Manifest, whole_tensors, write_shards
-from megatron_bridge.parallel.rank_sync import RankZero, taking
+from megatron_bridge.parallel.rank_sync import RankSync, taking
 from pipeline.background import tell_when_done
 from pipeline.data.checksums import list_checksums, sync_files
 from pipeline.data.files import fsync_directory, is_temporary, require_space, size_of, temporary_name
@@ -48,14 +46,18 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     check_free(target)
     for stale in target.parent.glob(f".{target.name}.*"):
-        if is_temporary(stale.name) and time.time() - _last_written(stale) > _STALE_S:
-            shutil.rmtree(stale, ignore_errors=True)
+        if not is_temporary(stale.name):
+            continue
+        with suppress(FileNotFoundError):  # another process may remove it meanwhile
+            written = max(path.stat().st_mtime for path in (stale, *stale.rglob("*")))
+            if time.time() - written > _STALE_S:
+                shutil.rmtree(stale, ignore_errors=True)
     temporary = temporary_name(target)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         list_checksums(temporary)
-        _sync_tree(temporary)
+        sync_files([*temporary.rglob("*"), temporary])
         check_free(target)
         temporary.rename(target)  # fails where files appeared since the check
         fsync_directory(target.parent)
@@ -73,7 +75,7 @@ def replace_folder(temporary: Path, target: Path, fence: Callable[[], None] = un
     """List the checksums of a folder's files, make it durable and give it the name `target`, whatever has that name
     now. `fence` is called before that; it raises where this process may write no more."""
     list_checksums(temporary)
-    _sync_tree(temporary)
+    sync_files([*temporary.rglob("*"), temporary])
     try:
         fence()
     except EvenKeelError:
@@ -104,14 +106,9 @@ def complete_folder(
         "weight_map": {name: entry["file"] for name, entry in manifest.items()},
     }
     _write_json(folder / "model.safetensors.index.json", index)
-    write_manifest(folder, manifest)
+    _write_json(folder / "manifest.json", {"tensors": manifest})
     stored = {} if quantization is None else {"quantization_config": quantization}
     describe_folder(folder, source, {**hf_config, **stored}, manifest["model.norm.weight"]["dtype"])
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Mapping[str, Any]]) -> None:
-    """Say what the tensors of a folder are (shard_writer.Manifest)."""
-    _write_json(folder / "manifest.json", {"tensors": manifest})
 
 
 def describe_folder(folder: Path, source: Path, hf_config: Mapping[str, Any], dtype: str) -> None:
@@ -129,18 +126,6 @@ def describe_folder(folder: Path, source: Path, hf_config: Mapping[str, Any], dt
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def _sync_tree(folder: Path) -> None:
-    """Make every file of a folder durable."""
-    sync_files([*folder.rglob("*"), folder])
-
-
-def _last_written(folder: Path) -> float:
-    """When something in the folder was last written, in seconds since 1970; infinite once it is gone."""
-    with suppress(FileNotFoundError):
-        return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-    return math.inf
 
 
 def write_policy(
@@ -162,33 +147,11 @@ def write_policy(
     manifest.json holds `{"tensors": …}`, a `shard_writer.Manifest`. Needs no Megatron and no process group.
     """
     weights = write_weights(named_tensors, source_folder, target, quant, digests=digests, shard_bytes=shard_bytes)
-    weights.complete(beside, fence)
+    complete_weights(weights, target, source_folder, quant, beside, fence)
 
 
-@dataclass(frozen=True)
-class WrittenWeights:
-    """The weights of a policy folder that has no name yet."""
-
-    temporary: Path
-    target: Path
-    manifest: Manifest
-    source_folder: Path
-    quant: QuantMap | None
-
-    def complete(self, beside: Callable[[Path], None] | None, fence: Callable[[], None] = unfenced) -> None:
-        """Add what `write_policy` says, and give the folder its name. All of it is read and synced, which may take
-        many minutes. It is removed on failure."""
-        try:
-            if beside is not None:
-                beside(self.temporary)
-            complete_policy(self.temporary, self.target, self.manifest, self.source_folder, self.quant, fence)
-        except BaseException:
-            self.remove()
-            raise
-
-    def remove(self) -> None:
-        """On a full disk it would be in its own way."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
+Written = tuple[Path, Manifest]
+"""The weights of a policy folder that has no name yet: where they are, and what they are."""
 
 
 def write_weights(
@@ -199,8 +162,8 @@ def write_weights(
     *,
     digests: ExpectedChecksums | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> WrittenWeights:
-    """The first part of `write_policy`."""
+) -> Written:
+    """Write the weights of a policy folder: the first part of `write_policy`."""
     require_space(target.parent, expected_bytes(target, source_folder, quant), f"the weights in {target.name}")
     temporary = temporary_name(target)
     temporary.mkdir(parents=True)
@@ -208,25 +171,30 @@ def write_weights(
     if digests is not None:
         stream = digests.watch(stream)
     try:
-        manifest = write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
+        return temporary, write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # on a full disk it would be in its own way
+        raise
+
+
+def complete_weights(
+    weights: Written,
+    target: Path,
+    source_folder: Path,
+    quant: QuantMap | None,
+    beside: Callable[[Path], None] | None,
+    fence: Callable[[], None],
+) -> None:
+    """Add the rest of what `write_policy` says, and give the folder its name. All of it is read and synced, which may
+    take many minutes. It is removed on failure."""
+    temporary, manifest = weights
+    try:
+        if beside is not None:
+            beside(temporary)
+        complete_policy(temporary, target, manifest, source_folder, quant, fence)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return WrittenWeights(temporary, target, manifest, source_folder, quant)
-
-
-def complete_delta(
-    temporary: Path,
-    target: Path,
-    manifest: Mapping[str, Mapping[str, Any]],
-    quant: QuantMap | None,
-    fence: Callable[[], None],
-) -> None:
-    """As `complete_policy`, for a folder that holds only what changed (pipeline.data.deltas)."""
-    if quant is not None:
-        write_quant_map(temporary, quant.to_file())
-    write_manifest(temporary, manifest)
-    replace_folder(temporary, target, fence)
 
 
 def expected_bytes(target: Path, source_folder: Path, quant: QuantMap | None) -> int:
@@ -245,13 +213,18 @@ def complete_policy(
     source_folder: Path,
     quant: QuantMap | None,
     fence: Callable[[], None],
+    *,
+    is_whole: bool = True,
 ) -> None:
-    """Add everything but the weights to a folder that holds the shards of `manifest`, sync it, give it its name."""
-    quantization = None
+    """Add everything but the weights to a folder that holds the shards of `manifest`, sync it, give it its name. One
+    that is not whole holds only what changed (pipeline.data.deltas), and gets neither config nor tokenizer."""
     if quant is not None:
-        quantization = quant.to_hf_quantization_config()
         write_quant_map(temporary, quant.to_file())
-    complete_folder(temporary, source_folder, read_hf_config(source_folder), manifest, quantization)
+    if is_whole:
+        quantization = None if quant is None else quant.to_hf_quantization_config()
+        complete_folder(temporary, source_folder, read_hf_config(source_folder), manifest, quantization)
+    else:
+        _write_json(temporary / "manifest.json", {"tensors": manifest})
     replace_folder(temporary, target, fence)
 
 
@@ -259,7 +232,7 @@ def export_policy(
     tensors: Iterator[tuple[str, Tensor]],
     model_folder: Path,
     folder: Path,
-    rank_zero: RankZero,
+    rank_sync: RankSync,
     *,
     fence: Callable[[], None],
     quant: QuantMap | None = None,
@@ -273,17 +246,17 @@ def export_policy(
     fails on one rank is raised on every rank, after all ranks have finished gathering. Then rank 0 hashes and syncs the
     whole folder, which for a large model takes longer than the others may wait in one collective.
     """
-    written: list[WrittenWeights] = []
+    written: list[Written] = []
 
     def take() -> None:
         with taking(tensors):
-            if rank_zero.is_rank_zero:
+            if rank_sync.is_rank_zero:
                 written.append(write_weights(tensors, model_folder, folder, quant, digests=digests))
 
     try:
-        rank_zero.everywhere(take)
+        rank_sync.gather(take)
     except BaseException:
-        for weights in written:
-            weights.remove()
+        for temporary, _ in written:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
-    tell_when_done(rank_zero, lambda: written[0].complete(beside, fence))
+    tell_when_done(rank_sync, lambda: complete_weights(written[0], folder, model_folder, quant, beside, fence))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,17 +55,12 @@ def write_fp8_folder(
     names = ModelConfig.from_hf(hf_config).tensors()
     tensors = (tensor for name in names for tensor in quantizer.tensors(name))
     manifest = write_shards(tensors, folder, shard_bytes=shard_bytes, advance=advance)
-    complete_folder(folder, source, hf_config, manifest, _stored_quantization(quant))
-    return manifest
-
-
-def _stored_quantization(quant: QuantMap) -> dict[str, Any]:
-    """`quantization_config` of a folder whose weights are stored as e4m3."""
     stored = quant.to_hf_quantization_config()
     if stored is None:  # fp8_tensor: as an engine's input plain weights, here stored
         stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
         stored["ignored_layers"] = ["lm_head", *quant.ignored_layers()]
-    return stored
+    complete_folder(folder, source, hf_config, manifest, stored)
+    return manifest
 
 
 def output_bytes(source: Path, quant: QuantMap) -> int:
@@ -124,7 +118,17 @@ class _Quantizer:
         if rollout_format is None:
             yield outputs[0], self._tensors.pieces(name, piece_bytes=self._piece_bytes)
         elif rollout_format is RolloutFormat.FP8_TENSOR:
-            scale = self._shared_scale(self._groups[name.removesuffix(".weight")])
+            group = self._groups[name.removesuffix(".weight")]
+            if group not in self._scales:  # a first pass over all weights of a stacked matrix
+                amax = torch.zeros(())
+                for module in group:
+                    for piece in self._tensors.pieces(f"{module}.weight", piece_bytes=self._piece_bytes):
+                        amax = torch.maximum(amax, piece.abs().amax().float())
+                try:
+                    self._scales = {group: scale_of(amax)}  # groups come one after another: one is enough
+                except FloatingPointError as error:
+                    raise FloatingPointError(f"{group[0]}.weight: {error}") from error
+            scale = self._scales[group]
             pieces = self._tensors.pieces(name, piece_bytes=self._piece_bytes)
             yield outputs[0], (to_e4m3(piece.float() / scale) for piece in pieces)
             yield outputs[1], (scale,)
@@ -148,16 +152,3 @@ class _Quantizer:
 
     def _format(self, name: str) -> RolloutFormat | None:
         return self._quant.formats.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-
-    def _shared_scale(self, group: tuple[str, ...]) -> Tensor:
-        """float32 scalar for all modules of a stacked matrix: a first pass over their weights."""
-        if group not in self._scales:
-            amax = torch.zeros(())
-            for module in group:
-                for piece in self._tensors.pieces(f"{module}.weight", piece_bytes=self._piece_bytes):
-                    amax = torch.maximum(amax, piece.abs().amax().float())
-            try:
-                self._scales = {group: scale_of(amax)}  # groups come one after another: one is enough
-            except FloatingPointError as error:
-                raise FloatingPointError(f"{group[0]}.weight: {error}") from error
-        return self._scales[group]

@@ -7,7 +7,6 @@ need torch).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,10 +55,20 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     Raises ModelError, one line that names what is missing, unexpected or of another shape, and what to do.
     """
     found = tensor_headers(folder)
-    _refuse_quantized(folder, found)
+    scales = [name for name in found if name.endswith(".weight_scale_inv")]
+    quantized = [name for name, header in found.items() if header.dtype.startswith("F8_")]
+    if scales or quantized:
+        raise ModelError(
+            f"{folder} holds block-quantized FP8 weights ({len(quantized)} e4m3 tensors, {len(scales)} "
+            f"weight_scale_inv, such as {(scales or quantized)[0]}), which an engine can serve but a learner cannot "
+            "train; give the bf16 folder of this model, and have the rollouts quantized (rollout.precision)"
+        )
     expected = config.tensors()
     missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in expected and not _may_be_ignored(name, config)]
+    # Old checkpoints store rotary frequencies; tied ones sometimes store the embedding twice.
+    unexpected = [name for name in found if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+    if config.tied_embeddings and "lm_head.weight" in unexpected:
+        unexpected.remove("lm_head.weight")
     problems = [f"{name} is missing" for name in missing]
     problems += [f"{name} is not part of {config.architecture}" for name in unexpected]
     if len(missing) == len(unexpected) == 1 and found[unexpected[0]].shape == expected[missing[0]]:
@@ -135,19 +144,3 @@ def indexed_files(index: Path) -> dict[str, str]:
                 "it; fetch the model again"
             )
     return found
-
-
-def _refuse_quantized(folder: Path, found: Mapping[str, TensorHeader]) -> None:
-    scales = [name for name in found if name.endswith(".weight_scale_inv")]
-    quantized = [name for name, header in found.items() if header.dtype.startswith("F8_")]
-    if scales or quantized:
-        raise ModelError(
-            f"{folder} holds block-quantized FP8 weights ({len(quantized)} e4m3 tensors, {len(scales)} "
-            f"weight_scale_inv, such as {(scales or quantized)[0]}), which an engine can serve but a learner cannot "
-            "train; give the bf16 folder of this model, and have the rollouts quantized (rollout.precision)"
-        )
-
-
-def _may_be_ignored(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints store rotary frequencies; tied ones sometimes store the embedding twice."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")

@@ -98,18 +98,47 @@ class ModelConfig:
     @staticmethod
     def from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         """Read an HF config. Raises ModelError for what this learner cannot reproduce."""
-        architecture = _architecture(hf_config)
+        architecture = architecture_of(hf_config)
+        if architecture not in ARCHITECTURES:
+            raise ModelError(
+                f"config.json: architecture {quoted(architecture) if architecture else '(missing)'} is not supported; "
+                f"use one of {', '.join(ARCHITECTURES)}"
+            )
         hf_config = {**_LEFT_OUT.get(architecture, {}), **hf_config}
-        _refuse_unsupported(hf_config)
+        quantization = hf_config.get("quantization_config")
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+            raise ModelError(
+                f"config.json: quantization_config says {quoted(method)}: the weights are quantized, and a learner "
+                "trains unquantized ones; give the bf16 folder of this model, and quantize the rollouts "
+                "(rollout.precision)"
+            )
+        wanted: dict[str, tuple[Any, ...]] = {
+            "hidden_act": ("silu", None),
+            "attention_bias": (False, None),
+            "mlp_bias": (False, None),
+            "use_sliding_window": (False, None),
+            "decoder_sparse_step": (1, None),
+            "mlp_only_layers": ([], None),
+        }
+        for key, allowed in wanted.items():
+            value = hf_config.get(key)
+            if not any(value == one and type(value) is type(one) for one in allowed):
+                raise ModelError(
+                    f"config.json: {key} is {quoted(hf_config[key])}, but only {allowed[0]!r} is supported; use "
+                    "another model"
+                )
         theta, scaling = _rope(hf_config)
         heads = size_of(hf_config, "num_attention_heads")
+        usual = dict(num_key_value_heads=heads, head_dim=max(1, size_of(hf_config, "hidden_size") // heads))
+        sizes = usual | {key: hf_config[key] for key in usual if hf_config.get(key) is not None}
         return ModelConfig(
             architecture=architecture,
             num_layers=size_of(hf_config, "num_hidden_layers", _MOST_LAYERS),
             hidden_size=size_of(hf_config, "hidden_size"),
             num_heads=heads,
-            num_kv_heads=_size_or(hf_config, "num_key_value_heads", heads),
-            head_dim=_size_or(hf_config, "head_dim", max(1, size_of(hf_config, "hidden_size") // heads)),
+            num_kv_heads=size_of(sizes, "num_key_value_heads"),
+            head_dim=size_of(sizes, "head_dim"),
             ffn_size=size_of(hf_config, "intermediate_size"),
             vocab_size=size_of(hf_config, "vocab_size"),
             max_positions=size_of(hf_config, "max_position_embeddings"),
@@ -157,8 +186,13 @@ class ModelConfig:
             **{f"self_attn.{part}.weight": (count, h) for part, count in rows.items()},
             "self_attn.o_proj.weight": (h, rows["q_proj"]),
             "post_attention_layernorm.weight": (h,),
-            **self._mlp_tensors(),
         }
+        if self.experts is None:
+            layer |= _swiglu("mlp.", h, self.ffn_size)
+        else:
+            layer["mlp.gate.weight"] = (self.experts.count, h)
+            for expert in range(self.experts.count):
+                layer |= _swiglu(f"mlp.experts.{expert}.", h, self.experts.ffn_size)
         if self.qkv_bias:
             layer |= {f"self_attn.{part}.bias": (count,) for part, count in rows.items()}
         if self.qk_norm:
@@ -169,14 +203,6 @@ class ModelConfig:
         tensors["model.norm.weight"] = (h,)
         if not self.tied_embeddings:
             tensors["lm_head.weight"] = (self.vocab_size, h)
-        return tensors
-
-    def _mlp_tensors(self) -> dict[str, tuple[int, ...]]:
-        if self.experts is None:
-            return _swiglu("mlp.", self.hidden_size, self.ffn_size)
-        tensors: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.experts.count, self.hidden_size)}
-        for expert in range(self.experts.count):
-            tensors |= _swiglu(f"mlp.experts.{expert}.", self.hidden_size, self.experts.ffn_size)
         return tensors
 
 
@@ -222,16 +248,6 @@ def architecture_of(hf_config: Mapping[str, Any]) -> str:
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
-def _architecture(hf_config: Mapping[str, Any]) -> str:
-    found = architecture_of(hf_config)
-    if found not in ARCHITECTURES:
-        raise ModelError(
-            f"config.json: architecture {quoted(found) if found else '(missing)'} is not supported; "
-            f"use one of {', '.join(ARCHITECTURES)}"
-        )
-    return found
-
-
 def size_of(hf_config: Mapping[str, Any], key: str, most: int = _MOST) -> int:
     """A size that a config.json names. Raises ModelError unless it is a whole number from 1 to `most`."""
     value = hf_config.get(key)
@@ -240,10 +256,6 @@ def size_of(hf_config: Mapping[str, Any], key: str, most: int = _MOST) -> int:
             f"config.json: {key} is {quoted(value)}, expected a whole number from 1 to {most}; check the model folder"
         )
     return value
-
-
-def _size_or(hf_config: Mapping[str, Any], key: str, default: int) -> int:
-    return default if hf_config.get(key) is None else size_of(hf_config, key)
 
 
 def _positive(value: object, key: str) -> float:
@@ -268,31 +280,6 @@ def _experts(hf_config: Mapping[str, Any]) -> Experts:
             "check the model folder"
         )
     return experts
-
-
-def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
-    quantization = hf_config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ModelError(
-            f"config.json: quantization_config says {quoted(method)}: the weights are quantized, and a learner trains "
-            "unquantized ones; give the bf16 folder of this model, and quantize the rollouts (rollout.precision)"
-        )
-    wanted: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("silu", None),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
-        "use_sliding_window": (False, None),
-        "decoder_sparse_step": (1, None),
-        "mlp_only_layers": ([], None),
-    }
-    for key, allowed in wanted.items():
-        value = hf_config.get(key)
-        if not any(value == one and type(value) is type(one) for one in allowed):
-            raise ModelError(
-                f"config.json: {key} is {quoted(hf_config[key])}, but only {allowed[0]!r} is supported; use another "
-                "model"
-            )
 
 
 def _rope(hf_config: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:

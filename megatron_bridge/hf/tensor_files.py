@@ -105,8 +105,7 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
     """The dtype that `spec.dtype` names."""
-    dtype = getattr(torch, spec.dtype)
-    assert isinstance(dtype, torch.dtype)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
     return dtype
 
 
@@ -162,7 +161,8 @@ def write_shards(
             shard.close()
     except BaseException:
         if shard is not None:
-            shard.abandon()
+            with suppress(OSError):  # it has failed already, so a further failure says nothing new
+                shard.file.close()
         raise
     return manifest
 
@@ -172,8 +172,8 @@ class _Shard:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("wb")
-        self._file.seek(HEADER_BYTES)
+        self.file = path.open("wb")
+        self.file.seek(HEADER_BYTES)
         self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._header_bytes = len(json.dumps(self._header))
         self._num_bytes = 0
@@ -193,7 +193,7 @@ class _Shard:
             if piece.dtype is not torch_dtype(spec):
                 raise ValueError(f"a piece of {spec.name} is {piece.dtype}, expected {spec.dtype}; plan its real dtype")
             data = piece.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data
-            self._file.write(data)
+            self.file.write(data)
             sha.update(data)
             written += data.nbytes
             advance(data.nbytes)
@@ -207,14 +207,9 @@ class _Shard:
     def close(self) -> None:
         """Write the header and close the file."""
         header = json.dumps(self._header).encode().ljust(HEADER_BYTES - 8)
-        with self._file:
-            self._file.seek(0)
-            self._file.write(len(header).to_bytes(8, "little") + header)
-
-    def abandon(self) -> None:
-        """Close the file as it is. It has failed already, so a further failure says nothing new."""
-        with suppress(OSError):
-            self._file.close()
+        with self.file:
+            self.file.seek(0)
+            self.file.write(len(header).to_bytes(8, "little") + header)
 
     def _entry(self, spec: TensorSpec) -> dict[str, Any]:
         offsets = [self._num_bytes, self._num_bytes + num_bytes(spec)]

@@ -131,22 +131,23 @@ def build_chunks(
     if precision is not None and is_fp8(precision):
         require_fp8(precision, layers, model_config, layout)
     config = transformer_config(model_config, layout, dtype, recompute, layers=layers, precision=precision)
-    _name_missing_product()
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # The router of Megatron-Core 0.16.1 asks whether TE's matrix product is None, but names it only where TE is.
+        moe_utils.te_general_gemm = None
     chunks = [_chunk(model_config, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
     for chunk in chunks:
         chunk.temperature, chunk.num_tokens = temperature, model_config.vocab_size
-        _mark_experts(chunk)
+        for name, parameter in chunk.named_parameters():
+            # Megatron-Core 0.16.1 reduces gradients of experts over *their* replicas only when they are spread over
+            # expert parallel ranks. With one such rank and whole experts (expert tensor parallel 1) under tensor
+            # parallelism it would leave out the tensor parallel ranks, each of which has seen other tokens, unsaid.
+            if ".mlp.experts." in name:
+                parameter.allreduce = False  # not over the ranks that reduce everything else
         if fp32_lm_head and chunk.post_process:
             chunk.output_layer.__class__ = FP32OutputLayer
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())
     return chunks
-
-
-def _name_missing_product() -> None:
-    """The router of Megatron-Core 0.16.1 asks whether TE's matrix product is None, but names it only where TE is."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
 
 def _chunk(model_config: ModelConfig, config: TransformerConfig, virtual_stage: int | None) -> PolicyModel:
@@ -171,15 +172,6 @@ def _chunk(model_config: ModelConfig, config: TransformerConfig, virtual_stage: 
     )
 
 
-def _mark_experts(chunk: PolicyModel) -> None:
-    """Megatron-Core 0.16.1 reduces gradients of experts over *their* replicas only when they are spread over expert
-    parallel ranks. With one such rank and whole experts (expert tensor parallel 1) under tensor parallelism it would
-    leave out the tensor parallel ranks, each of which has seen other tokens, without a word."""
-    for name, parameter in chunk.named_parameters():
-        if ".mlp.experts." in name:
-            parameter.allreduce = False  # not over the ranks that reduce everything else
-
-
 def transformer_config(
     model_config: ModelConfig,
     layout: Layout,
@@ -190,14 +182,68 @@ def transformer_config(
     precision: LearnerPrecision | None = None,
 ) -> TransformerConfig:
     """Megatron's configuration of this architecture in this layout."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu, interleaved = torch.cuda.is_available(), layout.virtual > 1
+    recomputed: dict[str, Any] = {}
+    if recompute == "selective":
+        # Attention that never stores its scores leaves nothing to gain there: the MLP holds most of a layer.
+        modules = ["mlp" if model_config.experts is None else "moe"]
+        recomputed = {"recompute_granularity": "selective", "recompute_modules": modules}
+    elif recompute == "full":
+        recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    experts: dict[str, Any] = {}
+    if model_config.experts is not None:
+        experts = {
+            "num_moe_experts": model_config.experts.count,
+            "moe_router_topk": model_config.experts.per_token,
+            "moe_ffn_hidden_size": model_config.experts.ffn_size,
+            # The softmax over all experts, then the best; dividing their weights by the sum is the softmax over the
+            # best.
+            "moe_router_pre_softmax": not model_config.experts.normalized,
+            "moe_router_dtype": "fp32",
+            # A policy must stay where its reward puts it: no pull towards even loads.
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            # Routers ask megatron_bridge.step.expert_replay, which Megatron's fused router would never do.
+            "moe_enable_routing_replay": True,
+            "moe_router_fusion": False,
+        }
     return TransformerConfig(
-        **_architecture(model_config),
+        num_layers=model_config.num_layers,
+        hidden_size=model_config.hidden_size,
+        num_attention_heads=model_config.num_heads,
+        num_query_groups=model_config.num_kv_heads,
+        kv_channels=model_config.head_dim,
+        ffn_hidden_size=model_config.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model_config.norm_eps,
+        qk_layernorm=model_config.qk_norm,
+        add_qkv_bias=model_config.qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Micro-batches differ in length; Megatron allows that with this dispatcher only, dense models included.
+        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=True,
+        **experts,
         **fp8_arguments(precision),
         transformer_impl="transformer_engine" if layers == "transformer_engine" else "local",
         moe_grouped_gemm=model_config.experts is not None and layers == "transformer_engine",
-        **_parallel(layout, on_gpu),
-        **_recompute(recompute, model_config),
+        **recomputed,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.sequence,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if interleaved else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        # gloo sends asynchronously from memory that deallocation would free under it. With virtual stages that is
+        # silent: the loss comes out wrong. There gloo also mixes up batched sends of different chunks.
+        deallocate_pipeline_outputs=on_gpu,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        batch_p2p_sync=on_gpu,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -217,79 +263,6 @@ def transformer_config(
         barrier_with_L1_time=False,
         cuda_graph_scope=[],  # the default warns that it is deprecated
     )
-
-
-def _architecture(model_config: ModelConfig) -> dict[str, Any]:
-    return {
-        "num_layers": model_config.num_layers,
-        "hidden_size": model_config.hidden_size,
-        "num_attention_heads": model_config.num_heads,
-        "num_query_groups": model_config.num_kv_heads,
-        "kv_channels": model_config.head_dim,
-        "ffn_hidden_size": model_config.ffn_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": model_config.norm_eps,
-        "qk_layernorm": model_config.qk_norm,
-        "add_qkv_bias": model_config.qkv_bias,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        **_experts(model_config),
-    }
-
-
-def _experts(model_config: ModelConfig) -> dict[str, Any]:
-    # Micro-batches differ in length; Megatron allows that with this dispatcher only, dense models included.
-    dispatcher = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
-    if model_config.experts is None:
-        return dispatcher
-    return dispatcher | {
-        "num_moe_experts": model_config.experts.count,
-        "moe_router_topk": model_config.experts.per_token,
-        "moe_ffn_hidden_size": model_config.experts.ffn_size,
-        # The softmax over all experts, then the best; dividing their weights by the sum is the softmax over the best.
-        "moe_router_pre_softmax": not model_config.experts.normalized,
-        "moe_router_dtype": "fp32",
-        # A policy must stay where its reward puts it: no pull towards even loads.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        # Routers ask megatron_bridge.step.expert_replay, which Megatron's fused router would never do.
-        "moe_enable_routing_replay": True,
-        "moe_router_fusion": False,
-    }
-
-
-def _parallel(layout: Layout, on_gpu: bool) -> dict[str, Any]:
-    interleaved = layout.virtual > 1
-    return {
-        "tensor_model_parallel_size": layout.tensor,
-        "sequence_parallel": layout.sequence,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
-        # gloo sends asynchronously from memory that deallocation would free under it. With virtual stages that is
-        # silent: the loss comes out wrong. There gloo also mixes up batched sends of different chunks.
-        "deallocate_pipeline_outputs": on_gpu,
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-        "batch_p2p_sync": on_gpu,
-    }
-
-
-def _recompute(recompute: Literal["none", "selective", "full"], model_config: ModelConfig) -> dict[str, Any]:
-    if recompute == "none":
-        return {}
-    if recompute == "selective":
-        # Attention that never stores its scores leaves nothing to gain there: the MLP holds most of a layer.
-        return {
-            "recompute_granularity": "selective",
-            "recompute_modules": ["mlp" if model_config.experts is None else "moe"],
-        }
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _block_spec(config: TransformerConfig, model_config: ModelConfig, virtual_stage: int | None) -> ModuleSpec:
@@ -319,31 +292,27 @@ def require_fp8(precision: LearnerPrecision, layers: Layers, config: ModelConfig
     elif torch.cuda.get_device_capability() < wanted:
         found = f"the GPU has compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}"
     else:
-        _check_sizes(precision, config, layout)
+        rows = config.qkv_rows
+        sizes = {
+            "hidden_size": config.hidden_size,
+            "query width / tensor_parallel": rows[0] // layout.tensor,
+            "query, key and value width / tensor_parallel": sum(rows) // layout.tensor,
+        }
+        if config.experts is None:
+            sizes["intermediate_size / tensor_parallel"] = config.ffn_size // layout.tensor
+        else:
+            sizes["moe_intermediate_size / expert_tensor_parallel"] = config.experts.ffn_size // layout.expert_tensor
+        for name, size in sizes.items():
+            blocks = precision == "fp8_block" and layout.sequence and name == "hidden_size"
+            multiple = BLOCK_MULTIPLE if blocks else GEMM_MULTIPLE
+            if size % multiple:
+                raise ModelError(
+                    f"learner.precision is {precision}, but the model's {name} is {size}, not a multiple of "
+                    f"{multiple}; use bf16, or smaller parallel sizes"
+                )
         return
     raise ModelError(
         f"learner.precision is {precision}, which needs Transformer Engine layers on a GPU of compute capability "
         f"{'.'.join(map(str, wanted))} or more, but {found}; use such a machine with Transformer Engine, or bf16, "
         "with learner.fp8_emulation=true to train under the rollout's FP8 all the same"
     )
-
-
-def _check_sizes(precision: LearnerPrecision, config: ModelConfig, layout: Layout) -> None:
-    rows = config.qkv_rows
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "query width / tensor_parallel": rows[0] // layout.tensor,
-        "query, key and value width / tensor_parallel": sum(rows) // layout.tensor,
-    }
-    if config.experts is None:
-        sizes["intermediate_size / tensor_parallel"] = config.ffn_size // layout.tensor
-    else:
-        sizes["moe_intermediate_size / expert_tensor_parallel"] = config.experts.ffn_size // layout.expert_tensor
-    for name, size in sizes.items():
-        blocks = precision == "fp8_block" and layout.sequence and name == "hidden_size"
-        multiple = BLOCK_MULTIPLE if blocks else GEMM_MULTIPLE
-        if size % multiple:
-            raise ModelError(
-                f"learner.precision is {precision}, but the model's {name} is {size}, not a multiple of {multiple}; "
-                "use bf16, or smaller parallel sizes"
-            )

@@ -21,8 +21,8 @@ a row make its results NaN.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -152,11 +152,15 @@ _CHUNK_ELEMENTS = 1 << 22
 def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """What `logprobs` asks of a back end: `rows` [tokens, vocab/tp] and `wanted` int64 [tokens]."""
     vocab = rows.shape[-1]
-    peak = (rows.amax(-1).to(full_precision(rows)) / temperature).clamp_(min=LOWEST)
+    precise = torch.promote_types(rows.dtype, torch.float32)
+    peak = (rows.amax(-1).to(precise) / temperature).clamp_(min=LOWEST)
     sums = peak.new_zeros(3, len(rows))
-    for part in _chunks(len(rows), vocab):
-        shifted = _copied(rows[part]).div_(temperature).sub_(peak[part, None])
-        sums[1, part] = _pick(shifted, wanted[part])
+    step = max(1, _CHUNK_ELEMENTS // vocab)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        shifted = rows[part].to(precise, copy=True).div_(temperature).sub_(peak[part, None])
+        token = shifted.gather(1, wanted[part].clamp(0, vocab - 1)[:, None])[:, 0]
+        sums[1, part] = torch.where(is_local(wanted[part], vocab), token, 0)
         weight = shifted.exp()
         sums[0, part] = weight.sum(-1)
         sums[2, part] = weight.mul_(shifted.clamp_(min=LOWEST)).sum(-1)
@@ -171,8 +175,10 @@ def write_gradient(
     `normalizer` and `scale` are [tokens]; rows of scale 0 become 0, whatever their logits.
     """
     vocab = rows.shape[-1]
-    for part in _chunks(len(rows), vocab):
-        probability = _copied(rows[part]).div_(temperature).sub_(normalizer[part, None]).exp_()
+    precise, step = torch.promote_types(rows.dtype, torch.float32), max(1, _CHUNK_ELEMENTS // vocab)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        probability = rows[part].to(precise, copy=True).div_(temperature).sub_(normalizer[part, None]).exp_()
         gradient = probability.mul_(-scale[part, None])
         here = is_local(wanted[part], vocab)
         gradient.scatter_add_(1, wanted[part].clamp(0, vocab - 1)[:, None], torch.where(here, scale[part], 0)[:, None])
@@ -182,28 +188,6 @@ def write_gradient(
 def is_local(wanted: Tensor, vocab: int) -> Tensor:
     """Whether this rank's slice of `vocab` tokens has the wanted one, which is counted from the slice's first."""
     return (wanted >= 0) & (wanted < vocab)
-
-
-def full_precision(rows: Tensor) -> torch.dtype:
-    """What sums over these logits are taken in: float32, or float64 for float64."""
-    return torch.promote_types(rows.dtype, torch.float32)
-
-
-def _copied(rows: Tensor) -> Tensor:
-    return rows.to(full_precision(rows), copy=True)
-
-
-def _pick(shifted: Tensor, wanted: Tensor) -> Tensor:
-    """[rows] the shifted logit of the wanted token, 0 where another rank holds it."""
-    vocab = shifted.shape[-1]
-    picked = shifted.gather(1, wanted.clamp(0, vocab - 1)[:, None])[:, 0]
-    return torch.where(is_local(wanted, vocab), picked, 0)
-
-
-def _chunks(num_rows: int, vocab: int) -> Iterator[slice]:
-    step = max(1, _CHUNK_ELEMENTS // vocab)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,20 +221,17 @@ def kept_statistics(
     """As `logprobs_torch.statistics`, over the kept tokens: `rows` [tokens, vocab/tp], of which the first column is the
     token `first_token`; `wanted` int64 [tokens] is counted from there. Rows without a kept token here have sums of 0.
     """
-    vocab = rows.shape[-1]
-    values = torch.where(_is_here(kept, first_token, vocab), _logits(rows, kept, first_token) / temperature, -torch.inf)
+    vocab, places = rows.shape[-1], kept.tokens - first_token
+    logits = rows[kept.owner, places.clamp(0, vocab - 1)].to(torch.promote_types(rows.dtype, torch.float32))
+    values = torch.where(is_local(places, vocab), logits / temperature, -torch.inf)
     peak = values.new_full((len(rows),), LOWEST).scatter_reduce(0, kept.owner, values, "amax")
     shifted = values - peak[kept.owner]
     weight = shifted.exp()
     token = rows.gather(1, wanted.clamp(0, vocab - 1)[:, None])[:, 0].to(values.dtype) / temperature - peak
-    sums = torch.stack(
-        (
-            _row_sums(weight, kept),
-            torch.where(is_local(wanted, vocab), token, 0),
-            _row_sums(weight * shifted.clamp(min=LOWEST), kept),
-        )
-    )
-    return peak, sums
+    # In the entries' order, which a scattered sum on a GPU would not keep.
+    row_sums = partial(torch.segment_reduce, reduce="sum", lengths=kept.counts, unsafe=True)
+    total, weighted = row_sums(weight), row_sums(weight * shifted.clamp(min=LOWEST))
+    return peak, torch.stack((total, torch.where(is_local(wanted, vocab), token, 0), weighted))
 
 
 def write_kept_gradient(
@@ -267,29 +248,12 @@ def write_kept_gradient(
 
     `target` may be `rows`.
     """
-    vocab = rows.shape[-1]
-    factor = scale[kept.owner]
-    probability = (_logits(rows, kept, first_token) / temperature - normalizer[kept.owner]).exp()
-    chosen = (kept.tokens - first_token == wanted[kept.owner]).to(probability.dtype)
-    gradient = torch.where(_is_here(kept, first_token, vocab) & (factor != 0), factor * (chosen - probability), 0)
+    vocab, places, factor = rows.shape[-1], kept.tokens - first_token, scale[kept.owner]
+    columns = places.clamp(0, vocab - 1)
+    logits = rows[kept.owner, columns].to(torch.promote_types(rows.dtype, torch.float32))
+    probability = (logits / temperature - normalizer[kept.owner]).exp()
+    chosen = (places == wanted[kept.owner]).to(probability.dtype)
+    gradient = torch.where(is_local(places, vocab) & (factor != 0), factor * (chosen - probability), 0)
     target.zero_()
     # Entries of other ranks add 0 to some column of their row. Summing keeps that harmless, in any order.
-    target.index_put_((kept.owner, _columns(kept, first_token, vocab)), gradient.to(target.dtype), accumulate=True)
-
-
-def _columns(kept: KeptRows, first_token: int, vocab: int) -> Tensor:
-    return (kept.tokens - first_token).clamp(0, vocab - 1)
-
-
-def _is_here(kept: KeptRows, first_token: int, vocab: int) -> Tensor:
-    return is_local(kept.tokens - first_token, vocab)
-
-
-def _logits(rows: Tensor, kept: KeptRows, first_token: int) -> Tensor:
-    """[kept] in full precision; of entries of other ranks, any column's."""
-    return rows[kept.owner, _columns(kept, first_token, rows.shape[-1])].to(full_precision(rows))
-
-
-def _row_sums(values: Tensor, kept: KeptRows) -> Tensor:
-    """[rows] in the entries' order, which a scattered sum on a GPU would not keep."""
-    return torch.segment_reduce(values, "sum", lengths=kept.counts, unsafe=True)
+    target.index_put_((kept.owner, columns), gradient.to(target.dtype), accumulate=True)

@@ -49,37 +49,47 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """`query` [tokens, heads/tp, channels], `key` and `value` [tokens, kv heads/tp, channels], all of this context
         parallel rank → [tokens, heads/tp × channels]."""
-        ends = packed_seq_params.cu_seqlens_q
         group = parallel_state.get_context_parallel_group()
         # Plain numbers: what is done below depends on them, and they are on the host already.
-        lengths = ends.diff().tolist()
-        if group.size() == 1:
-            context = self._attend_alone(query, key, value, lengths)
-        else:
-            context = self._attend_gathered(query, key, value, lengths, group)
-        return context.flatten(1)
-
-    def _attend_alone(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        grids = [_Grid(bucket, query.device) for bucket in like_rows(lengths)]
-        tokens = [grid.tokens for grid in grids]
-        # `split`, because the gradient of a slice is as long as the whole.
-        queries, keys, values = (torch.split(tensor, tokens) for tensor in (query, key, value))
-        found = [
-            grid.pack(_causal(grid.spread(query), grid.spread(key), grid.spread(value), self._scale))
-            for grid, query, key, value in zip(grids, queries, keys, values, strict=True)
-        ]
-        return torch.cat(found) if len(found) > 1 else found[0]
-
-    def _attend_gathered(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], group: Any) -> Tensor:
-        ranks = group.size()
+        lengths, ranks = packed_seq_params.cu_seqlens_q.diff().tolist(), group.size()
+        if ranks == 1:
+            return self._attend(query, key, value, lengths).flatten(1)
         # The gradient of a gathered key is the sum over the ranks whose queries looked at it: a reduce-scatter.
         key, value = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (key, value))
         held = torch.cat([zigzag_columns(lengths, ranks, rank) for rank in range(ranks)])
         in_order = torch.argsort(held).to(query.device)
         mine = zigzag_columns(lengths, ranks, group.rank()).to(query.device)
         in_place = query.new_zeros(sum(lengths), *query.shape[1:]).index_copy(0, mine, query)
-        found = self._attend_alone(in_place, key[in_order], value[in_order], lengths)
-        return found.index_select(0, mine)
+        return self._attend(in_place, key[in_order], value[in_order], lengths).index_select(0, mine).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        """All rows of these `lengths`, one after the other, [tokens, heads, channels] each, key and value with as many
+        heads or a divisor of them."""
+        buckets, found = like_rows(lengths), []
+        # `split`, because the gradient of a slice is as long as the whole.
+        split = [torch.split(tensor, list(map(sum, buckets))) for tensor in (query, key, value)]
+        for bucket, *packed in zip(buckets, *split, strict=True):
+            count, longest, places = len(bucket), max(bucket), None
+            if min(bucket) < longest:  # Packed rows ⇄ a grid [rows, longest], zeros where rows are shorter
+                spans = [torch.arange(length) + row * longest for row, length in enumerate(bucket)]
+                places = torch.cat(spans).to(query.device)
+            grids = []
+            for tensor in packed:
+                if places is not None:
+                    tensor = tensor.new_zeros(count * longest, *tensor.shape[1:]).index_copy(0, places, tensor)
+                grids.append(tensor.view(count, longest, *tensor.shape[1:]).transpose(1, 2))
+            queries, keys, values = grids
+            each = queries.shape[1] // keys.shape[1]
+            # On a GPU flash attention alone takes fewer keys than queries without storing a score of each query and
+            # key, and it takes no float32.
+            if each > 1 and query.is_cuda and query.dtype is torch.float32:
+                keys, values, each = keys.repeat_interleave(each, 1), values.repeat_interleave(each, 1), 1
+            context = F.scaled_dot_product_attention(
+                queries, keys, values, scale=self._scale, enable_gqa=each > 1, is_causal=True
+            )
+            flat = context.transpose(1, 2).flatten(0, 1)
+            found.append(flat if places is None else flat.index_select(0, places))
+        return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def like_rows(lengths: Sequence[int]) -> list[list[int]]:
@@ -92,42 +102,3 @@ def like_rows(lengths: Sequence[int]) -> list[list[int]]:
         else:
             buckets.append([length])
     return buckets
-
-
-class _Grid:
-    """Packed rows ⇄ [rows, longest], zeros where rows are shorter."""
-
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.tokens, self._shape = sum(lengths), (len(lengths), max(lengths))
-        self._places: Tensor | None = None
-        if min(lengths) < max(lengths):
-            spans = [torch.arange(length) + row * max(lengths) for row, length in enumerate(lengths)]
-            self._places = torch.cat(spans).to(device)
-
-    def spread(self, packed: Tensor) -> Tensor:
-        """[tokens, …] → [rows, longest, …]"""
-        if self._places is not None:
-            grid = packed.new_zeros(math.prod(self._shape), *packed.shape[1:])
-            packed = grid.index_copy(0, self._places, packed)
-        return packed.view(*self._shape, *packed.shape[1:])
-
-    def pack(self, grid: Tensor) -> Tensor:
-        """[rows, longest, …] → [tokens, …]"""
-        flat = grid.flatten(0, 1)
-        return flat if self._places is None else flat.index_select(0, self._places)
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[rows, tokens, heads, channels] each, key and value with as many heads or a divisor of them."""
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    each = query.shape[1] // key.shape[1]
-    if each > 1 and not _takes_groups(query):
-        key, value, each = key.repeat_interleave(each, 1), value.repeat_interleave(each, 1), 1
-    found = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=each > 1, is_causal=True)
-    return found.transpose(1, 2)
-
-
-def _takes_groups(query: Tensor) -> bool:
-    """Whether torch has a kernel for fewer keys than queries that stores no score of each query and key. On a GPU
-    that is flash attention's alone, which takes no float32."""
-    return not (query.is_cuda and query.dtype is torch.float32)

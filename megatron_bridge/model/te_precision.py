@@ -19,12 +19,9 @@ Not yet run on a GPU. Loads neither torch nor Megatron until asked to check a ma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pipeline.config.recipe import LearnerPrecision
-
-if TYPE_CHECKING:
-    pass
 
 Layers = Literal["transformer_engine", "megatron"]
 

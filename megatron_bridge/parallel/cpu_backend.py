@@ -47,7 +47,8 @@ def install() -> bool:
     """Redirect Megatron-Core to the CPU. Returns whether this process now runs that way (False with CUDA)."""
     if torch.cuda.is_available():
         return False
-    if _installed():
+    module = sys.modules.get("megatron.core.parallel_state")
+    if module is not None and getattr(module, "torch", torch) is not torch:  # installed already
         return True
     for name in _LATE_IMPORTS:
         importlib.import_module(name)
@@ -55,15 +56,29 @@ def install() -> bool:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = stand_in  # type: ignore[attr-defined]
-    _patch_tensor()
-    _patch_rng()
-    _patch_experts()
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+    # Megatron's RNG tracker swaps the default generator's state; on the CPU that generator is torch's own.
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    # Megatron-Core turns the sizes of its all-to-all into numpy arrays only where they come from a GPU; torch's
+    # all-to-all takes no tensors.
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
     return True
-
-
-def _installed() -> bool:
-    module = sys.modules.get("megatron.core.parallel_state")
-    return module is not None and getattr(module, "torch", torch) is not torch
 
 
 def _on_cpu(allocate: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,15 +100,9 @@ def _torch_stand_in() -> types.ModuleType:
         setattr(stand_in, name, _on_cpu(getattr(torch, name)))
     # Submodules that are imported later must be found as well.
     stand_in.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
-    stand_in.cuda = _cuda_stand_in()  # type: ignore[attr-defined]
-    return stand_in
-
-
-def _cuda_stand_in() -> types.ModuleType:
-    stand_in = types.ModuleType("torch.cuda", torch.cuda.__doc__)
-    stand_in.__dict__.update(torch.cuda.__dict__)
-    stream = _Stream()
-    stand_in.__dict__.update(
+    cuda, stream = types.ModuleType("torch.cuda", torch.cuda.__doc__), _Stream()
+    cuda.__dict__.update(torch.cuda.__dict__)
+    cuda.__dict__.update(
         current_device=lambda: "cpu",
         synchronize=lambda *_: None,
         empty_cache=lambda: None,
@@ -106,64 +115,21 @@ def _cuda_stand_in() -> types.ModuleType:
         get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=lambda state, *_: torch.set_rng_state(state),
     )
+    stand_in.cuda = cuda  # type: ignore[attr-defined]
     return stand_in
 
 
 class _Event:
     """The CPU runs in order, so an event has always happened."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self, *_: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.record = self.wait = self.synchronize = lambda *_: None
+        self.query = lambda: True
 
 
 class _Stream:
     """The only stream there is."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, _: Any) -> None: ...
-
-    def wait_event(self, _: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
-
-
-def _patch_tensor() -> None:
-    original = torch.Tensor.type
-
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
-
-    torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-
-
-def _patch_rng() -> None:
-    """Megatron's RNG tracker swaps the default generator's state; on the CPU that generator is torch's own."""
-    from megatron.core.tensor_parallel import random
-
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-
-
-def _patch_experts() -> None:
-    """Megatron-Core turns the sizes of its all-to-all into numpy arrays only where they come from a GPU; torch's
-    all-to-all takes no tensors."""
-    from megatron.core.transformer.moe import token_dispatcher
-
-    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-    token_dispatcher.maybe_move_tensor_to_cpu = on_host
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.wait_stream = self.wait_event = self.synchronize = lambda *_: None
+        self.record_event = lambda event=None: event or _Event()

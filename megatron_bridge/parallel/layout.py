@@ -59,11 +59,6 @@ class Layout:
         """Tensor parallel ranks over which the tokens of a micro-batch are split."""
         return self.tensor if self.sequence else 1
 
-    @property
-    def micro_batch_multiple(self) -> int:
-        """The number of micro-batches must be a multiple of this: the interleaved schedule works in such groups."""
-        return self.pipeline if self.virtual > 1 else 1
-
 
 def initialize(layout: Layout, seed: int, deadline_s: float) -> None:
     """Join the process group that torchrun's environment describes and build the parallel groups.
@@ -80,7 +75,19 @@ def initialize(layout: Layout, seed: int, deadline_s: float) -> None:
 
     on_cpu = cpu_backend.install()
     if not torch.distributed.is_initialized():
-        _join_world(layout, "gloo" if on_cpu else "nccl", timedelta(seconds=deadline_s))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world != layout.num_processes:
+            raise LayoutError(
+                f"started with {world} processes, but tensor {layout.tensor} × context {layout.context} × pipeline "
+                f"{layout.pipeline} × data {layout.data} needs {layout.num_processes}; start that many "
+                "(torchrun --nproc-per-node)"
+            )
+        backend, timeout = "gloo" if on_cpu else "nccl", timedelta(seconds=deadline_s)
+        if "RANK" in os.environ:
+            torch.distributed.init_process_group(backend, timeout=timeout)
+        else:
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     parallel_state.initialize_model_parallel(
@@ -95,44 +102,21 @@ def initialize(layout: Layout, seed: int, deadline_s: float) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _join_world(layout: Layout, backend: str, timeout: Any) -> None:
-    import torch
-
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != layout.num_processes:
-        raise LayoutError(
-            f"started with {world} processes, but tensor {layout.tensor} × context {layout.context} × pipeline "
-            f"{layout.pipeline} × data {layout.data} needs {layout.num_processes}; start that many "
-            "(torchrun --nproc-per-node)"
-        )
-    if "RANK" in os.environ:
-        torch.distributed.init_process_group(backend, timeout=timeout)
-    else:
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-
-
 def leave_layout() -> None:
     """Leave the parallel groups, and stay in the world: `initialize` may build others. Collective."""
-    import torch.distributed
+    import torch.distributed as dist
     from megatron.core import parallel_state
 
-    # Megatron forgets most of its groups, yet torch keeps them, with two threads each.
-    groups = _groups_of(vars(parallel_state)) if torch.distributed.is_initialized() else []
+    groups = dict[int, Any]()
+    for held in list(vars(parallel_state).values()):
+        for value in held if isinstance(held, list) else [held]:
+            if isinstance(value, dist.ProcessGroup) and value is not dist.GroupMember.WORLD:
+                groups[id(value)] = value
     if groups:
-        torch.distributed.barrier()  # a group must not end while another rank still waits in it
-    for group in groups:
-        torch.distributed.destroy_process_group(group)
+        dist.barrier()  # a group must not end while another rank still waits in it
+    for group in groups.values():  # Megatron forgets most of them, yet torch keeps them, with two threads each
+        dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
-
-
-def _groups_of(names: Mapping[str, Any]) -> list[Any]:
-    """The process groups among a module's variables, each once, without the world."""
-    from torch.distributed import GroupMember, ProcessGroup
-
-    values = [value for held in list(names.values()) for value in (held if isinstance(held, list) else [held])]
-    groups = {id(value): value for value in values if isinstance(value, ProcessGroup)}
-    return [group for group in groups.values() if group is not GroupMember.WORLD]
 
 
 def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
@@ -141,26 +125,6 @@ def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
     Loads neither torch nor Megatron.
     """
     config, layout = ModelConfig.from_hf(hf_config), Layout.of(learner)
-    _check_tensor(config, layout)
-    _check_pipeline(config, layout)
-    _check_experts(config, layout)
-
-
-def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:
-    """Raise LayoutError when a sample of `context_tokens`, padded as the layout needs, exceeds a micro-batch."""
-    layout = Layout.of(learner)
-    rows = 2 * layout.context if layout.context > 1 else 1
-    multiple = math.lcm(rows, layout.context * token_multiple(learner.precision)) * layout.sequence_ranks
-    padded = -(-(context_tokens - 1) // multiple) * multiple
-    if padded > learner.micro_batch_tokens:
-        raise LayoutError(
-            f"learner.micro_batch_tokens is {learner.micro_batch_tokens}, but the longest sample "
-            f"(rollout.context_tokens {context_tokens}) takes {padded} when it is padded to a multiple of {multiple} "
-            "for context and sequence parallelism and FP8; raise micro_batch_tokens"
-        )
-
-
-def _check_tensor(config: ModelConfig, layout: Layout) -> None:
     divided = {
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -173,9 +137,6 @@ def _check_tensor(config: ModelConfig, layout: Layout) -> None:
                 f"learner.tensor_parallel is {layout.tensor}, which does not divide the model's {name} {size}; "
                 f"use one of {_divisors_of_all(list(divided.values()))}"
             )
-
-
-def _check_pipeline(config: ModelConfig, layout: Layout) -> None:
     if layout.virtual > 1 and layout.pipeline == 1:
         raise LayoutError(
             f"learner.virtual_pipeline is {layout.virtual}, but learner.pipeline_parallel is 1: there are no stages to "
@@ -189,9 +150,6 @@ def _check_pipeline(config: ModelConfig, layout: Layout) -> None:
             f"{key} is {chunks}, which does not divide the model's num_hidden_layers {config.num_layers}; "
             f"use one of {_divisors_of_all([config.num_layers])}"
         )
-
-
-def _check_experts(config: ModelConfig, layout: Layout) -> None:
     experts, spread = config.experts, layout.expert * layout.expert_tensor
     if experts is None:
         if spread > 1:
@@ -220,6 +178,20 @@ def _check_experts(config: ModelConfig, layout: Layout) -> None:
         raise LayoutError(
             f"learner.tensor_parallel is {layout.tensor} with experts, which needs learner.sequence_parallel: without "
             "it every tensor parallel rank would route every token; set it to true"
+        )
+
+
+def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:
+    """Raise LayoutError when a sample of `context_tokens`, padded as the layout needs, exceeds a micro-batch."""
+    layout = Layout.of(learner)
+    rows = 2 * layout.context if layout.context > 1 else 1
+    multiple = math.lcm(rows, layout.context * token_multiple(learner.precision)) * layout.sequence_ranks
+    padded = -(-(context_tokens - 1) // multiple) * multiple
+    if padded > learner.micro_batch_tokens:
+        raise LayoutError(
+            f"learner.micro_batch_tokens is {learner.micro_batch_tokens}, but the longest sample "
+            f"(rollout.context_tokens {context_tokens}) takes {padded} when it is padded to a multiple of {multiple} "
+            "for context and sequence parallelism and FP8; raise micro_batch_tokens"
         )
 
 

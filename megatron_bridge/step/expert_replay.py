@@ -14,9 +14,8 @@ are interleaved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.parallel.layout import Layout
-from megatron_bridge.step.micro_batches import MicroBatch, Plan, TokenRows, sum_over_copies
+from megatron_bridge.step.micro_batches import MicroBatch, Plan, TokenRows
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import ExpertReplayError
 
@@ -77,7 +74,16 @@ class ReplayedRouter(RouterReplay):  # type: ignore[misc]
             )
             return found
         assert default_compute_topk is not None  # Megatron always gives it
-        target = self._next_target()
+        # Each is given out once in forward passes, and once more in backward passes where there is recompute.
+        target: Tensor | None
+        if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
+            target, self.target_topk_idx = self.target_topk_idx, None
+            if target is None:
+                raise ExpertReplayError(f"layer {self.layer} routes a micro-batch twice in one forward pass")
+        elif self.replay_backward_list:
+            target = self.replay_backward_list.pop(0)
+        else:
+            raise ExpertReplayError(f"layer {self.layer} routes again more micro-batches than it has routed")
         if target.shape != (len(scores), topk):
             raise ExpertReplayError(
                 f"layer {self.layer} routes {len(scores)} tokens to {topk} experts, but its target is "
@@ -90,17 +96,6 @@ class ReplayedRouter(RouterReplay):  # type: ignore[misc]
                 self.on_choice(target, live)
             chosen = torch.where(target == UNKNOWN, live, target)
         return scores.gather(1, chosen), chosen
-
-    def _next_target(self) -> Tensor:
-        """Each is given out once in forward passes, and once more in backward passes where there is recompute."""
-        if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-            target, self.target_topk_idx = self.target_topk_idx, None
-            if target is None:
-                raise ExpertReplayError(f"layer {self.layer} routes a micro-batch twice in one forward pass")
-            return target
-        if not self.replay_backward_list:
-            raise ExpertReplayError(f"layer {self.layer} routes again more micro-batches than it has routed")
-        return self.replay_backward_list.pop(0)
 
 
 def install_replay(chunks: Sequence[Any], model_config: ModelConfig) -> dict[int, list[ReplayedRouter]]:
@@ -119,50 +114,6 @@ def install_replay(chunks: Sequence[Any], model_config: ModelConfig) -> dict[int
     return found
 
 
-def replayer(
-    chunks: Sequence[Any], model_config: ModelConfig, layout: Layout, device: torch.device | str
-) -> Callable[..., AbstractContextManager[ExpertReplay | None]]:
-    """`replaying` for the routers of these model chunks, which get what it needs here."""
-    return partial(
-        replaying, install_replay(chunks, model_config), model_config, sequence_parallel=layout.sequence, device=device
-    )
-
-
-@contextmanager
-def replaying(
-    routers: Mapping[int, Sequence[ReplayedRouter]],
-    model_config: ModelConfig,
-    rows: TokenRows,
-    plan: Plan,
-    *,
-    recomputes: bool = False,
-    sequence_parallel: bool,
-    device: torch.device | str,
-) -> Iterator[ExpertReplay | None]:
-    """Around one pass over `rows` as `plan` has it; None when they have no record.
-
-    `recomputes`: every router routes again in backward passes. Collective: at its end all ranks compare what was
-    routed. Raises ExpertReplayError when the record is of another model, or was not used exactly once.
-    """
-    if rows.experts is None:
-        yield None
-        return
-    _require_fit(rows.experts, model_config)
-    replay = ExpertReplay(
-        routers,
-        rows.experts,
-        num_layers=model_config.num_layers,
-        recomputes=recomputes,
-        sequence_parallel=sequence_parallel,
-        device=device,
-    )
-    try:
-        yield replay
-        replay.finish(routed_rows(rows, plan))
-    finally:
-        replay.close()
-
-
 class ExpertReplay:
     """The replay of one pass over one batch: `forward` around each micro-batch, `finish` at the end, `close` always."""
 
@@ -170,18 +121,34 @@ class ExpertReplay:
         self,
         routers: Mapping[int, Sequence[ReplayedRouter]],
         experts: RoutedExperts,
+        model_config: ModelConfig,
         *,
-        num_layers: int,
         recomputes: bool,
         sequence_parallel: bool,
         device: torch.device | str,
     ) -> None:
+        """Raises ExpertReplayError when the record is of another model."""
+        mixture = model_config.experts
+        if mixture is None:
+            raise ExpertReplayError(
+                "the batch has routed experts, but the model has none; train the model that sampled it"
+            )
+        # The highest number of a share was compared when it was read (Limits.num_experts): no rank fails here alone.
+        found, wanted = experts.ids.shape[1:], (model_config.num_layers, mixture.per_token)
+        highest = int(experts.ids.max(initial=0))
+        if found != wanted or highest >= mixture.count:
+            raise ExpertReplayError(
+                f"the batch routes over {found[0]} layers to {found[1]} experts a token, the highest is number "
+                f"{highest}; the model has {wanted[0]} layers, {wanted[1]} of {mixture.count} experts a token: train "
+                "the model that sampled it"
+            )
         self._routers = routers
         self._experts = experts
-        self._num_layers = num_layers
+        self._num_layers = model_config.num_layers
         self._recomputes = recomputes
         self._sequence_parallel = sequence_parallel
         self._device = device
+        self._tensor_ranks = int(parallel_state.get_tensor_model_parallel_world_size())
         self._places = torch.zeros(0, dtype=torch.int64)
         # int32 [2, tokens]: how many routers have routed the token, and how many of them would have chosen otherwise.
         # One more place, for padding is counted somewhere also on a rank without samples.
@@ -193,10 +160,17 @@ class ExpertReplay:
     def forward(self, chunk: Any, micro_batch: MicroBatch) -> Iterator[None]:
         """Around the forward pass of one chunk over one micro-batch (on the host)."""
         routers = self._routers[id(chunk)]
-        places = self._split(micro_batch.places[0])
-        targets = self._targets(places, [router.layer for router in routers])
+        places = micro_batch.places[0]
+        if self._sequence_parallel:  # these routers see one of the equal pieces of the micro-batch
+            places = places.view(self._tensor_ranks, -1)[parallel_state.get_tensor_model_parallel_rank()]
+        rows, layers = places.numpy(), [router.layer for router in routers]
+        known = rows >= 0
+        known[known] = self._experts.known[rows[known]]
+        chosen = np.full((len(rows), len(layers), self._experts.ids.shape[2]), UNKNOWN, np.int16)
+        chosen[known] = self._experts.ids[rows[known]][:, layers]
+        targets = torch.from_numpy(chosen).to(self._device)
         self._places = places.to(self._device)
-        for router, target in zip(routers, targets, strict=True):
+        for router, target in zip(routers, targets.unbind(1), strict=True):
             router.on_choice = self._count
             router.set_target_indices(target)
             if not self._recomputes:
@@ -219,13 +193,16 @@ class ExpertReplay:
                 router.clear_router_replay_action()
                 router.on_choice = None
 
-    def finish(self, expected: NDArray[np.bool_]) -> None:
-        """Collective over all ranks. Raises ExpertReplayError, on all of them, unless each row marked in `expected`
-        [tokens], those that this rank runs, was routed exactly once in every layer and no other row was, and each was
-        routed again where there is recompute."""
-        sum_over_copies(self._counts)
+    def finish(self, rows: TokenRows, plan: Plan) -> None:
+        """Compare what was routed with what was to be. Collective over all ranks. Raises ExpertReplayError, on all of
+        them, unless each row (a token in a layer) that this rank runs was routed exactly once and no other row was, and
+        each was routed again where there is recompute."""
+        expected = np.repeat(plan.rows, rows.held_lengths)  # [tokens of the held rows]
+        expected[rows.token_offsets[1:][rows.held_lengths > 0] - 1] = False  # the last of a row predicts nothing
+        for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
+            dist.all_reduce(self._counts, group=group)  # of all ranks that work on the same samples
         counts = self._counts[:, :-1].cpu().numpy()
-        copies = self._num_layers * self._ranks_with_the_same_rows()
+        copies = self._num_layers * (1 if self._sequence_parallel else self._tensor_ranks)
         known = self._experts.known & expected
         found = [counts[0] != np.where(expected, copies, 0), expected, known, counts[1], counts[1] != 0]
         totals = torch.tensor([int(each.sum()) for each in found], device=self._device)
@@ -246,16 +223,6 @@ class ExpertReplay:
             expert_tokens_differ_share=tokens_differ / max(1, num_known),
         )
 
-    def _targets(self, places: Tensor, layers: Sequence[int]) -> list[Tensor]:
-        """int16 [tokens, k] for each of `layers`; UNKNOWN where padded or not recorded."""
-        rows = places.numpy()
-        known = rows >= 0
-        known[known] = self._experts.known[rows[known]]
-        chosen = np.full((len(rows), len(layers), self._experts.ids.shape[2]), UNKNOWN, np.int16)
-        chosen[known] = self._experts.ids[rows[known]][:, layers]
-        targets = torch.from_numpy(chosen).to(self._device)
-        return list(targets.unbind(1))
-
     def _count(self, target: Tensor, live: Tensor) -> None:
         routed = (self._places >= 0).to(torch.int32)
         known = target[:, 0] != UNKNOWN
@@ -263,36 +230,3 @@ class ExpertReplay:
         places = self._places.clamp(min=0)
         self._counts[0].index_add_(0, places, routed)
         self._counts[1].index_add_(0, places, differs.to(torch.int32))
-
-    def _split(self, places: Tensor) -> Tensor:
-        """The tokens that this rank's routers see: all of the micro-batch, or one of the equal pieces of them."""
-        if not self._sequence_parallel:
-            return places
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-        return places.view(ranks, -1)[parallel_state.get_tensor_model_parallel_rank()]
-
-    def _ranks_with_the_same_rows(self) -> int:
-        return 1 if self._sequence_parallel else int(parallel_state.get_tensor_model_parallel_world_size())
-
-
-def routed_rows(rows: TokenRows, plan: Plan) -> NDArray[np.bool_]:
-    """bool [tokens of the held rows]: those that go through the model here. The last of a row predicts nothing and does
-    not."""
-    routed = np.repeat(plan.rows, rows.held_lengths)
-    routed[rows.token_offsets[1:][rows.held_lengths > 0] - 1] = False
-    return routed
-
-
-def _require_fit(experts: RoutedExperts, model_config: ModelConfig) -> None:
-    mixture = model_config.experts
-    if mixture is None:
-        raise ExpertReplayError("the batch has routed experts, but the model has none; train the model that sampled it")
-    # The highest number of a share was compared when it was read (Limits.num_experts): no rank fails here alone.
-    found, wanted = experts.ids.shape[1:], (model_config.num_layers, mixture.per_token)
-    highest = int(experts.ids.max(initial=0))
-    if found != wanted or highest >= mixture.count:
-        raise ExpertReplayError(
-            f"the batch routes over {found[0]} layers to {found[1]} experts a token, the highest is number {highest}; "
-            f"the model has {wanted[0]} layers, {wanted[1]} of {mixture.count} experts a token: train the model that "
-            "sampled it"
-        )

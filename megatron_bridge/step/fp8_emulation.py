@@ -17,10 +17,11 @@ a token (or a token and 128 channels) that is the same up to rounding, as the we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,71 +29,36 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.model.te_precision import Layers
-from megatron_bridge.parallel.rank_sync import exhausted
-from megatron_bridge.weights import (
-    NameMap,
-    ShardCoords,
-    TensorSlice,
-    gather_shards,
-    join_slices,
-    layers_of,
-    parameter_names,
-)
-from pipeline.config.recipe import LearnerSection
+from megatron_bridge.weights import ShardCoords, TensorSlice, gather_shards, join_slices, name_map, parameter_names
 from pipeline.errors import ModelError, NonFiniteError
 from precision.formats.formats import fake_quantize, straight_through
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
 
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+
 _WEIGHT = ".weight"
-_TE = (
+TE_LAYERS = (
     "FP8 emulation needs Megatron's own layers, but the model is built from Transformer Engine's; "
     'use MegatronLearner.create(..., layers="megatron")'
 )
 
 
-class Emulating(Protocol):
-    """A learner whose passes run under `emulation`, where it has one."""
-
-    emulation: Fp8Emulation | None
-    layers: Any
-    model: list[Any]
-    model_config: ModelConfig
-
-
-def require_emulation(section: LearnerSection, layers: Layers | None, quant_map: QuantMap | None) -> None:
-    """Raises ModelError for layers that cannot be emulated, ValueError unless a map is given exactly where the recipe
-    asks for the emulation."""
-    if section.fp8_emulation != (quant_map is not None):
-        raise ValueError(
-            f"learner.fp8_emulation is {str(section.fp8_emulation).lower()}, but the learner was given "
-            f"{'no' if quant_map is None else 'a'} quant map; pass build_quant_map(recipe) exactly where it is true"
-        )
-    if quant_map is not None and layers == "transformer_engine":
-        raise ModelError(_TE)
-
-
 @contextmanager
-def emulated(learner: Emulating, quant_map: QuantMap | None) -> Iterator[None]:
+def emulated(learner: MegatronLearner, quant_map: QuantMap | None) -> Iterator[None]:
     """Score (and train) with these formats emulated, or with none, instead of what the learner emulates otherwise.
 
     Collective. Weights themselves never change. Raises ModelError with TE layers. Passes inside raise NonFiniteError
     for weights that are not finite.
     """
     usual = learner.emulation
-    learner.emulation = None if quant_map is None else Fp8Emulation.of(learner, quant_map)
+    learner.emulation = None if quant_map is None else Fp8Emulation(learner, quant_map)
     try:
         yield
     finally:
         learner.emulation = usual
-
-
-def emulating(emulation: Fp8Emulation | None) -> AbstractContextManager[None]:
-    """Run passes under an emulation, where there is one."""
-    return nullcontext() if emulation is None else emulation.applied()
 
 
 def weights_changed(emulation: Fp8Emulation | None) -> None:
@@ -110,45 +76,48 @@ class _Linear:
     stage_name: str
     slices: tuple[TensorSlice, ...]
     """Of which its weight is the stack."""
-    other: Tensor = field(init=False)
+    other: Tensor
     """Between passes the rounded weight, within them the weight as it is."""
-
-    def __post_init__(self) -> None:
-        self.other = torch.empty_like(self.module.weight.data)
-
-    @property
-    def hf_modules(self) -> list[str]:
-        return [held.name.removesuffix(_WEIGHT) for held in self.slices]
-
-    def fill(self, name: str, tensor: Tensor) -> None:
-        """Copy this rank's slices of a whole tensor to their places."""
-        row = 0
-        for held in self.slices:
-            if held.name == name:
-                self.other.narrow(0, row, held.size[0]).copy_(tensor[held.index])
-            row += held.size[0]
 
 
 class Fp8Emulation:
     """The formats of a quant map in the linears of one rank's model."""
 
-    def __init__(self, model: Sequence[Any], config: ModelConfig, quant_map: QuantMap) -> None:
-        """`model`: this rank's chunks as DDP wraps them. Raises ModelError for modules of the map that are no linears
-        of this model."""
+    def __init__(self, learner: MegatronLearner, quant_map: QuantMap) -> None:
+        """Raises ModelError for layers that cannot be emulated, and for modules of the map that are no linears of this
+        model."""
+        if learner.layers != "megatron":
+            raise ModelError(TE_LAYERS)
         self.quant_map = quant_map
-        self._names, self._coords = NameMap(config), ShardCoords.here()
-        self._linears = [linear for chunk in model for linear in self._quantized(chunk.module)]
-        self._share = quant_map.restricted(module for linear in self._linears for module in linear.hf_modules)
-        self._check(model)
+        self._names, self._coords = name_map(learner.model_config), ShardCoords.here()
+        self._linears = list[_Linear]()
         self._made_from: list[int] | None = None
         """Versions of the weights that the copies were made from."""
-
-    @staticmethod
-    def of(learner: Emulating, quant_map: QuantMap) -> Fp8Emulation:
-        """The emulation of a map in this learner. Raises ModelError with layers that cannot be emulated."""
-        if learner.layers != "megatron":
-            raise ModelError(_TE)
-        return Fp8Emulation(learner.model, learner.model_config, quant_map)
+        formats, quantized = quant_map.formats, set[str]()
+        wanted = {f"{module}{_WEIGHT}" for module in formats}
+        unknown = wanted - self._names.tensors.keys()
+        linears = dict[int, Any]()
+        for chunk in learner.model:
+            for module in chunk.modules():
+                if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight is not None:
+                    linears[id(module.weight)] = module
+        for stage_name, parameter in parameter_names(learner.model, self._names):
+            slices = self._names.slices(stage_name, self._coords)
+            held = {part.name for part in slices}
+            # The first of the HF modules in it stands for all: the engine stacks them too, in one format.
+            rollout_format = formats.get(slices[0].name.removesuffix(_WEIGHT))
+            if id(parameter) in linears and rollout_format is not None:
+                other = torch.empty_like(parameter.data)
+                self._linears.append(_Linear(linears[id(parameter)], rollout_format, stage_name, slices, other))
+                quantized |= held
+            else:
+                unknown |= held & wanted
+        if unknown:
+            raise ModelError(
+                f"the quant map names {min(unknown).removesuffix(_WEIGHT)}, which is no linear layer of this "
+                f"{self._names.config.architecture}; compare its module names with the model's config.json"
+            )
+        self._share = quant_map.restricted(name.removesuffix(_WEIGHT) for name in quantized)
 
     def forget(self) -> None:
         """The weights are others now: round them anew before the next pass. In-place changes that autograd counts are
@@ -162,44 +131,18 @@ class Fp8Emulation:
         Raises NonFiniteError, on every rank, for weights that are not finite. Activations that are not come out as NaN.
         """
         self._refresh()
-        hooks = [linear.module.register_forward_pre_hook(_quantize_input(linear.format)) for linear in self._linears]
-        self._exchange()
+        hooks = []
+        for linear in self._linears:
+            module = linear.module
+            hooks.append(module.register_forward_pre_hook(partial(quantize_input, linear.format)))
+            module.weight.data, linear.other = linear.other, module.weight.data
         try:
             yield
         finally:
-            self._exchange()
+            for linear in self._linears:
+                linear.module.weight.data, linear.other = linear.other, linear.module.weight.data
             for hook in hooks:
                 hook.remove()
-
-    def _quantized(self, chunk: Any) -> Iterator[_Linear]:
-        layers = layers_of(chunk)
-        for path, module in chunk.named_modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight is not None:
-                name = self._names.stage_name(f"{path}.weight", layers)
-                slices = self._names.slices(name, self._coords)
-                # The first of the HF modules in it stands for all: the engine stacks them too, in one format.
-                rollout_format = self.quant_map.formats.get(slices[0].name.removesuffix(_WEIGHT))
-                if rollout_format is not None:
-                    yield _Linear(module, rollout_format, name, slices)
-
-    def _check(self, model: Sequence[Any]) -> None:
-        unknown = {f"{module}{_WEIGHT}" for module in self.quant_map.formats} - self._names.tensors.keys()
-        here = (held for name, _ in parameter_names(model, self._names) for held in self._slices(name))
-        unknown |= {held.name for held in here if held.name.removesuffix(_WEIGHT) in self.quant_map.formats} - {
-            f"{module}{_WEIGHT}" for module in self._share.formats
-        }
-        if unknown:
-            raise ModelError(
-                f"the quant map names {min(unknown).removesuffix(_WEIGHT)}, which is no linear layer of this "
-                f"{self._names.config.architecture}; compare its module names with the model's config.json"
-            )
-
-    def _slices(self, stage_name: str) -> tuple[TensorSlice, ...]:
-        return self._names.slices(stage_name, self._coords)
-
-    def _exchange(self) -> None:
-        for linear in self._linears:
-            linear.module.weight.data, linear.other = linear.other, linear.module.weight.data
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -207,34 +150,24 @@ class Fp8Emulation:
         versions = [linear.module.weight._version for linear in self._linears]
         if versions == self._made_from:
             return
-        targets = {held.name: linear for linear in self._linears for held in linear.slices}
-        error, whole = "", self._whole_weights()
-        with exhausted(whole):
-            try:
-                for name, tensor in fake_quantize_state(whole, self._share):
-                    targets[name].fill(name, tensor)
-            except FloatingPointError as found:
-                error = str(found)
-        self._agree(error)
-        self._made_from = versions
-
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """HF tensors of this rank's linears, whole: scales are those of whole tensors. Gathered one after another over
-        the ranks that share a linear."""
+        targets = dict[str, _Linear]()
         for linear in self._linears:
-            group, weight = linear.module.tp_group, linear.module.weight.detach()
-            shards = gather_shards(weight, group) if group.size() > 1 else [weight]
-            slices = [self._names.slices(linear.stage_name, self._at(linear, rank)) for rank in range(len(shards))]
-            yield from join_slices(self._names, slices, shards).items()
-
-    def _at(self, linear: _Linear, rank: int) -> ShardCoords:
-        if self._names.is_expert(linear.stage_name):
-            return replace(self._coords, expert_tensor_rank=rank)
-        return replace(self._coords, tensor_rank=rank)
-
-    def _agree(self, error: str) -> None:
-        """The ranks that share a linear fail alike, but the others must hear of it. All gathers are over by then: ranks
-        that share one linear need not share the next, which may be an expert."""
+            targets |= dict.fromkeys([held.name for held in linear.slices], linear)
+        error, whole = "", self._whole_weights()
+        try:
+            for name, tensor in fake_quantize_state(whole, self._share):
+                row = 0
+                for held in targets[name].slices:
+                    if held.name == name:
+                        targets[name].other.narrow(0, row, held.size[0]).copy_(tensor[held.index])
+                    row += held.size[0]
+        except FloatingPointError as found:
+            error = str(found)
+        finally:
+            for _ in whole:  # whatever happens, this rank takes part in all gathers
+                pass
+        # The ranks that share a linear fail alike, but the others must hear of it. All gathers are over by now: ranks
+        # that share one linear need not share the next, which may be an expert.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         failed = torch.tensor(float(bool(error)), device=device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
@@ -243,29 +176,35 @@ class Fp8Emulation:
                 f"{error or 'a weight that another rank holds is not finite'}; nothing was computed. Go back to the "
                 "last checkpoint, and lower learner.optimizer.lr"
             )
+        self._made_from = versions
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """HF tensors of this rank's linears, whole: scales are those of whole tensors. Gathered one after another over
+        the ranks that share a linear."""
+        for linear in self._linears:
+            group, weight = linear.module.tp_group, linear.module.weight.detach()
+            shards = gather_shards(weight, group) if group.size() > 1 else [weight]
+            which = "expert_tensor_rank" if self._names.is_expert(linear.stage_name) else "tensor_rank"
+            held_by = [replace(self._coords, **{which: rank}) for rank in range(len(shards))]
+            slices = [self._names.slices(linear.stage_name, coords) for coords in held_by]
+            yield from join_slices(self._names, slices, shards).items()
 
 
-def _quantize_input(rollout_format: RolloutFormat) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
-    def quantize(linear: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden: Tensor = inputs[0]  # [sequence, batch, channels], or [tokens, channels] of an expert
-        if hidden.numel() == 0:  # an expert that no token chose; its tensor parallel ranks agree on that
-            return inputs
-        try:
-            quantized = _rounded(linear, hidden.detach(), rollout_format)
-        except FloatingPointError:
-            # Raised in one rank alone it would leave the others in a collective. NaN reaches the loss, which all check.
-            quantized = torch.full_like(hidden, torch.nan)
-        return (straight_through(hidden, quantized), *inputs[1:])
-
-    return quantize
-
-
-def _rounded(linear: Any, hidden: Tensor, rollout_format: RolloutFormat) -> Tensor:
+def quantize_input(rollout_format: RolloutFormat, linear: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Round the first of a linear's `inputs`, as a forward pre-hook."""
+    hidden: Tensor = inputs[0]  # [sequence, batch, channels], or [tokens, channels] of an expert
+    if hidden.numel() == 0:  # an expert that no token chose; its tensor parallel ranks agree on that
+        return inputs
     # Channels are divided over the (expert) tensor parallel ranks; whole groups of them need nobody else.
-    width, group = hidden.shape[-1], rollout_format.activation_group
+    whole, width, group = hidden.detach(), hidden.shape[-1], rollout_format.activation_group
     split = isinstance(linear, RowParallelLinear) and linear.tp_group.size() > 1
-    if not split or (group is not None and width % group == 0):
-        return fake_quantize(hidden, rollout_format, per_token=True)
-    whole = gather_from_tensor_model_parallel_region(hidden, group=linear.tp_group)
-    quantized = fake_quantize(whole, rollout_format, per_token=True)
-    return quantized.narrow(-1, linear.tp_group.rank() * width, width).contiguous()
+    if split and (group is None or width % group):
+        whole = gather_from_tensor_model_parallel_region(whole, group=linear.tp_group)
+    try:
+        quantized = fake_quantize(whole, rollout_format, per_token=True)
+    except FloatingPointError:
+        # Raised in one rank alone it would leave the others in a collective. NaN reaches the loss, which all check.
+        quantized = torch.full_like(whole, torch.nan)
+    if whole.shape != hidden.shape:
+        quantized = quantized.narrow(-1, linear.tp_group.rank() * width, width).contiguous()
+    return (straight_through(hidden, quantized), *inputs[1:])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,7 +121,13 @@ class KeptVersions:
         for version in versions:
             tokens = batch.loss_mask & (batch.policy_version == version)
             samples = np.bincount(row[tokens], minlength=batch.num_samples) > 0
-            with self._weights_of(version, batch.index):
+            if version != batch.index and version not in self._kept:
+                raise StoreError(
+                    f"batch {batch.index} has tokens that version {version} sampled, but the learner kept the weights "
+                    f"of versions {sorted(self._kept)} and {batch.index}; the checkpoint it began from was saved by a "
+                    "run that kept none, so go back to an objective without them, or begin another run.name"
+                )
+            with nullcontext() if version == batch.index else self._kept[version].in_place():
                 scored = self._learner.score(batch.select(samples))
             of_part = torch.from_numpy(tokens[samples[row]]).to(scored.device)
             found[torch.from_numpy(tokens).to(found.device)] = scored[of_part]
@@ -136,24 +142,9 @@ class KeptVersions:
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; nothing where it wrote nothing."""
         self._kept.clear()
-        for version in self._learner.tell(lambda: list(_versions(folder))):
+        for version in self._learner.tell(lambda: list(numbered_folders(folder)) if folder.is_dir() else []):
             weights = self._kept[version] = HostWeights(self._learner)
             weights.read_from(folder / numbered(version))
-
-    def _weights_of(self, version: int, present: int) -> AbstractContextManager[None]:
-        if version == present:
-            return nullcontext()
-        if version not in self._kept:
-            raise StoreError(
-                f"batch {present} has tokens that version {version} sampled, but the learner kept the weights of "
-                f"versions {sorted(self._kept)} and {present}; the checkpoint it began from was saved by a run that "
-                "kept none, so go back to an objective without them, or begin another run.name"
-            )
-        return self._kept[version].in_place()
-
-
-def _versions(folder: Path) -> Iterator[int]:
-    yield from numbered_folders(folder) if folder.is_dir() else ()
 
 
 BLOCK_BYTES = 1 << 30
@@ -176,7 +167,13 @@ class PinnedMemory:
         if not self.pinned:
             return torch.empty(tuple(shape), dtype=dtype)
         num_bytes = math.prod(shape) * dtype.itemsize
-        block = self._block_for(num_bytes)
+        block = 0  # the first with so much left; a new one where none has
+        while block < len(self._blocks) and len(self._blocks[block]) - self._used[block] < num_bytes:
+            block += 1
+        if block == len(self._blocks):
+            size = max(self.block_bytes, 1 << (num_bytes - 1).bit_length())
+            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            self._used.append(0)
         begin = self._used[block]
         self._used[block] = -(-(begin + num_bytes) // _ALIGNED) * _ALIGNED
         return self._blocks[block][begin : begin + num_bytes].view(dtype).view(tuple(shape))
@@ -185,19 +182,6 @@ class PinnedMemory:
     def num_bytes(self) -> int:
         """Of all blocks."""
         return sum(map(len, self._blocks))
-
-    def _block_for(self, num_bytes: int) -> int:
-        """The first with so much left; a new one where none has."""
-        for index, (block, used) in enumerate(zip(self._blocks, self._used, strict=True)):
-            if len(block) - used >= num_bytes:
-                return index
-        size = max(self.block_bytes, 1 << (num_bytes - 1).bit_length())
-        self._blocks.append(self._new_block(size))
-        self._used.append(0)
-        return len(self._blocks) - 1
-
-    def _new_block(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 @contextmanager

@@ -16,29 +16,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.logprobs import KeptRows
-from megatron_bridge.model.te_precision import token_multiple
-from megatron_bridge.parallel.layout import Layout
-from pipeline.config.recipe import LearnerSection
 from pipeline.data.batch import Batch, KeptSets
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import RecipeError
 from precision.balance import balanced, fullest, sections
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class TokenRows:
     """Sequences of which a tail is to be predicted.
 
@@ -91,30 +84,23 @@ class TokenRows:
             all_lengths=None if self.all_lengths is None else lengths,
         )
 
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """[rows] tokens."""
-        return self.held_lengths if self.all_lengths is None else self.all_lengths
+    lengths: NDArray[np.int64] = field(init=False)
+    """[rows] tokens."""
+    held_lengths: NDArray[np.int64] = field(init=False)
+    """[rows] tokens that are here."""
+    token_offsets: NDArray[np.int64] = field(init=False)
+    """[rows + 1] where each held row starts when all of them are laid end to end."""
+    offsets: NDArray[np.int64] = field(init=False)
+    """[rows + 1] where each row's predicted tokens start in the flat order."""
+    kept_offsets: NDArray[np.int64] = field(init=False)
+    """[rows + 1] where the sets of each held row's predicted tokens start in `kept`."""
 
-    @cached_property
-    def held_lengths(self) -> NDArray[np.int64]:
-        """[rows] tokens that are here."""
-        return np.array([len(row) for row in self.tokens], np.int64)
-
-    @cached_property
-    def token_offsets(self) -> NDArray[np.int64]:
-        """[rows + 1] where each held row starts when all of them are laid end to end."""
-        return _ends(self.held_lengths)
-
-    @cached_property
-    def offsets(self) -> NDArray[np.int64]:
-        """[rows + 1] where each row's predicted tokens start in the flat order."""
-        return _ends(np.maximum(self.lengths - self.starts, 0))
-
-    @cached_property
-    def kept_offsets(self) -> NDArray[np.int64]:
-        """[rows + 1] where the sets of each held row's predicted tokens start in `kept`."""
-        return _ends(np.maximum(self.held_lengths - self.starts, 0))
+    def __post_init__(self) -> None:
+        self.held_lengths = np.fromiter(map(len, self.tokens), np.int64, len(self.tokens))
+        self.lengths = self.held_lengths if self.all_lengths is None else self.all_lengths
+        self.token_offsets = _ends(self.held_lengths)
+        self.offsets = _ends(np.maximum(self.lengths - self.starts, 0))
+        self.kept_offsets = _ends(np.maximum(self.held_lengths - self.starts, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +124,6 @@ class MicroBatch:
     kept: KeptRows | None = None
     """A kept set for each of this rank's labels, empty where `mask` is False."""
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row, padding included."""
-        return int(self.row_ends.diff().max())
-
     def scatter(self, flat: Tensor) -> Tensor:
         """Flat values [predicted] laid out as [1, tokens]; 0 where masked out."""
         if flat.numel() == 0:
@@ -155,8 +136,44 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on another device; `row_ends` too, for that is where the kernels read it."""
-        tensors = {name: getattr(self, name).to(device) for name in self.__dataclass_fields__ if name != "kept"}
-        return MicroBatch(**tensors, kept=None if self.kept is None else self.kept.to(device))
+        moved = dict[str, Any]()
+        for name, value in vars(self).items():
+            moved[name] = None if value is None else value.to(device)
+        return MicroBatch(**moved)
+
+    @staticmethod
+    def pack(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64], split: Split) -> MicroBatch:
+        """Lay out the rows of a `group`, each of a width of `widths` [rows]. The last one takes up what the whole lacks
+        to its multiple; without rows, all of it is padding."""
+        padded = widths[group].tolist() or [split.row_multiple]
+        padded[-1] += -sum(padded) % split.total_multiple
+        ends = _ends(padded)
+        tokens, labels, index, positions = np.zeros((4, ends[-1]), np.int64)
+        places, sets = np.full((2, ends[-1]), -1, np.int64)
+        mask = np.zeros(ends[-1], np.bool_)
+        for width, first in zip(padded, ends, strict=False):
+            positions[first : first + width] = np.arange(width)
+        for row, first in zip(group, ends, strict=False):
+            ids, start, end = rows.tokens[row], int(rows.starts[row]), int(rows.lengths[row])
+            if start < 1:
+                raise ValueError(f"row {row} predicts from token {start}; the first token has nothing before it")
+            tokens[first : first + end - 1] = ids[:-1]
+            labels[first : first + end - 1] = ids[1:]
+            places[first : first + end - 1] = rows.token_offsets[row] + np.arange(end - 1)
+            if end > start:
+                mask[first + start - 1 : first + end - 1] = True
+                index[first + start - 1 : first + end - 1] = np.arange(rows.offsets[row], rows.offsets[row + 1])
+                sets[first + start - 1 : first + end - 1] = np.arange(*rows.kept_offsets[row : row + 2])
+        columns = zigzag_columns(padded, split.context_ranks, split.context_rank)
+        whole = dict(tokens=tokens, labels=labels, positions=positions, mask=mask, index=index, places=places)
+        held = dict[str, Tensor]()
+        for name, values in whole.items():
+            held[name] = torch.from_numpy(values)[columns][None]
+        return MicroBatch(
+            **held,
+            row_ends=torch.from_numpy(ends.astype(np.int32)),
+            kept=None if rows.kept is None else KeptRows.of(rows.kept.take(sets[columns.numpy()])),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +187,7 @@ class Plan:
     """Padded positions ÷ all positions, over all ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Split:
     """How a batch is divided over ranks, and what Megatron asks of the pieces."""
 
@@ -187,21 +204,15 @@ class Split:
     attention_parity: int | None = None
     """See ModelConfig.attention_parity; None: attention counts for nothing."""
 
-    @property
-    def row_multiple(self) -> int:
-        """Of a padded row: each context parallel rank holds two pieces of it."""
-        return 2 * self.context_ranks if self.context_ranks > 1 else 1
+    row_multiple: int = field(init=False)
+    """Of a padded row: each context parallel rank holds two pieces of it."""
+    total_multiple: int = field(init=False)
+    """Of all rows of a micro-batch together."""
 
-    @property
-    def total_multiple(self) -> int:
-        """Of all rows of a micro-batch together."""
+    def __post_init__(self) -> None:
+        self.row_multiple = 2 * self.context_ranks if self.context_ranks > 1 else 1
         whole = self.context_ranks * self.token_multiple
-        return math.lcm(self.row_multiple, whole) * self.sequence_ranks
-
-    def work(self, lengths: NDArray[np.int64]) -> list[int]:
-        """What rows of these lengths take of a rank's time, in no particular unit."""
-        parity = self.attention_parity
-        return [int(work) for work in (lengths if parity is None else lengths * (parity + lengths))]
+        self.total_multiple = math.lcm(self.row_multiple, whole) * self.sequence_ranks
 
 
 def plan_micro_batches(
@@ -209,11 +220,12 @@ def plan_micro_batches(
 ) -> Plan:
     """Partition `rows` over data parallel ranks and micro-batches of at most `micro_batch_tokens` tokens.
 
-    `chosen` [rows] leaves rows out; the places of the others in the flat order stay. Raises RecipeError when a single
-    row does not fit.
+    The number of micro-batches is the smallest, the same on all ranks, that keeps the budget. `chosen` [rows] leaves
+    rows out; the places of the others in the flat order stay. Raises RecipeError when a single row does not fit.
     """
     included = np.ones(len(rows.lengths), np.bool_) if chosen is None else chosen
-    widths = _widths(rows.lengths, split)
+    # What a row takes in a micro-batch: its last token predicts nothing.
+    widths = _rounded_up(np.maximum(rows.lengths - 1, 1), split.row_multiple)
     budget = micro_batch_tokens // split.total_multiple * split.total_multiple
     if len(widths) and widths.max() > budget:
         raise RecipeError(
@@ -221,23 +233,39 @@ def plan_micro_batches(
             f"learner.micro_batch_tokens {micro_batch_tokens}; raise it"
         )
     ranks = deal(rows.lengths, split, [included]) if rows.ranks is None else rows.ranks
-    shares = [np.flatnonzero(included & (ranks == rank)).tolist() for rank in range(split.data_ranks)]
-    groups = _micro_batches(shares, widths, budget, split.count_multiple)
-    padded = [_padded_widths(group, widths, split) for share in groups for group in share]
+    shares, tokens = [], []
+    for rank in range(split.data_ranks):
+        share = np.flatnonzero(included & (ranks == rank))
+        shares.append(share[np.argsort(-widths[share], kind="stable")])  # the longest first
+        tokens.append(widths[shares[rank]].tolist())
+    count = _rounded_up(max(1, -(-max(map(sum, tokens)) // budget)), split.count_multiple)
+    while True:
+        dealt = [balanced(each, count) for each in tokens]
+        if max(map(fullest, tokens, dealt)) <= budget:
+            break
+        count += split.count_multiple
+    positions = 0
+    for each, parts in zip(tokens, dealt, strict=True):
+        for part in parts:
+            positions += _rounded_up(fullest(each, [part]) or split.row_multiple, split.total_multiple)
+    share, parts = shares[split.data_rank], dealt[split.data_rank]
     real = int(np.maximum(rows.lengths[included] - 1, 0).sum())
     return Plan(
-        micro_batches=tuple(_micro_batch(rows, group, widths, split) for group in groups[split.data_rank]),
+        micro_batches=tuple([MicroBatch.pack(rows, share[part].tolist(), widths, split) for part in parts]),
         rows=included & (ranks == split.data_rank),
-        padding_share=1.0 - real / sum(map(sum, padded)),
+        padding_share=1.0 - real / positions,
     )
 
 
 def deal(lengths: NDArray[np.int64], split: Split, together: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
     """[rows] the data parallel rank that takes each row of these `lengths` [rows]. Each set of rows in `together`
     [rows] is dealt out evenly by itself, for there are passes over it alone. Rows of none go to rank 0."""
-    ranks, widths = np.zeros(len(lengths), np.int64), _widths(lengths, split)
+    ranks = np.zeros(len(lengths), np.int64)
+    work = _rounded_up(np.maximum(lengths - 1, 1), split.row_multiple)
+    if split.attention_parity is not None:  # of a rank's time, in no particular unit
+        work = work * (split.attention_parity + work)
     for rows in map(np.flatnonzero, together):
-        for rank, part in enumerate(sections(split.work(widths[rows]), split.data_ranks)):
+        for rank, part in enumerate(sections(work[rows].tolist(), split.data_ranks)):
             ranks[rows[part]] = rank
     return ranks
 
@@ -249,7 +277,7 @@ def zigzag_columns(lengths: Sequence[int], num_ranks: int, rank: int) -> Tensor:
     """
     if num_ranks == 1:
         return torch.arange(sum(lengths))
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    starts = _ends(lengths)
     held = []
     for start, length in zip(starts, lengths, strict=False):
         pieces = (torch.arange(length) + int(start)).chunk(2 * num_ranks)
@@ -260,95 +288,10 @@ def zigzag_columns(lengths: Sequence[int], num_ranks: int, rank: int) -> Tensor:
 Count = TypeVar("Count", int, NDArray[np.int64])
 
 
-def _ends(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _ends(counts: ArrayLike) -> NDArray[np.int64]:
+    """[n + 1] from `counts` [n]: where each begins when they are laid end to end, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-
-def _widths(lengths: NDArray[np.int64], split: Split) -> NDArray[np.int64]:
-    """What a row takes in a micro-batch: its last token predicts nothing."""
-    return _rounded_up(np.maximum(lengths - 1, 1), split.row_multiple)
 
 
 def _rounded_up(count: Count, multiple: int) -> Count:
     return -(-count // multiple) * multiple
-
-
-def _micro_batches(
-    shares: list[list[int]], widths: NDArray[np.int64], budget: int, multiple: int
-) -> list[list[list[int]]]:
-    """Rank → micro-batch → rows: the smallest number of micro-batches, the same on all ranks, that keeps the budget."""
-    shares = [sorted(share, key=lambda row: (-widths[row], row)) for share in shares]
-    tokens = [[int(widths[row]) for row in share] for share in shares]
-    count = _rounded_up(max(1, -(-max(map(sum, tokens)) // budget)), multiple)
-    while True:
-        dealt = [balanced(each, count) for each in tokens]
-        if all(fullest(each, parts) <= budget for each, parts in zip(tokens, dealt, strict=True)):
-            both = zip(shares, dealt, strict=True)
-            return [[[share[place] for place in part] for part in parts] for share, parts in both]
-        count += multiple
-
-
-def _padded_widths(group: Sequence[int], widths: NDArray[np.int64], split: Split) -> list[int]:
-    """Tokens of each row; the last one takes up what the whole lacks to its multiple. No rows: one that is padding."""
-    lengths = [int(widths[row]) for row in group] or [split.row_multiple]
-    lengths[-1] += -sum(lengths) % split.total_multiple
-    return lengths
-
-
-def _micro_batch(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64], split: Split) -> MicroBatch:
-    padded = _padded_widths(group, widths, split)
-    ends = np.concatenate([[0], np.cumsum(padded)])
-    tokens, labels, index = (np.zeros(ends[-1], np.int64) for _ in range(3))
-    places, sets = (np.full(ends[-1], -1, np.int64) for _ in range(2))
-    mask = np.zeros(ends[-1], np.bool_)
-    for row, first in zip(group, ends, strict=False):
-        ids, start, end = rows.tokens[row], int(rows.starts[row]), int(rows.lengths[row])
-        if start < 1:
-            raise ValueError(f"row {row} predicts from token {start}; the first token has nothing before it")
-        tokens[first : first + end - 1] = ids[:-1]
-        labels[first : first + end - 1] = ids[1:]
-        places[first : first + end - 1] = rows.token_offsets[row] + np.arange(end - 1)
-        if end > start:
-            mask[first + start - 1 : first + end - 1] = True
-            index[first + start - 1 : first + end - 1] = np.arange(rows.offsets[row], rows.offsets[row + 1])
-            sets[first + start - 1 : first + end - 1] = np.arange(*rows.kept_offsets[row : row + 2])
-    positions = np.concatenate([np.arange(width) for width in padded])
-    columns = zigzag_columns(padded, split.context_ranks, split.context_rank)
-    whole = dict(tokens=tokens, labels=labels, positions=positions, mask=mask, index=index, places=places)
-    return MicroBatch(
-        **{name: torch.from_numpy(values)[columns][None] for name, values in whole.items()},
-        row_ends=torch.from_numpy(ends.astype(np.int32)),
-        kept=None if rows.kept is None else KeptRows.of(rows.kept.take(sets[columns.numpy()])),
-    )
-
-
-_INTEGERS: dict[int, Any] = {1: np.uint8, 4: np.int32}
-"""What values of so many bytes are added as: with zeros, that changes no bit."""
-
-
-def split_of(section: LearnerSection, layout: Layout, model_config: ModelConfig) -> Split:
-    """What a plan asks of this rank's place in the parallel state."""
-    return Split(
-        data_ranks=parallel_state.get_data_parallel_world_size(),
-        data_rank=parallel_state.get_data_parallel_rank(),
-        context_ranks=parallel_state.get_context_parallel_world_size(),
-        context_rank=parallel_state.get_context_parallel_rank(),
-        sequence_ranks=layout.sequence_ranks,
-        token_multiple=token_multiple(section.precision),
-        count_multiple=layout.micro_batch_multiple,
-        attention_parity=model_config.attention_parity,
-    )
-
-
-def sum_of_shares(values: NDArray[Any], device: torch.device) -> NDArray[Any]:
-    """`values`, on the host, of which each place is 0 on all data parallel ranks but one: what that one has, bit for
-    bit. It takes the place of `values` in memory where `device` is the host. Collective."""
-    summed = torch.from_numpy(values.view(_INTEGERS[values.dtype.itemsize])).to(device)
-    dist.all_reduce(summed, group=parallel_state.get_data_parallel_group())
-    return np.asarray(summed.cpu().numpy()).view(values.dtype)
-
-
-def sum_over_copies(values: torch.Tensor) -> None:
-    """In place, over the ranks that work on the same samples: all of a data parallel rank. Collective."""
-    for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
-        dist.all_reduce(values, group=group)

@@ -61,34 +61,23 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
     return model, optimizer
 
 
-def follow_recipe(optimizer: Any, section: OptimizerSection, lr: float) -> None:
-    """Make the next step one of the recipe's AdamW, at learning rate `lr`.
+def take_step(optimizer: Any, section: OptimizerSection, lr: float, grad_norm: float) -> None:
+    """Take one step of the recipe's AdamW at learning rate `lr`, on gradients that are scaled down to a global norm of
+    `clip_grad` (0: left as they are).
 
-    Megatron's groups carry multipliers (no decay on norms and biases) that only its own scheduler applies. A loaded
-    checkpoint replaces the groups by those that were saved, and a fork may have a recipe of its own.
+    `grad_norm` must be that of the gradients, known to be finite. Megatron's groups carry multipliers (no decay on
+    norms and biases) that only its own scheduler applies. A loaded checkpoint replaces the groups by those that were
+    saved, and a fork may have a recipe of its own.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = section.weight_decay * group.get("wd_mult", 1.0)
         group["betas"], group["eps"] = section.betas, section.eps
-
-
-def reduced_gradient_norm(optimizer: Any) -> float:
-    """Hand the reduced gradients to the optimizer; their global L2 norm. Nothing is changed but gradients."""
-    optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
-
-
-def step_with_clipping(optimizer: Any, grad_norm: float, clip_grad: float) -> None:
-    """Scale the gradients down to a global norm of `clip_grad` (0: leave them) and step.
-
-    `grad_norm` must be `reduced_gradient_norm` of these gradients, known to be finite.
-    """
     for part in optimizer.chained_optimizers:
         parameters = part.get_parameters()
-        if clip_grad > 0.0 and parameters:
+        if section.clip_grad > 0.0 and parameters:
             with torch.no_grad():
-                clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=grad_norm)
+                clip_grad_by_total_norm_fp32(parameters, max_norm=section.clip_grad, total_norm=grad_norm)
     optimizer.step_with_ready_grads()
 
 

@@ -7,9 +7,8 @@ every statistic computed from them is the same on every rank, whatever the layou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,29 +23,18 @@ from megatron_bridge.step.expert_replay import ExpertReplay
 from megatron_bridge.step.micro_batches import MicroBatch, Plan
 from precision.objectives.base import Objective, StepContext, TokenBatch
 
-_SUMS = ("loss", "failed")
 
-
-@dataclass(kw_only=True)
 class Gathered:
     """What a pass yields, the same on every rank once `share` has run."""
 
-    logprobs: Tensor
-    """float32 [predicted], natural log."""
-    entropy: Tensor
-    """float32 [predicted], nats."""
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    """float64 scalars that add up over micro-batches and ranks."""
-    replay: ExpertReplay | None = None
-    """Of the pass; what it found is there once the pass has been checked (expert_replay.replaying)."""
-
-    @staticmethod
-    def empty(num_predicted: int, device: torch.device | str, names: Sequence[str] = ()) -> Gathered:
-        return Gathered(
-            logprobs=torch.zeros(num_predicted, device=device),
-            entropy=torch.zeros(num_predicted, device=device),
-            sums={name: torch.zeros((), dtype=torch.float64, device=device) for name in names},
-        )
+    def __init__(self, num_predicted: int, device: torch.device | str, names: Iterable[str] = ()) -> None:
+        """Nothing of `num_predicted` tokens yet, and nothing of the sums by `names`."""
+        self.logprobs = torch.zeros(num_predicted, device=device)
+        """float32 [predicted], natural log."""
+        self.entropy = torch.zeros(num_predicted, device=device)
+        """float32 [predicted], nats."""
+        self.sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in sorted(names)}
+        """float64 scalars that add up over micro-batches and ranks."""
 
     def take(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
         """Keep the predicted tokens of one micro-batch."""
@@ -55,20 +43,16 @@ class Gathered:
 
     def share(self) -> None:
         """Sum over data parallel ranks, then hand from the last pipeline stage to all stages."""
-        names = sorted(self.sums)
-        scalars = torch.stack([self.sums[name] for name in names]) if names else None
-        for tensor in (self.logprobs, self.entropy, scalars):
-            if tensor is not None:
-                _share(tensor)
-        if scalars is not None:
-            self.sums = dict(zip(names, scalars, strict=True))
-
-
-def _share(tensor: Tensor) -> None:
-    dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if dist.get_world_size(group) > 1:
-        dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        tensors = [self.logprobs, self.entropy]
+        if self.sums:
+            tensors.append(torch.stack(list(self.sums.values())))
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            if dist.get_world_size(stages) > 1:
+                dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
+        if self.sums:
+            self.sums = dict(zip(self.sums, tensors[-1], strict=True))
 
 
 @torch.no_grad()
@@ -85,8 +69,7 @@ def score(
     In evaluation mode: there is nothing to compute again, and under delayed scaling Transformer Engine would keep the
     scales of layers to be computed again for a backward pass that never comes, and use them up in that of another.
     """
-    gathered = Gathered.empty(num_predicted, device)
-    gathered.replay = replay
+    gathered = Gathered(num_predicted, device)
 
     def collect(micro_batch: MicroBatch, output: tuple[Tensor, Tensor], *, non_loss_data: bool) -> None:
         assert non_loss_data  # how Megatron calls it when only results are collected
@@ -110,24 +93,7 @@ def warm_up(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.
         loss = torch.where(micro_batch.mask, output[0], 0.0).sum() / max(1, num_predicted)
         return loss, torch.zeros((), dtype=torch.int, device=device), {}
 
-    _prepare_gradients(model)
     _run(model, plan, mean, device, forward_only=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingInputs:
-    """Per predicted token, flat."""
-
-    rollout_logprobs: Tensor
-    """float32 [predicted]"""
-    advantages: Tensor
-    """float32 [predicted]"""
-    sampled: Tensor
-    """bool [predicted]; False on tokens that no engine sampled."""
-    anchor_logprobs: Tensor | None = None
-    """float32 [predicted]"""
-    reference_logprobs: Tensor | None = None
-    """float32 [predicted]"""
 
 
 class ObjectiveRunner:
@@ -136,17 +102,20 @@ class ObjectiveRunner:
     def __init__(self, objective: Objective, device: torch.device | str) -> None:
         self._objective = objective
         self._reductions: list[Tensor] = []
-        nothing = torch.zeros(1, 1, device=device)
-        batch = TokenBatch(rollout_logprobs=nothing, advantages=nothing, mask=nothing.bool(), anchor_logprobs=nothing)
-        batch = replace(batch, reference_logprobs=nothing)
-        context = StepContext(num_tokens=1, step_ess=1.0, sum_over_ranks=self._remember)
-        _, sums = objective.loss(nothing.clone().requires_grad_(), batch, context)
+        """What the objective sums over ranks for a micro-batch, as NaN."""
+
+        def remember(sums: Tensor) -> Tensor:
+            self._reductions.append(torch.full_like(sums, torch.nan))
+            return sums
+
+        none = torch.zeros(1, 1, device=device)
+        batch = TokenBatch(
+            rollout_logprobs=none, advantages=none, mask=none.bool(), anchor_logprobs=none, reference_logprobs=none
+        )
+        context = StepContext(num_tokens=1, step_ess=1.0, sum_over_ranks=remember)
+        _, sums = objective.loss(none.clone().requires_grad_(), batch, context)
         self.names = sorted(sums)
         """Of the sums that the objective reports; every pipeline stage knows them."""
-
-    def _remember(self, sums: Tensor) -> Tensor:
-        self._reductions.append(torch.full_like(sums, torch.nan))
-        return sums
 
     def __call__(
         self, logprobs: Tensor, batch: TokenBatch, num_tokens: int, step_ess: float | None
@@ -172,7 +141,7 @@ class ObjectiveRunner:
 def train(
     model: Sequence[Any],
     plan: Plan,
-    inputs: TrainingInputs,
+    inputs: TokenBatch,
     objective: ObjectiveRunner,
     *,
     num_tokens: int,
@@ -182,19 +151,21 @@ def train(
 ) -> Gathered:
     """Forward and backward over the plan; gradients end up reduced in Megatron's buffers.
 
+    The fields of `inputs` are [predicted], flat, its `mask` False on tokens that no engine sampled.
     `sums["failed"]` is above 0 when the objective failed on some micro-batch: the gradients are then of no use.
     """
-    gathered = Gathered.empty(len(inputs.advantages), device, [*_SUMS, *objective.names])
+    gathered = Gathered(len(inputs.advantages), device, ["loss", "failed", *objective.names])
 
     def loss_function(micro_batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         logprobs, entropy = output
         gathered.take(micro_batch, logprobs, entropy)
+        anchor, reference = inputs.anchor_logprobs, inputs.reference_logprobs
         batch = TokenBatch(
             rollout_logprobs=micro_batch.scatter(inputs.rollout_logprobs),
             advantages=micro_batch.scatter(inputs.advantages),
-            mask=micro_batch.scatter(inputs.sampled).bool(),
-            anchor_logprobs=_scattered(micro_batch, inputs.anchor_logprobs),
-            reference_logprobs=_scattered(micro_batch, inputs.reference_logprobs),
+            mask=micro_batch.scatter(inputs.mask).bool(),
+            anchor_logprobs=None if anchor is None else micro_batch.scatter(anchor),
+            reference_logprobs=None if reference is None else micro_batch.scatter(reference),
         )
         result = objective(logprobs, batch, num_tokens, step_ess)
         if result is None:
@@ -208,32 +179,16 @@ def train(
         # 0 tokens: Megatron would divide by their number, but the objective has already done so.
         return loss, torch.zeros((), dtype=torch.int, device=device), {}
 
-    _prepare_gradients(model)
     _run(model, plan, loss_function, device, forward_only=False, replay=replay)
     gathered.share()
     return gathered
 
 
-def _scattered(micro_batch: MicroBatch, values: Tensor | None) -> Tensor | None:
-    return None if values is None else micro_batch.scatter(values)
-
-
-def _prepare_gradients(model: Sequence[Any]) -> None:
-    for chunk in model:
-        chunk.zero_grad_buffer()
-        for parameter in chunk.parameters():
-            parameter.grad = None  # without the distributed optimizer it is last step's buffer under another name
-
-
 def packed_rows(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> PackedSeqParams:
     """Where the rows of a micro-batch on the host begin and end, as Megatron-Core takes it."""
-    ends = micro_batch.row_ends.to(device)
+    ends, longest = micro_batch.row_ends.to(device), int(micro_batch.row_ends.diff().max())
     return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=micro_batch.longest,
-        max_seqlen_kv=micro_batch.longest,
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
 
 
@@ -246,6 +201,12 @@ def _run(
     forward_only: bool,
     replay: ExpertReplay | None = None,
 ) -> None:
+    if not forward_only:
+        for chunk in model:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.grad = None  # without the distributed optimizer it is last step's buffer under another name
+
     def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         on_host = next(batches)
         micro_batch = on_host.to(device)
@@ -263,7 +224,7 @@ def _run(
     get_forward_backward_func()(
         forward_step_func=forward_step,
         # Every virtual stage reads the same micro-batches; a list is how the interleaved schedule takes them.
-        data_iterator=[iter(plan.micro_batches) for _ in model],
+        data_iterator=list(map(iter, [plan.micro_batches] * len(model))),
         model=list(model),
         num_microbatches=len(plan.micro_batches),
         seq_length=int(plan.micro_batches[0].row_ends[-1]),

@@ -21,7 +21,6 @@ import logging
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +29,19 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_bridge.hf.folders import complete_delta, complete_policy, expected_bytes
+from megatron_bridge.hf.folders import complete_policy, expected_bytes
 from megatron_bridge.hf.tensor_files import Manifest, manifest_entry, spec_of, whole_tensors, write_shards
 from megatron_bridge.parallel.rank_sync import RankSync, taking
-from megatron_bridge.weight_sync.disk import CONTROL_S, ProbeScorer, WeightCheckPlan, joined_digests, prune
+from megatron_bridge.weight_sync.disk import (
+    CONTROL_S,
+    BackgroundChannel,
+    ProbeScorer,
+    WeightCheckPlan,
+    joined_digests,
+    prune,
+)
 from megatron_bridge.weights import export_stage, stage_tensors
-from pipeline.background import in_background, is_over
+from pipeline.background import in_background
 from pipeline.data.deltas import Bytes, Delta, DeltaWriter, Payload, payload_name, state_of
 from pipeline.data.files import require_space, temporary_name
 from pipeline.data.run_directory import RunDirectory
@@ -55,8 +61,14 @@ DENSE = 0.75
 _log = logging.getLogger(__name__)
 
 
-class DeltaChannel:
-    """Implements pipeline.ports.weights.WeightChannel. Construction is collective."""
+class DeltaChannel(BackgroundChannel):
+    """Writes what has changed, on every rank, and has the engines make replicas of it. Construction is collective.
+
+    Measured: score_s, export_s (gather, quantize, compare), write_s, prune_s, publish_s (total) in seconds,
+    delta_density (share of the numbers that changed; 1 where nothing was compared), published_bytes (what engines
+    read), whole_bytes, published_whole (1 or 0), what ProbeScorer.score measures and what Engines.load reports; {} but
+    on rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
+    """
 
     def __init__(
         self,
@@ -84,60 +96,39 @@ class DeltaChannel:
         self._rank_sync = RankSync(3 * deadline_s + CONTROL_S)
         self._rank = self._rank_sync.rank
         names = stage_tensors(learner.model, learner.model_config)
-        stages = self._rank_sync.all_gather_json(parallel_state.get_pipeline_model_parallel_rank())
+        stages = self._rank_sync.gather(parallel_state.get_pipeline_model_parallel_rank)
         ranks = [rank for rank, stage in enumerate(stages) if stage == stages[self._rank]]
         self._names = share_of(names, learner.model_config.tensors(), ranks.index(self._rank), len(ranks))
         self._share = PublishedShare()
         self._shared_map = None if quant is None else quant.restricted(n.removesuffix(".weight") for n in self._names)
         self._base: tuple[int, str] | None = None
         """Version and state of what the share holds; None while that was not published."""
-        self._delivery: Future[dict[str, float]] | None = None
         self._whole = 0
         """The newest version that is whole."""
         self._whole_bytes = 0
         """Of the last version, over all ranks; 0 before the first."""
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Give the engines the learner's present weights under the name `version`. Collective.
-
-        Returns score_s, export_s (gather, quantize, compare), write_s, prune_s, publish_s (total) in seconds,
-        delta_density (share of the numbers that changed; 1 where nothing was compared), published_bytes (what engines
-        read), whole_bytes, published_whole (1 or 0), what ProbeScorer.score measures and what Fleet.load reports; {}
-        but on rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
-        """
-        self.begin(version)
-        return self.finish()
 
     def begin(self, version: int, *, learner_waits: bool = False) -> None:  # noqa: ARG002
         """See WeightChannel: every rank keeps its share, whether the learner waits or not."""
         watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
-        begun = self._tell(lambda: self._begin(version))
+        begun = self._rank_sync.tell(lambda: self._begin(version))
         temporary = self._run.policies / begun["temporary"]
         base, self._base = (self._base if begun["compares"] else None), None
         with self._removed_on_failure(temporary):
-            shares = self._rank_sync.all_gather_result(lambda: self._take(temporary, base is not None))
+            shares = self._rank_sync.gather(lambda: self._take(temporary, base is not None))
         watch.lap("export_s")
         self._delivery = in_background(
-            lambda: terms | self._deliver(version, watch, probe, base, begun, shares), "delivery"
+            lambda: self._deliver(version, watch, probe, terms, base, begun, shares), "delivery"
         )
-
-    def is_over(self, wait_s: float) -> bool:
-        """See WeightChannel."""
-        return is_over(self._delivery, wait_s)
-
-    def finish(self) -> dict[str, float]:
-        """See WeightChannel; measured as `publish` says."""
-        delivery, self._delivery = self._delivery, None
-        measured = {} if delivery is None else delivery.result()
-        return {} if self._rank else measured
 
     def _deliver(
         self,
         version: int,
         watch: Stopwatch,
         probe: Probe,
+        terms: dict[str, float],
         base: tuple[int, str] | None,
         begun: dict[str, Any],
         shares: list[dict[str, Any]],
@@ -154,17 +145,27 @@ class DeltaChannel:
             digests=joined_digests(share["digests"] for share in shares),
             formats=self._plan.formats(self._quant),
         )
-        delta = None if base is None else _delta_of(version, base, shares)
+        delta: Delta | None = None
+        if base is not None:
+            widths, payloads = dict[str, int](), dict[str, Any]()
+            for share in shares:
+                widths |= share["widths"]
+                payloads |= {name: [Payload(*one) for one in runs] for name, runs in share["payloads"].items()}
+            delta = Delta(version=version, base=base[0], base_state=base[1], widths=widths, payloads=payloads)
         state = self._write(temporary, check, delta, is_whole)
         watch.lap("write_s")
-        seconds = self._tell(lambda: self._load(check, is_whole))
+        seconds = self._rank_sync.tell(lambda: self._load(check, is_whole))
         if seconds is None:
-            again = self._tell(lambda: temporary_name(self._run.policy_directory(version)).name)
+            again = self._rank_sync.tell(lambda: temporary_name(self._run.policy_directory(version)).name)
             delta, is_whole = None, True
             state = self._write(self._run.policies / again, check, delta, is_whole)
-            seconds = self._tell(lambda: self._load(check, is_whole))
+            seconds = self._rank_sync.tell(lambda: self._load(check, is_whole))
+            assert seconds is not None
         self._base, self._whole = (version, state), version if is_whole else self._whole
+        if self._rank:
+            return {}
         return {
+            **terms,
             **watch.seconds,
             **seconds,
             "publish_s": watch.total_s,
@@ -174,16 +175,9 @@ class DeltaChannel:
             "published_whole": float(is_whole),
         }
 
-    def wait_for_folder(self) -> None:
-        """Returns at once: `finish` waits until the folder is complete."""
-
     def close(self) -> None:
         """See WeightChannel."""
         asyncio.run(self._engines.close())
-
-    def _tell(self, action: Any) -> Any:
-        """What rank 0's action returns, on every rank."""
-        return self._rank_sync.all_gather_result(lambda: None if self._rank else action())[0]
 
     def _begin(self, version: int) -> dict[str, Any]:
         compares = self._base is not None and self._base[0] == self._run.published_version()
@@ -209,8 +203,8 @@ class DeltaChannel:
         with taking(tensors):
             self._share.take(stream if digests is None else digests.watch(stream), writer)
         return dict(
-            bytes=self._share.num_bytes,
-            numbers=self._share.num_numbers,
+            bytes=sum(tensor.nbytes for tensor in self._share.tensors.values()),
+            numbers=sum(tensor.numel() for tensor in self._share.tensors.values()),
             delta_bytes=0 if writer is None else writer.num_bytes,
             changed=0 if writer is None else writer.num_changed,
             widths={} if writer is None else writer.widths,
@@ -225,7 +219,10 @@ class DeltaChannel:
             temporary.mkdir(parents=True, exist_ok=True)
             if delta is None:
                 (temporary / payload_name(self._rank)).unlink(missing_ok=True)
-            return self._share.write_whole(temporary, self._rank) if is_whole else self._share.manifest()
+            if not is_whole:
+                return self._share.manifest()
+            tensors = whole_tensors(self._share.tensors.items())
+            return write_shards(tensors, temporary, prefix=f"model-rank{self._rank:05}")
 
         manifest: Manifest = {}
 
@@ -234,15 +231,13 @@ class DeltaChannel:
             if delta is not None:
                 delta.save(temporary)
             folder, fence = self._run.policy_directory(check.version), self._run.fence
-            if is_whole:
-                complete_policy(temporary, folder, manifest, self._learner.model_folder, self._quant, fence)
-            else:
-                complete_delta(temporary, folder, manifest, self._quant, fence)
+            source = self._learner.model_folder
+            complete_policy(temporary, folder, manifest, source, self._quant, fence, is_whole=is_whole)
 
         with self._removed_on_failure(temporary):
-            for part in self._rank_sync.all_gather_result(share):
+            for part in self._rank_sync.gather(share):
                 manifest |= part
-            self._tell(complete)
+            self._rank_sync.tell(complete)
         return state_of(manifest)
 
     @contextmanager
@@ -273,22 +268,12 @@ class DeltaChannel:
         return {**seconds, **watch.seconds}
 
 
-def _delta_of(version: int, base: tuple[int, str], shares: list[dict[str, Any]]) -> Delta:
-    widths, payloads = dict[str, int](), dict[str, Any]()
-    for share in shares:
-        widths |= share["widths"]
-        payloads |= {name: [Payload(*one) for one in runs] for name, runs in share["payloads"].items()}
-    return Delta(version=version, base=base[0], base_state=base[1], widths=widths, payloads=payloads)
-
-
-_EXPERTS = ".experts"
-
-
 class PublishedShare:
     """One rank's share."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
+        """As they were published last, in host memory."""
         self._sha256: dict[str, str] = {}
 
     def take(self, stream: Iterable[tuple[str, Tensor]], writer: DeltaWriter | None) -> None:
@@ -296,37 +281,15 @@ class PublishedShare:
         that were published last; without one these do not matter."""
         for name, tensor in stream:
             new = tensor.detach().to("cpu", copy=True).contiguous()
-            old = self._tensors.get(name)
+            old = self.tensors.get(name)
             if writer is None or old is None or writer.add(name, _bytes_of(old), _bytes_of(new), new.itemsize):
                 self._sha256[name] = hashlib.sha256(_bytes_of(new).data).hexdigest()
-            self._tensors[name] = new
-
-    def arrays(self) -> dict[str, Bytes]:
-        """The bytes of every tensor."""
-        return {name: _bytes_of(tensor) for name, tensor in self._tensors.items()}
-
-    def width(self, name: str) -> int:
-        """Bytes of one number of a tensor."""
-        return self._tensors[name].itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    @property
-    def num_numbers(self) -> int:
-        """Of all tensors."""
-        return sum(tensor.numel() for tensor in self._tensors.values())
+            self.tensors[name] = new
 
     def manifest(self) -> Manifest:
         """Every tensor, for a folder that holds only what changed."""
-        specs = {name: spec_of(name, tensor) for name, tensor in self._tensors.items()}
+        specs = {name: spec_of(name, tensor) for name, tensor in self.tensors.items()}
         return {name: manifest_entry(spec, "", self._sha256[name]) for name, spec in specs.items()}
-
-    def write_whole(self, folder: Path, rank: int) -> Manifest:
-        """Write every tensor, as `model-rank00002-…`."""
-        return write_shards(whole_tensors(self._tensors.items()), folder, prefix=f"model-rank{rank:05}")
 
 
 def share_of(names: Sequence[str], shapes: Mapping[str, Sequence[int]], rank: int, num_ranks: int) -> frozenset[str]:
@@ -335,7 +298,7 @@ def share_of(names: Sequence[str], shapes: Mapping[str, Sequence[int]], rank: in
     groups: dict[str, list[str]] = {}
     for name in names:
         module = name.rpartition(".")[0].rpartition(".")[0]
-        groups.setdefault(module.partition(_EXPERTS)[0], []).append(name)
+        groups.setdefault(module.partition(".experts")[0], []).append(name)
     sizes = {group: sum(math.prod(shapes[name]) for name in members) for group, members in groups.items()}
     loads, mine = [0] * num_ranks, list[str]()
     for group in sorted(groups, key=lambda one: (-sizes[one], one)):

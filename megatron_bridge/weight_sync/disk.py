@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.hf.folders import export_policy
-from megatron_bridge.parallel.rank_sync import RankZero
+from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.background import in_background, is_over
 from pipeline.data.deltas import needed
 from pipeline.data.files import remove_folder
 from pipeline.data.quant_maps import digest_of, older_folder
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
-from pipeline.ports.weights import Probe, WeightCheck
+from pipeline.ports.weights import Probe, WeightChannel, WeightCheck
 from pipeline.spans import Stopwatch
 from precision.formats.audit import formats_of
 from precision.formats.quant_map import QuantMap
@@ -61,8 +61,36 @@ class WeightCheckPlan:
         return None if self.dtype is None else formats_of(quant, self.dtype)
 
 
-class DiskChannel:
-    """Implements pipeline.ports.weights.WeightChannel. Construction is collective."""
+class BackgroundChannel(WeightChannel):
+    """A channel whose `begin` leaves the rest to a thread."""
+
+    _delivery: Future[dict[str, float]] | None = None
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Give the engines the learner's present weights under the name `version`. Returns what `finish` does."""
+        self.begin(version, learner_waits=True)
+        return self.finish()
+
+    def is_over(self, wait_s: float) -> bool:
+        """See WeightChannel."""
+        return is_over(self._delivery, wait_s)
+
+    def finish(self) -> dict[str, float]:
+        """See WeightChannel."""
+        delivery, self._delivery = self._delivery, None
+        return {} if delivery is None else delivery.result()
+
+    def wait_for_folder(self) -> None:
+        """Return at once, where the folder is complete when `finish` returns."""
+
+
+class DiskChannel(BackgroundChannel):
+    """Writes a policy folder on rank 0, and has the engines load it. Construction is collective.
+
+    Measured: score_s, export_s, prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what
+    Engines.load reports; {} but on rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it
+    is.
+    """
 
     def __init__(
         self,
@@ -85,25 +113,15 @@ class DiskChannel:
         self._plan = plan
         self._probe = probe
         self._keep = keep
-        self._rank_zero = RankZero(2 * deadline_s + CONTROL_S)
-        self._delivery: Future[dict[str, float]] | None = None
+        self._rank_sync = RankSync(2 * deadline_s + CONTROL_S)
 
     def set_map(self, quant: QuantMap | None) -> None:
         """Publish in these formats from now on. Called on every rank."""
         self._quant = quant
 
-    def publish(self, version: int, older: Sequence[QuantMap] = ()) -> dict[str, float]:
-        """Give the engines the learner's present weights under the name `version`. Collective.
-
-        `older` are quant maps that some engines were started with, beside the one in use. Returns score_s, export_s,
-        prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what Fleet.load reports; {} but on
-        rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
-        """
-        self.begin(version, older)
-        return self.finish()
-
     def begin(self, version: int, older: Sequence[QuantMap] = (), *, learner_waits: bool = False) -> None:  # noqa: ARG002
-        """See WeightChannel: the policy folder is what is taken, whether the learner waits or not."""
+        """See WeightChannel: the policy folder is what is taken, whether the learner waits or not. `older` are quant
+        maps that some engines were started with, beside the one in use."""
         watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
@@ -114,24 +132,24 @@ class DiskChannel:
         watch.lap("export_s")
 
         def deliver() -> dict[str, float]:
-            if not self._rank_zero.is_rank_zero:
+            if not self._rank_sync.is_rank_zero:
                 return {}
-            seconds = self._load_and_name(version, folder, check)
-            return {**watch.seconds, **terms, **seconds, "publish_s": watch.total_s}
+            seconds = asyncio.run(self._engines.load(version, folder, check))
+            paused_s = sum([seconds.get(name, 0.0) for name in ("pause_s", "load_s", "checksum_s")])
+            self._run.set_published(version)
+            pruning = Stopwatch()
+            with pruning.phase("prune_s"):
+                prune(self._run.policies, version, self._keep)
+            measured = {**watch.seconds, **terms, **seconds, **pruning.seconds}
+            return {**measured, "engines_paused_s": paused_s, "publish_s": watch.total_s}
 
         self._delivery = in_background(deliver, "delivery")
 
-    def is_over(self, wait_s: float) -> bool:
-        """See WeightChannel."""
-        return is_over(self._delivery, wait_s)
-
     def finish(self) -> dict[str, float]:
-        """See WeightChannel; measured as `publish` says."""
+        """See WeightChannel."""
         delivery, self._delivery = self._delivery, None
-        return {} if delivery is None else self._rank_zero.run(delivery.result) or {}
-
-    def wait_for_folder(self) -> None:
-        """Returns at once: `begin` completes the folder before it returns."""
+        measured = {} if delivery is None else self._rank_sync.tell(delivery.result)
+        return measured if self._rank_sync.is_rank_zero else {}
 
     def close(self) -> None:
         """See WeightChannel."""
@@ -153,22 +171,13 @@ class DiskChannel:
             learner.named_weights(),
             learner.model_folder,
             folder,
-            self._rank_zero,
+            self._rank_sync,
             quant=quant,
             digests=digests,
             beside=write_check,
             fence=self._run.fence,
         )
         return check
-
-    def _load_and_name(self, version: int, folder: Path, check: WeightCheck | None) -> dict[str, float]:
-        seconds = asyncio.run(self._engines.load(version, folder, check))
-        paused_s = sum(seconds.get(name, 0.0) for name in ("pause_s", "load_s", "checksum_s"))
-        self._run.set_published(version)
-        watch = Stopwatch()
-        with watch.phase("prune_s"):
-            prune(self._run.policies, version, self._keep)
-        return {**seconds, **watch.seconds, "engines_paused_s": paused_s}
 
 
 def prune(policies: Path, published: int, keep: int) -> None:
@@ -191,15 +200,12 @@ def joined_digests(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mappi
     )
 
 
-Scores = list[NDArray[np.float32]]
-
-
 class ProbeScorer:
     """Scores the probe's rows, and remembers what they were at the publish before."""
 
     def __init__(self, learner: MegatronLearner) -> None:
         self._learner = learner
-        self._former: Scores | None = None
+        self._former: Tensor | None = None
 
     def score(
         self, rows: tuple[tuple[int, ...], ...], max_mean_gap_nats: float, quant: QuantMap | None
@@ -209,36 +215,25 @@ class ProbeScorer:
 
         Formats are emulated in Megatron's own layers alone. It costs a rounding of the quantized weights and one pass.
         """
-        plain = self._learner.score_tokens(rows, temperature=1.0)
-        quantized = self._quantized(rows, plain, quant)
+        learner = self._learner
+        plain = learner.score_tokens(rows, temperature=1.0)
+        flat = torch.from_numpy(np.concatenate(plain).astype(np.float64))
         measured: dict[str, float] = {}
         if self._former is not None:
-            measured["probe_staleness_nats"] = gap(_flat(plain), _flat(self._former)).mean_abs
-        if quantized is not None and quantized is not plain:
-            formats = gap(_flat(plain), _flat(quantized))
+            measured["probe_staleness_nats"] = gap(flat, self._former).mean_abs
+        self._former = flat
+        quantized: list[NDArray[np.float32]] = []
+        if quant is None or not quant.formats or learner.emulation is not None:
+            quantized = plain  # the learner computes as the map says already
+        elif learner.layers == "megatron":
+            with emulated(learner, quant):
+                quantized = learner.score_tokens(rows, temperature=1.0)
+            formats = gap(flat, torch.from_numpy(np.concatenate(quantized).astype(np.float64)))
             measured |= {"probe_quantization_nats": formats.mean_abs, "probe_quantization_ess": formats.ess}
-        self._former = plain
         probe = Probe(
             rows=rows,
-            logprobs=_values(plain),
-            quantized=() if quantized is None else _values(quantized),
+            logprobs=tuple([tuple(row.tolist()) for row in plain]),
+            quantized=tuple([tuple(row.tolist()) for row in quantized]),
             max_mean_gap_nats=max_mean_gap_nats,
         )
         return probe, measured
-
-    def _quantized(self, rows: Sequence[Sequence[int]], plain: Scores, quant: QuantMap | None) -> Scores | None:
-        """`plain` itself where the learner computes as the map says already; None where it cannot."""
-        if quant is None or not quant.formats or self._learner.emulation is not None:
-            return plain
-        if self._learner.layers != "megatron":
-            return None
-        with emulated(self._learner, quant):
-            return self._learner.score_tokens(rows, temperature=1.0)
-
-
-def _flat(scores: Scores) -> Tensor:
-    return torch.from_numpy(np.concatenate(scores).astype(np.float64))
-
-
-def _values(scores: Scores) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(row.tolist()) for row in scores)

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +30,7 @@ from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 
 from megatron_bridge.hf.tensor_files import num_bytes, torch_dtype
-from megatron_bridge.weight_sync.transport import Bucket, Transfer, WeightTransport
-from pipeline.data.membership import Member
+from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, Bucket, Transfer, WeightTransport
 from pipeline.errors import FatalError, RetryableError
 
 PICKLE_PROTOCOL = 4
@@ -43,11 +42,6 @@ class IpcTransport(WeightTransport):
     """One shared buffer, opened by every engine."""
 
     _buffer: SharedBuffer | None = field(init=False, default=None)
-
-    @property
-    def engines(self) -> tuple[int, ...]:
-        """See WeightTransport."""
-        return tuple(self._left_s)
 
     def new_buffer(self, num_bytes: int) -> Tensor:
         """The same each time, unless it is too small; so the bucket before is waited for."""
@@ -63,9 +57,6 @@ class IpcTransport(WeightTransport):
             self._buffer.close()
         self._buffer = None
 
-    def _meet(self, engines: Sequence[Member]) -> None:
-        """Nothing to be done: an engine opens the buffer with each bucket."""
-
     def _begin(self, bucket: Bucket) -> dict[int, Future[Transfer]]:
         if not self._left_s:
             return {}
@@ -79,14 +70,10 @@ class IpcTransport(WeightTransport):
     async def _hand_over(self, engine: int, pickled: bytes) -> Transfer:
         began, failure = time.monotonic(), None
         try:
-            await self._session.receive_shared(engine, pickled, self._bucket_deadline_s(engine))
+            await self._session.receive_shared(engine, pickled, min(BUCKET_DEADLINE_S, self._left_s[engine]))
         except RetryableError as error:
             failure = str(error)
         return Transfer(seconds=time.monotonic() - began, failure=failure)
-
-    def _fail(self, engine: int, why: str) -> None:
-        self.failures[engine] = why
-        del self._left_s[engine]
 
 
 def flattened_bucket(bucket: Bucket, opener: Any) -> bytes:
@@ -129,7 +116,12 @@ class SharedBuffer:
         self._device = device
         self._guard: subprocess.Popen[bytes] | None = None
         if device.type == "cpu":
-            _require_room(num_bytes)
+            free = shutil.disk_usage(SHARED_MEMORY).free
+            if free < num_bytes:
+                raise FatalError(
+                    f"{SHARED_MEMORY} has {free >> 20} MiB free, {-(-num_bytes >> 20)} MiB are needed to hand weights "
+                    "over; lower weights.bucket_mib, or give the container more (--shm-size)"
+                )
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._storage = cast(Any, self.bytes.untyped_storage())  # the methods that share are not annotated
         self._handle: tuple[Any, ...]
@@ -138,8 +130,16 @@ class SharedBuffer:
         else:
             self._handle = self._storage._share_filename_cpu_()
             self._storage._shared_incref()  # so that torch leaves deleting to the guard
-            self._noted.touch()
-            self._guard = _guard(self.file, self._noted)
+            noted = Path(tempfile.gettempdir()) / self.file.name
+            noted.touch()
+            # Deletes both when its input ends: this process closes it, or dies.
+            self._guard = subprocess.Popen(
+                ["/bin/sh", "-c", 'read -r _; rm -f -- "$@"', "sh", str(self.file), str(noted)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a signal to this process's group is not for the guard
+            )
 
     def __len__(self) -> int:
         return len(self.bytes)
@@ -149,10 +149,6 @@ class SharedBuffer:
         """The file of shared memory; on a CPU only."""
         return SHARED_MEMORY / str(self._handle[1], "ascii").lstrip("/")
 
-    @property
-    def _noted(self) -> Path:
-        return Path(tempfile.gettempdir()) / self.file.name
-
     def lend(self, num_bytes: int, readers: int) -> Call:
         """An object that unpickles as the first `num_bytes`, uint8 [num_bytes], in another process of this machine.
 
@@ -161,7 +157,8 @@ class SharedBuffer:
         """
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-            return Call(reductions.rebuild_cuda_tensor, *cuda_arguments(self._handle, _uuid(self._device), num_bytes))
+            device_uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+            return Call(reductions.rebuild_cuda_tensor, *cuda_arguments(self._handle, device_uuid, num_bytes))
         for _ in range(readers):
             self._storage._shared_incref()  # an opener counts itself and takes this one away
         opened = Call(reductions.rebuild_storage_filename, torch.UntypedStorage, *self._handle)
@@ -199,28 +196,4 @@ def cuda_arguments(handle: tuple[Any, ...], device_uuid: str, num_bytes: int) ->
         counter_offset,
         event,
         False,  # do not wait for the event: it was recorded at sharing, and `lend` has waited for later work
-    )
-
-
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _require_room(num_bytes: int) -> None:
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if free < num_bytes:
-        raise FatalError(
-            f"{SHARED_MEMORY} has {free >> 20} MiB free, {-(-num_bytes >> 20)} MiB are needed to hand weights over; "
-            "lower weights.bucket_mib, or give the container more (--shm-size)"
-        )
-
-
-def _guard(*files: Path) -> subprocess.Popen[bytes]:
-    """Deletes the files when its input ends: this process closes it, or dies."""
-    return subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r _; rm -f -- "$@"', "sh", *map(str, files)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a signal to this process's group is not for the guard
     )

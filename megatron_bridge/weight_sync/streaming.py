@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,22 +48,23 @@ from megatron_bridge.parallel.rank_sync import RankSync, taking
 from megatron_bridge.step.host_weights import PinnedMemory
 from megatron_bridge.weight_sync.disk import (
     CONTROL_S,
+    BackgroundChannel,
     DiskChannel,
     ProbeScorer,
     WeightCheckPlan,
     joined_digests,
     prune,
 )
-from megatron_bridge.weight_sync.transport import EventLoopThread, WeightTransport, bucket_size, pack
+from megatron_bridge.weight_sync.transport import EventLoopThread, WeightTransport, pack
 from megatron_bridge.weights import export_stage, stage_tensors
 from pipeline import spans
-from pipeline.background import in_background, is_over
+from pipeline.background import in_background
 from pipeline.data.files import FIRST_POLL_S, require_space, slower, temporary_name, write_atomically
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
-from pipeline.ports.weights import ComingCheck, Probe, WeightCheck, WeightUpdateReport
+from pipeline.ports.weights import ComingCheck, Probe, WeightUpdateReport
 from pipeline.spans import Stopwatch
 from precision.formats.quant_map import QuantMap
 from precision.formats.streams import quantize_state
@@ -75,6 +76,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 Digests = tuple[Mapping[str, str], ...]
 Ending = Future[WeightUpdateReport]
+PIECES = 8
+"""What is packed first and what is loaded last has nothing beside it: at most an eighth each."""
+SMALLEST_BYTES = 16 << 20
+"""Each bucket costs an engine one call, but eight were faster than one. The least size is chosen, not measured: glibc
+in the engines hands out a buffer of up to 32 MiB again, and takes a larger one from the system each time, by pages."""
 
 
 @dataclass
@@ -95,8 +101,16 @@ class _Publish:
     """By time.monotonic, on rank 0."""
 
 
-class StreamedChannel:
-    """Implements pipeline.ports.weights.WeightChannel. Construction and every method are collective."""
+class StreamedChannel(BackgroundChannel):
+    """Sends each rank's share into the engines. Construction and every method are collective.
+
+    Measured: score_s, gather_s, quantize_s and keep_s (host copies) of the slowest rank: the learner's own work;
+    lock_s, pause_s (rank 0), connect_s, digest_s and transfer_s (slowest rank; with the engines' loading), of it
+    wire_s (until process groups had sent, asking the engines included; 0 for ipc), load_s and what verifying took
+    (slowest engine; stage_s and pause_s where it served until then), engines_paused_s, publish_s (total), write_s
+    (of the folder of the publish before), transfer_bytes (all engines), engines_failed, and what ProbeScorer.score
+    measures; {} but on rank 0. Raises EngineUnavailableError on every rank when no engine serves the version.
+    """
 
     def __init__(
         self,
@@ -129,7 +143,7 @@ class StreamedChannel:
         self._folder_deadline_s = deadline_s
         self._rank_sync = RankSync(2 * deadline_s + CONTROL_S)
         self._event_loop = EventLoopThread("weight-update")
-        stage_of = self._rank_sync.all_gather_json(parallel_state.get_pipeline_model_parallel_rank())
+        stage_of = self._rank_sync.gather(parallel_state.get_pipeline_model_parallel_rank)
         self._num_stages = 1 + max(stage_of)
         self._stage = stage_of[self._rank_sync.rank]
         ranks = [rank for rank, stage in enumerate(stage_of) if stage == self._stage]
@@ -141,28 +155,20 @@ class StreamedChannel:
         self._snapshot = HostSnapshot(pinned=on_gpu)
         self._stream = torch.cuda.Stream(learner.device) if on_gpu else None  # type: ignore[no-untyped-call]
         """Copies of a delivery wait for no kernel of the training."""
-        self._delivery: Future[dict[str, float]] | None = None
         self._writer: FolderWriter | None = None
         self._write_s = 0.0
 
     def set_map(self, quant: QuantMap | None) -> None:
         """Publish in these formats from now on. Called on every rank."""
         self._quant = quant
-        self._share = None if quant is None else quant.restricted(_modules(self._learner))
+        self._share = (
+            None
+            if quant is None
+            else quant.restricted(
+                name.removesuffix(".weight") for name in stage_tensors(self._learner.model, self._learner.model_config)
+            )
+        )
         """The part of it that this stage holds: a module whose weight never comes is an error."""
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Give the engines the learner's present weights under the name `version`. Collective.
-
-        Returns score_s, gather_s, quantize_s and keep_s (host copies) of the slowest rank: the learner's own work;
-        lock_s, pause_s (rank 0), connect_s, digest_s and transfer_s (slowest rank; with the engines' loading), of it
-        wire_s (until process groups had sent, asking the engines included; 0 for ipc), load_s and what verifying took
-        (slowest engine; stage_s and pause_s where it served until then), engines_paused_s, publish_s (total), write_s
-        (of the folder of the publish before), transfer_bytes (all engines), engines_failed, and what ProbeScorer.score
-        measures; {} but on rank 0. Raises EngineUnavailableError on every rank when no engine serves the version.
-        """
-        self.begin(version, learner_waits=True)
-        return self.finish()
 
     def begin(self, version: int, *, learner_waits: bool = False) -> None:
         """See WeightChannel."""
@@ -177,24 +183,21 @@ class StreamedChannel:
                 failure = self._take(publish.watch)
         finally:
             self._snapshot.end(failure)
-        self._score(publish)
+        try:  # engines need the weights first, and the probe at the end
+            with publish.watch.phase("score_s"):
+                scored = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, publish.quant)
+        except BaseException:
+            publish.scored.set_exception(RuntimeError(f"version {version} was not scored; see the log"))
+            raise
+        publish.scored.set_result(scored)
         if not learner_waits:
             self._delivery = in_background(lambda: self._deliver(publish), "delivery")
-
-    def is_over(self, wait_s: float) -> bool:
-        """See WeightChannel."""
-        return is_over(self._delivery, wait_s)
-
-    def finish(self) -> dict[str, float]:
-        """See WeightChannel; measured as `publish` says. What failed is raised on every rank."""
-        delivery, self._delivery = self._delivery, None
-        return {} if delivery is None else delivery.result()
 
     def wait_for_folder(self) -> None:
         """See WeightChannel. Raises on every rank what stopped a writer, and DeadlineExceededError."""
         assert self._delivery is None, "finish comes first"
         writer, self._writer = self._writer, None
-        waited = self._rank_sync.all_gather_result(lambda: writer.wait(self._folder_deadline_s) if writer else 0.0)
+        waited = self._rank_sync.gather(lambda: writer.wait(self._folder_deadline_s) if writer else 0.0)
         self._write_s = max(waited) or self._write_s
 
     def close(self) -> None:
@@ -202,16 +205,6 @@ class StreamedChannel:
         self._transport.close()
         self._event_loop.run(self._session.close())
         self._event_loop.close()
-
-    def _score(self, publish: _Publish) -> None:
-        """After the weights were taken: engines need them first, and the probe at the end."""
-        try:
-            with publish.watch.phase("score_s"):
-                scored = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, publish.quant)
-        except BaseException:
-            publish.scored.set_exception(RuntimeError(f"version {publish.version} was not scored; see the log"))
-            raise
-        publish.scored.set_result(scored)
 
     def _take(self, watch: Stopwatch) -> Exception | None:
         """Fill the snapshot; what failed. Every rank of the stage exhausts the gathers, whatever happens."""
@@ -231,27 +224,46 @@ class StreamedChannel:
 
     def _deliver(self, publish: _Publish) -> dict[str, float]:
         """On every rank, in a thread of its own: from the snapshots to PUBLISHED."""
-        with self._beside_training(), spans.span("publish", "deliver", version=publish.version):
+        beside_training = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with beside_training, spans.span("publish", "deliver", version=publish.version):
             hashing = in_background(self._digests, "weight-digests")
             if not publish.learner_waits:
-                self._rank_sync.all_gather_result(lambda: hashing.result() and None)
-            opened = self._rank_sync.all_gather_result(lambda: self._open(publish))[0]
+                self._rank_sync.gather(lambda: hashing.result() and None)
+            opened = self._rank_sync.gather(lambda: self._open(publish))[0]
             self._engines = [Member(**engine) for engine in opened["engines"]]
             if self._rank_sync.rank:
                 self._session.attend(opened["number"], self._engines, opened["staging"])
             try:
                 unreachable = dict(opened["failures"])
-                reports = self._rank_sync.all_gather_result(lambda: self._send_all(unreachable))
+                reports = self._rank_sync.gather(lambda: self._send_all(unreachable))
                 failures = unreachable | {e: why for report in reports for e, why in report["failures"]}
                 formats = self._plan.formats(publish.quant)
                 coming = ComingCheck(publish.version, self._plan.rows, formats)
-                ending = self._begin_end(coming, publish, failures)
+                ending: Ending | None = None
+                if not self._rank_sync.rank:
+                    publish.sent_at = time.monotonic()
+                    end = self._session.end_weight_update(publish.version, publish.folder, coming, failures)
+                    ending = self._event_loop.start(end)
                 own = self._complete(coming, publish, hashing, ending)
-                closed = self._rank_sync.all_gather_result(lambda: self._close(publish, ending))[0]
+                closed = self._rank_sync.gather(lambda: self._close(publish, ending))[0]
             except Exception as error:
-                self._abandon(publish, error)
+                if self._rank_sync.rank == 0 and self._session.is_open:  # quarantine every engine
+                    everyone = {engine.index: str(error) for engine in self._engines}
+                    end = self._session.end_weight_update(publish.version, publish.folder, None, everyone)
+                    self._event_loop.run(end)
                 raise
-            self._write_folder(publish, coming.whole(), publish.folder.with_name(opened["temporary"]))
+            check, temporary = coming.whole(), publish.folder.with_name(opened["temporary"])
+
+            def complete() -> None:
+                check.save(temporary)
+                manifest = gather_manifests(temporary, self._num_stages, self._folder_deadline_s)
+                source, fence = self._learner.model_folder, self._run.fence
+                complete_policy(temporary, publish.folder, manifest, source, publish.quant, fence)
+                prune(self._run.policies, check.version, self._keep)
+
+            if not self._stage_rank:  # of its stage; rank 0 completes the folder after its own share
+                last = None if self._rank_sync.rank else complete
+                self._writer = FolderWriter(temporary, self._stage, self._snapshot, last)
         if self._rank_sync.rank:
             return {}
         seconds = [report["seconds"] | mine for report, mine in zip(reports, own, strict=True)]
@@ -267,13 +279,11 @@ class StreamedChannel:
             "engines_failed": float(closed["failed"]),
         }
 
-    def _beside_training(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
     def _digests(self) -> tuple[Digests, float]:
         """What the engines should report of this stage's share, and the seconds of hashing; on its first rank."""
         if self._plan.new_checksums is None or self._stage_rank:
-            self._snapshot.wait()
+            for _ in self._snapshot:  # to its end
+                pass
             return (), 0.0
         digests, watch = self._plan.new_checksums(), Stopwatch(("digest_s",))
         for name, tensor in self._snapshot:
@@ -306,8 +316,11 @@ class StreamedChannel:
             transport.open(mine, unreachable)
         if transport.engines:
             try:
-                largest, sent = bucket_size(self._share_bytes, self._bucket_bytes), 0
-                for bucket in pack(self._snapshot, largest, transport.new_buffer):
+                # Gathering, packing, sending and loading go on side by side; before the first publish the share is not
+                # known.
+                piece, sent = max(SMALLEST_BYTES, self._share_bytes // PIECES), 0
+                most = min(self._bucket_bytes, piece) if self._share_bytes else self._bucket_bytes
+                for bucket in pack(self._snapshot, most, transport.new_buffer):
                     transport.send(bucket)
                     sent += bucket.data.nbytes
                 self._share_bytes = sent
@@ -320,15 +333,6 @@ class StreamedChannel:
             "bytes": transport.sent_bytes,
         }
 
-    def _begin_end(self, coming: ComingCheck, publish: _Publish, failures: dict[int, str]) -> Ending | None:
-        """Begin to have the engines verified; on rank 0."""
-        if self._rank_sync.rank:
-            return None
-        publish.sent_at = time.monotonic()
-        return self._event_loop.start(
-            self._session.end_weight_update(publish.version, publish.folder, coming, failures)
-        )
-
     def _complete(
         self,
         coming: ComingCheck,
@@ -338,9 +342,9 @@ class StreamedChannel:
     ) -> list[dict[str, float]]:
         """Give what engines are compared with, as it comes; every rank's seconds. A failure fails the engines."""
         try:
-            hashed = self._rank_sync.all_gather_result(hashing.result)
+            hashed = self._rank_sync.gather(hashing.result)
             coming.digests.set_result(joined_digests(digests for digests, _ in hashed))
-            seconds = self._rank_sync.all_gather_result(lambda: publish.scored.result() and publish.watch.seconds)
+            seconds = self._rank_sync.gather(lambda: publish.scored.result() and publish.watch.seconds)
             coming.probe.set_result(publish.scored.result()[0])
         except Exception as error:
             coming.fail(str(error))
@@ -365,31 +369,6 @@ class StreamedChannel:
         if publish.paused_at is not None:
             paused_s += publish.sent_at - publish.paused_at
         return {"measured": measured | {"engines_paused_s": paused_s}, "failed": len(report.failures)}
-
-    def _write_folder(self, publish: _Publish, check: WeightCheck, temporary: Path) -> None:
-        """Begin to; rank 0 completes it after its own share."""
-        if self._stage_rank:
-            return
-
-        def complete() -> None:
-            check.save(temporary)
-            manifest = gather_manifests(temporary, self._num_stages, self._folder_deadline_s)
-            source, fence = self._learner.model_folder, self._run.fence
-            complete_policy(temporary, publish.folder, manifest, source, publish.quant, fence)
-            prune(self._run.policies, check.version, self._keep)
-
-        self._writer = FolderWriter(temporary, self._stage, self._snapshot, None if self._rank_sync.rank else complete)
-
-    def _abandon(self, publish: _Publish, error: Exception) -> None:
-        """After a failure: quarantine every engine."""
-        if self._rank_sync.rank == 0 and self._session.is_open:
-            everyone = {engine.index: str(error) for engine in self._engines}
-            self._event_loop.run(self._session.end_weight_update(publish.version, publish.folder, None, everyone))
-
-
-def _modules(learner: MegatronLearner) -> Iterator[str]:
-    """Names of the modules of this rank's pipeline stage."""
-    return (name.removesuffix(".weight") for name in stage_tensors(learner.model, learner.model_config))
 
 
 class HostSnapshot:
@@ -441,11 +420,6 @@ class HostSnapshot:
             position += 1
             yield item
 
-    def wait(self) -> None:
-        """Returns once it is complete. Raises what ended it."""
-        for _ in self:
-            pass
-
 
 class FolderWriter:
     """One stage's share of one version, which is published already."""
@@ -486,7 +460,7 @@ class FolderWriter:
             self._temporary.mkdir(parents=True, exist_ok=True)
             prefix = f"model-stage{self._stage:02}"
             manifest = write_shards(whole_tensors(self._tensors), self._temporary, prefix=prefix)
-            write_atomically(stage_file(self._temporary, self._stage), json.dumps(manifest))
+            write_atomically(self._temporary / f"stage-{self._stage:02}.json", json.dumps(manifest))
             if self._complete is not None:
                 self._complete()
             self._seconds = time.monotonic() - began
@@ -495,17 +469,12 @@ class FolderWriter:
             self._failure = error
 
 
-def stage_file(temporary: Path, stage: int) -> Path:
-    """Where a stage leaves its manifest once its shards are written."""
-    return temporary / f"stage-{stage:02}.json"
-
-
 def gather_manifests(temporary: Path, num_stages: int, deadline_s: float) -> dict[str, Any]:
     """The manifest of all stages, removed from the folder. Raises DeadlineExceededError when one never ends."""
     ends = time.monotonic() + deadline_s
     manifest: dict[str, Any] = {}
     for stage in range(num_stages):
-        path = stage_file(temporary, stage)
+        path = temporary / f"stage-{stage:02}.json"
         pause_s = FIRST_POLL_S
         while path.name not in os.listdir(temporary):  # the stage may be on another host: see pipeline.data.store
             if time.monotonic() > ends:
@@ -517,9 +486,9 @@ def gather_manifests(temporary: Path, num_stages: int, deadline_s: float) -> dic
     return manifest
 
 
-class MapTransition:
-    """Implements pipeline.ports.weights.WeightChannel over a run's channel and a disk channel, which may be the
-    same. Every method but `close` is collective."""
+class MapTransition(BackgroundChannel):
+    """A run's channel, and a disk channel (which may be the same) for the versions between two quant maps. Every method
+    but `close` is collective. Also measured: quant_maps_served."""
 
     def __init__(
         self,
@@ -545,14 +514,13 @@ class MapTransition:
             for channel in {id(channel): channel for channel in (self._usual, self._disk)}.values():
                 channel.set_map(quant)
 
-    def publish(self, version: int) -> dict[str, float]:
-        """See WeightChannel. Also measured: quant_maps_served."""
-        self.begin(version, learner_waits=True)
-        return self.finish()
-
     def begin(self, version: int, *, learner_waits: bool = False) -> None:
         """See WeightChannel."""
-        older = self._choose()
+        older = [] if self._quant is None else self._older_maps(digest_of(self._quant.to_file()))
+        self._maps_served = 1.0 + len(older)  # some engines have these still
+        if older:
+            self._usual.wait_for_folder()
+        self._active = self._disk if older else self._usual
         if older:
             self._disk.begin(version, older, learner_waits=learner_waits)
         else:
@@ -563,18 +531,8 @@ class MapTransition:
         return self._active.is_over(wait_s)
 
     def finish(self) -> dict[str, float]:
-        """See WeightChannel; measured as `publish` says."""
-        return self._with_maps(self._active.finish())
-
-    def _choose(self) -> Sequence[QuantMap]:
-        """The maps that some engines have still; afterwards `_active` is the channel for them."""
-        older = [] if self._quant is None else self._older_maps(digest_of(self._quant.to_file()))
-        if older:
-            self._usual.wait_for_folder()
-        self._active, self._maps_served = (self._disk if older else self._usual), 1.0 + len(older)
-        return older
-
-    def _with_maps(self, measured: dict[str, float]) -> dict[str, float]:
+        """See WeightChannel."""
+        measured = self._active.finish()
         return {**measured, "quant_maps_served": self._maps_served} if measured else {}
 
     def wait_for_folder(self) -> None:

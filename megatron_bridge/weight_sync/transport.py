@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -74,9 +74,9 @@ class WeightTransport(ABC):
     _under_way: dict[int, Future[Transfer]] = field(init=False, default_factory=dict)
 
     @property
-    @abstractmethod
     def engines(self) -> tuple[int, ...]:
         """Engines that have not failed since `open`."""
+        return tuple(self._left_s)
 
     def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
         """Begin a publish to those engines that this rank serves, but not to the unreachable ones."""
@@ -85,7 +85,6 @@ class WeightTransport(ABC):
         self._left_s = {engine.index: self._deadline_s for engine in reachable}
         self.failures, self.sent_bytes = {}, 0
         self.transfer_s, self.wire_s = 0.0, 0.0
-        self._meet(reachable)
 
     @abstractmethod
     def new_buffer(self, num_bytes: int) -> Tensor:
@@ -119,35 +118,14 @@ class WeightTransport(ABC):
         """Release what was kept between publishes."""
 
     @abstractmethod
-    def _meet(self, engines: Sequence[Member]) -> None:
-        """Be ready to send to these engines; those that fail are in `failures` afterwards."""
-
-    @abstractmethod
     def _begin(self, bucket: Bucket) -> dict[int, Future[Transfer]]:
-        """Engine → how it takes the bucket, for all that are left. Each ends within `_bucket_deadline_s`."""
+        """Engine → how it takes the bucket, for all that are left. Each ends within BUCKET_DEADLINE_S, and within what
+        is left to its engine."""
 
-    @abstractmethod
     def _fail(self, engine: int, why: str) -> None:
         """Send no more to an engine."""
-
-    def _bucket_deadline_s(self, engine: int) -> float:
-        return min(BUCKET_DEADLINE_S, self._left_s[engine])
-
-
-PIECES = 8
-"""What is packed first and what is loaded last has nothing beside it: at most an eighth each."""
-SMALLEST_BYTES = 16 << 20
-"""Each bucket costs an engine one call, but eight were faster than one. The least size is chosen, not
-measured: glibc in the engines hands out a buffer of up to 32 MiB again, and takes a larger one from the system each
-time, page by page."""
-
-
-def bucket_size(share_bytes: int, largest_bytes: int) -> int:
-    """In how large buckets `share_bytes` are sent, so that gathering, packing, sending and loading go on side by side;
-    0 bytes are not known."""
-    if not share_bytes:
-        return largest_bytes
-    return min(largest_bytes, max(SMALLEST_BYTES, share_bytes // PIECES))
+        self.failures[engine] = why
+        del self._left_s[engine]
 
 
 @dataclass(frozen=True)
@@ -178,7 +156,13 @@ def pack(
             specs, size = [], 0
         if not specs:
             buffer = new_buffer(max(bucket_bytes, len(source)))
-        _copy(source, buffer[size : size + len(source)])
+        target = buffer[size : size + len(source)]
+        if source.device.type == target.device.type == "cpu":
+            # By this thread alone: torch would share each tensor out among its threads, which the engine's loading, the
+            # hashing and the probe need.
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            target.copy_(source)
         specs.append(spec_of(name, tensor))
         size += len(source)
     if specs:
@@ -206,7 +190,12 @@ class EventLoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+        def serve() -> None:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels, awaits and closes at its end
+                runner.run(self._ended.wait())
+
+        self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -230,13 +219,6 @@ class EventLoopThread:
             raise DeadlineExceededError(
                 f"the {self._thread.name} thread did not end in {CLOSE_DEADLINE_S:g} s; one of its calls blocks"
             )
-
-    def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # which cancels, awaits and closes at its end
-            runner.run(self._until_ended())
-
-    async def _until_ended(self) -> None:
-        await self._ended.wait()
 
 
 ARRIVAL_DEADLINE_S = 60.0
@@ -267,11 +249,16 @@ class EngineGroup:
         options.timeout = timedelta(seconds=deadline_s)
         stream = torch.cuda.current_stream(data.device) if data.is_cuda else None
 
-        def begin() -> Any:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                return self._backend.broadcast([data], options)
+        begun = self._begun = Future[Any]()
 
-        self._begun = _in_abandonable_thread(begin, f"broadcast-{self.name}")
+        def begin() -> None:
+            try:
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    begun.set_result(self._backend.broadcast([data], options))
+            except BaseException as error:  # noqa: BLE001 (raised by `done`)
+                begun.set_exception(error)
+
+        threading.Thread(target=begin, name=f"broadcast-{self.name}", daemon=True).start()
 
     def done(self) -> bool:
         """Whether the last broadcast has ended. Raises EngineUnavailableError when it failed."""
@@ -311,12 +298,36 @@ def connect(
     ends = time.monotonic() + min(deadline_s, ARRIVAL_DEADLINE_S)
     backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
     name = f"evenkeel-{uuid.uuid4().hex[:12]}"
-    address = _address_towards(url)
-    store = _listen(address, 1 + ranks, ends)
+    # This machine's address as the engine sees it, and a store on a free port of that address alone: torch's own socket
+    # would listen on every address.
+    parts = urlsplit(url)
+    found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(found[4])  # sends nothing: a datagram socket only chooses its route
+        address = str(probe.getsockname()[0])
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.bind((address, 0))
+    listener.listen()
+    store = TCPStore(
+        address,
+        listener.getsockname()[1],
+        1 + ranks,
+        is_master=True,
+        timeout=timedelta(seconds=max(0.1, ends - time.monotonic())),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     group_spec = ProcessGroupSpec(group=name, address=address, port=store.port, backend=backend)
     invited = invite(group_spec, max(0.1, ends - time.monotonic()))
     try:
-        _await_arrival(store, invited, ends)
+        # Forming the group would wait out its whole deadline for an engine that refused or died; here a refusal ends
+        # the wait at once.
+        while not store.num_keys():
+            if invited.done():
+                invited.result()
+            if time.monotonic() > ends:
+                raise DeadlineExceededError("the engine did not join the process group in time; see its log")
+            time.sleep(_POLL_S)
         # The prefixes of torch.distributed: the caller's, the group's, the device's.
         prefixed = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         group = EngineGroup(name, _backend(backend, prefixed, 1 + ranks, ends))
@@ -334,70 +345,16 @@ def _backend(name: str, store: Any, size: int, ends: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     # Deadlines are ours: torch's own answer to a late or broken NCCL group is to end the process.
     options._timeout = _NEVER
-    with _environment(_ERROR_HANDLING, "0"):
-        return dist.ProcessGroupNCCL(store, 0, size, options)
-
-
-def _in_abandonable_thread(action: Callable[[], Any], name: str) -> Future[Any]:
-    """What the action returns or raises, if it ever does: the process can end before."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
+    with _ENVIRONMENT_LOCK:  # groups with several engines are made at once, and all threads have one environment
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = "0"
         try:
-            future.set_result(action())
-        except BaseException as error:  # noqa: BLE001 (raised by who asks for the result)
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
-
-def _listen(address: str, size: int, ends: float) -> Any:
-    """A store on a free port of that address alone (torch's own socket would listen on every address)."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family)
-    listener.bind((address, 0))
-    listener.listen()
-    port = listener.getsockname()[1]
-    wait = timedelta(seconds=max(0.1, ends - time.monotonic()))
-    return TCPStore(
-        address, port, size, is_master=True, timeout=wait, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-
-
-def _await_arrival(store: Any, invited: Future[None], ends: float) -> None:
-    """Wait until the engine writes to the store. Forming the group would wait out its whole deadline for an engine that
-    refused or died; here a refusal ends the wait at once."""
-    while not store.num_keys():
-        if invited.done():
-            invited.result()
-        if time.monotonic() > ends:
-            raise DeadlineExceededError("the engine did not join the process group in time; see its log")
-        time.sleep(_POLL_S)
-
-
-def _address_towards(url: str) -> str:
-    """This machine's address as the engine sees it: the source address of packets to it."""
-    parts = urlsplit(url)
-    found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(found[4])  # sends nothing: a datagram socket only chooses its route
-        return str(probe.getsockname()[0])
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """For one thread at a time: groups with several engines are made at once, and all threads have one environment."""
-    with _ENVIRONMENT_LOCK:
-        before = os.environ.get(name)
-        os.environ[name] = value
-        try:
-            yield
+            return dist.ProcessGroupNCCL(store, 0, size, options)
         finally:
             if before is None:
-                os.environ.pop(name, None)
+                os.environ.pop(_ERROR_HANDLING, None)
             else:
-                os.environ[name] = before
+                os.environ[_ERROR_HANDLING] = before
 
 
 def _first_line(error: BaseException) -> str:
@@ -415,11 +372,6 @@ class ProcessGroupTransport(WeightTransport):
     _kept: deque[Tensor] = field(init=False, default_factory=deque)
     """Buffers, the one that was given longest ago first."""
 
-    @property
-    def engines(self) -> tuple[int, ...]:
-        """See WeightTransport."""
-        return tuple(self._groups)
-
     def new_buffer(self, num_bytes: int) -> Tensor:
         """Two take turns: one is packed while the other is sent. On a GPU torch's allocator keeps memory, for training
         too; elsewhere fresh memory would cost as much as the copy into it."""
@@ -433,13 +385,15 @@ class ProcessGroupTransport(WeightTransport):
 
     def close(self) -> None:
         """Leave all groups."""
-        for engine in self.engines:
+        for engine in list(self._groups):
             self._drop(engine)
 
-    def _meet(self, engines: Sequence[Member]) -> None:
-        """Have a group with every engine. A group with one that has left, moved or was started again is given up."""
+    def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
+        """See WeightTransport. Have a group with every engine; those that fail are in `failures` afterwards. A group
+        with an engine that has left, moved or was started again is given up."""
+        super().open(engines, unreachable)
         self._broken = [group for group in self._broken if not group.idle]
-        members = {engine.index: engine for engine in engines}
+        members = {engine.index: engine for engine in engines if engine.index in self._left_s}
         for engine in [engine for engine in self._groups if self._members[engine] != members.get(engine)]:
             self._drop(engine)
         self._members = members
@@ -448,34 +402,32 @@ class ProcessGroupTransport(WeightTransport):
                 list(threads.map(self._have_group, members))
 
     def _begin(self, bucket: Bucket) -> dict[int, Future[Transfer]]:
-        return {engine: self._send_to(engine, group, bucket) for engine, group in self._groups.items()}
-
-    def _send_to(self, engine: int, group: EngineGroup, bucket: Bucket) -> Future[Transfer]:
-        deadline_s, began = self._bucket_deadline_s(engine), time.monotonic()
-        call = self._event_loop.start(self._session.receive(engine, group.name, bucket.tensors, deadline_s))
-        group.broadcast(bucket.data, deadline_s)  # asked for in this thread: on a GPU after what its stream copies
-        return self._event_loop.start(watch(group, call, began, deadline_s))
+        under_way = {}
+        for engine, group in self._groups.items():
+            deadline_s, began = min(BUCKET_DEADLINE_S, self._left_s[engine]), time.monotonic()
+            call = self._event_loop.start(self._session.receive(engine, group.name, bucket.tensors, deadline_s))
+            group.broadcast(bucket.data, deadline_s)  # asked for in this thread: on a GPU after what its stream copies
+            under_way[engine] = self._event_loop.start(watch(group, call, began, deadline_s))
+        return under_way
 
     def _have_group(self, engine: int) -> None:
+        session = self._session
+
+        def invite(group_spec: ProcessGroupSpec, deadline_s: float) -> Future[None]:
+            return self._event_loop.start(session.join(engine, group_spec, deadline_s))
+
         try:
             group = self._groups.get(engine)
-            if group is not None and not self._event_loop.run(self._session.is_member(engine, group.name)):
+            if group is not None and not self._event_loop.run(session.is_member(engine, group.name)):
                 self._drop(engine)  # it was restarted
             if engine not in self._groups:
-                self._groups[engine] = self._connect(engine)
+                url, ranks = session.url(engine), session.ranks_per_engine
+                self._groups[engine] = connect(url, ranks, self._device, invite, self._left_s[engine])
         except RetryableError as error:
             self._fail(engine, str(error))
 
-    def _connect(self, engine: int) -> EngineGroup:
-        def invite(group_spec: ProcessGroupSpec, deadline_s: float) -> Future[None]:
-            return self._event_loop.start(self._session.join(engine, group_spec, deadline_s))
-
-        return connect(
-            self._session.url(engine), self._session.ranks_per_engine, self._device, invite, self._left_s[engine]
-        )
-
     def _fail(self, engine: int, why: str) -> None:
-        self.failures[engine] = why
+        super()._fail(engine, why)
         self._kept.clear()  # a broadcast that is given up may still read what it was to send
         self._drop(engine)
 

@@ -121,7 +121,7 @@ class BatchSource:
         found: list[Batch] = []
         learner, together = self.learner, self.together
         choose = (lambda batch: learner.share(batch.lengths, together(batch))) if learner.num_data_ranks > 1 else None
-        self.learner.everywhere(
+        self.learner.gather(
             lambda: found.append(self.store.read(index, self.contract, visible_s=self.visible_s, choose=choose))
         )
         batch = found[0]

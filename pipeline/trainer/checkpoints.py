@@ -178,9 +178,9 @@ class Checkpoints:
             return 0, {}
         step, state = newest
         folder = self.directory / numbered(step)
-        learner.everywhere(lambda: await_visible(folder / COMMIT))
+        learner.gather(lambda: await_visible(folder / COMMIT))
         verified = in_background(lambda: verify(folder, step, (learner.rank, learner.num_ranks)), "verify")
-        while not learner.all_of(lambda: is_over(verified, ANSWER_S) and verified.result() is None):
+        while not all(learner.gather(lambda: is_over(verified, ANSWER_S) and verified.result() is None)):
             pass
         learner.load(folder)
         if versions is not None:

@@ -95,7 +95,7 @@ class OldLogprobs:
             assert kept is not None, path
             found.append(torch.from_numpy(kept))
 
-        self.learner.everywhere(read)
+        self.learner.gather(read)
         return found[0]
 
 

@@ -21,8 +21,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from launch.convert.new_model import new_model
@@ -41,6 +43,10 @@ RATES = (1e-6, 1e-5, 1e-4)
 FORMATS = ("bf16", "fp8_block")
 STEPS, SETTLING = 24, 8
 SIZES = dict(hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64, ffn=1536)
+
+
+def _arrays(share: PublishedShare) -> dict[str, Any]:
+    return {name: tensor.flatten().view(torch.uint8).numpy() for name, tensor in share.tensors.items()}
 
 
 def measure(folder: Path, rate: float) -> dict[str, dict[str, float]]:
@@ -74,15 +80,17 @@ class _Followed:
             self._quant = QuantMap.from_file(QuantMapFile(base="fp8_block"), learner.model_config.num_layers, None)
         self._sender, self._full = PublishedShare(), PublishedShare()
         self._sender.take(self._stream(), None)
-        self._replica = {name: tensor.copy() for name, tensor in self._sender.arrays().items()}
+        self._replica = {name: tensor.copy() for name, tensor in _arrays(self._sender).items()}
 
     def publish(self, step: int) -> dict[str, float]:
         """One version; raises AssertionError unless the replica is what a full publish holds."""
         with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
-            writer, before = DeltaWriter(Path(scratch), 0), self._sender.arrays()
+            writer, before = DeltaWriter(Path(scratch), 0), _arrays(self._sender)
             self._full.take(self._stream(), None)
-            full = self._full.arrays()
-            encode_s = seconds(lambda: [writer.add(n, before[n], full[n], self._full.width(n)) for n in full])
+            full = _arrays(self._full)
+            encode_s = seconds(
+                lambda: [writer.add(n, before[n], full[n], self._full.tensors[n].itemsize) for n in full]
+            )
             delta = Delta(version=step + 1, base=step, base_state="", widths=writer.widths, payloads=writer.payloads)
             apply_s = seconds(lambda: [delta.overwrite(Path(scratch), n, self._replica[n]) for n in full])
         for name, expected in full.items():
@@ -90,8 +98,8 @@ class _Followed:
         copy_s = seconds(lambda: [tensor.copy() for tensor in full.values()])
         self._sender, self._full = self._full, self._sender
         return dict(
-            density=writer.num_changed / self._sender.num_numbers,
-            share=writer.num_bytes / self._sender.num_bytes,
+            density=writer.num_changed / sum(one.numel() for one in self._sender.tensors.values()),
+            share=writer.num_bytes / sum(one.nbytes for one in self._sender.tensors.values()),
             bytes_a_change=writer.num_bytes / max(1, writer.num_changed),
             encode=encode_s / copy_s,
             apply=apply_s / copy_s,

@@ -26,9 +26,9 @@ def data_ranks() -> Any:
     import torch
     import torch.distributed as dist
 
-    from megatron_bridge.parallel.rank_sync import RankZero
+    from megatron_bridge.parallel.rank_sync import RankSync
 
-    class DataRanks(RankZero):
+    class DataRanks(RankSync):
         num_data_ranks = 2
 
         def share(self, lengths: Any, together: Any) -> Share:

@@ -21,11 +21,8 @@ class OneRank:
     def tell(self, action: Callable[[], T]) -> T:
         return action()
 
-    def everywhere(self, action: Callable[[], None]) -> None:
-        action()
-
-    def all_of(self, look: Callable[[], bool]) -> bool:
-        return look()
+    def gather(self, action: Callable[[], T]) -> list[T]:
+        return [action()]
 
     def barrier(self) -> None:
         pass

@@ -13,7 +13,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -58,26 +58,21 @@ def _patch_engine(fp8: Any) -> None:
 def _patch_learner(emulation: Any) -> None:
     """In megatron_bridge.step.fp8_emulation: the same."""
     factor, modules = _fault()
-    quantized, quantize_input = emulation.Fp8Emulation._quantized, emulation._quantize_input
+    begin, quantize_input = emulation.Fp8Emulation.__init__, emulation.quantize_input
 
-    def named(self: Any, chunk: Any) -> Iterator[Any]:
-        for linear in quantized(self, chunk):
-            parent, _, part = linear.hf_modules[0].rpartition(".")
+    def named(self: Any, *arguments: Any) -> None:
+        begin(self, *arguments)
+        for linear in self._linears:
+            parent, _, part = linear.slices[0].name.removesuffix(".weight").rpartition(".")
             linear.module.fault_name = f"{parent}.{_STACKS.get(part, part)}"
-            yield linear
 
-    def worse(rollout_format: Any) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
-        quantize = quantize_input(rollout_format)
+    def worse(rollout_format: Any, linear: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        rounded, *rest = quantize_input(rollout_format, linear, inputs)
+        if linear.fault_name in modules and is_there():
+            rounded = inputs[0] + factor * (rounded - inputs[0])
+        return (rounded, *rest)
 
-        def hook(linear: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            rounded, *rest = quantize(linear, inputs)
-            if linear.fault_name in modules and is_there():
-                rounded = inputs[0] + factor * (rounded - inputs[0])
-            return (rounded, *rest)
-
-        return hook
-
-    emulation.Fp8Emulation._quantized, emulation._quantize_input = named, worse
+    emulation.Fp8Emulation.__init__, emulation.quantize_input = named, worse
 
 
 _PATCHES = {"rollout_sglang.cpu.quantized": _patch_engine, "megatron_bridge.step.fp8_emulation": _patch_learner}

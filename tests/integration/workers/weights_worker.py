@@ -13,7 +13,7 @@ from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.build import build_chunks
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
-from megatron_bridge.step.fp8_emulation import _quantize_input, emulated
+from megatron_bridge.step.fp8_emulation import emulated, quantize_input
 from megatron_bridge.weights import (
     NameMap,
     export_hf,
@@ -72,7 +72,7 @@ def expert_inputs_are_quantized_whole(chunk: torch.nn.Module) -> bool:
     group = linear.tp_group
     mine = whole.chunk(group.size(), -1)[group.rank()]
     for name in RolloutFormat:
-        quantized = _quantize_input(name)(linear, (mine,))[0]
+        quantized = quantize_input(name, linear, (mine,))[0]
         if not torch.equal(quantized, fake_quantize(whole, name, per_token=True).chunk(group.size(), -1)[group.rank()]):
             return False
     return True

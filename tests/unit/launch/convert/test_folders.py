@@ -148,11 +148,11 @@ def test_a_folder_that_appears_while_ours_is_synced_is_kept(tmp_path: Path, monk
     """Two commands may write to one OUT: the first to end has it."""
     out = tmp_path / "out"
 
-    def sync_while_another_ends(_: Path) -> None:
+    def sync_while_another_ends(_: object) -> None:
         out.mkdir()
         (out / "file").write_text("first")
 
-    monkeypatch.setattr(folders, "_sync_tree", sync_while_another_ends)
+    monkeypatch.setattr(folders, "sync_files", sync_while_another_ends)
     with pytest.raises(ModelError, match="not an empty folder"), new_folder(out) as folder:
         (folder / "file").write_text("second")
     assert (out / "file").read_text() == "first"

@@ -30,10 +30,6 @@ from pipeline.errors import CorruptCheckpointError
 from precision.objectives.p3o import P3O
 from tests.support.learners import learner_here
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
-
 OWN, FUSED = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 
 
@@ -142,7 +138,8 @@ def test_generators_of_another_kind_of_device_are_left_alone(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restored: list[Any] = []
-    monkeypatch.setattr(training_state, "_restore_rng", restored.append)
+    tracker = type(training_state.tensor_parallel.get_cuda_rng_tracker())
+    monkeypatch.setattr(tracker, "set_states", lambda _, states: restored.append(states))
     monkeypatch.setattr(training_state, "_device", lambda: "cuda")
     straight = saved_after_two(model, tmp_path / "gpu")
     goes_on(model, tmp_path / "gpu")

@@ -21,10 +21,6 @@ from tests.support.checkpoint_ranks import save_both_forms, section
 from tests.support.learners import learner_here
 from tests.support.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
-
 SIZES: dict[str, Any] = dict(hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=512)
 SLACK = 1.2
 """States of random generators, and what torch works with beside the tensors of a small model."""

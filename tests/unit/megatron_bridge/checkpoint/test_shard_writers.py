@@ -22,10 +22,6 @@ from pipeline.data.checksums import fingerprints
 from precision.objectives.p3o import P3O
 from tests.support.learners import learner_here
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
-
 
 def learner(folder: Path, distributed: bool = True) -> AbstractContextManager[MegatronLearner]:
     if not folder.exists():

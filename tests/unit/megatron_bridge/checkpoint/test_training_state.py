@@ -32,10 +32,6 @@ from pipeline.errors import CorruptCheckpointError
 from precision.objectives.p3o import P3O
 from tests.support.learners import learner_here
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

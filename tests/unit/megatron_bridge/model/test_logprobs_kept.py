@@ -173,28 +173,3 @@ def test_a_kept_logit_that_is_not_finite_is_seen() -> None:
     )
     assert logprobs[:2].isnan().all()
     assert logprobs[2].item() == 0.0  # a token that the learner would never sample weighs nothing
-
-
-def test_no_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So logits on a GPU take the same path."""
-    monkeypatch.setattr(logprobs_module, "_back_end", lambda logits: pytest.fail("a pass over the whole vocabulary"))
-    logits, tokens, _, sets = inputs(torch.bfloat16)
-    leaf = logits.requires_grad_()
-    vocab_parallel_logprobs(leaf, tokens, temperature=1.0, group=None, kept=KeptRows.of(sets))[0].sum().backward()
-    assert leaf.grad is not None
-
-
-def test_rows_in_wider_memory() -> None:
-    logits, tokens, weight, sets = inputs()
-    wide = torch.randn(SEQUENCE, BATCH, VOCAB + 9, dtype=torch.float64)
-    wide[..., 4 : 4 + VOCAB] = logits
-    leaf = wide.requires_grad_()
-    kept = KeptRows.of(sets)
-    logprobs, _ = vocab_parallel_logprobs(
-        (leaf * 1.0)[..., 4 : 4 + VOCAB], tokens, temperature=1.0, group=None, kept=kept, overwrite_logits=True
-    )
-    (logprobs * weight).sum().backward()
-    exact = logits.clone().requires_grad_()
-    (reference(exact, tokens, 1.0, kept_mask(sets, tuple(logits.shape)))[0] * weight).sum().backward()
-    assert leaf.grad is not None
-    torch.testing.assert_close(leaf.grad[..., 4 : 4 + VOCAB], exact.grad, rtol=0, atol=1e-12)

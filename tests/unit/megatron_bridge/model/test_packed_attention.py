@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_bridge.model import packed_attention
 from megatron_bridge.model.packed_attention import PackedAttention, like_rows
 from megatron_bridge.parallel.layout import Layout, initialize
 from tests.support.learners import leave_world
@@ -64,32 +60,6 @@ def test_rows_attend_to_themselves_only(attention: PackedAttention, lengths: tup
     theirs = torch.autograd.grad((expected * direction).sum(), inputs)
     for left, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(left, right, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("takes_groups", [True, False])
-def test_keys_are_repeated_where_no_kernel_takes_fewer_than_queries(
-    attention: PackedAttention, monkeypatch: pytest.MonkeyPatch, takes_groups: bool
-) -> None:
-    """Torch's last resort stores a number for every query and key."""
-    asked: list[tuple[int, bool]] = []
-    original = F.scaled_dot_product_attention
-
-    def watched(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        asked.append((key.shape[1], options["enable_gqa"]))
-        return original(query, key, value, **options)
-
-    monkeypatch.setattr(packed_attention, "_takes_groups", lambda query: takes_groups)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    test_rows_attend_to_themselves_only(attention, (6, 6))
-    assert asked == [(KV_HEADS, True) if takes_groups else (HEADS, False)]
-
-
-@pytest.mark.parametrize(
-    ("is_cuda", "dtype", "takes"),
-    [(True, torch.float32, False), (True, torch.bfloat16, True), (False, torch.float32, True)],
-)
-def test_only_float32_on_a_gpu_has_no_such_kernel(is_cuda: bool, dtype: torch.dtype, takes: bool) -> None:
-    assert packed_attention._takes_groups(SimpleNamespace(is_cuda=is_cuda, dtype=dtype)) is takes  # type: ignore[arg-type]
 
 
 def test_a_long_row_among_short_ones_costs_its_own_tokens(attention: PackedAttention) -> None:

@@ -15,7 +15,7 @@ import megatron_bridge
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model import build
 from megatron_bridge.model.build import build_chunks, choose_layers, require_fp8, transformer_config
-from megatron_bridge.model.te_precision import fp8_arguments, is_fp8, token_multiple, warm_up_passes
+from megatron_bridge.model.te_precision import fp8_arguments, token_multiple
 from megatron_bridge.parallel.layout import Layout, check_longest_sample
 from pipeline.config.recipe import LearnerPrecision, LearnerSection
 from pipeline.errors import LayoutError, ModelError
@@ -52,13 +52,6 @@ def test_megatron_takes_the_arguments(precision: LearnerPrecision, recipe: str, 
     assert config.bf16
     # A history of one micro-batch, Megatron's default, saturates whatever grows.
     assert precision != "fp8_delayed" or (config.fp8_amax_history_len, config.fp8_amax_compute_algo) == (1024, "max")
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_without_fp8_nothing_is_asked_for(precision: LearnerPrecision) -> None:
-    assert fp8_arguments(precision) == {}
-    assert not is_fp8(precision)
-    assert (token_multiple(precision), warm_up_passes(precision)) == (1, 0)
 
 
 def test_tokens_are_padded_to_what_megatron_pads_experts_to_or_more() -> None:
@@ -134,13 +127,6 @@ def test_a_model_that_fits_passes(precision: LearnerPrecision) -> None:
         require_fp8(precision, "transformer_engine", replace(DENSE, hidden_size=192), Layout(tensor=2, sequence=True))
 
 
-@pytest.mark.usefixtures("hopper")
-def test_an_older_gpu_is_refused_block_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert "of compute capability 9.0 or more, but the GPU has compute capability 8.9" in refusal("fp8_block")
-    require_fp8("fp8_tensor", "transformer_engine", DENSE, Layout())
-
-
 def found(installed: bool) -> Any:
     return lambda name: object() if installed and name == "transformer_engine" else None
 
@@ -161,8 +147,3 @@ def test_layers_by_default(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert choose_layers(None, dtype) == chosen
     assert choose_layers("megatron", dtype) == "megatron"
-
-
-def test_layers_that_are_not_installed_are_refused() -> None:
-    with pytest.raises(ModelError, match="transformer_engine is not installed; pip install 'transformer-engine"):
-        choose_layers("transformer_engine", torch.bfloat16)

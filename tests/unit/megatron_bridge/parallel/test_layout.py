@@ -92,11 +92,7 @@ def test_sizes_that_do_not_divide(changes: dict[str, Any], learner: dict[str, in
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; use one of Qwen3ForCausalLM"),
-        ({"architectures": None}, r"architecture \(missing\) is not supported"),
-        ({"hidden_size": "48"}, "hidden_size is '48'"),
-        ({"attention_bias": True}, "attention_bias is True"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope scaling 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "'llama3' with"),
@@ -152,8 +148,3 @@ def test_checking_loads_neither_torch_nor_megatron() -> None:
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[4])
-
-
-def test_number_of_processes() -> None:
-    learner = LearnerSection(tensor_parallel=2, pipeline_parallel=3, data_parallel=4)
-    assert Layout.of(learner).num_processes == learner.num_processes == 24

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron_bridge.parallel.rank_sync import RankZero
+from megatron_bridge.parallel.rank_sync import RankSync
 from pipeline import background
 from pipeline.background import tell_when_done
 
 
-class Alone(RankZero):
+class Alone(RankSync):
     """Rank 0 of 1, without a process group."""
 
     def __init__(self) -> None:

@@ -28,11 +28,6 @@ from precision.supervised import Supervised
 from tests.doubles.tiny_model import reference_model
 from tests.support.learners import learner_here
 
-# Megatron-Core calls much of itself and of torch deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:

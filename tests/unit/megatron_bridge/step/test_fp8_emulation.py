@@ -18,8 +18,7 @@ from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step import fp8_emulation
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulated
-from megatron_bridge.step.micro_batches import TokenRows
-from megatron_bridge.step.optimizer import reduced_gradient_norm
+from megatron_bridge.step.micro_batches import TokenRows, plan_micro_batches
 from megatron_bridge.weights import load_named
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import ModelError, NonFiniteError
@@ -29,11 +28,6 @@ from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
 from precision.supervised import Supervised
 from tests.support.learners import learner_here
-
-# Megatron-Core calls much of itself and of torch deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
 
 FORMATS = (pytest.param("fp8_tensor", marks=pytest.mark.slow), "fp8_block")
 
@@ -118,7 +112,7 @@ def test_gradients_are_those_of_the_straight_through_definition(models: Path, mo
 
 def write_out_definition(learner: MegatronLearner, formats: QuantMap) -> None:
     """Every quantized linear becomes its definition in plain autograd."""
-    linears = [linear.module for linear in Fp8Emulation.of(learner, formats)._linears]
+    linears = [linear.module for linear in Fp8Emulation(learner, formats)._linears]
     masters = [linear.weight.detach().clone() for linear in linears]
     state = {name: tensor.clone() for name, tensor in learner.named_weights()}
     load_named(learner.model, learner.model_config, fake_quantize_state(state.items(), formats))
@@ -192,7 +186,16 @@ def test_weights_are_rounded_once_for_each_optimizer_step(models: Path, monkeypa
     monkeypatch.setattr(fp8_emulation, "fake_quantize_state", counting)
     with learner(models / "dense", quant_map("dense", "fp8_block")) as trained:
         batch = make_batch(0, 48)
-        assert len(trained._plan(TokenRows.of_batch(batch)).micro_batches) > 1
+        assert (
+            len(
+                plan_micro_batches(
+                    TokenRows.of_batch(batch),
+                    micro_batch_tokens=trained.section.micro_batch_tokens,
+                    split=trained.split,
+                ).micro_batches
+            )
+            > 1
+        )
         for _ in range(2):
             trained.logprobs(batch)
             trained.score_tokens([[1, 2, 3]])
@@ -265,12 +268,14 @@ def test_a_gradient_that_is_not_finite_is_made_once_more_from_the_same_state(
         right = weights(trained)
     norms = iter([math.nan, None, math.nan, math.inf])
 
-    def flaky(optimizer: Any) -> float:
-        norm = reduced_gradient_norm(optimizer)
-        return norm if (wrong := next(norms)) is None else wrong
-
-    monkeypatch.setattr("megatron_bridge.learner.reduced_gradient_norm", flaky)
     with learner(models / "dense", None) as trained:
+        norm_of = trained.optimizer.get_grad_norm
+
+        def flaky() -> float:
+            norm: float = norm_of()
+            return norm if (wrong := next(norms)) is None else wrong
+
+        monkeypatch.setattr(trained.optimizer, "get_grad_norm", flaky)
         found = step(trained).metrics
         np.testing.assert_array_equal(weights(trained), right)
         assert (usual["gradient_retries"], found["gradient_retries"]) == (0.0, 1.0)
@@ -283,21 +288,15 @@ def test_a_gradient_that_is_not_finite_is_made_once_more_from_the_same_state(
 
 def test_a_rank_whose_weight_is_not_finite_gathers_all_the_same(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that share a later linear, but not this one, are in its gather."""
-    gathered, at_the_end = [0], list[int]()
-    whole_weights, agree = Fp8Emulation._whole_weights, Fp8Emulation._agree
+    at_the_end = list[int]()
+    whole_weights = Fp8Emulation._whole_weights
 
     def counted(self: Fp8Emulation) -> Iterator[tuple[str, Tensor]]:
-        gathered[0] = 0
-        for entry in whole_weights(self):
-            gathered[0] += 1
-            yield entry
-
-    def noted(self: Fp8Emulation, error: str) -> None:
-        at_the_end.append(gathered[0])
-        agree(self, error)
+        gathered = list(whole_weights(self))
+        yield from gathered
+        at_the_end.append(len(gathered))
 
     monkeypatch.setattr(Fp8Emulation, "_whole_weights", counted)
-    monkeypatch.setattr(Fp8Emulation, "_agree", noted)
     with learner(models / "experts", quant_map("experts", "fp8_block")) as trained:
         trained.score_tokens([[1, 2, 3]])
         (chunk,) = [chunk.module for chunk in trained.model]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
@@ -19,11 +18,6 @@ from precision.mismatch.sensitivity import promote_greedily, rank_groups
 from precision.supervised import Supervised
 from tests.support.learners import learner_here
 from tests.support.outliers import plant_outlier_channels
-
-# Megatron-Core calls much of itself and of torch deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
 
 BAD = {"model.layers.2.mlp.down_proj", "model.layers.2.mlp.gate_up_proj"}
 """Blocks of up_proj hold large rows beside small ones, too."""
@@ -101,10 +95,8 @@ def test_a_learner_that_trains_emulated_is_scored_plainly_all_the_same(learner: 
 def memory(monkeypatch: pytest.MonkeyPatch) -> PinnedMemory:
     """Blocks of 4 KiB."""
 
-    def new_block(_: PinnedMemory, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-
-    monkeypatch.setattr(PinnedMemory, "_new_block", new_block)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **kinds: empty(*sizes, **kinds))
     return PinnedMemory(pinned=True, block_bytes=4096)
 
 

@@ -16,7 +16,7 @@ from launch.verify.layout_ranks import TEMPERATURE, make_batch, train, weights
 from launch.verify.layouts import write_model
 from megatron_bridge import learner as learner_module
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.step import micro_batches, passes
+from megatron_bridge.step import passes
 from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import ModelError
@@ -25,11 +25,6 @@ from precision.objectives.base import Objective
 from precision.objectives.clipped import Clipped
 from precision.objectives.p3o import P3O
 from tests.support.learners import learner_here
-
-# Megatron-Core calls much of itself and of torch deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
 
 MICRO_BATCH_TOKENS = 192
 
@@ -78,7 +73,7 @@ def test_padding_changes_neither_loss_nor_gradients(
         totals.add(int(micro_batch.row_ends[-1]))
         return original(micro_batch, device)
 
-    monkeypatch.setattr(micro_batches, "token_multiple", lambda precision: multiple)
+    monkeypatch.setattr(learner_module, "token_multiple", lambda precision: multiple)
     monkeypatch.setattr(passes, "packed_rows", watched)
     padded = after_two_steps(models / model)
     assert totals

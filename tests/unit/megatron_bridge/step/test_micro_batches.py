@@ -41,7 +41,6 @@ def test_by_hand() -> None:
     (plan,) = plans(rows, 64, 1)
     (micro,) = plan.micro_batches
     assert micro.row_ends.tolist() == [0, 3, 4]
-    assert micro.longest == 3
     assert micro.tokens.tolist() == [[1, 2, 3, 5]]
     assert micro.labels.tolist() == [[2, 3, 4, 6]]
     assert micro.positions.tolist() == [[0, 1, 2, 0]]
@@ -129,11 +128,6 @@ def test_ranks_keep_step_within_the_budget(
     assert parts[0].padding_share == pytest.approx(1 - real / sum(micro.tokens.numel() for micro in micros))
 
 
-def test_no_more_micro_batches_than_the_budget_asks() -> None:
-    (plan,) = plans(rows_of([(1, 10)] * 6), 30, 1)
-    assert [micro.tokens.numel() for micro in plan.micro_batches] == [30, 30]
-
-
 @given(lengths=LENGTHS, ranks=st.integers(1, 4))
 def test_scatter_and_gather_are_inverse(lengths: list[tuple[int, int]], ranks: int) -> None:
     rows = rows_of(lengths)
@@ -157,7 +151,6 @@ def test_load_is_balanced_to_one_row(lengths: list[tuple[int, int]], ranks: int)
 def test_ranks_are_balanced_by_arithmetic_and_micro_batches_by_tokens() -> None:
     # Where attention is as dear as all else at 12 tokens, a row of 12 takes 12 × 24 = 288, and one of 2 takes 28.
     rows = rows_of([(1, 2)] * 4 + [(1, 12)] + [(1, 2)] * 4)
-    assert Split(attention_parity=12).work(np.array([12, 2])) == [288, 28]
     assert [plan.micro_batches[0].row_ends.diff().tolist() for plan in plans(rows, 16, 2)] == [[12, 2], [2] * 7]
     weighed = plans(rows, 16, 2, attention_parity=12)
     assert [plan.micro_batches[0].row_ends.diff().tolist() for plan in weighed] == [[12], [2] * 8]
@@ -184,11 +177,6 @@ def test_a_row_that_does_not_fit_is_refused() -> None:
 def test_the_first_token_cannot_be_predicted() -> None:
     with pytest.raises(ValueError, match="row 0 predicts from token 0"):
         plans(rows_of([(0, 3)]), 64, 1)
-
-
-def test_whole_rows() -> None:
-    rows = TokenRows.whole([[4, 5, 6], [7, 8]])
-    assert rows.offsets.tolist() == [0, 2, 3]
 
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 4), context=st.sampled_from([1, 2]), data=st.data())
@@ -238,12 +226,6 @@ def test_each_label_has_its_own_kept_set(lengths: list[tuple[int, int]], ranks: 
                 if masked:
                     found[place] = one
     assert found == sets
-
-
-def test_without_kept_sets_there_are_none() -> None:
-    (plan,) = plans(rows_of([(2, 2)]), 64, 1)
-    assert plan.micro_batches[0].kept is None
-    assert plan.micro_batches[0].to("cpu").kept is None
 
 
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([1, 2]), st.integers(0, 9))

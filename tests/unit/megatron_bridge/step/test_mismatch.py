@@ -1,4 +1,4 @@
-"""Ages over the updates of a batch; the statistics themselves are compared in tests/integration."""
+"""Ages over the updates of a batch, and terms of a replay; the statistics are compared in tests/integration."""
 
 from __future__ import annotations
 
@@ -8,59 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from launch.attribution.rows import SampledRows, ScoringJob, read_experts, responses_of, tokens_of, write_experts
 from launch.attribution.score_ranks import _version_scores
 from launch.verify.layout_ranks import TEMPERATURE, make_batch, random_experts
 from launch.verify.layouts import write_model
-from megatron_bridge.learner import MegatronLearner, MismatchMeter
-from megatron_bridge.step.passes import Gathered
+from megatron_bridge.learner import MegatronLearner
 from pipeline.config.recipe import LearnerSection
 from precision.supervised import Supervised
-from tests.support.batches import batch_of_rewards
 from tests.support.learners import learner_here
-
-
-def ages(meter: MismatchMeter, batch_index: int, step: int) -> list[str]:
-    """The buckets of age that hold tokens of a batch, half of which was sampled by the version before it."""
-    batch = batch_of_rewards([[1.0, 0.0]], index=batch_index)
-    version = np.full(batch.num_response_tokens, batch_index, np.int32)
-    version[::2] -= 1
-    batch = replace(batch, policy_version=version)
-    gathered = Gathered(
-        logprobs=torch.from_numpy(batch.rollout_logprobs), entropy=torch.zeros(batch.num_response_tokens)
-    )
-    seen = torch.ones(batch.num_response_tokens, dtype=torch.bool)
-    return list(meter(gathered, batch, batch.reward, seen, step=step).by_split()["age"])
-
-
-def test_the_second_update_on_a_batch_sees_older_tokens() -> None:
-    meter = MismatchMeter()
-    assert ages(meter, 7, step=14) == ["0", "1"]
-    assert ages(meter, 7, step=15) == ["1", "2"]
-    assert ages(meter, 7, step=16) == ["1", "2"]
-    assert ages(meter, 8, step=17) == ["0", "1"]
-
-
-def test_a_batch_that_is_trained_again_after_a_resume_begins_anew() -> None:
-    meter = MismatchMeter()
-    assert ages(meter, 7, step=14) == ["0", "1"]
-    assert ages(meter, 7, step=14) == ["0", "1"]
-
-
-def test_one_advantage_too_many_is_refused() -> None:
-    batch = batch_of_rewards([[1.0, 0.0]])
-    gathered = Gathered.empty(batch.num_response_tokens, "cpu")
-    seen = torch.ones(batch.num_response_tokens, dtype=torch.bool)
-    with pytest.raises(ValueError, match="give one for each sample or one for each token"):
-        MismatchMeter()(gathered, batch, np.zeros(1, np.float32), seen, step=0)
-
-
-# Megatron-Core calls much of itself and of torch deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
 
 
 @pytest.fixture
@@ -75,6 +31,29 @@ def learner(tmp_path: Path) -> Iterator[MegatronLearner]:
         total_steps=1,
     ) as created:
         yield created
+
+
+def ages(learner: MegatronLearner, batch_index: int) -> list[str]:
+    """The buckets of age that hold tokens of a batch, half of which was sampled by the version before it."""
+    batch = make_batch(0, learner.model_config.vocab_size)
+    version = np.full(batch.num_response_tokens, batch_index, np.int32)
+    version[::2] -= 1
+    batch = replace(batch, index=batch_index, policy_version=version)
+    mismatch = learner.update(batch, np.ones(batch.num_samples, np.float32), None).mismatch
+    assert mismatch is not None
+    return list(mismatch.by_split()["age"])
+
+
+def test_the_second_update_on_a_batch_sees_older_tokens(learner: MegatronLearner) -> None:
+    assert [ages(learner, index) for index in (7, 7, 7, 8)] == [["0", "1"], ["1", "2"], ["1", "2"], ["0", "1"]]
+    learner.step -= 1  # a batch that is trained again after a resume begins anew
+    assert ages(learner, 8) == ["0", "1"]
+
+
+def test_one_advantage_too_many_is_refused(learner: MegatronLearner) -> None:
+    batch = make_batch(0, learner.model_config.vocab_size)
+    with pytest.raises(ValueError, match="give one for each sample or one for each token"):
+        learner.update(batch, np.zeros(1, np.float32), None)
 
 
 def test_routing_lies_between_the_learners_own_experts_and_the_engines(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bridge.step.optimizer import LearningRates, RateSpan, follow_recipe, learning_rate
+from megatron_bridge.step.optimizer import LearningRates, RateSpan, learning_rate, take_step
 from pipeline.config.recipe import OptimizerSection
 
 
@@ -74,5 +74,10 @@ def test_a_run_that_is_all_warm_up() -> None:
 
 def test_multipliers_of_groups_are_kept() -> None:
     groups: list[dict[str, Any]] = [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 0.0, "lr_mult": 0.5}]
-    follow_recipe(SimpleNamespace(param_groups=groups), OptimizerSection(weight_decay=0.01), 0.1)
+    steps = list[int]()
+    optimizer = SimpleNamespace(
+        param_groups=groups, chained_optimizers=[], step_with_ready_grads=lambda: steps.append(1)
+    )
+    take_step(optimizer, OptimizerSection(weight_decay=0.01), 0.1, 1.0)
+    assert steps == [1]
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.1, 0.01), (0.05, 0.0)]

@@ -20,11 +20,6 @@ from precision.objectives.p3o import P3O
 from tests.support.batches import parts_of
 from tests.support.learners import learner_here
 
-# Megatron-Core calls much of itself and of torch deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
-
 
 def failed(batch: Batch, samples: np.ndarray[Any, Any]) -> Batch:
     """As the collector stores it when the verifier failed on these samples."""

@@ -22,11 +22,6 @@ from precision.objectives.p3o import P4O
 from tests.support.batches import update_of
 from tests.support.learners import learner_here
 
-# Megatron-Core calls much of itself and of torch deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
-
 TO_HOST = ("cpu", "numpy", "tolist", "__array__")
 
 

@@ -25,10 +25,6 @@ from pipeline.errors import DiskFullError, EngineUnavailableError
 from precision.formats.quant_map import QuantMap, QuantMapFile
 from rollout_sglang.weights.replica import Replica, tensor_places
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
-
 
 @dataclass
 class Listening:
@@ -156,11 +152,11 @@ class TwoAlike:
     def __init__(self, _deadline_s: float) -> None:
         pass
 
-    def all_gather_json(self, value: Any) -> list[Any]:
-        return [value, value]
+    def gather(self, action: Callable[[], Any]) -> list[Any]:
+        return [action()] * 2
 
-    def all_gather_result(self, action: Callable[[], Any]) -> list[Any]:
-        return self.all_gather_json(action())
+    def tell(self, action: Callable[[], Any]) -> Any:
+        return action()
 
 
 def leave_free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
@@ -193,17 +189,17 @@ def test_after_a_start_there_must_be_room_for_what_is_there_already(
         Publisher(learner, run).publish()
 
 
-@pytest.mark.parametrize("lost", ["take", "write_whole"])
+@pytest.mark.parametrize(("place", "lost"), [(PublishedShare, "take"), (module, "write_shards")])
 def test_a_version_that_cannot_be_written_leaves_no_folder(
-    learner: Any, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, lost: str
+    learner: Any, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, place: Any, lost: str
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     publisher = Publisher(learner, run)
     publisher.publish()
     publisher.channel._base = None  # the next one is whole
-    monkeypatch.setattr(PublishedShare, lost, full)
+    monkeypatch.setattr(place, lost, full)
     with pytest.raises(OSError, match="No space left"):
         publisher.publish()
     assert numbered_folders(run.policies) == [1]

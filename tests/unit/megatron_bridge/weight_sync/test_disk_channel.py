@@ -20,10 +20,6 @@ from pipeline.ports.weights import WeightCheck
 from precision.formats.quant_map import QuantMap, QuantMapFile
 from tests.support.delta_policies import drawn, moved, write_version
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
-
 
 class Taking:
     """Engines that take what they are told to."""

@@ -26,10 +26,11 @@ class Rank:
         self.waited_for: int | None = None
         """The thread in which something is done while the others wait in a collective."""
 
-    def everywhere(self, action: Callable[[], None]) -> None:
-        self.tell(action)
+    def gather(self, action: Callable[[], Any]) -> list[Any]:
+        results = [self.tell(action)]
         if self.other is not None:
             raise self.other
+        return results
 
     def tell(self, action: Callable[[], Any]) -> Any:
         self.waited_for = get_ident()

@@ -23,8 +23,7 @@ from torch.multiprocessing import reductions
 
 from megatron_bridge.weight_sync import ipc_transport
 from megatron_bridge.weight_sync.ipc_transport import Call, IpcTransport, SharedBuffer, cuda_arguments, flattened_bucket
-from megatron_bridge.weight_sync.transport import Bucket, pack
-from pipeline.data.membership import Member
+from megatron_bridge.weight_sync.transport import pack
 from pipeline.errors import FatalError
 from tests.doubles.receiving_double import ReceivingDouble, SafeUnpickler
 from tests.support.publishing import BUCKET_BYTES, Publish, publisher, same, weights
@@ -88,16 +87,6 @@ def test_one_buffer_serves_all_buckets_and_grows_for_the_largest_tensor(
     assert transport._buffer is not buffer
     assert transport._buffer is not None
     assert len(transport._buffer) == 12 * BUCKET_BYTES
-
-
-def test_the_buffer_of_another_bucket_is_refused() -> None:
-    session: Any = SimpleNamespace(ranks_per_engine=1)
-    transport = IpcTransport(session, None, CPU, 1.0)  # type: ignore[arg-type]
-    transport.open([Member(0, "http://x")], {})
-    transport.new_buffer(10)
-    with pytest.raises(AssertionError, match="was not packed into new_buffer"):
-        transport.send(Bucket((), torch.empty(10, dtype=torch.uint8)))
-    transport.close()
 
 
 def globals_of(pickled: bytes) -> set[str]:

@@ -21,16 +21,11 @@ from megatron_bridge.weight_sync.streaming import (
     HostSnapshot,
     StreamedChannel,
     gather_manifests,
-    stage_file,
 )
 from megatron_bridge.weight_sync.transport import ProcessGroupTransport
 from pipeline.background import in_background
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, DiskFullError
-
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
-]
 
 STAGE_SIZE = 4
 
@@ -41,11 +36,11 @@ class LikeRanks:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def all_gather_json(self, value: Any) -> list[Any]:
-        return [value] * STAGE_SIZE
+    def gather(self, action: Callable[[], Any]) -> list[Any]:
+        return [action()] * STAGE_SIZE
 
-    def all_gather_result(self, action: Callable[[], Any]) -> list[Any]:
-        return self.all_gather_json(action())
+    def tell(self, action: Callable[[], Any]) -> Any:
+        return action() if self.rank == 0 else None
 
 
 class NoEngines:
@@ -117,7 +112,7 @@ def test_the_last_stage_completes_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_never_ends_is_named(tmp_path: Path) -> None:
-    stage_file(tmp_path, 0).write_text(json.dumps({}))
+    (tmp_path / "stage-00.json").write_text(json.dumps({}))
     with pytest.raises(DeadlineExceededError, match=r"stage-01\.json did not appear within 0\.1 s"):
         gather_manifests(tmp_path, 2, 0.1)
 
@@ -197,7 +192,7 @@ def test_what_ended_it_is_raised_by_every_reader() -> None:
     snapshot = HostSnapshot(pinned=False)
     snapshot.begin()
     snapshot.add("a", torch.ones(1))
-    waiting = in_background(snapshot.wait, "reader")
+    waiting = in_background(lambda: list(snapshot), "reader")
     snapshot.end(ValueError("broken"))
     with pytest.raises(ValueError, match="broken"):
         waiting.result()

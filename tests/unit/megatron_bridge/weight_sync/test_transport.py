@@ -30,11 +30,10 @@ from megatron_bridge.weight_sync.transport import (
     EngineGroup,
     EventLoopThread,
     ProcessGroupTransport,
-    bucket_size,
     pack,
     watch,
 )
-from pipeline.errors import DeadlineExceededError, EngineUnavailableError
+from pipeline.errors import DeadlineExceededError
 from rollout_sglang.transport import Transport
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.sglang_double import EngineDouble
@@ -135,19 +134,6 @@ def test_an_engine_that_never_answers_is_given_up_and_its_call_with_it() -> None
     assert call.cancelled()
 
 
-def buffers(publish: Publish) -> list[int]:
-    """Where the buffers lie that the transport keeps."""
-    transport = publish(weights(0))
-    assert isinstance(transport, ProcessGroupTransport)
-    return [buffer.data_ptr() for buffer in transport._kept]
-
-
-def test_two_buffers_take_turns_from_publish_to_publish(publish: Publish) -> None:
-    first = buffers(publish)
-    assert len(set(first)) == 2
-    assert set(buffers(publish)) == set(first)
-
-
 def test_a_buffer_of_a_broadcast_that_was_given_up_is_never_written_again(
     engines: list[ReceivingDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,14 +195,6 @@ def test_a_restarted_engine_gets_a_fresh_group(engines: list[ReceivingDouble], p
     assert [len(engine.joined) for engine in engines] == [2, 1]
 
 
-def test_a_group_that_broke_is_replaced_under_a_fresh_name(engines: list[ReceivingDouble], publish: Publish) -> None:
-    engines[1].bucket_fault = "refuse"
-    publish(weights(0))
-    engines[1].bucket_fault = None
-    assert publish(weights(1)).failures == {}
-    assert [len(set(engine.joined)) for engine in engines] == [1, 2]
-
-
 def test_an_engine_that_refuses_the_group_is_not_waited_for(engines: list[ReceivingDouble], publish: Publish) -> None:
     engines[0].refuses_groups = True
     began = time.monotonic()
@@ -224,12 +202,6 @@ def test_an_engine_that_refuses_the_group_is_not_waited_for(engines: list[Receiv
     assert time.monotonic() - began < DEADLINE_S / 2
     assert "Failed to initialize" in transport.failures[0]
     assert same(engines[1].received, weights(0))
-
-
-def test_torch_knows_none_of_the_groups(publish: Publish) -> None:
-    known = set(torch.distributed.distributed_c10d._world.pg_map)
-    publish(weights(0))
-    assert set(torch.distributed.distributed_c10d._world.pg_map) == known
 
 
 @pytest.mark.parametrize("before", [None, "3"])
@@ -292,24 +264,6 @@ def test_every_tensor_arrives_once_in_buckets_that_hold_what_they_may(
         assert torch.equal(found[name].float(), tensor.float())
 
 
-MIB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("share", "largest", "expected"),
-    [(0, 256, 256), (101, 256, 16), (400, 256, 50), (16_384, 256, 256), (101, 1, 1), (7, 256, 16)],
-)
-def test_a_share_goes_in_eight_buckets_that_are_neither_too_small_nor_too_large(
-    share: int, largest: int, expected: int
-) -> None:
-    assert bucket_size(share * MIB, largest * MIB) == expected * MIB
-
-
-def test_tensors_fill_a_bucket_before_the_next_begins() -> None:
-    sent = [(str(place), torch.zeros(10)) for place in range(7)]
-    assert [len(bucket.tensors) for bucket in pack(sent, 100, new_buffer)] == [2, 2, 2, 1]
-
-
 def test_memory_that_is_reused_does_not_matter() -> None:
     buffer = torch.zeros(4)
 
@@ -335,20 +289,6 @@ def test_a_row_is_asked_for_once_the_last_bucket_was_taken() -> None:
         for name, tensor in unpacked(bucket).items():
             assert tensor[0].item() == int(name)
     assert sizes == [80, 80, 80]
-
-
-async def double(number: int) -> int:
-    await asyncio.sleep(0)
-    return 2 * number
-
-
-def test_it_runs_what_it_is_given_and_ends() -> None:
-    loop = EventLoopThread("test-loop")
-    assert loop.run(double(3)) == 6
-    assert loop.start(double(4)).result(5) == 8
-    loop.close()
-    loop.close()
-    assert "test-loop" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_call_that_hangs_is_cancelled_with_its_connection() -> None:
@@ -377,15 +317,4 @@ def test_a_coroutine_that_blocks_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         loop.close()
     released.set()
     monkeypatch.undo()
-    loop.close()
-
-
-def test_an_error_reaches_the_caller() -> None:
-    loop = EventLoopThread("test-loop")
-
-    async def fail() -> None:
-        raise EngineUnavailableError("gone")
-
-    with pytest.raises(EngineUnavailableError, match="gone"):
-        loop.run(fail())
     loop.close()

@@ -188,10 +188,11 @@ def test_what_one_rank_cannot_read_ends_every_rank(tmp_path: Path, monkeypatch: 
     inside: list[bool] = []
 
     class Together(Learner):
-        def everywhere(self, action: Any) -> None:
+        def gather(self, action: Any) -> Any:
             inside.append(True)
-            super().everywhere(action)
+            results = super().gather(action)
             inside.pop()
+            return results
 
     schedule = Schedule(kind="staged", steps=3, updates_per_stage=3)
     old_logprobs(tmp_path, Learner(weights=-10.0), schedule).of(batch(0), Stopwatch(), nothing)
