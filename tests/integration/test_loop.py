@@ -18,8 +18,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.ports.weights import WeightCheck
 from precision.formats.quant_map import QuantMapFile
-from tests.chaos.flips.flip import KINDS, try_flip
-from tests.chaos.flips.runs import complete
+from tests.chaos.flips.flip import KINDS, complete, try_flip
 from tests.support.glossary import unexplained
 from tests.support.listening import ListeningWatch
 from tests.support.rank_programs import forked_programs

@@ -20,8 +20,8 @@ from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
 from tests.chaos.endurance.slopes import BOUNDS, HORIZON, Slope, slope
 from tests.chaos.endurance.watch import files, holdings, kinds, names
+from tests.chaos.kills.driver import write_recipe
 from tests.chaos.kills.plan import Plan
-from tests.chaos.kills.run import write_recipe
 from tests.support.runs import ROOT, make_model
 from tests.support.runs import environment as usual
 

@@ -1,22 +1,48 @@
-"""One flipped bit in one file, and what the product's readers make of it."""
+"""One flipped bit in one file of a run, and what the product's readers make of it.
+
+The run is trained once, by the real programs, and then given what only larger runs have.
+"""
 
 from __future__ import annotations
 
 import atexit
+import json
 import random
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from launch.build.components import build_tokenizer
+from launch.build.engines import engine_spec
+from launch.convert.folders import check_committed, checked_source
+from launch.roles.base import Rendezvous
+from launch.roles.engine import hold_weights
+from launch.run.replay import manifest
+from launch.verify.history import check_history
+from pipeline.analysis.samples import Background, render_batch
+from pipeline.analysis.summary import summary
+from pipeline.control.files import ControlFiles, ControlRecord
+from pipeline.data.epochs import newest
 from pipeline.data.files import is_temporary
-from pipeline.errors import EvenKeelError
-from tests.chaos.flips.readers import READERS
+from pipeline.data.membership import Member
+from pipeline.data.quant_maps import NumberedMaps, read_quant_map
+from pipeline.data.run_directory import RunDirectory, numbered_folders
+from pipeline.data.store import BatchStore
+from pipeline.errors import EvenKeelError, StoreError
+from pipeline.ports.weights import WeightCheck
+from pipeline.trainer.checkpoints import Checkpoints
+from precision.controller.policy import Evidence, State
+from precision.formats.quant_map import QuantMapFile
+from rollout_sglang.weights.update_lease import Updates
 from tests.chaos.ledger import OK, Case, Check
+from tests.support.runs import evenkeel, make_model, make_recipe
 
 FOLDER = Path("runs/chaos/flips")
 KINDS: dict[str, str] = {
@@ -117,8 +143,6 @@ def _in_own_run(number: int, kind: str, details: dict[str, Any]) -> str:
 
 @cache
 def _own_run() -> Path:
-    from tests.chaos.flips.runs import real_run
-
     folder = Path(tempfile.mkdtemp(prefix="evenkeel-flips-"))  # whoever is killed leaves a flipped bit there
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(shutil.copytree(real_run(FOLDER), folder / "flips"))
@@ -170,3 +194,127 @@ def _difference(usual: str, found: str) -> str:
         return found[:300]
     place = next((i for i, (a, b) in enumerate(zip(usual, found, strict=False)) if a != b), min(len(usual), len(found)))
     return f"…{usual[max(0, place - 30) : place + 60]!r} became …{found[max(0, place - 30) : place + 60]!r}"
+
+
+def history(path: Path) -> str:
+    """`evenkeel verify history`, which reads every file."""
+    found = check_history(path)
+    if found["damaged"]:
+        raise StoreError("; ".join(found["damaged"]))
+    return json.dumps(found, sort_keys=True)
+
+
+def resume(path: Path) -> str:
+    """What a learner and a collector read when they are started again."""
+    run = RunDirectory(path)
+    recipe = run.recipe()
+    state = Checkpoints(run.checkpoints, recipe.checkpoint.keep)._newest()
+    steps = range(recipe.run.steps)
+    old = [None if (kept := run.old_logprobs(step)) is None else kept.tolist() for step in steps]
+    control = ControlFiles(run.control, run.fence)
+    maps = NumberedMaps(run.quant_maps, run.fence)
+    numbers = [int(one.stem) for one in sorted(run.quant_maps.glob("*.yaml"))]
+    said = (recipe.to_yaml(), run.published_version(), run.is_finished(), run.sandbox(), state, old)
+    return repr((*said, control.newest(), control.decisions(), [maps.read(number) for number in numbers]))
+
+
+def show(path: Path) -> str:
+    """`evenkeel runs show`, and what a report is drawn from."""
+    return repr(summary(path))
+
+
+def replay(path: Path) -> str:
+    """What `evenkeel train --replay` compares its weights with."""
+    return json.dumps(manifest(RunDirectory(path)), sort_keys=True)
+
+
+def trajectories(path: Path) -> str:
+    """`evenkeel trajectories show`, of every batch."""
+    run = RunDirectory(path)
+    tokenizer = build_tokenizer(run.recipe())
+    store = BatchStore(run.batches)
+    background, lines = Background(path), list[str]()
+    for index in store.committed():
+        learner = run.learner_logprobs(index)
+        lines += render_batch(store.read(index, None), tokenizer, background, learner_logprobs=learner)
+    return "\n".join(lines)
+
+
+def engine_start(path: Path) -> str:
+    """What an engine reads when it is started, and a fleet when it verifies that one."""
+    run = RunDirectory(path)
+    recipe = run.recipe()
+    spec = hold_weights(run, 0, 0, 1, lambda: engine_spec(run, recipe, 0, 1, None, log=None))
+    try:
+        folder = run.policy_directory(spec.version)
+        held = sorted(one.name for one in spec.model.iterdir())
+        return repr((spec, held, WeightCheck.load(folder, int(folder.name)), read_quant_map(folder)))
+    finally:
+        shutil.rmtree(spec.model, ignore_errors=True)
+
+
+def roles(path: Path) -> str:
+    """What roles read of one another."""
+    run = RunDirectory(path)
+    updates = Updates(run.updates)
+    epochs = {one.name: newest(one) for one in sorted((path / "epochs").iterdir())}
+    members = run.membership()
+    said = (epochs, members.engines(), members.router(), updates.given(), updates.under_way(), updates.newest())
+    return repr((*said, Rendezvous.read(path / "learner.json")))
+
+
+def convert(path: Path) -> str:
+    """What `evenkeel convert` checks of checkpoints and of a model."""
+    run = RunDirectory(path)
+    for step in numbered_folders(run.checkpoints):
+        check_committed(run.checkpoints / f"{step:06d}")
+    return repr(checked_source(run.model))
+
+
+READERS: dict[str, Callable[[Path], str]] = {
+    reader.__name__: reader for reader in (history, resume, show, replay, trajectories, engine_start, roles, convert)
+}
+
+
+STEPS = 4
+
+
+def real_run(folder: Path) -> Path:
+    """Its directory; trained unless an earlier call did."""
+    folder = folder.absolute()
+    run = folder / "runs" / "flips"
+    if not (folder / "COMPLETE").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        recipe = make_recipe(
+            folder,
+            make_model(folder / "model"),
+            "flips",
+            run=dict(name="flips", root=str(folder / "runs"), steps=STEPS),
+            schedule=dict(kind="staged", updates_per_stage=2),
+            rollout=dict(
+                precision="fp8_block", prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64
+            ),
+            evaluation=dict(every=2, prompts=4, samples=2),
+        )
+        done = evenkeel("train", recipe)
+        assert done.returncode == 0, done.stderr
+        complete(run)
+        (folder / "COMPLETE").touch()
+    return run
+
+
+def complete(path: Path) -> None:
+    """Write, by the product's own writers, what this run has not: old log-probabilities, the records and the map of a
+    controller, members and a rendezvous."""
+    run = RunDirectory(path)
+    for step in range(2):
+        learner = run.learner_logprobs(step)
+        assert learner is not None
+        run.write_logprobs(step, np.asarray(learner, np.float32), old=True)
+    record = ControlRecord(step=0, evidence=Evidence(step=0, loss=0.25), state=State())
+    ControlFiles(run.control, run.fence).create(record)
+    NumberedMaps(run.quant_maps, run.fence).write(1, QuantMapFile(base="fp8_block"))
+    run.membership().announce(Member(0, "http://127.0.0.1:30000", started=1))
+    run.membership().announce_router("http://127.0.0.1:30001")
+    Rendezvous(epoch=1, host="127.0.0.1", port=29500, nodes=1).write(path / "learner.json")

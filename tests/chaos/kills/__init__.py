@@ -1,7 +1,7 @@
 """The kill matrix: every process of a real run is killed, stopped or robbed of its disk at every point that matters.
 
 Process × point × schedule × channel (tests.chaos.kills.plan); after each run: nothing lost, nothing twice, nothing
-stale, every step recorded, the replay bit-identical, nothing left behind (tests.chaos.kills.verdict).
+stale, every step recorded, the replay bit-identical, nothing left behind (tests.chaos.kills.driver).
 """
 
 from __future__ import annotations

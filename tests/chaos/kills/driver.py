@@ -13,16 +13,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.run_directory import RunDirectory
 from tests.chaos.kills import hooks
 from tests.chaos.kills.plan import STEPS_A_FAULT, Fault, Plan
-from tests.chaos.kills.run import write_recipe
+from tests.support.runs import make_recipe
 
 ROOT = Path(__file__).parents[3]
 INJECT = Path(__file__).parent / "inject"
@@ -76,8 +77,6 @@ class Drive:
         self._wait(lambda: self._ended == 0, FINISH_S, "the run to finish")
         took = time.monotonic() - began
         if self._ended == 0:
-            from tests.chaos.kills.verdict import judge
-
             self.problems += judge(self)
         else:
             self.end()
@@ -317,3 +316,68 @@ def command_of(pid: int) -> str:
 def last_line(path: Path) -> str:
     lines = path.read_text(errors="replace", encoding="utf-8").strip().splitlines() if path.exists() else []
     return lines[-1] if lines else ""
+
+
+def judge(drive: Drive) -> list[str]:
+    """What is wrong; the run has finished."""
+    found = list(leftovers(drive.folder, drive.run))  # first: what follows makes files of its own
+    found += records(drive.run, drive.plan.steps)
+    code, said, error = ask(drive.folder, "history", "verify", "history", str(drive.run), "--json", forked=True)
+    audit = json.loads(said) if code == 0 and said.startswith("{") else {}
+    if not audit.get("ok"):
+        found.append(f"verify history: {error or said}")
+    for key in ("lost", "duplicated", "version_violations", "missing_batches"):
+        if audit.get(key):
+            found.append(f"{key}: {audit[key]}")
+    seldom = ("--set", "checkpoint.every=1000")  # which changes no weight, and takes half the time
+    code, said, error = ask(drive.folder, "replay", "train", "--replay", str(drive.run), "--json", *seldom, forked=True)
+    if code or not json.loads(said).get("bit_identical"):
+        found.append(f"replay: {error if code else said}")
+    return found
+
+
+def records(path: Path, steps: int) -> Iterator[str]:
+    """What reports and diagnoses need of each step."""
+    run = RunDirectory(path)
+    have = [line["step"] for line in read_metrics(path)]
+    if have != list(range(steps)):
+        yield f"metrics of {len(have)} of {steps} steps; missing: {sorted(set(range(steps)) - set(have))}"
+    if missing := [step for step in range(steps) if run.learner_logprobs(step) is None]:
+        yield f"no log-probabilities of steps {missing}"
+    told = {event["version"] for event in read_events(path, "evaluated")}
+    if missing := sorted(run.evaluated_versions() - told):
+        yield f"no event of the evaluations of versions {missing}"
+
+
+def leftovers(folder: Path, run: Path) -> Iterator[str]:
+    """Files that a process which ended, however, has left."""
+    for place in (folder / "tmp", Path("/dev/shm")):
+        names = sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+        if names and (place.parent != Path("/dev") or os.environ.get("CHAOS_OWN_SHM")):
+            yield f"{len(names)} left in {place.name}: {', '.join(names[:4])}"
+    temporary = sorted(str(path.relative_to(run)) for path in run.rglob("*.tmp"))
+    if temporary:
+        yield f"{len(temporary)} temporary files in the run: {', '.join(temporary[:4])}"
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "sync": dict(kind="sync"),
+    "async": dict(kind="async", lag=1),
+    "staged": dict(kind="staged", updates_per_stage=2),
+}
+
+
+def write_recipe(folder: Path, model: Path, plan: Plan) -> Path:
+    """The recipe of a plan's run, FOLDER/runs/run."""
+    data: dict[str, Any] = dict(
+        run=dict(steps=plan.steps, max_restarts=12),
+        schedule=SCHEDULES[plan.schedule],
+        rollout=dict(engines=2, prompts_per_batch=2, group_size=2, max_new_tokens=6),
+        learner={plan.layout: 2, "micro_batch_tokens": 128},
+        reward=dict(workers=1),
+        evaluation=dict(every=2, prompts=2, samples=1),
+        weights=dict(channel=plan.channel),
+    )
+    for name, keys in plan.overrides.items():
+        data[name] = {**data.get(name, {}), **keys}
+    return make_recipe(folder, model, "run", **data)

@@ -25,8 +25,7 @@ from pipeline.data.run_directory import RunDirectory, numbered_folders, unfenced
 from pipeline.ports.learner import Update
 from rollout_sglang.weights.update_lease import Updates
 from tests.chaos.simulation.engines import EngineRoom, SimulatedFleet
-from tests.chaos.simulation.turns import run_loop
-from tests.chaos.simulation.world import Process, World
+from tests.chaos.simulation.world import Process, World, run_loop
 from tests.support.one_rank import OneRank
 
 Floats = NDArray[np.float32]

@@ -33,8 +33,7 @@ from rollout_sglang.weights.update_lease import Updates
 from tests.chaos.simulation.engines import VOCABULARY, EngineRoom, SimulatedFleet, SimulatedVerifiers
 from tests.chaos.simulation.learner import HashLearner, SimulatedChannel, seed_policy
 from tests.chaos.simulation.plan import Plan
-from tests.chaos.simulation.turns import run_loop
-from tests.chaos.simulation.world import Process, World
+from tests.chaos.simulation.world import Process, World, run_loop
 
 WAIT_DEADLINE_S = 120.0
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, tokenizer_sha256="ab" * 32)
