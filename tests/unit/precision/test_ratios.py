@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -109,12 +108,6 @@ def test_merging_equals_the_whole(log_ratios: list[float], data: Any) -> None:
     assert torch.equal(parts[0].histogram + parts[1].histogram, whole.histogram)
 
 
-def test_edges_are_symmetric_and_ascending() -> None:
-    assert all(a < b for a, b in itertools.pairwise(LOG_RATIO_EDGES))
-    assert [-edge for edge in reversed(LOG_RATIO_EDGES)] == list(LOG_RATIO_EDGES)
-    assert len(LOG_RATIO_EDGES) + 1 == NUM_LOG_RATIO_BINS
-
-
 def test_histogram_bins_underflow_zero_and_overflow() -> None:
     histogram = sums_of([-50.0, -50.0, 0.0, LOG_RATIO_EDGES[-1], LOG_RATIO_EDGES[0]]).histogram
     assert histogram.shape == (NUM_LOG_RATIO_BINS,)
@@ -153,10 +146,6 @@ log_ratio_lists = st.lists(st.floats(-30, 30), min_size=1, max_size=40)
 def test_token_ess_by_hand() -> None:
     # ratios 1, 1, 4: S1 = 6, S2 = 18, N = 3: 36 / 54 = 2/3
     assert token_ess(torch.tensor([0.0, 0.0, math.log(4.0)])) == pytest.approx(2 / 3, rel=1e-6)
-
-
-def test_one_huge_ratio_leaves_one_token() -> None:
-    assert token_ess(torch.tensor([30.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25, rel=1e-6)
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.1, 0.2, 0.5])
@@ -255,10 +244,6 @@ def capped(log_ratios: Tensor) -> Tensor:
     return importance_kl(log_ratios, cap=0.5)
 
 
-def capped_at_one(log_ratios: Tensor) -> Tensor:
-    return importance_kl(log_ratios, cap=1.0)
-
-
 def expectation(estimator: Estimator, logits: Tensor, *, under: Tensor) -> tuple[float, Tensor]:
     """Exact mean of K over samples from `under`, and the mean of its gradient in the learner's logits."""
     leaf = logits.clone().requires_grad_()
@@ -283,34 +268,9 @@ def reverse_kl(learner: Tensor) -> Tensor:
     return (learner * (learner / ROLLOUT).log()).sum()
 
 
-def chi2_minus_forward_kl(learner: Tensor) -> Tensor:
-    """chi^2(pi_b || pi) - KL(pi_b || pi)"""
-    return (ROLLOUT.square() / learner).sum() - 1 - (ROLLOUT * (ROLLOUT / learner).log()).sum()
-
-
 def test_official_is_unbiased_for_samples_from_the_learner() -> None:
     value, _ = expectation(official_kl, LOGITS, under=LOGITS.softmax(0))
     assert value == pytest.approx(exact(reverse_kl, LOGITS)[0], rel=1e-12)
-
-
-def test_official_from_sampler_samples_estimates_another_divergence() -> None:
-    """In value and in gradient; with this mismatch it is off by more than a third."""
-    value, gradient = expectation(official_kl, LOGITS, under=ROLLOUT)
-    other, other_gradient = exact(chi2_minus_forward_kl, LOGITS)
-    assert value == pytest.approx(other, rel=1e-12)
-    torch.testing.assert_close(gradient, other_gradient, rtol=1e-12, atol=1e-14)
-    wanted, _ = exact(reverse_kl, LOGITS)
-    assert abs(value - wanted) > wanted / 3
-
-
-def test_officials_bias_is_heavy_tailed() -> None:
-    """As the learner drops a token of the engine's to p, KL(pi || pi_b) levels off; the estimate grows like 1 / p."""
-    values = []
-    for drop in (4.0, 6.0, 8.0):
-        logits = ROLLOUT.log() - drop * torch.eye(5, dtype=torch.float64)[0]
-        values.append((expectation(official_kl, logits, under=ROLLOUT)[0], exact(reverse_kl, logits)[0]))
-    assert values[2][0] / values[1][0] == pytest.approx(math.exp(2.0), rel=0.05)
-    assert values[2][1] / values[1][1] == pytest.approx(1.0, rel=0.05)
 
 
 def test_importance_is_unbiased_in_value_and_uncapped_also_in_gradient() -> None:
@@ -326,20 +286,6 @@ def test_the_cap_of_importance_changes_the_gradient_only() -> None:
     assert value == pytest.approx(wanted, rel=1e-12)
     assert gradient.norm() < wanted_gradient.norm()
     assert torch.cosine_similarity(gradient, wanted_gradient, dim=0) > 0.8
-
-
-@pytest.mark.parametrize("estimator", [official_kl, capped_at_one])
-def test_gradient_bias_vanishes_with_the_mismatch(estimator: Estimator) -> None:
-    """The wrong sampling law of `official` and a cap of 1 both cost first order only."""
-    biases = []
-    for size in (0.1, 0.01, 0.001):
-        logits = ROLLOUT.log() + size * SHIFT
-        _, gradient = expectation(estimator, logits, under=ROLLOUT)
-        _, wanted = exact(reverse_kl, logits)
-        biases.append(float((gradient - wanted).norm() / wanted.norm()))
-    assert biases[0] < 0.3
-    assert biases[1] == pytest.approx(biases[0] / 10, rel=0.2)
-    assert biases[2] == pytest.approx(biases[1] / 10, rel=0.2)
 
 
 def gradient_at(estimator: Estimator, log_ratio: float) -> tuple[float, float]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeline.rewards.pool import Verdict, Verifiers
-from pipeline.rewards.programs import blocks_in, parse_tests, passes, program_in
+from pipeline.rewards.programs import parse_tests, passes, program_in
 from pipeline.rewards.verifiers import PYTHON_TESTS
 from tests.support.sandboxes import sandbox_of
 
@@ -129,18 +126,6 @@ def test_the_last_block_is_the_program() -> None:
 )
 def test_fences_say_what_is_the_program(response: str, program: str) -> None:
     assert program_in(response) == program
-
-
-FENCED = re.compile(r"^(?:(?!```)[^\n])*(`{3,})([^`\n]*)\n(.*?)(?:\1`*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
-"""A block: its fence, what the fence says, and the code. It takes the square of the length of a run of backticks."""
-
-
-@given(st.lists(st.sampled_from(["```", "`", "\n", "py", " ", "\t", "x"]), max_size=24).map("".join))
-@settings(max_examples=500)
-def test_blocks_are_those_of_the_pattern(response: str) -> None:
-    assert [block for block in blocks_in(response) if block[1]] == [
-        (said, code) for _, said, code in FENCED.findall(response) if code
-    ]
 
 
 @pytest.mark.parametrize("line", ["`", "```", "` ", "``` x", "\n```a`", "\n```\n", "\n   ```py\n", "\t", "\n"])
