@@ -410,7 +410,7 @@ MUTATIONS = (
     Mutation(
         "a conversion does not compare what it wrote",
         "launch/convert/folders.py",
-        "if not torch.equal(_bytes(original), _bytes(tensor)):",
+        "if not torch.equal(*(one.contiguous().flatten().view(torch.uint8) for one in (original, tensor))):",
         "if original.shape != tensor.shape:",
         (f"{UNIT}/launch/convert",),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,12 @@ from launch.build.engines import engine_dtype
 from launch.run.one_engine import OneEngine
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.hf.tensor_files import TensorFolder
-from pipeline.analysis.mismatch import EngineCheck, Misheld
+from pipeline.analysis.mismatch import EngineCheck
 from pipeline.data.batch import Completion, KeptSets, Prompt
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import EngineVersionError
 from pipeline.ports.weights import WeightCheck
-from precision.formats.audit import Finding, Held, audit, formats_of
+from precision.formats.audit import Held, Misheld, audit, formats_of
 from precision.formats.quant_map import QuantMap
 from rollout_sglang.client import EngineClient
 from rollout_sglang.weights.update_lease import fresh_number
@@ -34,13 +35,10 @@ ROWS_AT_ONCE = 64
 class MeasuredEngine(OneEngine):
     """An engine whose weights are compared with what it was given, and which goes on whatever comes out."""
 
-    differing: tuple[str, ...] = ()
-    """Parameters that the engine holds otherwise than they were written, as it names them; () if that is not known."""
-    compared: int = 0
-    """Parameters that were compared."""
-    misheld: tuple[Misheld, ...] = ()
-    """Modules that it holds in another format, or with other scales or values, than the quant map and the published
-    folder say (precision.formats.audit)."""
+    audit = EngineCheck(compared=0, differing=(), misheld=())
+    """What was found so far: how many parameters were compared, those that it holds otherwise than they were written,
+    as it names them (none of either if that is not known), and modules in another format, or with other scales or
+    values, than the quant map and the published folder say (precision.formats.audit)."""
 
     async def verify(self) -> None:
         """Compare and note. The engine is named verified all the same: what it does is to be measured."""
@@ -71,7 +69,7 @@ class MeasuredEngine(OneEngine):
         asyncio.run(load())
 
     def sample_task(self, num_prompts: int) -> SampledRows:
-        """The task's first prompts, sampled as the recipe says, all at once."""
+        """Sample the task's first prompts as the recipe says, all at once."""
         prompts = build_prompts(self.recipe, build_tokenizer(self.recipe))
         asked, sampling = [prompts.prompt(group) for group in range(num_prompts)], build_sampling(self.recipe)
 
@@ -99,9 +97,9 @@ class MeasuredEngine(OneEngine):
         )
 
     def score(self, rows: SampledRows, temperature: float) -> NDArray[np.float64] | None:
-        """[responses] prefill log-probabilities, over kept sets where there are any; None where the vocabulary is too
-        large to have them over those, or at another temperature than 1, and for mixtures: a prefill chooses experts
-        anew, and what it chooses otherwise would look like a fault of decoding."""
+        """Return [responses] prefill log-probabilities, over kept sets where there are any; None where the vocabulary
+        is too large to have them over those, or at another temperature than 1, and for mixtures: a prefill chooses
+        experts anew, and what it chooses otherwise would look like a fault of decoding."""
         if rows.experts is not None:
             return None
         # The model's: it may have more rows than the tokenizer has tokens, and give them some probability.
@@ -138,31 +136,21 @@ class MeasuredEngine(OneEngine):
         held = await client.checksums(deadline_s=deadline_s)
         check = WeightCheck.load(self.run.policy_directory(version), version)
         await client.name(version)
-        await self._audit(client, version)
-        if held is None or check is None or not check.digests:
-            return
-        pairs = zip(held, check.digests, strict=True)
-        wrong = {name for ours, theirs in pairs for name, digest in theirs.items() if ours.get(name) != digest}
-        self.differing = tuple(sorted({*self.differing, *wrong}))
-        self.compared = sum(map(len, check.digests))
-
-    async def _audit(self, client: EngineClient, version: int) -> None:
-        try:
-            found = await audit_engine(
+        with suppress(EngineVersionError):  # an engine that cannot tell
+            misheld = await audit_engine(
                 client,
                 build_quant_map(self.recipe),
                 engine_dtype(self.recipe),
                 published=self.run.policy_directory(version),
-                deadline_s=self.recipe.weights.publish_deadline_s,
+                deadline_s=deadline_s,
             )
-        except EngineVersionError:  # an engine that cannot tell
+            self.audit = replace(self.audit, misheld=(*self.audit.misheld, *misheld))
+        if held is None or check is None or not check.digests:
             return
-        self.misheld += tuple(Misheld(module=one.module, kind=one.kind, message=one.message) for one in found)
-
-    @property
-    def audit(self) -> EngineCheck:
-        """What was found."""
-        return EngineCheck(compared=self.compared, differing=self.differing, misheld=self.misheld)
+        pairs = zip(held, check.digests, strict=True)
+        wrong = {name for ours, theirs in pairs for name, digest in theirs.items() if ours.get(name) != digest}
+        differing = tuple(sorted({*self.audit.differing, *wrong}))
+        self.audit = replace(self.audit, compared=sum(map(len, check.digests)), differing=differing)
 
 
 async def audit_engine(
@@ -173,8 +161,8 @@ async def audit_engine(
     published: Path | None = None,
     emulated: dict[str, Held] | None = None,
     deadline_s: float = 600.0,
-) -> list[Finding]:
-    """What is wrong with an engine that should serve `quant_map` and compute in `dtype` ("bfloat16"); empty: nothing.
+) -> list[Misheld]:
+    """Name what is wrong with an engine that should serve `quant_map` and compute in `dtype` ("bfloat16").
 
     `published`: the policy folder that it serves, read whole. `emulated`: what `weight_statistics.emulated_modules`
     makes of the learner's weights at that version. The engine's client must take part in a weight update
@@ -188,7 +176,12 @@ async def audit_engine(
             "`evenkeel train` or `evenkeel role engine`, with SGLang 0.5.19 or newer"
         )
     formats = formats_of(quant_map, dtype)
-    found = audit(ranks, formats, None if published is None or quant_map is None else expected(published, quant_map))
+    expected = None
+    if published is not None and quant_map is not None:
+        from precision.formats.weight_statistics import published_modules
+
+        expected = published_modules(TensorFolder(published).tensors(), quant_map)
+    found = audit(ranks, formats, expected)
     if emulated is not None:
         found += [
             replace(one, message=f"by the learner's emulation, {one.message}")
@@ -196,10 +189,3 @@ async def audit_engine(
             if one.kind == "values"
         ]
     return found
-
-
-def expected(published: Path, quant_map: QuantMap) -> dict[str, Held]:
-    """What an engine should hold of a policy folder, by audited name (precision.formats.audit)."""
-    from precision.formats.weight_statistics import published_modules
-
-    return published_modules(TensorFolder(published).tensors(), quant_map)

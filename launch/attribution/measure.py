@@ -20,7 +20,7 @@ import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,84 +65,7 @@ Flat = NDArray[np.float64]
 _STEP = re.compile(NUMBER)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sides:
-    """What was scored, all arrays over the response tokens of all rows."""
-
-    rows: SampledRows
-    version: NDArray[np.int64]
-    """The version that sampled the token."""
-    counts: NDArray[np.bool_]
-    """False for tokens that no engine sampled, or that the learner never scored."""
-    now: Flat | None
-    """By the learner at the weights that are trained; None: those that sampled."""
-    prefill: Flat | None
-    """By the engine, at the version that sampled; None: not to be had."""
-    learner: Mapping[str, Flat]
-    """What launch.attribution.score_ranks wrote for `job`."""
-    job: ScoringJob
-
-    def measured(self, setting: Setting, audit: EngineCheck) -> Measured:
-        """All of it for the tokens that count."""
-        kept = self.counts
-        then = self._required("then")
-        quantized, routed = self._at_version("quantized"), self._at_version("routed")
-        prefix = "layer."
-        layers = sorted(int(name.removeprefix(prefix)) for name in self._names() if name.startswith(prefix))
-        searched = self._searched_rows() & (self.version == self.job.versions[-1].number)
-        tried = np.asarray(searched & kept)
-        if self.job.searched and not any(name.startswith("effect.") for name in self.learner):
-            remark = "The search for known faults failed, for want of memory perhaps; --no-locate leaves it out."
-            setting = replace(setting, remarks=(*setting.remarks, remark))
-        return Measured(
-            setting=setting,
-            scores=TokenScores(
-                now=_tensor(then if self.now is None else self.now, kept),
-                then=_tensor(then, kept),
-                quantized=None if quantized is None else _tensor(quantized, kept),
-                routed=None if routed is None else _tensor(routed, kept),
-                prefill=None if self.prefill is None else _tensor(self.prefill, kept),
-                decode=_tensor(self.rows.decode, kept),
-            ),
-            position=self.rows.position[kept],
-            entropy=self._required("entropy")[kept],
-            layer_steps={layer: self._required(f"{prefix}{layer}")[kept] for layer in layers},
-            searched=tried[kept],
-            effects={
-                name.removeprefix("effect."): values[tried[self._searched_rows()]]
-                for name, values in self.learner.items()
-                if name.startswith("effect.")
-            },
-            audit=audit,
-        )
-
-    def _names(self) -> list[str]:
-        """Of the arrays of a version."""
-        prefix = f"{self.job.versions[-1].number}."
-        return [name.removeprefix(prefix) for name in self.learner if name.startswith(prefix)]
-
-    def _required(self, name: str) -> Flat:
-        found = self._at_version(name)
-        assert found is not None, name
-        return found
-
-    def _at_version(self, name: str) -> Flat | None:
-        """The learner's values of each token at the version that sampled it, NaN where none did."""
-        if name not in self._names():
-            return None
-        values = np.full(len(self.version), np.nan)
-        for part in self.job.versions:
-            here = np.isin(self.rows.row, part.rows)
-            values[here] = np.where(
-                self.version[here] == part.number, self.learner[f"{part.number}.{name}"], values[here]
-            )
-        return values
-
-    def _searched_rows(self) -> NDArray[np.bool_]:
-        return np.asarray(np.isin(self.rows.row, self.job.searched))
-
-
-@dataclass(frozen=True)
+@dataclass
 class Recorded:
     """One batch, with what the learner said before it trained on it."""
 
@@ -153,14 +76,13 @@ class Recorded:
     rows_left_out: int = 0
     """Of a large batch only some rows are attributed, evenly spread."""
 
-    @property
-    def counts(self) -> NDArray[np.bool_]:
-        """[responses] tokens that an engine sampled and the learner scored."""
-        return np.asarray(self.batch.loss_mask & np.isfinite(self.now))
+    counts: NDArray[np.bool_] = field(init=False)
+    """[responses] tokens that an engine sampled and the learner scored."""
+    versions: tuple[int, ...] = field(init=False)
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        return tuple(np.unique(self.batch.policy_version[self.counts]).tolist())
+    def __post_init__(self) -> None:
+        self.counts = np.asarray(self.batch.loss_mask & np.isfinite(self.now))
+        self.versions = tuple(np.unique(self.batch.policy_version[self.counts]).tolist())
 
     def rows(self) -> SampledRows:
         batch = self.batch
@@ -185,39 +107,93 @@ def measure(
 ) -> dict[str, Any]:
     """Attribute fresh rollouts of a recipe, or a recorded batch of a run, into the folder `out`: mismatch.json
     and mismatch.html. Raises FatalError."""
-    if (source / "recipe.yaml").is_file():
-        _refuse({"--prompts": num_prompts, "--now": now, "--set": list(overrides) or None}, "a recipe")
+    is_run = (source / "recipe.yaml").is_file()
+    of_recipes = {"--prompts": num_prompts, "--now": now, "--set": list(overrides) or None}
+    belongs_to = "a recipe" if is_run else "a run directory"
+    for option, value in (of_recipes if is_run else {"--batch": batch}).items():
+        if value is not None:
+            raise RecipeError(f"{option} belongs to {belongs_to}; leave it out, or give {belongs_to}")
+    if is_run:
         measured = measure_run(source, batch=batch, locate=locate)
         name, root = source.name, source.parent
     else:
-        _refuse({"--batch": batch}, "a run directory")
         recipe = load_recipe(source, overrides)
         count = num_prompts or recipe.rollout.prompts_per_batch
         measured = measure_recipe(recipe, num_prompts=count, now=now, locate=locate)
         name, root = recipe.run.name, recipe.run.root
-    result = judged(measured)
+    result = measured.result()
+    found = findings(result)
+    result["cause"] = asdict(found[0]) if found else None
+    result |= dict(findings=[asdict(one) for one in found], verdict=verdict(result, found))
     folder = out or root / f"{name}-mismatch"
     page = write_page(result, folder)
     write_atomically(folder / "mismatch.json", json.dumps(result) + "\n")
     return {**result, "page": str(page)}
 
 
-def _refuse(options: Mapping[str, Any], belongs_to: str) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise RecipeError(f"{name} belongs to {belongs_to}; leave it out, or give {belongs_to}")
+def assembled(
+    setting: Setting,
+    audit: EngineCheck,
+    *,
+    rows: SampledRows,
+    version: NDArray[np.int64],
+    counts: NDArray[np.bool_],
+    now: Flat | None,
+    prefill: Flat | None,
+    learner: Mapping[str, Flat],
+    job: ScoringJob,
+) -> Measured:
+    """Put together what was scored, for the tokens that count; all arrays are over the response tokens of all rows.
 
+    version    the version that sampled each token
+    counts     False for tokens that no engine sampled, or that the learner never scored
+    now        by the learner at the weights that are trained; None: those that sampled
+    prefill    by the engine, at the version that sampled; None: not to be had
+    learner    what launch.attribution.score_ranks wrote for `job`
+    """
+    newest, row = job.versions[-1].number, rows.row
+    names = {name.removeprefix(f"{newest}.") for name in learner if name.startswith(f"{newest}.")}
 
-def judged(measured: Measured) -> dict[str, Any]:
-    """The attribution with its findings and its verdict."""
-    result = measured.result()
-    found = findings(result)
-    return {
-        **result,
-        "cause": asdict(found[0]) if found else None,
-        "findings": [asdict(one) for one in found],
-        "verdict": verdict(result, found),
+    def scored(name: str) -> Flat:
+        """Collect the learner's values of each token at the version that sampled it, NaN where none did."""
+        values = np.full(len(version), np.nan)
+        for part in job.versions:
+            here = np.isin(row, part.rows)
+            values[here] = np.where(version[here] == part.number, learner[f"{part.number}.{name}"], values[here])
+        return values
+
+    def tensor(values: Flat | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[counts])
+
+    layers = sorted(int(name.removeprefix("layer.")) for name in names if name.startswith("layer."))
+    in_search = np.isin(row, job.searched)
+    tried = np.asarray(in_search & (version == newest) & counts)
+    effects = {
+        name.removeprefix("effect."): values[tried[in_search]]
+        for name, values in learner.items()
+        if name.startswith("effect.")
     }
+    if job.searched and not effects:
+        remark = "The search for known faults failed, for want of memory perhaps; --no-locate leaves it out."
+        setting = replace(setting, remarks=(*setting.remarks, remark))
+    then = torch.from_numpy(scored("then")[counts])
+    return Measured(
+        setting=setting,
+        scores=TokenScores(
+            now=then if now is None else torch.from_numpy(now[counts]),
+            then=then,
+            quantized=tensor(scored("quantized") if "quantized" in names else None),
+            routed=tensor(scored("routed") if "routed" in names else None),
+            prefill=tensor(prefill),
+            decode=torch.from_numpy(rows.decode[counts]),
+        ),
+        position=np.concatenate([np.arange(length) for length in rows.lengths]).astype(np.int64)[counts],
+        entropy=scored("entropy")[counts],
+        layer_steps={layer: scored(f"layer.{layer}")[counts] for layer in layers},
+        searched=tried[counts],
+        effects=effects,
+        audit=audit,
+    )
 
 
 def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate: bool) -> Measured:
@@ -226,7 +202,9 @@ def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate
     preflight(recipe)
     check_engines(recipe)
     with tempfile.TemporaryDirectory(prefix="evenkeel-mismatch-") as scratch:
-        local = recording_experts(moved(recipe, Path(scratch)))
+        # Engines of a mixture say where they send tokens, whatever the learner trains with.
+        mixture = ModelConfig.from_hf(read_hf_config(recipe.model.path)).experts is not None
+        local = moved(recipe, Path(scratch), replay_experts=mixture)
         run = RunDirectory(local.directory)
         run.freeze(local)
         seed_policy(run, local)
@@ -235,45 +213,34 @@ def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate
             rows = engine.sample_task(num_prompts)
             prefill = engine.score(rows, temperature)
             audit = engine.audit
-        job = _fresh_job(recipe, rows, now, locate)
+        everything = np.arange(len(rows.tokens))
+        version = VersionRows(number=0, weights=recipe.model.path.absolute(), rows=tuple(everything.tolist()))
+        job = ScoringJob(
+            **responses_of(rows),
+            replayed=recipe.rollout.replay_experts,
+            versions=(version,),
+            now=None if now is None else now.absolute(),
+            searched=searched_rows(everything) if locate else (),
+        )
         learner = score_in_ranks(run, local, job, rows.experts)
-    num_responses = len(rows.decode)
-    sides = Sides(
+    return assembled(
+        describe(recipe, recipe.run.name, "fresh", (0,), rows=rows, prefilled=prefill is not None),
+        audit,
         rows=rows,
-        version=np.zeros(num_responses, np.int64),
-        counts=np.ones(num_responses, np.bool_),
+        version=np.zeros(len(rows.decode), np.int64),
+        counts=np.ones(len(rows.decode), np.bool_),
         now=learner.get("now"),
         prefill=prefill,
         learner=learner,
         job=job,
     )
-    setting = describe(recipe, recipe.run.name, "fresh", (0,), rows=rows, prefilled=prefill is not None)
-    return sides.measured(setting, audit)
 
 
-def moved(recipe: Recipe, root: Path) -> Recipe:
-    """The same recipe for a run below another folder."""
+def moved(recipe: Recipe, root: Path, **rollout: Any) -> Recipe:
+    """Make the same recipe for a run below another folder, with other settings of rollouts."""
     data = recipe.model_dump(mode="json")
-    return recipe_from({**data, "run": {**data["run"], "root": str(root)}}, source="mismatch")
-
-
-def recording_experts(recipe: Recipe) -> Recipe:
-    """The same recipe; engines of a mixture say where they send tokens, whatever the learner trains with."""
-    mixture = ModelConfig.from_hf(read_hf_config(recipe.model.path)).experts is not None
-    data = recipe.model_dump(mode="json")
-    rollout = {**data["rollout"], "replay_experts": mixture}
-    return recipe_from({**data, "rollout": rollout}, source="mismatch")
-
-
-def _fresh_job(recipe: Recipe, rows: SampledRows, now: Path | None, locate: bool) -> ScoringJob:
-    everything = np.arange(len(rows.tokens))
-    return ScoringJob(
-        **responses_of(rows),
-        replayed=recipe.rollout.replay_experts,
-        versions=(VersionRows(number=0, weights=recipe.model.path.absolute(), rows=tuple(everything.tolist())),),
-        now=None if now is None else now.absolute(),
-        searched=searched_rows(everything) if locate else (),
-    )
+    changed = dict(run={**data["run"], "root": str(root)}, rollout={**data["rollout"], **rollout})
+    return recipe_from({**data, **changed}, source="mismatch")
 
 
 def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
@@ -291,29 +258,45 @@ def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
         run = RunDirectory(local.directory)
         run.freeze(local)
         folders = weights_of(source, run, local, recorded.versions)
-        job = _recorded_job(recorded, folders, locate)
+        rows, version = recorded.rows(), recorded.batch.policy_version
+        parts = tuple(
+            VersionRows(
+                number=number,
+                weights=folder,
+                rows=tuple(np.unique(rows.row[recorded.counts & (version == number)]).tolist()),
+            )
+            for number, folder in folders.items()
+        )
+        job = ScoringJob(
+            **responses_of(rows),
+            replayed=rows.experts is not None,
+            versions=parts,
+            former=parts[-2].weights if len(parts) > 1 else None,
+            searched=searched_rows(np.array(parts[-1].rows, np.int64)) if locate else (),
+        )
         learner = score_in_ranks(run, local, job, recorded.batch.experts)
         temperature = local.learner.temperature or local.rollout.temperature
         prefill, audit = _prefill(run, local, job, recorded, temperature)
-    sides = Sides(
-        rows=recorded.rows(),
-        version=recorded.batch.policy_version.astype(np.int64),
+    name = f"{path.name}, batch {recorded.index}"
+    setting = describe(recipe, name, "recorded", recorded.versions, rows=rows, prefilled=prefill is not None)
+    if recorded.rows_left_out:
+        remark = f"Attributed are {MOST_ROWS} rows, evenly spread; {recorded.rows_left_out:,} more are left out."
+        setting = replace(setting, remarks=(*setting.remarks, remark))
+    return assembled(
+        setting,
+        audit,
+        rows=rows,
+        version=version.astype(np.int64),
         counts=recorded.counts,
         now=recorded.now,
         prefill=prefill,
         learner=learner,
         job=job,
     )
-    name = f"{path.name}, batch {recorded.index}"
-    setting = describe(recipe, name, "recorded", recorded.versions, rows=sides.rows, prefilled=prefill is not None)
-    if recorded.rows_left_out:
-        remark = f"Attributed are {MOST_ROWS} rows, evenly spread; {recorded.rows_left_out:,} more are left out."
-        setting = replace(setting, remarks=(*setting.remarks, remark))
-    return sides.measured(setting, audit)
 
 
 def read(source: RunDirectory, index: int | None) -> Recorded:
-    """The batch, and what the learner said. Raises StoreError when it is not trained yet."""
+    """Read the batch, and what the learner said. Raises StoreError when it is not trained yet."""
     store = BatchStore(source.batches)
     lost = {batch.index for batch in store.all_lost()}
     trained = sorted({int(path.stem) for path in source.logprobs.glob("*.npy") if _STEP.fullmatch(path.stem)} - lost)
@@ -335,7 +318,7 @@ def read(source: RunDirectory, index: int | None) -> Recorded:
 
 
 def bounded(recorded: Recorded) -> Recorded:
-    """With at most MOST_ROWS rows that have tokens to attribute."""
+    """Keep at most MOST_ROWS rows that have tokens to attribute."""
     row = np.repeat(np.arange(recorded.batch.num_samples), np.diff(recorded.batch.response_offsets))
     every = np.unique(row[recorded.counts])
     chosen = searched_rows(every, MOST_ROWS)
@@ -344,7 +327,7 @@ def bounded(recorded: Recorded) -> Recorded:
 
 
 def require_first_map(source: RunDirectory, recorded: Recorded, sampled_by: RecipeInForce) -> None:
-    """Raises StoreError when the ESS controller may have changed the engines' formats before the batch was sampled:
+    """Raise StoreError when the ESS controller may have changed the engines' formats before the batch was sampled:
     engines change over one by one, so that the formats of a token are not known afterwards."""
     if sampled_by.recipe.controller is None:
         return  # records that a fork has are its parent's
@@ -366,7 +349,7 @@ def require_first_map(source: RunDirectory, recorded: Recorded, sampled_by: Reci
 def refuse_learned_otherwise(
     source: RunDirectory, recorded: Recorded, recipes: Sequence[RecipeInForce], sampled_by: RecipeInForce
 ) -> None:
-    """Raises RunConflictError when steps would be trained again by a recipe that they were not trained by."""
+    """Raise RunConflictError when steps would be trained again by a recipe that they were not trained by."""
     if not (wanted := [version for version in recorded.versions if version > 0]):
         return
     first = checkpoint_before(source, min(wanted)) or 0
@@ -379,7 +362,7 @@ def refuse_learned_otherwise(
 
 
 def weights_of(source: RunDirectory, run: RunDirectory, recipe: Recipe, versions: tuple[int, ...]) -> dict[int, Path]:
-    """Version → HF folder in full precision: the model that the run began with, or trained again into `run`."""
+    """Return version → HF folder in full precision: the model that the run began with, or trained again into `run`."""
     found = {version: run.path / WEIGHTS / numbered(version) for version in versions if version > 0}
     if found:
         run.set_published(0)
@@ -392,37 +375,29 @@ def weights_of(source: RunDirectory, run: RunDirectory, recipe: Recipe, versions
 
 
 def checkpoint_before(source: RunDirectory, version: int) -> int | None:
-    """The step of the newest checkpoint that is not after `version`; None: all is trained again."""
+    """Return the step of the newest checkpoint that is not after `version`; None: all is trained again."""
     return max((step for step in source.saved_steps() if step <= version), default=None)
-
-
-def _recorded_job(recorded: Recorded, folders: dict[int, Path], locate: bool) -> ScoringJob:
-    rows = recorded.rows()
-    version = recorded.batch.policy_version
-    parts = tuple(
-        VersionRows(
-            number=number,
-            weights=folder,
-            rows=tuple(np.unique(rows.row[recorded.counts & (version == number)]).tolist()),
-        )
-        for number, folder in folders.items()
-    )
-    newest = np.array(parts[-1].rows, np.int64)
-    return ScoringJob(
-        **responses_of(rows),
-        replayed=rows.experts is not None,
-        versions=parts,
-        former=parts[-2].weights if len(parts) > 1 else None,
-        searched=searched_rows(newest) if locate else (),
-    )
 
 
 def _prefill(
     run: RunDirectory, recipe: Recipe, job: ScoringJob, recorded: Recorded, temperature: float
 ) -> tuple[NDArray[np.float64] | None, EngineCheck]:
-    """[responses] what the engine says with the weights of the version that sampled each token, and its audit."""
+    """Score [responses] by the engine with the weights of the version that sampled each token, and audit it."""
     for part in job.versions:
-        _write_policy(run, recipe, part)
+        maker = checksums_maker(recipe)
+        digests = None if maker is None else maker()
+
+        def write_check(folder: Path, part: VersionRows = part, digests: Any = digests) -> None:
+            WeightCheck(version=part.number, digests=() if digests is None else digests.digests()).save(folder)
+
+        write_policy(
+            TensorFolder(part.weights).tensors(),
+            recipe.model.path,
+            run.policy_directory(part.number),
+            build_quant_map(recipe),
+            digests=digests,
+            beside=write_check,
+        )
     run.set_published(job.versions[0].number)
     rows = recorded.rows()
     found = np.full(len(recorded.counts), np.nan)
@@ -439,26 +414,8 @@ def _prefill(
         return found, engine.audit
 
 
-def _write_policy(run: RunDirectory, recipe: Recipe, part: VersionRows) -> None:
-    """The version's folder in the rollout's format, with its checksums."""
-    maker = checksums_maker(recipe)
-    digests = None if maker is None else maker()
-
-    def write_check(folder: Path) -> None:
-        WeightCheck(version=part.number, digests=() if digests is None else digests.digests()).save(folder)
-
-    write_policy(
-        TensorFolder(part.weights).tensors(),
-        recipe.model.path,
-        run.policy_directory(part.number),
-        build_quant_map(recipe),
-        digests=digests,
-        beside=write_check,
-    )
-
-
 def searched_rows(candidates: NDArray[np.int64], most: int = MOST_SEARCHED_ROWS) -> tuple[int, ...]:
-    """At most `most` of `candidates`, ascending, evenly spread: neighbors answer one prompt."""
+    """Choose at most `most` of `candidates`, ascending, evenly spread: neighbors answer one prompt."""
     count = min(most, len(candidates))
     places = np.linspace(0, len(candidates) - 1, count).astype(np.int64)
     return tuple(candidates[places].tolist())
@@ -467,11 +424,25 @@ def searched_rows(candidates: NDArray[np.int64], most: int = MOST_SEARCHED_ROWS)
 def describe(
     recipe: Recipe, source: str, kind: str, versions: tuple[int, ...], *, rows: SampledRows, prefilled: bool
 ) -> Setting:
-    """The setting, and what could not be compared in it."""
+    """Describe the setting, and what could not be compared in it."""
     temperature = recipe.learner.temperature or recipe.rollout.temperature
-    remarks = _routing_remarks(rows, replayed=recipe.rollout.replay_experts)
+    remarks = []
+    if rows.experts is not None:
+        if recipe.rollout.replay_experts:
+            remarks.append("The learner trains with the engine's experts: routing is no difference.")
+        unknown = 1.0 - rows.experts.known.sum() / max(1, len(rows.experts) - len(rows.tokens))
+        if unknown > 0:
+            remarks.append(
+                f"Of {unknown:.0%} of the tokens the engine could not say the experts any more: their routing is in "
+                "the decoding term."
+            )
     if not prefilled:
-        remarks.append(f"{_not_prefilled(recipe, rows, temperature)}: kernels are in the decoding term.")
+        reason = f"SGLang scores prompts at temperature 1 alone, and the learner's is {temperature:g}"
+        if rows.experts is not None:
+            reason = "An engine that scores a row chooses experts anew"
+        elif recipe.rollout.asks_for_kept_sets:
+            reason = "SGLang scores prompts over the whole vocabulary alone, the learner what top_p and top_k kept"
+        remarks.append(f"{reason}: kernels are in the decoding term.")
     if temperature != recipe.rollout.temperature:
         remarks.append(
             f"The engine samples at temperature {recipe.rollout.temperature:g}, the learner trains the policy of "
@@ -489,30 +460,3 @@ def describe(
         trains_formats=recipe.learner.fp8_emulation,
         remarks=tuple(remarks),
     )
-
-
-def _not_prefilled(recipe: Recipe, rows: SampledRows, temperature: float) -> str:
-    """Why the engine did not score what it sampled."""
-    if rows.experts is not None:
-        return "An engine that scores a row chooses experts anew"
-    if recipe.rollout.asks_for_kept_sets:
-        return "SGLang scores prompts over the whole vocabulary alone, the learner what top_p and top_k kept"
-    return f"SGLang scores prompts at temperature 1 alone, and the learner's is {temperature:g}"
-
-
-def _routing_remarks(rows: SampledRows, *, replayed: bool) -> list[str]:
-    """Of a mixture: whose experts the scores are with, and of how many tokens the engine could say them."""
-    if rows.experts is None:
-        return []
-    unknown = 1.0 - rows.experts.known.sum() / max(1, len(rows.experts) - len(rows.tokens))
-    found = ["The learner trains with the engine's experts: routing is no difference."] if replayed else []
-    if unknown > 0:
-        found.append(
-            f"Of {unknown:.0%} of the tokens the engine could not say the experts any more: their routing is in the "
-            "decoding term."
-        )
-    return found
-
-
-def _tensor(values: Flat, kept: NDArray[np.bool_]) -> Tensor:
-    return torch.from_numpy(values[kept])

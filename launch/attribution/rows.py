@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SampledRows:
     """Rows, and what the engine said as it sampled."""
 
@@ -34,23 +34,17 @@ class SampledRows:
     experts: RoutedExperts | None = None
     """[tokens of all rows] where the engine sent each; None: not known, or a dense model."""
 
-    @property
-    def position(self) -> NDArray[np.int64]:
-        """[responses] place of each token in its response, from 0."""
-        return np.concatenate([np.arange(length) for length in self.lengths]).astype(np.int64)
+    lengths: list[int] = field(init=False)
+    """Of the responses, in tokens."""
+    row: NDArray[np.int64] = field(init=False)
+    """[responses] the row of each token."""
 
-    @property
-    def row(self) -> NDArray[np.int64]:
-        """[responses] the row of each token."""
-        return np.repeat(np.arange(len(self.tokens)), self.lengths)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Of the responses, in tokens."""
-        return [len(row) - prompt for row, prompt in zip(self.tokens, self.prompt_lengths, strict=True)]
+    def __post_init__(self) -> None:
+        self.lengths = [len(row) - prompt for row, prompt in zip(self.tokens, self.prompt_lengths, strict=True)]
+        self.row = np.repeat(np.arange(len(self.tokens)), self.lengths)
 
     def part(self, rows: Sequence[int]) -> SampledRows:
-        """Some rows alone, ascending."""
+        """Pick some rows, ascending."""
         here = np.flatnonzero(np.isin(self.row, rows))
         return SampledRows(
             tokens=[self.tokens[row] for row in rows],
@@ -61,7 +55,7 @@ class SampledRows:
         )
 
     def kept_by_row(self) -> list[list[NDArray[np.int32]]] | None:
-        """For tokens 1 … n-1 of each row, the set that each is renormalized over; empty: the whole vocabulary."""
+        """Give tokens 1 … n-1 of each row the set that each is renormalized over; empty: the whole vocabulary."""
         if self.kept is None:
             return None
         sets, whole = np.split(self.kept.tokens, self.kept.offsets[1:-1]), np.zeros(0, np.int32)
@@ -73,7 +67,7 @@ class SampledRows:
 
 
 def tokens_of(tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> NDArray[np.bool_]:
-    """[tokens of all rows] those of some rows, which are in ascending order."""
+    """Mark [tokens of all rows] those of some rows, which are in ascending order."""
     return np.repeat(np.isin(np.arange(len(tokens)), rows), [len(row) for row in tokens])
 
 
@@ -117,7 +111,7 @@ class ScoringJob(BaseModel):
     """Rows of the last of `versions` on which faults are tried."""
 
     def part(self, rows: Sequence[int]) -> ScoringJob:
-        """Some rows alone, without what is asked of them."""
+        """Pick some rows, without what is asked of them."""
         lengths = [len(row) - prompt for row, prompt in zip(self.tokens, self.prompt_lengths, strict=True)]
         ends = np.cumsum([0, *lengths])
         return ScoringJob(
@@ -128,20 +122,13 @@ class ScoringJob(BaseModel):
         )
 
     def most_passes(self, num_layers: int) -> int:
-        """At most so many passes over rows: one a layer of each version, and two a module that is searched."""
+        """Count the passes over rows, at most: one a layer of each version, and two a module that is searched."""
         search = 2 * max(MOST_MODULES, num_layers) + 8 if self.searched else 0
         return len(self.versions) * (num_layers + 4) + search + 1
 
-    def write(self, folder: Path) -> None:
-        (folder / JOB_FILE).write_text(self.model_dump_json(), encoding="utf-8")
-
-    @staticmethod
-    def read(folder: Path) -> ScoringJob:
-        return ScoringJob.model_validate_json((folder / JOB_FILE).read_text(encoding="utf-8"))
-
 
 def responses_of(rows: SampledRows) -> dict[str, Any]:
-    """What a ScoringJob takes of rows."""
+    """Give a ScoringJob what it takes of rows."""
     kept = None if rows.kept is None else np.split(rows.kept.tokens, rows.kept.offsets[1:-1])
     return dict(
         tokens=rows.tokens,
@@ -155,7 +142,7 @@ def score_in_ranks(
 ) -> dict[str, NDArray[np.float64]]:
     """Return the arrays that launch.attribution.score_ranks describes, by a learner of the recipe's layout. `experts`
     are those of all tokens of the job's rows."""
-    job.write(run.path)
+    (run.path / JOB_FILE).write_text(job.model_dump_json(), encoding="utf-8")
     if experts is not None:
         write_experts(run.path, experts)
     command = torchrun(recipe.learner.num_processes, "launch.attribution.score_ranks", str(run.path))
@@ -171,12 +158,12 @@ def score_in_ranks(
 
 
 def write_experts(folder: Path, experts: RoutedExperts) -> None:
-    """For `read_experts` in the ranks; JSON would be many times as large."""
+    """Store experts for `read_experts` in the ranks; JSON would be many times as large."""
     np.savez(folder / EXPERTS_FILE, ids=experts.ids, known=experts.known)
 
 
 def read_experts(folder: Path) -> RoutedExperts | None:
-    """[tokens of all rows of the job]; None: a dense model, or they are not known."""
+    """Read [tokens of all rows of the job]; None: a dense model, or they are not known."""
     if not (folder / EXPERTS_FILE).is_file():
         return None
     with np.load(folder / EXPERTS_FILE, allow_pickle=False) as stored:

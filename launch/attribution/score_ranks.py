@@ -26,15 +26,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from launch.attribution.rows import MOST_MODULES, SCORES_FILE, ScoringJob, read_experts, tokens_of
+from launch.attribution.rows import JOB_FILE, MOST_MODULES, SCORES_FILE, ScoringJob, read_experts, tokens_of
 from launch.build.components import build_quant_map
 from launch.build.learner import build_learner
 from launch.run.processes import run_child
@@ -63,7 +62,8 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 def score(run: RunDirectory) -> None:
     """Write the scores of the job. Collective."""
-    recipe, job = run.recipe(), ScoringJob.read(run.path)
+    recipe = run.recipe()
+    job = ScoringJob.model_validate_json((run.path / JOB_FILE).read_text(encoding="utf-8"))
     # Formats are emulated in Megatron's own layers, also where there are others. Only those of TE train in FP8.
     learner = build_learner(recipe, layers=None if is_fp8(recipe.learner.precision) else "megatron")
     quant = build_quant_map(recipe) if learner.layers == "megatron" else None
@@ -73,18 +73,18 @@ def score(run: RunDirectory) -> None:
         _load(learner, version.weights)
         part = job.part(version.rows)
         chosen = None if experts is None else experts[tokens_of(job.tokens, version.rows)]
-        for name, values in _version_scores(learner, part, quant, chosen).items():
+        for name, values in version_scores(learner, part, quant, chosen).items():
             found[f"{version.number}.{name}"] = values
     if job.now is not None:
         _load(learner, job.now)
-        found["now"] = _plain(learner, job, experts if job.replayed else None)
+        found["now"], _ = _scored(learner, job, experts if job.replayed else None)
     _keep(run, learner, found)  # the search needs more memory than all before it
     if job.searched:
         if job.now is not None:
             _load(learner, job.versions[-1].weights)
         searched = job.part(job.searched)
         told = None if experts is None else experts[tokens_of(job.tokens, job.searched)]
-        suspected = effects(learner, lambda: _plain(learner, searched, told), quant, job.former)
+        suspected = effects(learner, lambda: _scored(learner, searched, told)[0], quant, job.former)
         _keep(run, learner, found | {f"effect.{name}": values for name, values in suspected.items()})
 
 
@@ -98,13 +98,13 @@ def _keep(run: RunDirectory, learner: MegatronLearner, found: Arrays) -> None:
     learner.barrier()
 
 
-def _version_scores(
+def version_scores(
     learner: MegatronLearner, job: ScoringJob, quant: QuantMap | None, experts: RoutedExperts | None
 ) -> Arrays:
-    """`experts` are those of the tokens of the job's rows."""
+    """Score the rows of a version; `experts` are those of the tokens of the job's rows."""
     told = experts if job.replayed else None
-    scored = learner.score_rows(_rows(job, told))
-    found = {"then": _float64(scored.logprobs), "entropy": _float64(scored.entropy)}
+    then, entropy = _scored(learner, job, told)
+    found = {"then": then, "entropy": entropy}
     formats = quant if quant is not None and quant.formats else None
     if formats is not None and learner.emulation is not None:  # the learner trains with them: they are no difference
         found["quantized"] = found["then"]
@@ -113,32 +113,25 @@ def _version_scores(
         for layer in whole_layers(formats):
             below += layer.modules
             with emulated(learner, formats.only(below)):
-                found[f"layer.{layer.name.rpartition('.')[2]}"] = found["quantized"] = _plain(learner, job, told)
+                found[f"layer.{layer.name.rpartition('.')[2]}"] = found["quantized"] = _scored(learner, job, told)[0]
     if experts is None:
         return found
     if job.replayed:  # the learner trains with them, too
         return found | {"routed": found.get("quantized", found["then"])}
     with nullcontext() if formats is None or learner.emulation is not None else emulated(learner, formats):
-        return found | {"routed": _plain(learner, job, experts)}
+        return found | {"routed": _scored(learner, job, experts)[0]}
 
 
-def _plain(learner: MegatronLearner, job: ScoringJob, experts: RoutedExperts | None = None) -> NDArray[np.float64]:
-    return _float64(learner.score_rows(_rows(job, experts)).logprobs)
-
-
-def _rows(job: ScoringJob, experts: RoutedExperts | None) -> TokenRows:
-    """With the responses to be predicted, over kept sets where there are any."""
-    return TokenRows(
+def _scored(learner: MegatronLearner, job: ScoringJob, experts: RoutedExperts | None) -> tuple[Scores, Scores]:
+    """Return log-probabilities and entropy of the responses, over kept sets where there are any."""
+    rows = TokenRows(
         tokens=[np.asarray(row, np.int32) for row in job.tokens],
         starts=np.asarray(job.prompt_lengths, np.int64),
         kept=None if job.kept is None else KeptSets.of(job.kept),
         experts=experts,
     )
-
-
-def _float64(flat: Tensor) -> NDArray[np.float64]:
-    values: NDArray[np.float64] = flat.double().cpu().numpy()
-    return values
+    scored = learner.score_rows(rows)
+    return scored.logprobs.double().cpu().numpy(), scored.entropy.double().cpu().numpy()
 
 
 def _load(learner: MegatronLearner, folder: Path) -> None:
@@ -147,40 +140,40 @@ def _load(learner: MegatronLearner, folder: Path) -> None:
 
 
 def effects(learner: MegatronLearner, score: Score, quant: QuantMap | None, former: Path | None) -> dict[str, Scores]:
-    """Fault → [tokens] its effect; `score()` gives log-probabilities [tokens] of the learner as it is at that moment.
-    `former` is an HF folder of an earlier version. Collective."""
-    with _as_engine(learner, quant):
-        right = score()
+    """Return fault → [tokens] its effect; `score()` gives log-probabilities [tokens] of the learner as it is at that
+    moment. `former` is an HF folder of an earlier version. Collective."""
+
+    def score_as_engine(served: QuantMap | None = quant) -> Scores:
+        with emulated(learner, served if served is not None and served.formats else None):
+            return score()
 
     def with_weights(change: Callable[[NamedTensors], NamedTensors]) -> Scores:
-        with changed(learner, change), _as_engine(learner, quant):
-            return right - score()
+        with changed(learner, change):
+            return right - score_as_engine()
 
-    found = {f"scale:{module}": with_weights(scaled(module, TRIED_SCALE)) for module in _modules(learner)}
+    right = score_as_engine()
+    # Each linear module of the whole model; each layer where there are many.
+    sizes = NameMap(learner.model_config).tensors
+    modules = [name.removesuffix(".weight") for name, size in sizes.items() if len(size) > 1]
+    modules = [module for module in modules if module != EMBEDDING]
+    if len(modules) > MOST_MODULES:
+        modules = list(dict.fromkeys(re.sub(r"(\.layers\.\d+)\..*", r"\1", module) for module in modules))
+    found = {f"scale:{module}": with_weights(scaled(module, TRIED_SCALE)) for module in modules}
     if not learner.model_config.tied_embeddings:
         found[f"bf16:{HEAD}"] = with_weights(rounded(HEAD, torch.bfloat16))
     if former is not None:
         folder = TensorFolder(former)
         found["former"] = with_weights(lambda _: folder.tensors())
-    return found | {name: right - other for name, other in _formats(learner, score, quant)}
+    if quant is not None and quant.rollout_format is not None:
+        for fault, other in other_maps(quant, quant.rollout_format):
+            found[fault] = right - score_as_engine(other)
+        with changed(learner, lambda tensors: fake_quantize_state(tensors, quant)), emulated(learner, None):
+            found["weights_only"] = right - score()
+    return found
 
 
-def _as_engine(learner: MegatronLearner, quant: QuantMap | None) -> AbstractContextManager[None]:
-    return emulated(learner, quant if quant is not None and quant.formats else None)
-
-
-def _formats(learner: MegatronLearner, score: Score, quant: QuantMap | None) -> Iterator[tuple[str, Scores]]:
-    """Scores with another map than the run's."""
-    if quant is None or quant.rollout_format is None:
-        return
-    for fault, other in _other_maps(quant, quant.rollout_format):
-        with _as_engine(learner, other):
-            yield fault, score()
-    with changed(learner, lambda tensors: fake_quantize_state(tensors, quant)), emulated(learner, None):
-        yield "weights_only", score()
-
-
-def _other_maps(quant: QuantMap, usual: RolloutFormat) -> Iterator[tuple[str, QuantMap]]:
+def other_maps(quant: QuantMap, usual: RolloutFormat) -> Iterator[tuple[str, QuantMap]]:
+    """Yield the maps of known faults: with everything, or one group, in full precision or in another format."""
     yield "full:all", quant.only(())
     by_layer = len(quant.fused_groups) > MOST_MODULES
     groups = {layer.name: layer.modules for layer in whole_layers(quant)} if by_layer else quant.groups
@@ -192,16 +185,6 @@ def _other_maps(quant: QuantMap, usual: RolloutFormat) -> Iterator[tuple[str, Qu
     for other in RolloutFormat:  # in one order on all ranks: a set has another in each process
         if other.is_served and not other.is_emulated and other is not usual:
             yield f"format:{other}", quant.promoted(quant.formats, to=other)
-
-
-def _modules(learner: MegatronLearner) -> list[str]:
-    """Each linear module of the whole model; each layer where there are many."""
-    sizes = NameMap(learner.model_config).tensors
-    modules = [name.removesuffix(".weight") for name, size in sizes.items() if len(size) > 1]
-    modules = [module for module in modules if module != EMBEDDING]
-    if len(modules) > MOST_MODULES:
-        modules = list(dict.fromkeys(re.sub(r"(\.layers\.\d+)\..*", r"\1", module) for module in modules))
-    return modules
 
 
 if __name__ == "__main__":

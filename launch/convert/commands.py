@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,17 +23,6 @@ Verify = Annotated[
 ]
 
 
-class Dtype(StrEnum):
-    BF16 = "bf16"
-    FP32 = "fp32"
-    KEEP = "keep"
-
-
-class Fp8(StrEnum):
-    BLOCK128 = "block128"
-    TENSOR = "tensor"
-
-
 @convert_app.command("hf-to-megatron")
 def hf_to_megatron_command(
     source: Source,
@@ -44,7 +32,9 @@ def hf_to_megatron_command(
     ] = 1,
     pipeline_parallel: Annotated[int, typer.Option(min=1, max=2**16, help="Pipeline stages while writing.")] = 1,
     expert_parallel: Annotated[int, typer.Option(min=1, max=2**16, help="MoE: ranks that share the experts.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Of the checkpoint; keep needs a source of one dtype.")] = Dtype.KEEP,
+    dtype: Annotated[
+        Literal["bf16", "fp32", "keep"], typer.Option(help="Of the checkpoint; keep needs a source of one dtype.")
+    ] = "keep",
     verify: Verify = False,
     as_json: AsJson = False,
 ) -> None:
@@ -64,7 +54,7 @@ def hf_to_megatron_command(
         tensor=tensor_parallel,
         pipeline=pipeline_parallel,
         expert=expert_parallel,
-        dtype=dtype.value,
+        dtype=dtype,
         verify_logprobs=verify,
     )
     emit_or_print(result, as_json)
@@ -95,7 +85,10 @@ def megatron_to_hf_command(
 def hf_to_fp8_command(
     source: Source,
     out: Out,
-    format_: Annotated[Fp8, typer.Option("--format", help="block128: a scale for 128×128; tensor: one a matrix.")],
+    format_: Annotated[
+        Literal["block128", "tensor"],
+        typer.Option("--format", help="block128: a scale for 128×128; tensor: one a matrix."),
+    ],
     verify: Verify = False,
     as_json: AsJson = False,
 ) -> None:
@@ -110,7 +103,7 @@ def hf_to_fp8_command(
     """
     from launch.convert.folders import hf_to_fp8
 
-    emit_or_print(hf_to_fp8(source, out, format_.value, verify_logprobs=verify), as_json)
+    emit_or_print(hf_to_fp8(source, out, format_, verify_logprobs=verify), as_json)
 
 
 @convert_app.command("hf-to-modelopt")
@@ -154,10 +147,6 @@ def inspect_command(
         return
     shapes = result.pop("shapes")
     emit_or_print(result, False)
-    _print_shapes(shapes)
-
-
-def _print_shapes(shapes: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -22,13 +22,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
 from launch.terminal import counted
@@ -63,7 +62,7 @@ Scores = list[NDArray[np.float32]]
 def hf_to_megatron(
     source: Path, out: Path, *, tensor: int, pipeline: int, expert: int, dtype: Number, verify_logprobs: bool
 ) -> dict[str, Any]:
-    """HF folder → weights-only distributed checkpoint. Raises ModelError, LayoutError, CorruptCheckpointError."""
+    """Write an HF folder as a weights-only checkpoint. Raises ModelError, LayoutError, CorruptCheckpointError."""
     from megatron_bridge.checkpoint.dcp import CheckpointIndex
 
     started = time.monotonic()
@@ -72,11 +71,19 @@ def hf_to_megatron(
     section = learner_section(config, hf_config, tensor, pipeline, expert)
     kind = chosen_dtype(source, dtype)
     total = config.num_parameters * (2 if kind == "BF16" else 4)
-    with new_folder(out) as folder, bars() as bar:
+    with new_folder(out) as folder:
         place = dict(source=str(source.resolve()), out=str(folder.resolve()))
         job = dict(kind="write", dtype=kind, learner=section.model_dump(), **place)
         with bar("write", total) as advance:
-            run_job("launch.convert.folders", job, section.num_processes, total, watching(folder, advance))
+            written = 0
+
+            def watch() -> None:
+                nonlocal written
+                size = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+                advance(size - written)
+                written = size
+
+            run_job("launch.convert.folders", job, section.num_processes, total, watch)
         describe_folder(folder, source, hf_config, DTYPES[kind])
         with bar("compare", total) as advance:
             compare_with_source(CheckpointIndex(folder), config, source, advance)
@@ -94,7 +101,7 @@ def hf_to_megatron(
 
 
 def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dict[str, Any]:
-    """Checkpoint of `hf_to_megatron`, or of a run, → HF folder, one tensor after another."""
+    """Write a checkpoint of `hf_to_megatron`, or of a run, as an HF folder, one tensor after another."""
     from megatron_bridge.checkpoint.dcp import CheckpointIndex, stored_dtype, stream_hf_tensors
     from megatron_bridge.hf.tensor_files import check_written, whole_tensors, write_shards
 
@@ -107,7 +114,7 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dic
     index = CheckpointIndex(checkpoint)
     dtype = stored_dtype(index)
     total = config.num_parameters * dtype.itemsize
-    with new_folder(out) as folder, bars() as bar:
+    with new_folder(out) as folder:
         with bar("write", total) as advance:
             manifest = write_shards(whole_tensors(stream_hf_tensors(index, config)), folder, advance=advance)
         complete_folder(folder, described, hf_config, manifest)
@@ -121,7 +128,7 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dic
 
 
 def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bool) -> dict[str, Any]:
-    """HF folder → FP8 HF folder for stock SGLang, in bounded memory. Raises ModelError, NonFiniteError."""
+    """Write an HF folder as an FP8 one for stock SGLang, in bounded memory. Raises ModelError, NonFiniteError."""
     from megatron_bridge.hf.fp8 import output_bytes, write_fp8_folder
     from megatron_bridge.hf.tensor_files import check_written
 
@@ -130,7 +137,7 @@ def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bo
     hf_config, config, ignored = checked_source(source)
     quant = fp8_map(hf_config, config, layout)
     total = output_bytes(source, quant)
-    with new_folder(out) as folder, bars() as bar:
+    with new_folder(out) as folder:
         with bar("quantize", total) as advance:
             try:
                 manifest = write_fp8_folder(source, folder, quant, advance=advance)
@@ -150,34 +157,31 @@ def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bo
 
 
 def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]]:
-    """(config.json, ModelConfig, names that are not carried over) of an HF folder whose headers are as they should be.
+    """Return (config.json, ModelConfig, names that are not carried over) of an HF folder whose headers are as they
+    should be.
 
-    Raises ModelError naming every tensor that is missing, misshapen or not part of the architecture.
+    Raises ModelError naming every tensor that is missing, misshapen or not part of the architecture, and for an LM head
+    that a tied model stores as well and that is not its embedding.
     """
+    from megatron_bridge.hf.tensor_files import TensorFolder
+
     hf_config = read_hf_config(source)
     config = ModelConfig.from_hf(hf_config)
     check_weights(source, config)
     verify_folder(source, "fetch or convert it again", required=False)
     ignored = sorted(set(tensor_headers(source)) - set(config.tensors()))
     if "lm_head.weight" in ignored:
-        _require_tied(source)
+        tensors = TensorFolder(source)
+        if tensors.digest("lm_head.weight") != tensors.digest("model.embed_tokens.weight"):
+            raise ModelError(
+                f"{source}: tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight; "
+                "set it to false in config.json, or remove lm_head.weight"
+            )
     return hf_config, config, ignored
 
 
-def _require_tied(source: Path) -> None:
-    """An LM head that a tied model stores as well may be left out only if it is the embedding."""
-    from megatron_bridge.hf.tensor_files import TensorFolder
-
-    folder = TensorFolder(source)
-    if folder.digest("lm_head.weight") != folder.digest("model.embed_tokens.weight"):
-        raise ModelError(
-            f"{source}: tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight; "
-            "set it to false in config.json, or remove lm_head.weight"
-        )
-
-
 def chosen_dtype(source: Path, dtype: Number) -> str:
-    """BF16 or F32. Raises ModelError when `keep` has nothing to keep."""
+    """Return BF16 or F32. Raises ModelError when `keep` has nothing to keep."""
     if dtype != "keep":
         return SAFETENSORS_DTYPES[dtype]
     kinds = {header.dtype for header in tensor_headers(source).values()}
@@ -190,7 +194,7 @@ def chosen_dtype(source: Path, dtype: Number) -> str:
 
 
 def fp8_map(hf_config: dict[str, Any], config: ModelConfig, layout: Fp8Layout) -> QuantMap:
-    """Which weights are quantized. Raises ModelError for widths that blocks cannot cut."""
+    """Say which weights are quantized. Raises ModelError for widths that blocks cannot cut."""
     from precision.formats.quant_map import QuantMap
     from rollout_sglang.server.capacity import check_block_shapes
 
@@ -202,7 +206,7 @@ def fp8_map(hf_config: dict[str, Any], config: ModelConfig, layout: Fp8Layout) -
 
 
 def description_of(checkpoint: Path) -> Path:
-    """The folder with config.json and tokenizer of a checkpoint: itself, or the model that its run started from."""
+    """Find the folder with config.json and tokenizer of a checkpoint: itself, or the model that its run began with."""
     if not checkpoint.is_dir():
         raise CorruptCheckpointError(
             f"{checkpoint} is not a folder; name one, for example runs/demo/checkpoints/000012"
@@ -228,7 +232,7 @@ def check_committed(checkpoint: Path) -> None:
 def learner_section(
     config: ModelConfig, hf_config: dict[str, Any], tensor: int, pipeline: int, expert: int
 ) -> LearnerSection:
-    """The smallest layout with these sizes. Raises LayoutError."""
+    """Make the smallest layout with these sizes. Raises LayoutError."""
     section = LearnerSection(
         precision="fp32",
         tensor_parallel=tensor,
@@ -259,7 +263,7 @@ def compare_with_source(index: Any, config: ModelConfig, source: Path, advance: 
     seen = set()
     for name, tensor in stream_hf_tensors(index, config):
         original = wanted.whole(name).to(tensor.dtype)
-        if not torch.equal(_bytes(original), _bytes(tensor)):
+        if not torch.equal(*(one.contiguous().flatten().view(torch.uint8) for one in (original, tensor))):
             raise ModelError(f"{name} came out with other values than {source} holds; this is a bug, report the model")
         seen.add(name)
         advance(tensor.nbytes)
@@ -295,46 +299,17 @@ def run_job(
 
 
 @contextmanager
-def bars() -> Iterator[Callable[[str, int], Any]]:
-    """Progress bars in bytes, on stderr; where that is no terminal, lines in percent."""
+def bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of `total` bytes in percent. Call what it yields with the bytes that were added."""
+    advanced = 0
+    with counted(f"{name}, percent:", 100) as show:
 
-    @contextmanager
-    def in_lines(name: str, total: int) -> Iterator[Callable[[int], None]]:
-        advanced = [0]
-        with counted(f"{name}, percent:", 100) as show:
+        def advance(count: int) -> None:
+            nonlocal advanced
+            advanced += count
+            show(100 * advanced // max(total, 1))
 
-            def advance(count: int) -> None:
-                advanced.append(advanced.pop() + count)
-                show(100 * advanced[0] // max(total, 1))
-
-            yield advance
-
-    if not Console(stderr=True).is_terminal:
-        yield in_lines
-        return
-    columns = TextColumn("{task.description:>9}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
-
-        @contextmanager
-        def bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-            task = progress.add_task(name, total=total)
-            yield lambda count: progress.advance(task, count)
-            progress.update(task, completed=total)
-
-        yield bar
-
-
-def watching(folder: Path, advance: Callable[[int], None]) -> Callable[[], None]:
-    """Tells `advance` by how much the folder has grown since it was last asked."""
-    seen = 0
-
-    def watch() -> None:
-        nonlocal seen
-        size = sum(path.stat().st_size for path in folder.glob("*.distcp"))
-        advance(size - seen)
-        seen = size
-
-    return watch
+        yield advance
 
 
 def _counts(config: ModelConfig, num_bytes: int, ignored: list[str], started: float) -> dict[str, Any]:
@@ -348,15 +323,9 @@ def _counts(config: ModelConfig, num_bytes: int, ignored: list[str], started: fl
     )
 
 
-def _bytes(tensor: Any) -> Any:
-    import torch
-
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
 def verify_megatron(hf: Path, checkpoint: Path) -> dict[str, Any]:
     """Compare an HF folder with a checkpoint of the same weights. Raises ModelError when they disagree."""
-    gaps = _run(dict(kind="megatron", hf=str(hf.resolve()), checkpoint=str(checkpoint.resolve())), hf)
+    gaps = _gaps_of(dict(kind="megatron", hf=str(hf.resolve()), checkpoint=str(checkpoint.resolve())))
     if gaps["max_gap_nats"] > LARGEST_GAP_NATS:
         raise ModelError(
             f"log-probabilities of {hf} and {checkpoint} differ by up to {gaps['max_gap_nats']:.3g} nats, expected at "
@@ -369,7 +338,7 @@ def verify_fp8(source: Path, folder: Path, layout: str) -> dict[str, Any]:
     """Compare an FP8 folder with the learner that emulates its formats. Raises ModelError when they disagree."""
     if ModelConfig.from_hf(read_config(source)).experts is not None:
         raise ModelError("--verify of an FP8 folder knows dense models only; the folder was written and compared")
-    gaps = _run(dict(kind="fp8", hf=str(source.resolve()), folder=str(folder.resolve()), layout=layout), source)
+    gaps = _gaps_of(dict(kind="fp8", hf=str(source.resolve()), folder=str(folder.resolve()), layout=layout))
     if gaps["mean_gap_emulated_nats"] > OPEN_SHARE * gaps["mean_gap_plain_nats"]:
         raise ModelError(
             f"the learner's emulation of {folder} is off by {gaps['mean_gap_emulated_nats']:.3g} nats in the mean, "
@@ -379,69 +348,35 @@ def verify_fp8(source: Path, folder: Path, layout: str) -> dict[str, Any]:
     return {**gaps, "allowed_share": OPEN_SHARE}
 
 
-def _run(job: dict[str, Any], hf: Path) -> dict[str, Any]:
-    num_bytes = 4 * sum(math.prod(header.shape) for header in tensor_headers(hf).values())
+def _gaps_of(job: dict[str, Any]) -> dict[str, Any]:
+    num_bytes = 4 * sum(math.prod(header.shape) for header in tensor_headers(Path(job["hf"])).values())
     return run_job("launch.convert.folders", job, 1, num_bytes)
 
 
-def random_rows(hf_config: dict[str, Any]) -> list[list[int]]:
-    """The same token rows in every call."""
-    generator = random.Random(0)
-    length = min(ROW_TOKENS, int(hf_config["max_position_embeddings"]))
-    return [[generator.randrange(hf_config["vocab_size"]) for _ in range(length)] for _ in range(NUM_ROWS)]
-
-
-def _learner(hf: Path) -> Any:
-    from megatron_bridge.learner import MegatronLearner
-    from precision.supervised import Supervised
-
-    return MegatronLearner.create(
-        hf, LearnerSection(precision="fp32"), Supervised(), temperature=1.0, seed=0, total_steps=1
-    )
-
-
-def _score_megatron(learner: Any, hf: Path, checkpoint: Path, rows: list[list[int]]) -> dict[str, Any]:
-    import torch
-
-    from megatron_bridge.checkpoint.training_state import load_weights
-
-    chunks = [chunk.module for chunk in learner.model]
-    with torch.no_grad():
-        for parameter in (p for chunk in chunks for p in chunk.parameters()):
-            parameter.fill_(float("nan"))  # what the checkpoint does not fill must not go unnoticed
-    load_weights(checkpoint, chunks)
-    ours, theirs = learner.score_tokens(rows), transformers_scores(hf, None, rows)
-    return dict(max_gap_nats=float(_gaps(ours, theirs).max()), tokens=len(_gaps(ours, theirs)))
-
-
-def _score_fp8(
-    learner: Any, hf_config: dict[str, Any], folder: Path, layout: Any, rows: list[list[int]]
-) -> dict[str, Any]:
-    from megatron_bridge.step.fp8_emulation import emulated
-
-    quant = fp8_map(hf_config, learner.model_config, layout)
-    plain = learner.score_tokens(rows)
-    with emulated(learner, quant):
-        ours = learner.score_tokens(rows)
-    theirs = transformers_scores(folder, quant, rows)
-    return dict(
-        mean_gap_emulated_nats=float(_gaps(ours, theirs).mean()),
-        max_gap_emulated_nats=float(_gaps(ours, theirs).max()),
-        mean_gap_plain_nats=float(_gaps(plain, theirs).mean()),
-        tokens=len(_gaps(ours, theirs)),
-    )
-
-
 def transformers_scores(folder: Path, quant: Any, rows: Sequence[Sequence[int]]) -> Scores:
-    """[n - 1] log-probabilities of each row of n tokens; with a quant map, of a stored FP8 folder."""
+    """Compute [n - 1] log-probabilities of each row of n tokens; with a quant map, of a stored FP8 folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf_config = AutoConfig.from_pretrained(folder)
+    from megatron_bridge.hf.fp8 import dequantized_tensors
+    from precision.formats.formats import fake_quantize
+
     if quant is None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     else:
-        model = _dequantized_model(hf_config, folder, quant)
+        hf_config = AutoConfig.from_pretrained(folder)
+        del hf_config.quantization_config
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        left = model.load_state_dict(dict(dequantized_tensors(folder, torch.float32)), strict=False)
+        if left.unexpected_keys or set(left.missing_keys) - {"lm_head.weight"}:
+            raise ModelError(f"{folder} does not fill the model of its config.json: {left}")
+        model.tie_weights()
+
+        def quantize_input(kind: Any, _: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return fake_quantize(inputs[0], kind, per_token=True), *inputs[1:]
+
+        for module, rollout_format in quant.formats.items():
+            model.get_submodule(module).register_forward_pre_hook(partial(quantize_input, rollout_format))
     model.eval()
     scores = []
     with torch.no_grad():
@@ -452,29 +387,6 @@ def transformers_scores(folder: Path, quant: Any, rows: Sequence[Sequence[int]])
     return scores
 
 
-def _dequantized_model(hf_config: Any, folder: Path, quant: Any) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from megatron_bridge.hf.fp8 import dequantized_tensors
-
-    del hf_config.quantization_config
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
-    left = model.load_state_dict(dict(dequantized_tensors(folder, torch.float32)), strict=False)
-    if left.unexpected_keys or set(left.missing_keys) - {"lm_head.weight"}:
-        raise ModelError(f"{folder} does not fill the model of its config.json: {left}")
-    model.tie_weights()
-    for module, rollout_format in quant.formats.items():
-        model.get_submodule(module).register_forward_pre_hook(_quantize_input(rollout_format))
-    return model
-
-
-def _quantize_input(rollout_format: Any) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
-    from precision.formats.formats import fake_quantize
-
-    return lambda _, inputs: (fake_quantize(inputs[0], rollout_format, per_token=True), *inputs[1:])
-
-
 def _gaps(ours: Scores, theirs: Scores) -> NDArray[np.float64]:
     pairs = zip(ours, theirs, strict=True)
     gaps = np.concatenate([np.abs(np.asarray(a, np.float64) - b) for a, b in pairs])
@@ -483,23 +395,7 @@ def _gaps(ours: Scores, theirs: Scores) -> NDArray[np.float64]:
     return gaps
 
 
-def do_job(run: RunDirectory) -> None:
-    """Do what job.json names, in one rank: write this rank's share of a checkpoint, or score rows by both sides, into
-    result.json."""
-    job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
-    if job["kind"] == "write":
-        _write_share(job)
-        return
-    hf_config = read_config(Path(job["hf"]))
-    rows, learner = random_rows(hf_config), _learner(Path(job["hf"]))
-    if job["kind"] == "megatron":
-        result = _score_megatron(learner, Path(job["hf"]), Path(job["checkpoint"]), rows)
-    else:
-        result = _score_fp8(learner, hf_config, Path(job["folder"]), job["layout"], rows)
-    (run.path / "result.json").write_text(json.dumps(result), encoding="utf-8")
-
-
-def _write_share(job: dict[str, Any]) -> None:
+def write_share(job: dict[str, Any]) -> None:
     """Load this rank's share of the HF folder, and save it with the other ranks."""
     import torch
 
@@ -514,6 +410,53 @@ def _write_share(job: dict[str, Any]) -> None:
     chunks = build_chunks(config, layout, getattr(torch, DTYPES[job["dtype"]]), 1.0)
     load_hf(chunks, config, source)
     save_weights(Path(job["out"]), chunks)
+
+
+def score_both(job: dict[str, Any]) -> dict[str, Any]:
+    """Score the same random rows by the learner and by transformers; return how far they are apart."""
+    import torch
+
+    from megatron_bridge.checkpoint.training_state import load_weights
+    from megatron_bridge.learner import MegatronLearner
+    from megatron_bridge.step.fp8_emulation import emulated
+    from precision.supervised import Supervised
+
+    hf = Path(job["hf"])
+    hf_config, generator = read_config(hf), random.Random(0)
+    length = min(ROW_TOKENS, int(hf_config["max_position_embeddings"]))
+    rows = [[generator.randrange(hf_config["vocab_size"]) for _ in range(length)] for _ in range(NUM_ROWS)]
+    section = LearnerSection(precision="fp32")
+    learner = MegatronLearner.create(hf, section, Supervised(), temperature=1.0, seed=0, total_steps=1)
+    if job["kind"] == "megatron":
+        chunks = [chunk.module for chunk in learner.model]
+        with torch.no_grad():
+            for parameter in (p for chunk in chunks for p in chunk.parameters()):
+                parameter.fill_(float("nan"))  # what the checkpoint does not fill must not go unnoticed
+        load_weights(Path(job["checkpoint"]), chunks)
+        gaps = _gaps(learner.score_tokens(rows), transformers_scores(hf, None, rows))
+        return dict(max_gap_nats=float(gaps.max()), tokens=len(gaps))
+    quant = fp8_map(hf_config, learner.model_config, job["layout"])
+    plain = learner.score_tokens(rows)
+    with emulated(learner, quant):
+        ours = learner.score_tokens(rows)
+    theirs = transformers_scores(Path(job["folder"]), quant, rows)
+    gaps = _gaps(ours, theirs)
+    return dict(
+        mean_gap_emulated_nats=float(gaps.mean()),
+        max_gap_emulated_nats=float(gaps.max()),
+        mean_gap_plain_nats=float(_gaps(plain, theirs).mean()),
+        tokens=len(gaps),
+    )
+
+
+def do_job(run: RunDirectory) -> None:
+    """Do what job.json names, in one rank: write this rank's share of a checkpoint, or score rows by both sides, into
+    result.json."""
+    job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
+    if job["kind"] == "write":
+        write_share(job)
+    else:
+        (run.path / "result.json").write_text(json.dumps(score_both(job)), encoding="utf-8")
 
 
 if __name__ == "__main__":

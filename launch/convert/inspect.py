@@ -1,17 +1,15 @@
-"""`evenkeel convert inspect`: what a model folder is and what it holds, from headers and indexes alone."""
+"""Say what a model folder is and what it holds, from headers and indexes alone: `evenkeel convert inspect`."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launch.convert.folders import description_of
-from megatron_bridge.hf.headers import DTYPES, TensorHeader, indexed_files, tensor_headers, weight_files
+from megatron_bridge.hf.headers import DTYPES, indexed_files, tensor_headers, weight_files
 from megatron_bridge.hf.model_config import architecture_of, read_config
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, ModelError
 from pipeline.trainer.checkpoints import COMMIT, read_commit
@@ -24,52 +22,45 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What the headers of a folder say."""
-
-    kind: str
-    config: dict[str, Any]
-    tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    """Shape and dtype, as safetensors names it, by name."""
-    num_files: int
-    problems: tuple[str, ...] = ()
+Tensors = dict[str, tuple[tuple[int, ...], str]]
+"""Name → shape and dtype, as safetensors names it."""
 
 
 def inspect_folder(folder: Path) -> dict[str, Any]:
-    """Kind, architecture, counts and the distinct shapes. Raises ModelError or CorruptCheckpointError for a folder that
-    is unknown or damaged."""
-    contents = _read(folder)
-    if contents.problems:
-        shown = listed([one_line(problem, 120) for problem in contents.problems], 3)
-        raise ModelError(f"{folder} ({contents.kind}) is damaged: {shown}; fetch or convert it again")
-    weights = {name: header for name, header in contents.tensors.items() if not _SCALE.search(name)}
+    """Return kind, architecture, counts and the distinct shapes. Raises ModelError or CorruptCheckpointError for a
+    folder that is unknown or damaged."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; give a model folder, a policy, or a checkpoint")
+    is_checkpoint = (folder / ".metadata").exists() or (folder / COMMIT).exists()
+    kind, config, tensors, num_files, problems = (_read_checkpoint if is_checkpoint else _read_model)(folder)
+    if problems:
+        shown = listed([one_line(problem, 120) for problem in problems], 3)
+        raise ModelError(f"{folder} ({kind}) is damaged: {shown}; fetch or convert it again")
+    weights = {name: header for name, header in tensors.items() if not _SCALE.search(name)}
     sizes = Counter[str]()
-    for shape, dtype in contents.tensors.values():
+    for shape, dtype in tensors.values():
         bits = _BITS.get(dtype) or int("".join(filter(str.isdigit, dtype)) or 8)
         sizes[dtype] += math.prod(shape) * bits // 8
     parameters = sum(math.prod(shape) for shape, _ in weights.values())
     quantized = sum(math.prod(shape) for shape, dtype in weights.values() if dtype in _EIGHT_BITS_OR_LESS)
     # One row for all tensors that differ in layer or expert only.
-    rows = Counter((_NUMBER.sub("*", name), *header) for name, header in contents.tensors.items())
+    rows = Counter((_NUMBER.sub("*", name), *header) for name, header in tensors.items())
     return dict(
-        kind=contents.kind,
-        architecture=architecture_of(contents.config) or "unknown",
+        kind=kind,
+        architecture=architecture_of(config) or "unknown",
         parameters=parameters,
-        tensors=len(contents.tensors),
+        tensors=len(tensors),
         bytes=sum(sizes.values()),
         bytes_by_dtype=dict(sorted(sizes.items())),
         quantized_share=round(quantized / max(1, parameters), 4),
-        files=contents.num_files,
+        files=num_files,
         shapes=[dict(name=n, shape=list(shape), dtype=dtype, count=count) for (n, shape, dtype), count in rows.items()],
     )
 
 
-def _read(folder: Path) -> Contents:
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; give a model folder, a policy, or a checkpoint")
-    if (folder / ".metadata").exists() or (folder / COMMIT).exists():
-        return _read_checkpoint(folder)
+def _read_model(folder: Path) -> tuple[str, dict[str, Any], Tensors, int, list[str]]:
+    """Return kind, config.json, tensors, number of files, and what the folder's own index and manifest say that its
+    files do not."""
     if not (folder / "config.json").exists():
         raise ModelError(
             f"{folder} holds neither config.json (a model) nor .metadata (a distributed checkpoint); give the folder "
@@ -79,42 +70,32 @@ def _read(folder: Path) -> Contents:
     headers = tensor_headers(folder)
     if not headers:
         raise ModelError(f"{folder} has no tensors in *.safetensors; convert the weights to safetensors")
-    kind = _hf_kind(folder, config)
-    if (folder / "manifest.json").exists():
-        kind += ", with the manifest of a policy"
-    tensors = {name: (header.shape, header.dtype) for name, header in headers.items()}
-    return Contents(kind, config, tensors, len(weight_files(folder)), tuple(_problems(folder, headers)))
-
-
-def _hf_kind(folder: Path, config: dict[str, Any]) -> str:
     quantization = config.get("quantization_config") or {}
     if not isinstance(quantization, dict):
         raise ModelError(
             f"{folder / 'config.json'}: quantization_config is {quoted(quantization)}, expected an object; fetch the "
             "model again"
         )
-    method = quantization.get("quant_method")
+    method, kind = quantization.get("quant_method"), "HF"
     if method == "modelopt" or (folder / "hf_quant_config.json").exists():
-        return f"HF, ModelOpt {one_line(quantization.get('quant_algo', 'quantized'), 60)}"
-    if method == "fp8":
+        kind = f"HF, ModelOpt {one_line(quantization.get('quant_algo', 'quantized'), 60)}"
+    elif method == "fp8":
         block = quantization.get("weight_block_size")
         blocks = "×".join(map(str, block)) if isinstance(block, list) else ""
-        return f"HF, FP8 in {one_line(blocks, 60)} blocks" if blocks else "HF, FP8 with a scale for each tensor"
-    return f"HF, quantized by {one_line(method, 60)}" if method else "HF"
+        kind = f"HF, FP8 in {one_line(blocks, 60)} blocks" if blocks else "HF, FP8 with a scale for each tensor"
+    elif method:
+        kind = f"HF, quantized by {one_line(method, 60)}"
 
-
-def _problems(folder: Path, headers: Mapping[str, TensorHeader]) -> list[str]:
-    """What the folder's own index and manifest say that its files do not."""
     problems = []
-    index = folder / "model.safetensors.index.json"
+    index, manifest = folder / "model.safetensors.index.json", folder / "manifest.json"
     if index.exists():
         indexed = set(indexed_files(index))
         problems += [f"{name} is in the index, but in no file" for name in sorted(indexed - set(headers))]
         problems += [f"{name} is not in the index" for name in sorted(set(headers) - indexed)]
-    manifest = folder / "manifest.json"
     if manifest.exists():
+        kind += ", with the manifest of a policy"
         try:
-            tensors = {
+            named = {
                 name: tuple(entry["shape"]) for name, entry in parse_object(manifest.read_bytes())["tensors"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,16 +104,17 @@ def _problems(folder: Path, headers: Mapping[str, TensorHeader]) -> list[str]:
         found = {name: header.shape for name, header in headers.items()}
         problems += [
             f"{name} is not as manifest.json says"
-            for name in sorted(tensors.keys() | found.keys())
-            if tensors.get(name) != found.get(name)
+            for name in sorted(named.keys() | found.keys())
+            if named.get(name) != found.get(name)
         ]
     quantized = [name for name, header in headers.items() if header.dtype == "F8_E4M3"]
     scales = ("_scale", "_scale_inv")
     problems += [f"{name} has no scale" for name in quantized if not any(name + s in headers for s in scales)]
-    return problems
+    tensors = {name: (header.shape, header.dtype) for name, header in headers.items()}
+    return kind, config, tensors, len(weight_files(folder)), problems
 
 
-def _read_checkpoint(folder: Path) -> Contents:
+def _read_checkpoint(folder: Path) -> tuple[str, dict[str, Any], Tensors, int, list[str]]:
     from megatron_bridge.checkpoint.dcp import CheckpointIndex
 
     index = CheckpointIndex(folder)
@@ -153,18 +135,13 @@ def _read_checkpoint(folder: Path) -> Contents:
         config = read_config(description_of(folder))
     except EvenKeelError:
         config = {}  # a checkpoint that was copied out of its run says nothing about its architecture
-    return Contents(kind, config, weights, len(files), tuple(_commit_problems(folder)))
-
-
-def _commit_problems(folder: Path) -> list[str]:
-    """Files whose size is not that of COMMIT (contents are compared when the checkpoint is used)."""
-    path = folder / COMMIT
-    if not path.exists():
-        return [f"{COMMIT} is missing: it was never completed"]
-    files = read_commit(folder).files
-    found = {name: (folder / name).stat().st_size for name in files if (folder / name).is_file()}
-    return [
+    if not (folder / COMMIT).exists():
+        return kind, config, weights, len(files), [f"{COMMIT} is missing: it was never completed"]
+    committed = read_commit(folder).files  # contents are compared when the checkpoint is used
+    found = {name: (folder / name).stat().st_size for name in committed if (folder / name).is_file()}
+    problems = [
         f"{name} has {found.get(name, 0)} bytes, expected {entry.num_bytes}"
-        for name, entry in files.items()
+        for name, entry in committed.items()
         if found.get(name) != entry.num_bytes
     ]
+    return kind, config, weights, len(files), problems

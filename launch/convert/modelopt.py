@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.convert.folders import bars, checked_source, require_same_names, run_job
+from launch.convert.folders import bar, checked_source, require_same_names, run_job
 from launch.run.processes import run_child
 from megatron_bridge.hf.folders import check_free, new_folder
 from megatron_bridge.hf.headers import tensor_headers
@@ -31,7 +31,7 @@ CALIBRATION_ROWS, ROW_TOKENS = 32, 128
 
 
 def hf_to_modelopt(source: Path, out: Path, *, calibration: Path | None) -> dict[str, Any]:
-    """HF folder → FP8 folder with calibrated, static scales. Raises ModelError."""
+    """Write an HF folder as an FP8 one with calibrated, static scales. Raises ModelError."""
     from megatron_bridge.hf.modelopt import SCALES, check_scales, store_export
     from megatron_bridge.hf.tensor_files import check_written
     from precision.formats.quant_map import QuantMap
@@ -42,7 +42,7 @@ def hf_to_modelopt(source: Path, out: Path, *, calibration: Path | None) -> dict
     if config.experts is not None:
         raise ModelError(f"{config.architecture} has experts, hf-to-modelopt knows dense models; use hf-to-fp8")
     rows = calibration_rows(source, hf_config, calibration)
-    with new_folder(out) as folder, bars() as bar:
+    with new_folder(out) as folder:
         export = folder / "export"
         job = dict(source=str(source.resolve()), export=str(export.resolve()), rows=rows)
         size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
@@ -73,7 +73,7 @@ def hf_to_modelopt(source: Path, out: Path, *, calibration: Path | None) -> dict
 
 
 def calibration_rows(source: Path, hf_config: dict[str, Any], path: Path | None) -> list[list[int]]:
-    """Token rows to calibrate on: the prompts of a JSONL file, or random ones. Raises ModelError."""
+    """Choose token rows to calibrate on: the prompts of a JSONL file, or random ones. Raises ModelError."""
     longest = int(hf_config["max_position_embeddings"])
     if path is None:
         generator = random.Random(0)

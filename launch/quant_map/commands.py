@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from launch.terminal import AsJson, Overrides, emit, going_on
 
 quant_map_app = typer.Typer(help="Which layers the engines hold in FP8, and which not.", no_args_is_help=True)
-
-
-class Format(StrEnum):
-    FP8_BLOCK = "fp8_block"
-    FP8_TENSOR = "fp8_tensor"
 
 
 @quant_map_app.command("suggest")
@@ -27,7 +21,8 @@ def suggest_command(
     out: Annotated[Path | None, typer.Option(help="YAML file to write, for rollout.quant_map.")] = None,
     ess_floor: Annotated[float, typer.Option(min=0.01, max=0.9999, help="Token ESS that the map must hold.")] = 0.98,
     format_: Annotated[
-        Format | None, typer.Option("--format", help="Format to start from; default: the recipe's, else fp8_block.")
+        Literal["fp8_block", "fp8_tensor"] | None,
+        typer.Option("--format", help="Format to start from; default: the recipe's, else fp8_block."),
     ] = None,
     rows: Annotated[
         int, typer.Option(min=2, max=2**16, help="Samples; those of every other prompt are held out.")
@@ -57,7 +52,7 @@ def suggest_command(
             source,
             out,
             ess_floor=ess_floor,
-            precision=None if format_ is None else format_.value,
+            precision=format_,
             num_rows=rows,
             row_tokens=row_tokens,
             overrides=overrides or [],

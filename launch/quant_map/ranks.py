@@ -19,24 +19,22 @@ from launch.build.components import quant_map_of
 from launch.build.learner import build_learner
 from launch.quant_map.suggest import RecordedRows, ScoredRow, judged, token_rows
 from launch.run.processes import run_child
-from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.host_weights import row_scorer
 from pipeline.child_process import die_with_parent
-from pipeline.config.recipe import Recipe
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import ModelError
 from pipeline.trainer.checkpoints import Checkpoints
-from precision.formats.quant_map import QuantMap, QuantMapFile
+from precision.formats.quant_map import QuantMapFile
 from precision.mismatch.sensitivity import layer_groups
 
 FP8_BYTES = 1
 """Of a weight. Scales, a few per thousand, are left out."""
 
 
-def measure(run: RunDirectory) -> dict[str, Any]:
-    """The keys of `judged`, and version (of the run's checkpoint)."""
+def rank_groups_of(run: RunDirectory) -> None:
+    """Write the keys of `judged`, and version (of the run's checkpoint), into result.json. Collective."""
     recipe, job = run.recipe(), json.loads((run.path / "job.json").read_text(encoding="utf-8"))
     # Formats are emulated in Megatron's own layers, also where there are others.
     learner = build_learner(recipe, layers="megatron")
@@ -49,25 +47,16 @@ def measure(run: RunDirectory) -> dict[str, Any]:
             recorded = RecordedRows(batch=job["batch"], samples=job["samples"], rows=rows)
             scored = recorded.token_rows(BatchStore(source.batches))
     quant = quant_map_of(recipe, QuantMapFile(base=recipe.rollout.precision))
-    score, costs = row_scorer(learner, scored), extra_bytes(recipe, learner, quant)
-    return dict(version=version, **judged(score, quant, rows, costs=costs, ess_floor=job["ess_floor"]))
-
-
-def extra_bytes(recipe: Recipe, learner: MegatronLearner, quant: QuantMap) -> dict[str, int]:
-    """Group → bytes that an engine holds more when the group is not quantized."""
+    # What an engine holds more when a group is not quantized.
     full = 4 if recipe.learner.precision == "fp32" else 2
     shapes = learner.model_config.tensors()
-    return {
+    costs = {
         group.name: (full - FP8_BYTES) * sum(math.prod(shapes[f"{module}.weight"]) for module in group.modules)
         for group in layer_groups(quant)
     }
-
-
-def rank_groups_of(run: RunDirectory) -> None:
-    """Write what was measured into result.json. Collective."""
-    result = measure(run)
+    found = judged(row_scorer(learner, scored), quant, rows, costs=costs, ess_floor=job["ess_floor"])
     if torch.distributed.get_rank() == 0:
-        write_atomically(run.path / "result.json", json.dumps(result))
+        write_atomically(run.path / "result.json", json.dumps(dict(version=version, **found)))
     torch.distributed.barrier()
 
 
@@ -83,7 +72,7 @@ def sample_rows(run: RunDirectory) -> None:
 
 
 def sampled(model: Any, prompts: Sequence[list[int]], row_tokens: int, temperature: float) -> list[ScoredRow]:
-    """Each prompt and a response, sampled from the whole vocabulary, up to the end token, to `row_tokens` tokens of it,
+    """Sample a response to each prompt from the whole vocabulary, up to the end token, to `row_tokens` tokens of it,
     or to the model's context. Raises ModelError for a prompt that fills that."""
     from transformers import GenerationConfig
 

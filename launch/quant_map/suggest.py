@@ -31,7 +31,6 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError
 from precision.formats.quant_map import QuantMap, QuantMapFile
 from precision.mismatch.sensitivity import Score, promote_greedily, rank_groups
-from precision.mismatch.statistics import Gap
 from precision.torch_on_use import Tensor, torch
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def suggest(
 
 
 def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, overrides: Sequence[str]) -> Recipe:
-    """A recipe whose rollouts are in the format to start from, without a map. Raises RecipeError."""
+    """Read or make a recipe whose rollouts are in the format to start from, without a map. Raises RecipeError."""
     is_model = (source / "config.json").exists()
     if overrides and (is_model or run is not None):
         raise RecipeError(f"--set changes a recipe, but {source} is a {'model' if is_model else 'run'}; leave it out")
@@ -102,8 +101,8 @@ def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, ove
 
 
 def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> RecordedRows | None:
-    """Samples of the newest batch, of long responses the beginning; None: nothing is committed yet. Raises RecipeError
-    for a batch with sampled tokens of fewer than two prompts."""
+    """Take samples of the newest batch, of long responses the beginning; None: nothing is committed yet. Raises
+    RecipeError for a batch with sampled tokens of fewer than two prompts."""
     store = BatchStore(run.batches)
     committed = store.committed()
     if not committed:
@@ -127,7 +126,7 @@ def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> Recorded
 
 
 def prompts_of(source: Path, recipe: Recipe, num_rows: int) -> list[list[int]]:
-    """The first prompts of the recipe's run; of a model alone, random tokens."""
+    """Take the first prompts of the recipe's run; of a model alone, random tokens."""
     if (source / "config.json").exists():
         vocabulary = int(read_hf_config(recipe.model.path)["vocab_size"])
         generator = random.Random(0)
@@ -152,7 +151,7 @@ def in_ranks(recipe: Recipe, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def commented(result: dict[str, Any], source: Path) -> str:
-    """The map's file, with what was measured as comments."""
+    """Write the map's file, with what was measured as comments."""
     start, held = result["start"], result["rows"]
     lines = [
         f"# Suggested by `evenkeel quant-map suggest {source} --ess-floor {result['ess_floor']:g}`.",
@@ -166,34 +165,29 @@ def commented(result: dict[str, Any], source: Path) -> str:
 def judged(
     score: Score, quant: QuantMap, rows: Sequence[ScoredRow], *, costs: Mapping[str, int], ess_floor: float
 ) -> dict[str, Any]:
-    """Keys: ess_floor, reached, start and gap (a Gap), ranking and path (one entry a group, with its damage or cost),
-    quant_map (as its file). `costs` are bytes by group."""
+    """Rank and promote groups. Keys: ess_floor, reached, start and gap (a Gap), ranking and path (one entry a group,
+    with its damage or cost), quant_map (as its file). `costs` are bytes by group."""
     chosen, held_out = halves(rows)
     ranked = rank_groups(score, quant, chosen=chosen)
     found = promote_greedily(score, quant, ranked, ess_floor=ess_floor, extra_bytes=costs, held_out=held_out)
     return dict(
         ess_floor=ess_floor,
         reached=found.reached,
-        start=figures(found.start),
-        gap=figures(found.gap),
+        start=asdict(found.start),
+        gap=asdict(found.gap),
         ranking=[
             dict(
                 group=one.group.name,
                 damage=one.damage,
                 extra_bytes=costs[one.group.name],
-                alone=figures(one.alone),
-                promoted=figures(one.promoted),
+                alone=asdict(one.alone),
+                promoted=asdict(one.promoted),
             )
             for one in ranked
         ],
-        path=[dict(group=step.group.name, extra_bytes=step.extra_bytes, **figures(step.gap)) for step in found.path],
+        path=[dict(group=step.group.name, extra_bytes=step.extra_bytes, **asdict(step.gap)) for step in found.path],
         quant_map=found.quant_map.to_file().model_dump(mode="json"),
     )
-
-
-def figures(gap: Gap) -> dict[str, float]:
-    """As JSON."""
-    return dict(num_tokens=gap.num_tokens, mean_abs=gap.mean_abs, max_abs=gap.max_abs, k3=gap.k3, ess=gap.ess)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +201,6 @@ class ScoredRow:
     group: int
     """The same for all rows of one prompt."""
 
-    @property
-    def prompt_length(self) -> int:
-        """Tokens."""
-        return len(self.tokens) - len(self.sampled)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRows:
@@ -224,7 +213,8 @@ class RecordedRows:
     rows: list[ScoredRow]
 
     def token_rows(self, store: BatchStore) -> TokenRows:
-        """Their responses predicted, over the kept sets and with the experts that the learner trains with."""
+        """Make rows whose responses are predicted, over the kept sets and with the experts that the learner trains
+        with."""
         from megatron_bridge.step.micro_batches import TokenRows
 
         batch = store.read(self.batch, None)
@@ -233,18 +223,18 @@ class RecordedRows:
 
 
 def token_rows(rows: Sequence[ScoredRow]) -> TokenRows:
-    """Their responses predicted."""
+    """Make rows whose responses are predicted."""
     from megatron_bridge.step.micro_batches import TokenRows
 
     return TokenRows(
         tokens=[np.array(row.tokens, np.int32) for row in rows],
-        starts=np.array([row.prompt_length for row in rows], np.int64),
+        starts=np.array([len(row.tokens) - len(row.sampled) for row in rows], np.int64),
     )
 
 
 def halves(rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor]:
-    """Two sets of sampled tokens, bool [response tokens of all rows] each: those of every other prompt, and those that
-    are held out. No prompt is in both."""
+    """Make two sets of sampled tokens, bool [response tokens of all rows] each: those of every other prompt, and those
+    that are held out. No prompt is in both."""
     prompts = sorted({row.group for row in rows})
     second = torch.tensor([prompts.index(row.group) % 2 == 1 for row in rows for _ in row.sampled])
     sampled = torch.tensor([*chain.from_iterable(row.sampled for row in rows)])
@@ -256,27 +246,22 @@ SHOWN = 12
 
 
 def read_map(file: Path, model: Path | None) -> dict[str, Any]:
-    """base, exceptions and, with a model, quantized_bytes and full_bytes of its linear layers (full: as stored in
-    BF16). Raises RecipeError when the file does not say a map or names what the model does not have."""
+    """Return base, exceptions and, with a model, quantized_share and bytes of its linear layers, also as stored in
+    BF16. Raises RecipeError when the file does not say a map or names what the model does not have."""
     try:
-        said = QuantMapFile.read(file)
-        result: dict[str, Any] = dict(base=said.base, exceptions=dict(said.exceptions))
-        return result if model is None else result | _sizes(said, model)
+        read = QuantMapFile.read(file)
+        result: dict[str, Any] = dict(base=read.base, exceptions=dict(read.exceptions))
+        if model is None:
+            return result
+        config = ModelConfig.from_hf(read_hf_config(model))
+        quant = QuantMap.from_file(read, config.num_layers, None if config.experts is None else config.experts.count)
     except ValueError as error:
         raise RecipeError(str(error)) from error
-
-
-def _sizes(said: QuantMapFile, model: Path) -> dict[str, Any]:
-    from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-    from precision.formats.quant_map import QuantMap
-
-    config = ModelConfig.from_hf(read_hf_config(model))
-    quant = QuantMap.from_file(said, config.num_layers, None if config.experts is None else config.experts.count)
     shapes = config.tensors()
     counts = {module: math.prod(shapes[f"{module}.weight"]) for group in quant.fused_groups for module in group}
     quantized = sum(count for module, count in counts.items() if module in quant.formats)
     whole = sum(counts.values())
-    return dict(
+    return result | dict(
         quantized_share=quantized / whole,
         linear_bytes=quantized + 2 * (whole - quantized),
         linear_bytes_in_bf16=2 * whole,
@@ -284,7 +269,7 @@ def _sizes(said: QuantMapFile, model: Path) -> dict[str, Any]:
 
 
 def print_map(result: dict[str, Any]) -> None:
-    """One line a fact and an exception."""
+    """Print one line a fact and an exception."""
     print(f"base: {result['base']}")
     for module, name in result["exceptions"].items():
         print(f"  {module}: {name}")
@@ -297,7 +282,7 @@ def print_map(result: dict[str, Any]) -> None:
 
 
 def print_suggestion(result: dict[str, Any]) -> None:
-    """The ranking, the path, and what came of it."""
+    """Print the ranking, the path, and what came of it."""
     from rich.console import Console
     from rich.table import Table
 

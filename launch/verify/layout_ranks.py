@@ -65,54 +65,51 @@ def three_steps(
         if step == STEPS - 1 and use == "loaded":
             learner.load(checkpoint)
         if use != "loaded" or step == STEPS - 1:
-            rows.append(train_on(learner, batch_of(step)))
+            rows.append(train(learner, step, batch_of(step)))
     curves = {name: np.array([row[name] for row in rows], np.float64) for name in ("loss", "grad_norm", "ess")}
     return curves | {"logprobs": logprobs.astype(np.float64), "weight_change": weights(learner) - before}
 
 
-def train(learner: MegatronLearner, step: int) -> dict[str, float]:
-    """One optimizer step on the batch of that number."""
-    return train_on(learner, make_batch(step, learner.model_config.vocab_size))
-
-
-def train_on(learner: MegatronLearner, batch: Batch) -> dict[str, float]:
-    """One optimizer step."""
+def train(learner: MegatronLearner, step: int, batch: Batch | None = None) -> dict[str, float]:
+    """Take an optimizer step on the batch of that number, or on another one."""
+    batch = batch or make_batch(step, learner.model_config.vocab_size)
     scored = learner.logprobs(batch)
     return learner.update(batch, (batch.reward - batch.reward.mean()).astype(np.float32), scored).metrics
 
 
 def weights(learner: MegatronLearner) -> NDArray[np.float64]:
-    """Every HF tensor in the order of names, as one vector."""
+    """Join every HF tensor in the order of names, as one vector."""
     named = {name: tensor.to("cpu", torch.float64, copy=True).flatten() for name, tensor in learner.named_weights()}
     vector: NDArray[np.float64] = torch.cat([named[name] for name in sorted(named)]).numpy()
     return vector
 
 
 def make_batch(seed: int, vocabulary: int) -> Batch:
-    """Rows of 0.7 to 1 times the longest, so that a micro-batch of n of the longest rows holds n rows exactly."""
+    """Make rows of 0.7 to 1 times the longest, so that a micro-batch of n of the longest rows holds n rows exactly."""
     random = np.random.default_rng(seed)
     groups = []
     for _ in range(NUM_PROMPTS):
         prompt = random.integers(0, vocabulary, random.integers(3, 12)).tolist()
         lengths = [int(random.integers(7 * MAX_ROW // 10, MAX_ROW)) + 1 - len(prompt) for _ in range(SAMPLES)]
         lengths[0] = MAX_ROW + 1 - len(prompt)
-        groups.append((prompt, [_response(random, vocabulary, length) for length in lengths]))
+        responses = []
+        for length in lengths:
+            tokens = random.integers(0, vocabulary, length).tolist()
+            logprobs = random.normal(-np.log(vocabulary), 0.3, length).tolist()
+            responses.append(Response(tokens, logprobs, reward=float(random.normal())))
+        groups.append((prompt, responses))
     return given_batch(seed, groups, CONTRACT)
 
 
 def random_experts(batch: Batch, model: ModelConfig, *, seed: int, unknown: float) -> RoutedExperts:
-    """Experts at random for every token, as an engine might choose; the share `unknown` of the rows is unknown."""
+    """Choose experts at random for every token, as an engine might choose; the share `unknown` of the rows is
+    unknown."""
     assert model.experts is not None
     random = np.random.default_rng(seed)
     drawn = random.random((len(batch.tokens), model.num_layers, model.experts.count))
     known = random.random(len(batch.tokens)) >= unknown
     ids = np.argsort(drawn, axis=-1)[..., : model.experts.per_token].astype(np.uint8)
     return RoutedExperts(ids=np.where(known[:, None, None], ids, np.uint8(0)), known=known)
-
-
-def _response(random: np.random.Generator, vocabulary: int, length: int) -> Response:
-    tokens = random.integers(0, vocabulary, length).tolist()
-    return Response(tokens, random.normal(-np.log(vocabulary), 0.3, length).tolist(), reward=float(random.normal()))
 
 
 if __name__ == "__main__":

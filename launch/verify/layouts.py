@@ -106,13 +106,13 @@ def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, toleran
 
 
 def worst_of(row: dict[str, float]) -> float:
-    """The largest difference. What is no number (NaN) differs without bound: `max` alone passes over it."""
+    """Return the largest difference. What is no number (NaN) differs without bound: `max` alone passes over it."""
     return max(math.inf if math.isnan(value) else value for value in row.values())
 
 
 def build_cases(model: str, layouts: Sequence[str] | None) -> list[Case]:
-    """The reference and the cases to compare with it; where layouts matter to checkpoints, those with one are added
-    when no layouts are named."""
+    """List the reference and the cases to compare with it; where layouts matter to checkpoints, those with one are
+    added when no layouts are named."""
     if model not in LAYOUTS:
         raise RecipeError(f"--models: {model!r} is not one of {', '.join(LAYOUTS)}")
     names = layouts or LAYOUTS[model]
@@ -124,7 +124,7 @@ def build_cases(model: str, layouts: Sequence[str] | None) -> list[Case]:
 
 
 def section(name: str) -> LearnerSection:
-    """The learner of a layout's name."""
+    """Describe the learner of a layout's name."""
     sizes = parse_layout(name)
     rows = sizes.pop("micro_batch_rows", None)
     return LearnerSection(
@@ -138,7 +138,7 @@ def section(name: str) -> LearnerSection:
 
 
 def write_model(folder: Path, *, experts: bool) -> None:
-    """Four layers, so that two stages can be interleaved twice."""
+    """Make a model of four layers, so that two stages can be interleaved twice."""
     sizes: dict[str, Any] = dict(hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=96)
     if experts:
         sizes |= dict(experts=4, experts_per_token=2, expert_ffn=48)
@@ -170,13 +170,13 @@ def run_cases(folder: Path, cases: Iterable[Case]) -> None:
 
 
 def read(folder: Path, name: str) -> dict[str, NDArray[np.float64]]:
-    """What a case measured."""
+    """Read what a case measured."""
     with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
         return {key: stored[key] for key in stored.files}
 
 
 def compare(reference: dict[str, NDArray[np.float64]], found: dict[str, NDArray[np.float64]]) -> dict[str, float]:
-    """Quantity → largest |found − reference| / |reference| over the steps that were taken; for the change of the
+    """Return quantity → largest |found − reference| / |reference| over the steps that were taken; for the change of the
     weights, the L2 norm of the difference over that of the change. Equal numbers do not differ, zeros either."""
     differences = {}
     for name in QUANTITIES:
@@ -191,7 +191,7 @@ def compare(reference: dict[str, NDArray[np.float64]], found: dict[str, NDArray[
 
 
 def render(result: dict[str, Any]) -> None:
-    """The table of every combination."""
+    """Print the table of every combination."""
     table = Table(title="Relative difference to one process, three steps in float32")
     table.add_column("layout")
     for quantity in QUANTITIES:

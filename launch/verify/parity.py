@@ -89,7 +89,7 @@ def parity(model: Path | None, layouts: Sequence[str], tolerance: float) -> dict
 def compare_fp32(
     folder: Path, model: Path, layouts: dict[str, dict[str, int]], show: Callable[[int], None]
 ) -> dict[str, dict[str, float]]:
-    """Layout → largest gap on prompts, on sampled tokens and after a publish."""
+    """Return layout → largest gap on prompts, on sampled tokens and after a publish."""
     recipe = parity_recipe(folder, "fp32", model, "fp32", {})
     run = prepare(recipe)
     results = {}
@@ -109,8 +109,8 @@ def compare_fp32(
 
 
 def compare_fp8(folder: Path, model: Path, precision: str) -> dict[str, float]:
-    """Mean gaps of the plain and of the emulating learner: to the engine's prefill of all tokens, before and after a
-    publish, and to its decoding of the sampled ones.
+    """Return the mean gaps of the plain and of the emulating learner: to the engine's prefill of all tokens, before and
+    after a publish, and to its decoding of the sampled ones.
 
     `closed_share` is the share of the gap to a prefill that emulation closes, the smaller of the two. Decoding sums in
     another order: what engine's decoding and prefill differ by (`mean_gap_decode_prefill`) is rounding luck that no
@@ -142,7 +142,7 @@ def _mean_gap(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[np.float64]
 
 
 def parity_recipe(folder: Path, name: str, model: Path, precision: str, sizes: dict[str, int]) -> Recipe:
-    """A run of one step that exists only to be compared."""
+    """Describe a run of one step that exists only to be compared."""
     data = dict(
         run=dict(name=name, root=str(folder), steps=1),
         model=dict(path=str(model)),
@@ -160,6 +160,7 @@ def parity_recipe(folder: Path, name: str, model: Path, precision: str, sizes: d
 
 
 def prepare(recipe: Recipe) -> RunDirectory:
+    """Begin the run of a recipe, with version 0 as its policy."""
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
     seed_policy(run, recipe)

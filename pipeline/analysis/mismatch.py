@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.analysis.drawing import COLORS, page, picture
 from pipeline.data.files import write_atomically
+from precision.formats.audit import Misheld
 from precision.formats.rollout_format import RolloutFormat
 from precision.mismatch.attribution import (
     LEAST_SCALE,
@@ -57,15 +58,6 @@ class Setting:
     """Whether the learner trains with the rollout's formats emulated: the quantization term is 0 by construction."""
     remarks: tuple[str, ...] = ()
     """What could not be compared, and why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Misheld:
-    """A module that the engine holds otherwise than it should (precision.formats.audit.Finding)."""
-
-    module: str
-    kind: str
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True)

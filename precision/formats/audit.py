@@ -90,8 +90,8 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing that is not as it should be."""
+class Misheld:
+    """A module that an engine holds otherwise than it should."""
 
     module: str
     kind: Kind
@@ -122,7 +122,7 @@ def formats_of(quant_map: QuantMap | None, dtype: str) -> dict[str, str]:
 
 def audit(
     ranks: Sequence[Mapping[str, Held]], formats: Mapping[str, str], expected: Mapping[str, Held] | None = None
-) -> list[Finding]:
+) -> list[Misheld]:
     """Return what is wrong with an engine, in the order of the map's modules; an empty list when nothing is.
 
     `ranks`: for each tensor parallel rank, module by its audited name → what it holds. `formats`: as `formats_of` makes
@@ -134,13 +134,13 @@ def audit(
         held = [rank[name] for rank in ranks if name in rank]
         if len(held) < len(ranks):
             missing = f"{len(ranks) - len(held)} of {len(ranks)} ranks of the engine do not hold it"
-            findings.append(Finding(name, "missing", missing))
+            findings.append(Misheld(name, "missing", missing))
             continue
         should, found = formats.get(name), sorted({one.dtype if one.layout == FULL else one.layout for one in held})
         wrong = None
         if len(found) > 1:
             differ = f"the ranks of the engine hold it in different formats: {', '.join(found)}"
-            findings.append(Finding(name, "two formats", differ))
+            findings.append(Misheld(name, "two formats", differ))
         elif should is None and held[0].layout == KV_CACHE:
             scales = held[0].scales
             default = (
@@ -155,16 +155,16 @@ def audit(
         elif expected and name in expected:
             findings += _compare(name, held, expected[name])
         if wrong is not None:
-            findings.append(Finding(name, "format", wrong))
+            findings.append(Misheld(name, "format", wrong))
     return findings
 
 
-def _compare(name: str, held: Sequence[Held], expected: Held) -> Iterator[Finding]:
+def _compare(name: str, held: Sequence[Held], expected: Held) -> Iterator[Misheld]:
     """Compare the statistics of all ranks together with what is expected of the engine."""
     whole = functools.reduce(Held.plus, held)
     copies, left = divmod(whole.num_values, expected.num_values)
     if left or not 1 <= copies <= len(held):  # ranks that share a key-value head each have a copy of it
-        yield Finding(name, "shape", f"the engine holds {whole.num_values} values, expected {expected.num_values}")
+        yield Misheld(name, "shape", f"the engine holds {whole.num_values} values, expected {expected.num_values}")
         return
     if whole.scales and expected.scales:
         ours, theirs = whole.scales, expected.scales
@@ -174,7 +174,7 @@ def _compare(name: str, held: Sequence[Held], expected: Held) -> Iterator[Findin
         for what, (one, other) in pairs.items():
             if not math.isclose(one, other, rel_tol=SCALE_TOLERANCE):
                 wrong = f"the {what} of its weight scales is {one:.6g}, expected {other:.6g}"
-                yield Finding(name, "scales", wrong)
+                yield Misheld(name, "scales", wrong)
                 break
     if whole.squares is None or expected.squares is None:
         return
@@ -182,4 +182,4 @@ def _compare(name: str, held: Sequence[Held], expected: Held) -> Iterator[Findin
     requantized = whole.layout in ("fp8_tensor", "fp8_channel")
     if not math.isclose(norm, right, rel_tol=REQUANTIZED_TOLERANCE if requantized else VALUE_TOLERANCE):
         wrong = f"the norm of the values that the engine multiplies by is {norm:.6g}, expected {right:.6g}"
-        yield Finding(name, "values", wrong)
+        yield Misheld(name, "values", wrong)

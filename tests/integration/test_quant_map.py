@@ -22,7 +22,7 @@ from megatron_bridge.hf.folders import write_policy
 from megatron_bridge.hf.tensor_files import TensorFolder
 from pipeline.errors import EngineUnavailableError
 from pipeline.ports.weights import WeightCheck
-from precision.formats.audit import Finding, formats_of
+from precision.formats.audit import Misheld, formats_of
 from precision.formats.quant_map import QuantMap
 from precision.formats.weight_statistics import emulated_modules
 from rollout_sglang.client import EngineClient
@@ -83,7 +83,7 @@ class Served:
 
         self.engine.ask(put)
 
-    def audit(self, quant_map: QuantMap | None = None, version: int = 0) -> list[Finding]:
+    def audit(self, quant_map: QuantMap | None = None, version: int = 0) -> list[Misheld]:
         """With the policy folder and with what the learner would emulate."""
         quant_map = quant_map or self.quant_map
         emulated = emulated_modules(TensorFolder(self.checkpoints[version]).tensors(), quant_map)

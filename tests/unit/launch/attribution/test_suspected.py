@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from launch.attribution.score_ranks import _other_maps, effects
+from launch.attribution.score_ranks import effects, other_maps
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.fp8_emulation import emulated
@@ -72,9 +72,9 @@ def unchanged(tensors: NamedTensors) -> NamedTensors:
 
 
 @pytest.mark.parametrize("usual", [one for one in RolloutFormat if one.is_served])
-def test_other_maps_come_in_one_order_and_engines_on_gpus_serve_them(usual: RolloutFormat) -> None:
+def testother_maps_come_in_one_order_and_engines_on_gpus_serve_them(usual: RolloutFormat) -> None:
     """Ranks score a map together: the order must be that of the formats, not of their hashes."""
-    faults = [fault for fault, _ in _other_maps(QuantMap.for_decoder(2, usual), usual)]
+    faults = [fault for fault, _ in other_maps(QuantMap.for_decoder(2, usual), usual)]
     served = [one for one in RolloutFormat if one.is_served and not one.is_emulated and one is not usual]
     assert [fault for fault in faults if fault.startswith("format:")] == [f"format:{one}" for one in served]
 

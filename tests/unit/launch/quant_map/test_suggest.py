@@ -141,7 +141,7 @@ def test_long_prompts_leave_the_response_to_be_judged(tmp_path: Path) -> None:
     recorded = recorded_rows(run, 32, 64)
     assert recorded is not None
     rows = recorded.rows
-    assert {(len(row.tokens), row.prompt_length) for row in rows} == {(464, 400)}
+    assert {(len(row.tokens), len(row.tokens) - len(row.sampled)) for row in rows} == {(464, 400)}
     chosen, held_out = halves(rows)
     assert (int(chosen.sum()), int(held_out.sum())) == (16 * 64, 16 * 64)
     assert token_rows(rows).offsets.tolist() == [64 * row for row in range(33)]
@@ -176,8 +176,8 @@ def test_the_model_answers_the_whole_prompt() -> None:
             return torch.cat([prompts, torch.full((1, max_length - prompts.shape[1]), 9)], dim=1)
 
     (long, short) = sampled(Model(), [[3] * 400, [4]], 128, 1.0)
-    assert (len(long.tokens), long.prompt_length, long.group) == (500, 400, 0)
-    assert (len(short.tokens), short.prompt_length, short.group) == (129, 1, 1)
+    assert (len(long.tokens), len(long.tokens) - len(long.sampled), long.group) == (500, 400, 0)
+    assert (len(short.tokens), len(short.tokens) - len(short.sampled), short.group) == (129, 1, 1)
     with pytest.raises(ModelError, match="prompt 0 has 500 tokens, and the model's context 500"):
         sampled(Model(), [[3] * 500], 128, 1.0)
 

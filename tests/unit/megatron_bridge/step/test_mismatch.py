@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from launch.attribution.rows import SampledRows, ScoringJob, read_experts, responses_of, tokens_of, write_experts
-from launch.attribution.score_ranks import _version_scores
+from launch.attribution.score_ranks import version_scores
 from launch.verify.layout_ranks import TEMPERATURE, make_batch, random_experts
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
@@ -68,21 +68,21 @@ def test_routing_lies_between_the_learners_own_experts_and_the_engines(
         decode=plain.rollout_logprobs.astype(np.float64),
         experts=experts,
     )
-    found = _version_scores(learner, ScoringJob(**responses_of(rows)), None, experts)
+    found = version_scores(learner, ScoringJob(**responses_of(rows)), None, experts)
     np.testing.assert_array_equal(found["then"], live.astype(np.float64))
     np.testing.assert_array_equal(found["routed"], replayed.astype(np.float64))
     # A learner that trains with them has no routing term.
-    trained = _version_scores(learner, ScoringJob(**responses_of(rows), replayed=True), None, experts)
+    trained = version_scores(learner, ScoringJob(**responses_of(rows), replayed=True), None, experts)
     np.testing.assert_array_equal(trained["then"], replayed.astype(np.float64))
     np.testing.assert_array_equal(trained["routed"], trained["then"])
     some = [1, 4, 5]
     chosen = experts[tokens_of(rows.tokens, some)]
-    part = _version_scores(learner, ScoringJob(**responses_of(rows)).part(some), None, chosen)
+    part = version_scores(learner, ScoringJob(**responses_of(rows)).part(some), None, chosen)
     here = np.isin(rows.row, some)
     np.testing.assert_allclose(part["routed"], found["routed"][here], atol=1e-5)
-    trained_part = _version_scores(learner, ScoringJob(**responses_of(rows), replayed=True).part(some), None, chosen)
+    trained_part = version_scores(learner, ScoringJob(**responses_of(rows), replayed=True).part(some), None, chosen)
     np.testing.assert_allclose(trained_part["then"], trained["then"][here], atol=1e-5)
-    assert "routed" not in _version_scores(learner, ScoringJob(**responses_of(rows)), None, None)
+    assert "routed" not in version_scores(learner, ScoringJob(**responses_of(rows)), None, None)
     write_experts(tmp_path, experts)
     again = read_experts(tmp_path)
     assert again is not None
