@@ -21,7 +21,8 @@ from launch.plugins.command import plugins
 from launch.quant_map.commands import quant_map_app
 from launch.repair import repair
 from launch.roles.commands import role_app
-from launch.schedulers.commands import launch_app
+from launch.schedulers.kubernetes.command import kubernetes
+from launch.schedulers.slurm.command import slurm
 from launch.show.commands import runs_app, scaling, trace, trajectories_app
 from launch.terminal import (
     AsJson,
@@ -44,6 +45,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+launch_app = typer.Typer(help="Render what a cluster's scheduler needs to run a recipe.", no_args_is_help=True)
+launch_app.command("slurm")(slurm)
+launch_app.command("kubernetes")(kubernetes)
 model_app = typer.Typer(help="Make models.", no_args_is_help=True)
 verify_app = typer.Typer(help="Check that engine and learner agree, and that a run lost nothing.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")

@@ -39,6 +39,8 @@ from launch.schedulers.kubernetes.run import (
     ENGINE_PORT,
     HEARTBEAT_PORT,
     METRICS_PORT,
+    PROGRAM_LABEL,
+    RDMA,
     RECIPE_FILE,
     RENDEZVOUS_PORT,
     ROUTER_METRICS_PORT,
@@ -83,14 +85,54 @@ def job_set(run: RunOnKubernetes) -> Object:
 
     Overlays name roles by their place in the list: what a run may do without comes last.
     """
-    jobs = [_job("learner", _learner(run), nodes=run.learner_nodes), _job("collector", _collector(run))]
-    if run.options.engines == "jobset":
+    options, needs = run.options, run.needs
+    meet = dict(rendezvous=RENDEZVOUS_PORT, heartbeat=HEARTBEAT_PORT) if run.learner_nodes > 1 else {}
+    learner = _pod(
+        run,
+        "learner",
+        image=options.learner_image,
+        arguments=f"$(EVENKEEL_NODE) {RECIPE} --nodes {run.learner_nodes} --host $(EVENKEEL_HOST) "
+        f"--port {RENDEZVOUS_PORT} --metrics-port {METRICS_PORT}",
+        indices={"EVENKEEL_NODE": _JOB_NODE},
+        host=f"{run.name}-learner-0-$(EVENKEEL_NODE).{run.name}",
+        ports=meet | dict(metrics=METRICS_PORT),
+        needs=needs.learner,
+        gpus=run.learner_gpus,
+        most_on_a_node=1,  # two on one large node would be lost together
+    )
+    collector = _pod(
+        run,
+        "collector",
+        image=options.rollout_image,
+        arguments=f"{RECIPE} --host $(EVENKEEL_HOST) --metrics-port {METRICS_PORT}",
+        host=f"{run.name}-collector-0-0.{run.name}",
+        ports=dict(metrics=METRICS_PORT),
+        needs=needs.collector,
+        probes=dict(readinessProbe=_probe(3, tcpSocket=dict(port="metrics"))),  # ready once it has begun
+    )
+    jobs = [_job("learner", learner, nodes=run.learner_nodes), _job("collector", collector)]
+    if options.engines == "jobset":
         host = f"{run.name}-engine-$(EVENKEEL_INDEX)-$(EVENKEEL_NODE).{run.name}"
         engine = _engine(run, host, _JOB_INDICES, restart="Never")
         jobs.append(_job("engine", engine, nodes=run.engine_nodes, replicas=run.recipe.rollout.engines))
     if run.has_router:
-        jobs.append(_job("router", _router(run)))
-    again = "RestartJob" if run.options.restart == "job" else "RestartJobSet"
+        alive = dict(path="/liveness", port="http")
+        router = _pod(
+            run,
+            "router",
+            image=options.rollout_image,
+            arguments=f"{RECIPE} --host $(EVENKEEL_HOST) --port {ROUTER_PORT} --metrics-port {ROUTER_METRICS_PORT}",
+            host=f"{run.name}-router-0-0.{run.name}",
+            ports=dict(http=ROUTER_PORT, metrics=ROUTER_METRICS_PORT),
+            needs=needs.router,
+            probes=dict(  # ready with an engine behind it, and alive without one
+                startupProbe=_probe(60, period_s=5, httpGet=alive),
+                readinessProbe=_probe(3, httpGet=dict(path="/readiness", port="http")),
+                livenessProbe=_probe(6, httpGet=alive),
+            ),
+        )
+        jobs.append(_job("router", router))
+    again = "RestartJob" if options.restart == "job" else "RestartJobSet"
     # Both ways in which a Job fails by podFailurePolicy have one reason; the message tells them apart.
     reasons, fatal = ["PodFailurePolicy"], f".*failed with exit code {FATAL_EXIT_CODE} matching.*"
     rules = [
@@ -113,13 +155,11 @@ def _job(role: str, template: Object, *, nodes: int = 1, replicas: int = 1) -> O
     together = nodes > 1 or role == "learner"
     again = "FailJob" if together else "Ignore"
 
-    def on_exit(action: str, status: int) -> Object:
-        return dict(action=action, onExitCodes=dict(containerName=role, operator="In", values=[status]))
-
+    exits = dict(containerName=role, operator="In")
     rules = [
-        on_exit("FailJob", FATAL_EXIT_CODE),
+        dict(action="FailJob", onExitCodes=exits | dict(values=[FATAL_EXIT_CODE])),
         dict(action=again, onPodConditions=[dict(type="DisruptionTarget", status="True")]),
-        on_exit(again, STOPPED_EXIT_CODE),
+        dict(action=again, onExitCodes=exits | dict(values=[STOPPED_EXIT_CODE])),
     ]
     spec = dict(
         completionMode="Indexed",
@@ -153,56 +193,6 @@ def leader_worker_set(run: RunOnKubernetes) -> Object:
         ),
     )
     return run.object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "engine", queued=True, spec=spec)
-
-
-def _learner(run: RunOnKubernetes) -> Object:
-    meet = dict(rendezvous=RENDEZVOUS_PORT, heartbeat=HEARTBEAT_PORT) if run.learner_nodes > 1 else {}
-    return _pod(
-        run,
-        "learner",
-        image=run.options.learner_image,
-        arguments=f"$(EVENKEEL_NODE) {RECIPE} --nodes {run.learner_nodes} --host $(EVENKEEL_HOST) "
-        f"--port {RENDEZVOUS_PORT} --metrics-port {METRICS_PORT}",
-        indices={"EVENKEEL_NODE": _JOB_NODE},
-        host=f"{run.name}-learner-0-$(EVENKEEL_NODE).{run.name}",
-        ports=meet | dict(metrics=METRICS_PORT),
-        needs=run.needs.learner,
-        gpus=run.learner_gpus,
-        most_on_a_node=1,  # two on one large node would be lost together
-    )
-
-
-def _collector(run: RunOnKubernetes) -> Object:
-    """Make the collector's pod, which is ready once it has begun."""
-    return _pod(
-        run,
-        "collector",
-        image=run.options.rollout_image,
-        arguments=f"{RECIPE} --host $(EVENKEEL_HOST) --metrics-port {METRICS_PORT}",
-        host=f"{run.name}-collector-0-0.{run.name}",
-        ports=dict(metrics=METRICS_PORT),
-        needs=run.needs.collector,
-        probes=dict(readinessProbe=_probe(3, tcpSocket=dict(port="metrics"))),
-    )
-
-
-def _router(run: RunOnKubernetes) -> Object:
-    """Make the router's pod, which is ready with an engine behind it, and alive without one."""
-    alive = dict(path="/liveness", port="http")
-    return _pod(
-        run,
-        "router",
-        image=run.options.rollout_image,
-        arguments=f"{RECIPE} --host $(EVENKEEL_HOST) --port {ROUTER_PORT} --metrics-port {ROUTER_METRICS_PORT}",
-        host=f"{run.name}-router-0-0.{run.name}",
-        ports=dict(http=ROUTER_PORT, metrics=ROUTER_METRICS_PORT),
-        needs=run.needs.router,
-        probes=dict(
-            startupProbe=_probe(60, period_s=5, httpGet=alive),
-            readinessProbe=_probe(3, httpGet=dict(path="/readiness", port="http")),
-            livenessProbe=_probe(6, httpGet=alive),
-        ),
-    )
 
 
 def _engine(run: RunOnKubernetes, host: str, indices: dict[str, str], *, restart: str) -> Object:
@@ -276,8 +266,8 @@ def _pod(
     fixed = dict(memory=_quantity(needs.memory_bytes))
     if gpus:
         fixed[options.gpu_resource] = str(gpus)
-        if rdma := options.rdma_of(gpus):
-            fixed[rdma[0]] = rdma[1]
+        if options.rdma is not None and (found := RDMA.fullmatch(options.rdma)):  # its share of a node, at least one
+            fixed[found[1]] = str(max(1, int(found[found.re.groups]) * gpus // options.gpus_per_node))
     asked = dict(cpu=str(needs.cpus))
     if needs.replica_bytes:
         asked["ephemeral-storage"] = _quantity(needs.replica_bytes)
@@ -311,18 +301,18 @@ def _pod(
     if near_its_own:
         near.insert(0, (100, role, NODE))
     preferred = [
-        dict(weight=weight, podAffinityTerm=dict(labelSelector=_matching(run, whose), topologyKey=key))
+        dict(weight=weight, podAffinityTerm=dict(labelSelector=dict(matchLabels=run.selector(whose)), topologyKey=key))
         for weight, whose, key in near
     ]
     spread = dict(
         maxSkew=most_on_a_node,
         topologyKey=NODE,
         whenUnsatisfiable="DoNotSchedule",
-        labelSelector=_matching(run, role),
+        labelSelector=dict(matchLabels=run.selector(role)),
     )
     return _template(
         run,
-        run.labels(role),
+        PROGRAM_LABEL | run.selector(role),
         restartPolicy=restart,
         terminationGracePeriodSeconds=needs.stop_s + KILL_MARGIN_S,
         affinity=dict(podAffinity=dict(preferredDuringSchedulingIgnoredDuringExecution=preferred)),
@@ -335,21 +325,17 @@ def _pod(
 
 def _template(run: RunOnKubernetes, labels: dict[str, str], **fields: Any) -> Object:
     """Make a template of pods that may do no more than hardened namespaces allow, by the user that was asked for."""
-    user, group = run.options.user_and_group
+    user, _, group = run.options.run_as.partition(":")
     security = dict(
         runAsNonRoot=True,
-        runAsUser=user,
-        runAsGroup=group,
-        fsGroup=group,
+        runAsUser=int(user),
+        runAsGroup=int(group or user),
+        fsGroup=int(group or user),
         fsGroupChangePolicy="OnRootMismatch",
         seccompProfile=dict(type="RuntimeDefault"),
     )
     closed = dict(automountServiceAccountToken=False, enableServiceLinks=False, securityContext=security)
     return dict(metadata=dict(labels=labels), spec=dict(**closed, **fields))
-
-
-def _matching(run: RunOnKubernetes, role: str | None) -> Object:
-    return dict(matchLabels=run.selector(role))
 
 
 def _volumes(run: RunOnKubernetes, needs: HostNeeds) -> list[tuple[Object, Object]]:
@@ -398,7 +384,7 @@ def download_job(run: RunOnKubernetes) -> Object:
     )
     template = _template(
         run,
-        {"app.kubernetes.io/name": "evenkeel"},
+        PROGRAM_LABEL,
         restartPolicy="OnFailure",
         terminationGracePeriodSeconds=KILL_MARGIN_S,
         containers=[container],

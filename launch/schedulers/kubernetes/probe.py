@@ -36,7 +36,7 @@ DEADLINE_S = 15.0
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(prog="launch.schedulers.kubernetes.probe")
     parser.add_argument("run", type=Path)
     parser.add_argument("--port", type=int, required=True)
@@ -47,7 +47,13 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         return 0
     with deadline(DEADLINE_S):
         url = server_url(environment.get("EVENKEEL_HOST", "127.0.0.1"), given.port)
-        problem = problem_of(url, given, environment)
+        try:
+            status, _ = _get(f"{url}/health", {})  # samples nothing, so that a weight update does not matter
+            problem = None if status == 200 else f"{url}/health answered {status}"
+            if problem is None and not given.alive:
+                problem = not_ready(url, RunDirectory(given.run), read_api_key(environment))
+        except (httpx.HTTPError, EvenKeelError, ValidationError, TimeoutError) as error:
+            problem = f"{url}: {type(error).__name__} {one_line(error, 400)}"
     print(problem or "ok")
     return 1 if problem else 0
 
@@ -70,26 +76,8 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, *timer)  # one that was under way before goes on
 
 
-def problem_of(url: str, given: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """Why the probe fails; None when it does not."""
-    try:
-        if given.alive:
-            return not_alive(url)
-        return not_ready(url, RunDirectory(given.run), read_api_key(environment))
-    except (httpx.HTTPError, EvenKeelError, ValidationError, TimeoutError) as error:
-        return f"{url}: {type(error).__name__} {one_line(error, 400)}"
-
-
-def not_alive(url: str) -> str | None:
-    """Why the server is not alive; None when it is. Samples nothing, so that a weight update does not matter."""
-    status, _ = _get(f"{url}/health", {})
-    return None if status == 200 else f"{url}/health answered {status}"
-
-
 def not_ready(url: str, run: RunDirectory, key: str | None) -> str | None:
-    """Why the engine should not count as serving; None when it should."""
-    if problem := not_alive(url):
-        return problem
+    """Say why an engine that is alive should not count as serving; None when it should."""
     published = run.published_version()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     status, body = _get(f"{url}/model_info", headers)
@@ -102,7 +90,7 @@ def not_ready(url: str, run: RunDirectory, key: str | None) -> str | None:
 
 
 def _get(url: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
-    """Status and body. Raises BadAnswerError for a body of more than MOST_BYTES; it is not decompressed."""
+    """Return status and body. Raises BadAnswerError for a body of more than MOST_BYTES; it is not decompressed."""
     body = bytearray()
     with httpx.stream("GET", url, headers=headers, timeout=DEADLINE_S, trust_env=False) as answer:
         for part in answer.iter_raw():

@@ -28,6 +28,7 @@ _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|password|secret|credentials
 _LOOKS_LIKE_ONE = re.compile(r"\b(sk-[A-Za-z0-9_-]{12,}|hf_[A-Za-z0-9]{12,}|ghp_[A-Za-z0-9]{12,}|AKIA[0-9A-Z]{12,})")
 
 ROLE_LABEL, RUN_LABEL = "evenkeel/role", "evenkeel/run"
+PROGRAM_LABEL = {"app.kubernetes.io/name": "evenkeel"}
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 _DOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
@@ -38,7 +39,7 @@ _KEY = rf"({_DOMAIN}/)?{_PART}"
 """Of a label, or of a resource of nodes."""
 _NAMESPACE = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
-_RDMA = re.compile(rf"({_KEY})=([1-9]\d*)")
+RDMA = re.compile(rf"({_KEY})=([1-9]\d*)")
 _RUN_AS = re.compile(r"([1-9]\d{0,8})(?::([1-9]\d{0,8}))?")
 _WORDS = {
     _NAME: "lower-case letters, digits, dashes and dots",
@@ -103,24 +104,13 @@ class ClusterOptions(BaseModel):
                 )
         if self.pvc and self.storage_class:
             raise ValueError("--pvc names a claim that exists; leave out --storage-class")
-        if self.rdma is not None and not _RDMA.fullmatch(self.rdma):
+        if self.rdma is not None and not RDMA.fullmatch(self.rdma):
             raise ValueError(f"--rdma is {self.rdma!r}, expected RESOURCE=COUNT, for example rdma/hca=8")
         return self
 
-    def rdma_of(self, gpus: int) -> tuple[str, str] | None:
-        """The RDMA resource of a pod with so many GPUs: its share of a node, at least one."""
-        if self.rdma is None or (found := _RDMA.fullmatch(self.rdma)) is None:
-            return None
-        return found[1], str(max(1, int(found[found.re.groups]) * gpus // self.gpus_per_node))
-
-    @property
-    def user_and_group(self) -> tuple[int, int]:
-        user, _, group = self.run_as.partition(":")
-        return int(user), int(group or user)
-
 
 def cluster_options(**given: object) -> ClusterOptions:
-    """Raises RecipeError instead of pydantic's error."""
+    """Check options. Raises RecipeError instead of pydantic's error."""
     try:
         return ClusterOptions.model_validate(given)
     except ValidationError as error:
@@ -132,7 +122,7 @@ def cluster_options(**given: object) -> ClusterOptions:
         raise RecipeError(problems) from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunOnKubernetes:
     """A recipe that was checked to fit, with everything that its objects are made from."""
 
@@ -151,48 +141,23 @@ class RunOnKubernetes:
     """Of each engine pod."""
     needs: ClusterNeeds
 
-    @property
-    def directory(self) -> str:
+    def __post_init__(self) -> None:
+        self.directory = str(self.recipe.directory)
         """The run directory, the same in every pod."""
-        return str(self.recipe.directory)
-
-    @property
-    def has_router(self) -> bool:
-        return self.recipe.rollout.starts_router
-
-    @property
-    def claim(self) -> str:
-        return self.options.pvc or f"{self.name}-run"
-
-    @property
-    def config_map(self) -> str:
-        """Another recipe has another name: a ConfigMap that pods have mounted never changes."""
-        digest = sha256(self.recipe.to_yaml().encode()).hexdigest()
-        return f"{self.name}-recipe-{digest[:10]}"
-
-    @property
-    def longest_names(self) -> tuple[str, ...]:
-        """Of pods, of the recipe, and of what a LeaderWorkerSet makes, as Kubernetes builds them."""
-        engine = f"{self.name}-engine-{self.recipe.rollout.engines - 1}-{self.engine_nodes - 1}"
-        return (
-            *(f"{self.name}-learner-0-{self.learner_nodes - 1}{_RANDOM}", f"{engine}{_RANDOM}"),
-            *(f"{self.name}-collector-0-0{_RANDOM}", self.config_map, f"{self.name}-engine-0123456789"),
-        )
-
-    def labels(self, role: str | None = None) -> dict[str, str]:
-        """Of every object, or of the pods of a role."""
-        own = {"app.kubernetes.io/name": "evenkeel", RUN_LABEL: self.name}
-        return own if role is None else own | {ROLE_LABEL: role}
+        self.has_router = self.recipe.rollout.starts_router
+        self.claim = self.options.pvc or f"{self.name}-run"
+        # Another recipe has another name: a ConfigMap that pods have mounted never changes.
+        self.config_map = f"{self.name}-recipe-{sha256(self.recipe.to_yaml().encode()).hexdigest()[:10]}"
 
     def selector(self, role: str | None = None) -> dict[str, str]:
-        """Picks the pods of a role, or all of the run."""
+        """Pick the pods of a role, or all of the run."""
         return {RUN_LABEL: self.name} | ({} if role is None else {ROLE_LABEL: role})
 
     def object(self, api_version: str, kind: str, suffix: str = "", *, queued: bool = False, **fields: Any) -> Object:
         """Make an object NAME or NAME-SUFFIX; `queued`: admitted by Kueue."""
         queue = {"kueue.x-k8s.io/queue-name": self.options.queue} if queued and self.options.queue else {}
         name = f"{self.name}-{suffix}" if suffix else self.name
-        metadata = dict(name=name, namespace=self.options.namespace, labels=self.labels() | queue)
+        metadata = dict(name=name, namespace=self.options.namespace, labels=PROGRAM_LABEL | self.selector() | queue)
         return dict(apiVersion=api_version, kind=kind, metadata=metadata, **fields)
 
 
@@ -226,18 +191,29 @@ def run_on_kubernetes(
             f"{gives} of the recipe looks as if it held a secret, which everybody could read in a ConfigMap; take it "
             "out, and give it by a Secret of the cluster"
         )
+    name = re.sub(r"[._]+", "-", recipe.run.name.lower())
+    if not _DNS_1035.fullmatch(name):
+        raise RecipeError(
+            f"run.name is {recipe.run.name!r}, which gives the object name {name!r}; Kubernetes wants a letter first, "
+            "then letters, digits and dashes: use --set run.name=…"
+        )
+    # Paths that are relative in the recipe lie on the shared volume.
+    below = _below(PurePosixPath(options.mount), recipe.model_dump(), recipe.model_dump(mode="json"))
     run = RunOnKubernetes(
-        recipe=_with_absolute_paths(recipe, PurePosixPath(options.mount)),
+        recipe=Recipe.model_validate(below),
         options=options,
         planner=planner,
-        name=_name(recipe.run.name),
+        name=name,
         learner_nodes=learner_nodes,
         learner_gpus=learner_gpus,
         engine_nodes=engine_nodes,
         engine_gpus=engine_gpus,
         needs=cluster_needs(planner, gpus_per_learner_host=learner_gpus, gpus_per_engine_host=engine_gpus),
     )
-    longest = max(run.longest_names, key=len)
+    # Of pods, of the recipe, and of what a LeaderWorkerSet makes, as Kubernetes builds them.
+    engine = f"{name}-engine-{recipe.rollout.engines - 1}-{engine_nodes - 1}"
+    pods = (f"{name}-learner-0-{learner_nodes - 1}", engine, f"{name}-collector-0-0")
+    longest = max(*(f"{pod}{_RANDOM}" for pod in pods), run.config_map, f"{name}-engine-0123456789", key=len)
     if len(longest) > _LONGEST_NAME:
         raise RecipeError(
             f"run.name gives the name {longest}, which has {len(longest)} characters, and {_LONGEST_NAME} are allowed; "
@@ -247,7 +223,7 @@ def run_on_kubernetes(
 
 
 def _split(gpus: int, options: ClusterOptions, what: str) -> tuple[int, int]:
-    """(GPUs of a pod, pods)."""
+    """Return (GPUs of a pod, pods)."""
     each = min(gpus, options.gpus_per_node)
     if gpus % each:
         raise RecipeError(
@@ -257,13 +233,8 @@ def _split(gpus: int, options: ClusterOptions, what: str) -> tuple[int, int]:
     return each, gpus // each
 
 
-def _with_absolute_paths(recipe: Recipe, mount: PurePosixPath) -> Recipe:
-    """Paths that are relative in the recipe lie on the shared volume."""
-    return Recipe.model_validate(_below(mount, recipe.model_dump(), recipe.model_dump(mode="json")))
-
-
 def _below(mount: PurePosixPath, value: Any, plain: Any) -> Any:
-    """`plain`, the JSON form of `value`, with each path that is relative below `mount`."""
+    """Return `plain`, the JSON form of `value`, with each path that is relative below `mount`."""
     if isinstance(value, PurePath):
         return str(mount / value)
     if isinstance(value, dict):
@@ -274,8 +245,8 @@ def _below(mount: PurePosixPath, value: Any, plain: Any) -> Any:
 
 
 def _secret_in(value: Any, name: str = "") -> str | None:
-    """The key of a value that has a name that secrets have, looks like one, or is an argument that gives one. Prose may
-    speak of them."""
+    """Find the key of a value that has a name that secrets have, looks like one, or is an argument that gives one.
+    Prose may speak of them."""
     if isinstance(value, dict):
         return next((found for key, one in value.items() if (found := _secret_in(one, str(key)))), None)
     if isinstance(value, list):
@@ -283,14 +254,3 @@ def _secret_in(value: Any, name: str = "") -> str | None:
     if not isinstance(value, str) or not value:
         return None
     return name if _SECRET_NAME.search(name) or _LOOKS_LIKE_ONE.search(value) or gives_secret(value) else None
-
-
-def _name(run: str) -> str:
-    """The run's name as Kubernetes allows it. Raises RecipeError."""
-    name = re.sub(r"[._]+", "-", run.lower())
-    if not _DNS_1035.fullmatch(name):
-        raise RecipeError(
-            f"run.name is {run!r}, which gives the object name {name!r}; Kubernetes wants a letter first, then "
-            "letters, digits and dashes: use --set run.name=…"
-        )
-    return name

@@ -66,42 +66,36 @@ meanwhile."""
 T = TypeVar("T")
 
 
+@dataclass
 class Signals:
     """What Slurm has asked this process to do."""
 
-    def __init__(self) -> None:
-        self.end = False
-        self.time_limit = False
-        self.first_at: float | None = None
-        """When the first of them came, by time.monotonic."""
+    end: bool = False
+    time_limit: bool = False
+    first_at: float | None = None
+    """When the first of them came, by time.monotonic."""
 
     def install(self) -> Signals:
         """Take over SIGUSR1 and SIGTERM."""
-        signal.signal(signal.SIGUSR1, self._limit)
-        signal.signal(signal.SIGTERM, self._end)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self.note)
         return self
 
-    def _limit(self, *_: object) -> None:
-        self.time_limit = True  # first: the output may lie on a disk that is full
-        self._note_time()
-        self._say("the time limit is near: ending in order")
-
-    def _end(self, *_: object) -> None:
-        self.end = True
-        self._note_time()
-        self._say("asked to end: ending in order")
-
-    def _note_time(self) -> None:
+    def note(self, number: int, _: object = None) -> None:
+        """Note a signal, and say so."""
+        # Noted first: the output may lie on a disk that is full.
+        if number == signal.SIGUSR1:
+            self.time_limit = True
+        else:
+            self.end = True
         self.first_at = time.monotonic() if self.first_at is None else self.first_at
+        with suppress(OSError, RuntimeError):  # RuntimeError: the signal came amid another print
+            reason = "the time limit is near" if number == signal.SIGUSR1 else "asked to end"
+            print(f"{reason}: ending in order", flush=True)
 
     def left_s(self, grace_s: float) -> float:
         """Return what is left of a notice of `grace_s`; what this program keeps of it where only the roles had it."""
         return OWN_S if self.first_at is None else max(0.0, self.first_at + grace_s - time.monotonic())
-
-    @staticmethod
-    def _say(text: str) -> None:
-        with suppress(OSError, RuntimeError):  # RuntimeError: the signal came amid another print
-            print(text, flush=True)
 
 
 @dataclass(frozen=True)
@@ -136,11 +130,6 @@ class BatchJob:
         parser.add_argument("--metrics-port", type=int)
         parser.add_argument("--no-resubmit", dest="resubmit", action="store_false")
         return BatchJob(**vars(parser.parse_args(arguments)))
-
-    @property
-    def script(self) -> Path:
-        """What is submitted again."""
-        return self.folder / SCRIPT
 
 
 @contextmanager
@@ -248,29 +237,31 @@ def run_job(job: BatchJob, allocation: Allocation, signals: Signals) -> int:
         (job.folder / REQUEUES).unlink(missing_ok=True)
     if outcome == "finished":
         return 0
-    if is_preempted(allocation, signals.left_s(job.grace) / 2):
+    # By SIGTERM to the roles, or by the signal for the time limit. Half of what is left of the notice is for asking,
+    # the rest for submitting the next job where Slurm does not say.
+    try:
+        preempted = answered(allocation.is_preempted, signals.left_s(job.grace) / 2)
+    except SlurmError as error:
+        print(f"warning: {error}; the job is taken not to be preempted", file=sys.stderr, flush=True)
+        preempted = False
+    if preempted:
         return requeue(allocation, "Slurm preempts the job", signals.left_s(job.grace))
     if not signals.time_limit or not job.resubmit:
         return 0
-    if not has_moved(recipe, before):
+    try:
+        moved = progress(RunDirectory(recipe.directory)) != before
+    except OSError as error:  # the next job finds out
+        print(f"warning: {os_error_line(error)}; the run is taken to have come further", file=sys.stderr, flush=True)
+        moved = True
+    if not moved:
         raise FatalError(
             "the time limit came before the run had sampled a batch, saved a checkpoint or published a version, so the "
             "job is not submitted again; raise --time"
         )
     # One that Slurm took without saying so is submitted twice: whichever is started second is refused.
-    following = answered(lambda: allocation.submit_next(job.script), signals.left_s(job.grace))
+    following = answered(lambda: allocation.submit_next(job.folder / SCRIPT), signals.left_s(job.grace))
     print(f"submitted job {following}, which goes on", flush=True)
     return 0
-
-
-def has_moved(recipe: Recipe, before: tuple[int, ...]) -> bool:
-    """Tell whether the run has come further than `before`. So it is taken to be where the file system does not answer:
-    the next job finds that out."""
-    try:
-        return progress(RunDirectory(recipe.directory)) != before
-    except OSError as error:
-        print(f"warning: {os_error_line(error)}; the run is taken to have come further", file=sys.stderr, flush=True)
-        return True
 
 
 def answered(order: Callable[[], T], within_s: float) -> T:
@@ -287,18 +278,8 @@ def answered(order: Callable[[], T], within_s: float) -> T:
         time.sleep(ASK_PAUSE_S)
 
 
-def is_preempted(allocation: Allocation, within_s: float) -> bool:
-    """Ask whether Slurm preempts the job: by SIGTERM to the roles, or by the signal for the time limit. Not where it
-    does not say so: what is left of the notice is then for submitting the next job."""
-    try:
-        return answered(allocation.is_preempted, within_s)
-    except SlurmError as error:
-        print(f"warning: {error}; the job is taken not to be preempted", file=sys.stderr, flush=True)
-        return False
-
-
 def count_requeue(job: BatchJob, recipe: Recipe, before: tuple[int, ...], reason: str) -> None:
-    """Raises FatalError once the job has requeued itself `run.max_restarts` times in a row without progress: nodes that
+    """Raise FatalError once the job has requeued itself `run.max_restarts` times in a row without progress: nodes that
     fail whatever is started there would come back with every attempt."""
     path, now, most = job.folder / REQUEUES, progress(RunDirectory(recipe.directory)), recipe.run.max_restarts
     count = 0 if now != before else 1 + in_a_row(path, now)
@@ -322,7 +303,7 @@ def requeue(allocation: Allocation, reason: str, within_s: float) -> int:
 
 
 def main() -> None:
-    """Entry point of the batch script."""
+    """Run the batch script."""
     append_working_folder_to_path()
     signals = Signals().install()
     job = BatchJob.parse(sys.argv[1:])

@@ -117,20 +117,16 @@ def slurm(
         if not (options.workdir / path).exists():
             there = options.workdir / path
             print(f"note: data {there} is not on this machine; every node must see it there", file=sys.stderr)
-    files = render(loaded, options, out.absolute(), _setup_lines(setup))
+    try:
+        lines = setup.read_text("utf-8") if setup else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise RecipeError(f"cannot read --setup {setup}: {reason}; give a file of shell lines") from None
+    files = render(loaded, options, out.absolute(), lines)
     out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (out / name).write_text(text, encoding="utf-8")
     print(submitted(out / SCRIPT) if submit else f"sbatch {out.absolute() / SCRIPT}")
-
-
-def _setup_lines(setup: Path | None) -> str:
-    try:
-        return setup.read_text("utf-8") if setup else ""
-    except OSError as error:
-        raise RecipeError(f"cannot read --setup {setup}: {error.strerror}; give a file of shell lines") from error
-    except UnicodeDecodeError:
-        raise RecipeError(f"cannot read --setup {setup}: it is no UTF-8 text; give a file of shell lines") from None
 
 
 def submitted(script: Path) -> str:

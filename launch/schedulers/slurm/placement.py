@@ -43,13 +43,13 @@ class Shape:
             )
         if gpus_per_node:
             check_gpu_hosts_serve(recipe)
-        nodes = learner_nodes or _nodes_for(ranks, gpus_per_node)
+        nodes = learner_nodes or (-(-ranks // gpus_per_node) if gpus_per_node else 1)
         if ranks % nodes or (gpus_per_node and ranks // nodes > gpus_per_node):
             raise RecipeError(
                 f"the learner's {ranks} processes do not divide among {nodes} nodes of {gpus_per_node} GPUs; change "
                 "learner.data_parallel, --learner-nodes or --gpus-per-node"
             )
-        spans = _nodes_for(rollout.tensor_parallel, gpus_per_node)
+        spans = -(-rollout.tensor_parallel // gpus_per_node) if gpus_per_node else 1
         if rollout.tensor_parallel % spans:
             raise RecipeError(
                 f"rollout.tensor_parallel {rollout.tensor_parallel} does not divide among {spans} nodes of "
@@ -112,12 +112,14 @@ def moved(shape: Shape, unit: Unit, nodes: Sequence[str], places: Mapping[Unit, 
 
 
 def _first_with_room(shape: Shape, unit: Unit, up: Sequence[str], places: Mapping[Unit, str]) -> str:
-    """Without GPUs, room is where fewest units of the role are, on nodes that are in use already where there are any;
-    with GPUs, on the first node that has as many left."""
+    """Find a node for a unit. Without GPUs, room is where fewest units of the role are, on nodes that are in use
+    already where there are any; with GPUs, on the first node that has as many left."""
     used = Counter[str]()
     for other, node in places.items():
         used[node] += shape.gpus(other)
-    siblings = {node for other, node in places.items() if _same_group(other, unit)}
+    # Parts of one learner, or of one engine, have a node each.
+    group = (unit.role, unit.index)
+    siblings = {node for other, node in places.items() if (other.role, other.index) == group and other != unit}
     free = [node for node in up if node not in siblings and used[node] + shape.gpus(unit) <= shape.gpus_per_node]
     if not free:
         raise NoRoomError(
@@ -129,12 +131,3 @@ def _first_with_room(shape: Shape, unit: Unit, up: Sequence[str], places: Mappin
     in_use = [node for node in free if node in places.values()]
     crowd = Counter(node for other, node in places.items() if other.role == unit.role)
     return min(free if spans or not in_use else in_use, key=lambda node: (crowd[node], node not in in_use))
-
-
-def _same_group(one: Unit, other: Unit) -> bool:
-    """Tell whether both are parts of the same learner, or of the same engine."""
-    return (one.role, one.index) == (other.role, other.index) and one != other
-
-
-def _nodes_for(processes: int, gpus_per_node: int) -> int:
-    return 1 if not gpus_per_node else -(-processes // gpus_per_node)

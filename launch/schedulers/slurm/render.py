@@ -107,7 +107,11 @@ def check_mounts(recipe: Recipe, options: SlurmOptions, folder: Path) -> None:
     both = {"--out": folder, "--workdir": options.workdir, key[0]: Path(key[1]).expanduser()}
     both["run.root"] = options.workdir / recipe.run.root
     needed = both | {name: options.workdir / path for name, path in _paths(recipe.model_dump())}
-    mounts = [_mount(text) for text in (options.container_mounts or "").split(",") if text]
+    mounts = []
+    for text in filter(None, (options.container_mounts or "").split(",")):
+        # SOURCE, SOURCE:TARGET or SOURCE:TARGET:FLAGS
+        source, _, rest = text.partition(":")
+        mounts.append((Path(source), Path(rest.partition(":")[0] or source)))
     for name, path in needed.items():
         inside = [(there, here) for here, there in mounts if path.is_relative_to(there)]
         there, here = max(inside, key=lambda mount: len(mount[0].parts), default=(None, None))
@@ -117,12 +121,6 @@ def check_mounts(recipe: Recipe, options: SlurmOptions, folder: Path) -> None:
                 f"{name} is {path}, which containers do not see: it is {found} of --container-mounts "
                 f"{options.container_mounts or '(none)'}; add {path}:{path}, or a folder above it"
             )
-
-
-def _mount(text: str) -> tuple[Path, Path]:
-    """Read where a mount comes from, and where it is: SOURCE, SOURCE:TARGET or SOURCE:TARGET:FLAGS."""
-    source, _, rest = text.partition(":")
-    return Path(source), Path(rest.partition(":")[0] or source)
 
 
 def _paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
@@ -152,12 +150,37 @@ def render(recipe: Recipe, options: SlurmOptions, folder: Path, setup: str = "")
 def batch_script(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Path) -> str:
     """Render one ordinary job. The supervisor replaces the shell, so that Slurm's signals reach it."""
     nodes = f"{shape.num_nodes} nodes and {options.spare} to spare, {shape.learner_nodes} of them for the learner"
-    directives = "".join(f"#SBATCH {line}\n" for line in _directives(recipe, options, shape, folder))
-    command = " \\\n  ".join(" ".join(map(shlex.quote, part)) for part in _supervisor(options, folder))
+    directives = [
+        "--job-name=" + re.sub(r"[^\w.-]", "-", recipe.run.name),
+        f"--nodes={shape.num_nodes + options.spare}",
+        "--ntasks-per-node=1",
+        *([f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []),
+        *("--exclusive", "--mem=0", "--no-kill", "--requeue", f"--signal=B:USR1@{options.grace}"),
+        *("--open-mode=append", f"--output={folder}/slurm-%j.out", f"--chdir={options.workdir}"),
+    ]
+    chosen = dict(time=options.time, partition=options.partition, account=options.account)
+    directives += [f"--{name}={value}" for name, value in chosen.items() if value is not None]
+    directives += options.sbatch
+
+    # Each option with its value, on a line of its own.
+    supervisor = [[options.python, "-P", "-m", "launch.schedulers.slurm.batch", str(folder)]]
+    supervisor += [["--gpus-per-node", str(options.gpus_per_node)]]
+    if options.learner_nodes is not None:
+        supervisor += [["--learner-nodes", str(options.learner_nodes)]]
+    supervisor += [["--grace", str(options.grace)], ["--python", options.python]]
+    key = options.api_key_file
+    supervisor += [["--api-key-file", key] if key else ["--key-dir", options.key_dir]]
+    for name in ("container_image", "rollout_image", "container_mounts", "metrics_port"):
+        if (value := getattr(options, name)) is not None:
+            supervisor += [[f"--{name.replace('_', '-')}", str(value)]]
+    if not options.resubmit:
+        supervisor += [["--no-resubmit"]]
+    command = " \\\n  ".join(" ".join(map(shlex.quote, part)) for part in supervisor)
+    lines = "".join(f"#SBATCH {line}\n" for line in directives)
     return f"""#!/bin/bash
 # {recipe.run.name}: {nodes}, and {shape.engines} engines
 # Rendered by `evenkeel launch slurm`; change the recipe or the options and render again.
-{directives}set -euo pipefail
+{lines}set -euo pipefail
 if [ -n "${{EVENKEEL_API_KEY:-}}" ]; then
   echo "warning: EVENKEEL_API_KEY was exported when this job was submitted, so Slurm has stored it; it is not used" >&2
   unset EVENKEEL_API_KEY
@@ -169,44 +192,3 @@ source {shlex.quote(str(folder / SETUP))}
 set -u
 exec {command}
 """
-
-
-def _directives(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Path) -> Iterator[str]:
-    yield "--job-name=" + re.sub(r"[^\w.-]", "-", recipe.run.name)
-    yield f"--nodes={shape.num_nodes + options.spare}"
-    yield "--ntasks-per-node=1"
-    if options.gpus_per_node:
-        yield f"--gpus-per-node={options.gpus_per_node}"
-    yield "--exclusive"
-    yield "--mem=0"
-    yield "--no-kill"
-    yield "--requeue"
-    yield f"--signal=B:USR1@{options.grace}"
-    yield "--open-mode=append"
-    yield f"--output={folder}/slurm-%j.out"
-    yield f"--chdir={options.workdir}"
-    for name in ("time", "partition", "account"):
-        if (value := getattr(options, name)) is not None:
-            yield f"--{name}={value}"
-    yield from options.sbatch
-
-
-def _supervisor(options: SlurmOptions, folder: Path) -> Iterator[list[str]]:
-    """Yield the command in the batch script, in groups of words that belong together."""
-    yield [options.python, "-P", "-m", "launch.schedulers.slurm.batch", str(folder)]
-    yield ["--gpus-per-node", str(options.gpus_per_node)]
-    if options.learner_nodes is not None:
-        yield ["--learner-nodes", str(options.learner_nodes)]
-    yield ["--grace", str(options.grace)]
-    yield ["--python", options.python]
-    if options.api_key_file:
-        yield ["--api-key-file", options.api_key_file]
-    else:
-        yield ["--key-dir", options.key_dir]
-    for name in ("container_image", "rollout_image", "container_mounts"):
-        if (value := getattr(options, name)) is not None:
-            yield [f"--{name.replace('_', '-')}", value]
-    if options.metrics_port is not None:
-        yield ["--metrics-port", str(options.metrics_port)]
-    if not options.resubmit:
-        yield ["--no-resubmit"]

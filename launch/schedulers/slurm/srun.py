@@ -72,7 +72,7 @@ class Allocation:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Allocation:
-        """From what Slurm gives to a batch script. Raises FatalError outside of one."""
+        """Read what Slurm gives to a batch script. Raises FatalError outside of one."""
         try:
             job, host = environment["SLURM_JOB_ID"], environment["SLURMD_NODENAME"]
         except KeyError as error:
@@ -91,12 +91,12 @@ class Allocation:
 
     @property
     def name(self) -> str:
-        """Of this attempt: `slurm-1234-0`."""
+        """Name this attempt: `slurm-1234-0`."""
         return f"slurm-{self.job}-{self.restart}"
 
     def up(self) -> list[str]:
-        """Nodes of the job on which something can be started: the batch script's first, those that are draining last.
-        Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
+        """List the nodes of the job on which something can be started: the batch script's first, those that are
+        draining last. Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
         try:
             nodes = run_slurm("scontrol", "show", "hostnames", self._current()["NodeList"])
             states = run_slurm("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T %Z %o")
@@ -117,7 +117,7 @@ class Allocation:
         return self._last_known
 
     def _current(self) -> dict[str, str]:
-        """What Slurm says of this job. Raises SupersededError, SlurmError."""
+        """Ask Slurm about this job. Raises SupersededError, SlurmError."""
         words = run_slurm("scontrol", "--oneliner", "show", "job", self.job).split()
         fields = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
         if int(fields["Restarts"]) != self.restart:
@@ -128,7 +128,7 @@ class Allocation:
         return fields
 
     def address(self, node: str) -> str:
-        """Where the other nodes reach a node: what its name leads to, or else its NodeAddr.
+        """Find where the other nodes reach a node: what its name leads to, or else its NodeAddr.
 
         Not the name itself, which a node may have at 127.0.1.1 in its own /etc/hosts. Of a node that is known by no
         better name here, the address from which it reaches another one; a job on one node needs loopback alone.
@@ -145,17 +145,13 @@ class Allocation:
                     return address
         return LOOPBACK if self._last_known == [node] else node
 
-    def is_up(self, node: str) -> bool:
-        """Whether the node is one of those."""
-        return node in self.up()
-
     def is_preempted(self) -> bool:
-        """Whether Slurm has told this job to make room, and ends it after its grace time. Raises SupersededError,
+        """Ask whether Slurm has told this job to make room, and ends it after its grace time. Raises SupersededError,
         SlurmError."""
         return self._current().get("PreemptTime", "None") != "None"  # no such field where nothing is ever preempted
 
     def step(self, name: str) -> str | None:
-        """JOBID.STEP of the step of that name; None before srun has made it, and when it is gone."""
+        """Find JOBID.STEP of the step of that name; None before srun has made it, and when it is gone."""
         listed = run_slurm("squeue", "-a", "-h", "--steps", "-j", self.job, "-o", "%i %j")
         return next((words[0] for words in map(str.split, listed.splitlines()) if words[1:] == [name]), None)
 
@@ -174,8 +170,8 @@ class Allocation:
         return run_slurm("sbatch", "--parsable", f"--dependency=afterany:{self.job}", str(script)).strip()
 
     def step_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Without what Slurm told the batch script: srun would read the job's GPUs, tasks and memory as wishes for each
-        step."""
+        """Leave out what Slurm told the batch script: srun would read the job's GPUs, tasks and memory as wishes for
+        each step."""
         kept = {
             name: value
             for name, value in environment.items()
@@ -211,7 +207,7 @@ class Images:
     mounts: str | None = None
 
     def options(self, unit: Unit) -> list[str]:
-        """Of srun."""
+        """Return options of srun."""
         image = self.rollout if unit.role in ("engine", "router") else self.learner
         if image is None:
             return []
@@ -245,10 +241,10 @@ class Step:
         return self.client.log
 
     def poll(self) -> int | None:
-        """Exit status of the role, None while it runs."""
+        """Return the exit status of the role, None while it runs."""
         if self.status is None and (status := self.client.poll()) is not None:
             # srun ends with 0 when the node of its step dies.
-            self.status = NODE_DIED if status == 0 and not self.allocation.is_up(self.host) else status
+            self.status = NODE_DIED if status == 0 and self.host not in self.allocation.up() else status
             self.on_end(self)
         elif self.status is None and time.monotonic() >= self._ask_at:
             self._ask_to_end()
@@ -300,7 +296,7 @@ class SrunStarter:
     """When and where roles ended in order that were not asked to."""
 
     def asked_from_outside(self) -> bool:
-        """Whether roles ended in order that this program did not ask, on all nodes at once: `scancel --signal=TERM
+        """Tell whether roles ended in order that this program did not ask, on all nodes at once: `scancel --signal=TERM
         JOB`, and Slurm before it preempts a job, reach the steps and not the batch script. On one node of several that
         was a node that shut down."""
         now = time.monotonic()
@@ -313,7 +309,11 @@ class SrunStarter:
 
     def start(self, unit: Unit, log: Path) -> Step:
         """Start a unit, on another node if its own is gone. Raises NoRoomError when the nodes are too few."""
-        before, self.places = self.places, self._places_for(unit)
+        before, up, draining = self.places, self.allocation.up(), self.allocation.draining
+        if before.get(unit) not in up:
+            self.places = place(self.shape, up, before)
+        elif before[unit] in draining:
+            self.places = moved(self.shape, unit, [node for node in up if node not in draining], before)
         for one in (one for one in before if before[one] != self.places[one]):
             print(f"{one.name} moves from {before[one]} to {self.places[one]}", flush=True)
         host = self.places[unit]
@@ -325,18 +325,10 @@ class SrunStarter:
         client = Srun(srun, log, environment, own_session=True)
         return Step(self.allocation, name, host, client, self._ended)
 
-    def _places_for(self, unit: Unit) -> dict[Unit, str]:
-        up, draining = self.allocation.up(), self.allocation.draining
-        if self.places.get(unit) not in up:
-            return place(self.shape, up, self.places)
-        if self.places[unit] in draining:
-            return moved(self.shape, unit, [node for node in up if node not in draining], self.places)
-        return self.places
-
     def srun_options(self, unit: Unit, host: str, name: str) -> list[str]:
-        """One task on one node. With GPUs a step has its own, and its share of the CPUs in whole cores: Slurm rounds
-        up, and a node's last step would wait for ever. Other steps share what there is. `--mem=0`: no step waits for
-        the memory of another."""
+        """Ask for one task on one node. With GPUs a step has its own, and its share of the CPUs in whole cores: Slurm
+        rounds up, and a node's last step would wait for ever. Other steps share what there is. `--mem=0`: no step waits
+        for the memory of another."""
         gpus, threads = self.shape.gpus(unit), self.allocation.threads_per_core
         if gpus:
             share = self.allocation.cpus_per_node * gpus // self.shape.gpus_per_node
@@ -408,6 +400,6 @@ class Guard:
         self._client = Srun(command, self._log, environment, own_session=True)
 
     def stop(self) -> None:
-        """With the run; the step itself ends with the job."""
+        """End it with the run; the step itself ends with the job."""
         if self._client is not None:
             self._client.kill()

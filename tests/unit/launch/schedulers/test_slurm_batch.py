@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -84,8 +85,8 @@ def test_a_signal_counts_where_its_line_cannot_be_written(monkeypatch: pytest.Mo
     with open("/dev/full", "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, "stdout", full)
         signals = Signals()
-        signals._limit()
-        signals._end()
+        signals.note(signal.SIGUSR1)
+        signals.note(signal.SIGTERM)
         monkeypatch.undo()
         assert (signals.time_limit, signals.end) == (True, True)
         with suppress(OSError):
@@ -176,7 +177,7 @@ def test_a_controller_that_is_away_for_a_moment_is_asked_again(
 
     def stopped() -> str:
         published(job, 3)
-        signals._limit()
+        signals.note(signal.SIGUSR1)
         allocation.away, allocation.preempted = away, preempted
         return "stopped"
 
@@ -197,7 +198,7 @@ def test_a_controller_that_does_not_say_whether_it_preempts_gets_the_next_job(
 
         def stopped() -> str:
             published(job, version)
-            signals._limit()
+            signals.note(signal.SIGUSR1)
             now[0] += 40.0  # of a grace time of 60 s
             allocation.away = away
             return "stopped"
@@ -267,7 +268,7 @@ def test_a_job_goes_on_where_the_file_system_does_not_say_what_it_has_reached(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     def stopped() -> str:
-        signals._limit()
+        signals.note(signal.SIGUSR1)
         monkeypatch.setattr(RunDirectory, "saved_steps", stale)
         return "stopped"
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from launch.cli import app
 from launch.schedulers.slurm import srun
-from launch.schedulers.slurm.command import _setup_lines, submitted
+from launch.schedulers.slurm.command import submitted
 from launch.schedulers.slurm.render import SlurmOptions, render
 from pipeline.config.loader import load_recipe
 from pipeline.errors import RecipeError
@@ -157,7 +158,10 @@ def test_the_setup_lines_travel_with_the_job() -> None:
 def test_setup_lines_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "setup").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match=r"cannot read --setup \S+/setup: it is no UTF-8 text; give a file of shell"):
-        _setup_lines(tmp_path / "setup")
+        app(
+            ["launch", "slurm", "qwen3_32b", "--out", str(tmp_path), "--setup", str(tmp_path / "setup")],
+            standalone_mode=False,
+        )
 
 
 def test_formats_that_only_cpus_emulate_are_refused_where_there_are_gpus(tmp_path: Path) -> None:
