@@ -43,7 +43,8 @@ class MeasuredEngine(OneEngine):
     async def verify(self) -> None:
         """Compare and note. The engine is named verified all the same: what it does is to be measured."""
         version = self.run.newest_policy(self.run.published_version())
-        client = self._updating_client()
+        client = self.client()
+        client.take_part(fresh_number())
         try:
             await self._compare(client, version)
         finally:
@@ -53,7 +54,8 @@ class MeasuredEngine(OneEngine):
         """Take the weights of another version of the run."""
 
         async def load() -> None:
-            client = self._updating_client()
+            client = self.client()
+            client.take_part(fresh_number())
             try:
                 await client.pause()
                 try:
@@ -125,11 +127,6 @@ class MeasuredEngine(OneEngine):
 
         scored = zip(asyncio.run(ask()), rows.prompt_lengths, strict=True)
         return np.concatenate([row[prompt - 1 :] for row, prompt in scored]).astype(np.float64)
-
-    def _updating_client(self) -> EngineClient:
-        client = self.client()
-        client.take_part(fresh_number())
-        return client
 
     async def _compare(self, client: EngineClient, version: int) -> None:
         deadline_s = self.recipe.weights.publish_deadline_s

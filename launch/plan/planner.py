@@ -80,7 +80,7 @@ def config_for(recipe_path: Path, model_path: Path) -> dict[str, Any]:
     for place in places:
         if (place / "config.json").is_file():
             return read_config(place)
-    tried = " or ".join(str(place / "config.json") for place in {place.resolve(): place for place in places}.values())
+    tried = " or ".join(str(place / "config.json") for place in dict.fromkeys(places))
     raise ModelError(f"no config.json at {tried}; give a model folder: --set model.path=… (no weights are needed)")
 
 

@@ -51,7 +51,16 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
             status, _ = _get(f"{url}/health", {})  # samples nothing, so that a weight update does not matter
             problem = None if status == 200 else f"{url}/health answered {status}"
             if problem is None and not given.alive:
-                problem = not_ready(url, RunDirectory(given.run), read_api_key(environment))
+                published, key = RunDirectory(given.run).published_version(), read_api_key(environment)
+                status, body = _get(f"{url}/model_info", {"Authorization": f"Bearer {key}"} if key else {})
+                named = ModelInfo.model_validate_json(body).weight_version if status == 200 else ""
+                served = None if named.startswith(UNVERIFIED) else claimed_version(named)
+                if status != 200:
+                    problem = f"{url}/model_info answered {status}"
+                elif served is None:
+                    problem = f"its weights are not verified: {quoted(named)}, published is {published}"
+                elif served < published:
+                    problem = f"it serves version {served}, published is {published}"
         except (httpx.HTTPError, EvenKeelError, ValidationError, TimeoutError) as error:
             problem = f"{url}: {type(error).__name__} {one_line(error, 400)}"
     print(problem or "ok")
@@ -74,19 +83,6 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *timer)  # one that was under way before goes on
-
-
-def not_ready(url: str, run: RunDirectory, key: str | None) -> str | None:
-    """Say why an engine that is alive should not count as serving; None when it should."""
-    published = run.published_version()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    status, body = _get(f"{url}/model_info", headers)
-    if status != 200:
-        return f"{url}/model_info answered {status}"
-    named = ModelInfo.model_validate_json(body).weight_version
-    if named.startswith(UNVERIFIED) or (served := claimed_version(named)) is None:
-        return f"its weights are not verified: {quoted(named)}, published is {published}"
-    return None if served >= published else f"it serves version {served}, published is {published}"
 
 
 def _get(url: str, headers: Mapping[str, str]) -> tuple[int, bytes]:

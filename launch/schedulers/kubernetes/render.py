@@ -108,19 +108,16 @@ def check_changes(before: Sequence[Object], after: Sequence[Object]) -> Iterator
     for one in after:
         old = known.get((one["kind"], one["metadata"]["name"]))
         for path in IMMUTABLE.get(one["kind"], ()) if old else ():
-            if place := _difference(_at(old, path), _at(one, path), ".".join(path)):
+            was, becomes = old, one
+            for part in path:
+                was, becomes = (side.get(part) if isinstance(side, dict) else None for side in (was, becomes))
+            if place := _difference(was, becomes, ".".join(path)):
                 named = f"{one['kind']} {one['metadata']['name']}"
                 yield f"{named}: {place} cannot be changed; delete the object first, then apply"
 
 
-def _at(one: Any, path: tuple[str, ...]) -> Any:
-    for part in path:
-        one = one.get(part) if isinstance(one, dict) else None
-    return one
-
-
 def _difference(before: Any, after: Any, where: str) -> str | None:
-    """Where the first difference is."""
+    """Find where the first difference is."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             if found := _difference(before.get(key), after.get(key), f"{where}.{key}"):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from launch.cli import app
-from launch.convert.new_model import DEFAULT_CHARACTERS, new_model, new_model_like
+from launch.convert.new_model import new_model, new_model_like
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import Experts, ModelConfig, read_hf_config
 from pipeline.errors import ModelError, RecipeError
@@ -38,38 +38,6 @@ def test_loads_in_transformers_without_missing_or_unexpected_weights(tmp_path: P
         logits = model(torch.tensor([[2, 3, 4]])).logits
     assert logits.shape == (1, 3, 16)
     assert float(logits.softmax(-1).max()) < 0.15, "a new policy is near uniform over 16 tokens"
-
-
-def test_tied_model_has_no_head_and_starts_near_uniform(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    new_model(tmp_path / "m", **SMALL, tie=True)
-    assert "lm_head.weight" not in load_file(tmp_path / "m" / "model.safetensors")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    with torch.no_grad():
-        assert float(model(torch.tensor([[2, 3, 4]])).logits.softmax(-1).max()) < 0.15
-
-
-def test_shapes_and_vocabulary_padding(tmp_path: Path) -> None:
-    new_model(tmp_path / "m", **SMALL | dict(characters="0123456789=+-*/"))  # 15 characters + 2 special = 17 → 32
-    weights = load_file(tmp_path / "m" / "model.safetensors")
-    assert len(weights) == 3 + 2 * 11
-    assert weights["model.embed_tokens.weight"].shape == weights["lm_head.weight"].shape == (32, 32)
-    layer = {name.removeprefix("model.layers.1."): tuple(t.shape) for name, t in weights.items() if ".1." in name}
-    assert layer == {
-        "self_attn.q_proj.weight": (32, 32),
-        "self_attn.k_proj.weight": (16, 32),
-        "self_attn.v_proj.weight": (16, 32),
-        "self_attn.o_proj.weight": (32, 32),
-        "self_attn.q_norm.weight": (8,),
-        "self_attn.k_norm.weight": (8,),
-        "mlp.gate_proj.weight": (48, 32),
-        "mlp.up_proj.weight": (48, 32),
-        "mlp.down_proj.weight": (32, 48),
-        "input_layernorm.weight": (32,),
-        "post_attention_layernorm.weight": (32,),
-    }
-    assert json.loads((tmp_path / "m" / "config.json").read_text())["vocab_size"] == 32
 
 
 def test_experts_load_in_transformers_and_are_what_the_learner_expects(tmp_path: Path) -> None:
@@ -110,12 +78,6 @@ def test_seed_and_dtype(tmp_path: Path) -> None:
     assert not torch.equal(a, c)
     assert d.dtype == torch.bfloat16
     assert torch.equal(a.bfloat16(), d)
-
-
-def test_default_alphabet_round_trips(tmp_path: Path) -> None:
-    new_model(tmp_path / "m", **{key: value for key, value in SMALL.items() if key != "characters"})
-    tokenizer = Tokenizer(tmp_path / "m")
-    assert tokenizer.decode(tokenizer.encode(DEFAULT_CHARACTERS)) == DEFAULT_CHARACTERS
 
 
 @pytest.mark.parametrize(

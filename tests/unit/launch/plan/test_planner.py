@@ -15,14 +15,13 @@ import pytest
 from rich.console import Console
 
 from launch.build.sizes import active_parameters, checkpoint_bytes, refusals
-from launch.plan.costs import Assumptions, bubble_share, forward_flops, learner_time
+from launch.plan.costs import Assumptions, forward_flops, learner_time
 from launch.plan.hosts import cluster_needs, planner_that_fits
 from launch.plan.planner import Planner, config_for, engine_model, make_plan
 from launch.plan.view import render
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.parallel.layout import Layout
 from pipeline.config.loader import load_recipe
-from pipeline.config.recipe import LearnerSection, layout_name
+from pipeline.config.recipe import LearnerSection
 from pipeline.config.sections import RolloutSection
 from pipeline.errors import LayoutError, ModelError, RecipeError
 from pipeline.gpu_needs import option
@@ -212,12 +211,6 @@ def test_what_a_publish_holds_while_a_step_trains(overrides: list[str], stay: bo
     assert (work.buckets_stay, work.emulates_at_publish) == (stay, emulates)
 
 
-def test_layouts_that_do_not_divide_are_named() -> None:
-    found = plan(EXPERTS, 64, "rollout.engines=16")
-    reasons = {row["layout"]: row["reason"] for row in found["misfits"]}
-    assert "does not divide the model's num_key_value_heads 4" in reasons["TP8×DP4×SP×RECOMPUTE"]
-
-
 def test_experts() -> None:
     found = plan(EXPERTS, 32)
     assert found["fits"]
@@ -309,12 +302,6 @@ def test_work_of_a_token_by_hand() -> None:
     assert forward_flops(model, model.attention_parity) == pytest.approx(4 * active_parameters(model), rel=1e-4)
 
 
-def test_bubbles() -> None:
-    assert bubble_share(Layout(pipeline=4), 12) == 3 / 12
-    assert bubble_share(Layout(pipeline=4, virtual=2), 12) == 3 / 24
-    assert bubble_share(Layout(), 1) == 0
-
-
 def test_time_scales_as_it_must() -> None:
     planner = Planner(DENSE, load_recipe(DENSE), assumptions(), gpus=64, gpu_gib=80)
     model, one = planner.config, planner.recipe.learner
@@ -361,12 +348,6 @@ def test_the_published_one_step_off_run() -> None:
     assert in_turns == pytest.approx(393, rel=0.10)
 
 
-def test_measured_throughput_replaces_the_guess() -> None:
-    found = plan(DENSE, 64, rollout_tokens_per_gpu_s=1000.0, mean_response_tokens=3000.0)
-    assert found["step"]["rollout_s"] == pytest.approx(2048 * 3000 / (1000 * 32), rel=1e-3)
-    assert found["assumptions"]["rollout_tokens_per_gpu_s"] == 1000.0
-
-
 def test_schedules_are_compared(dense: dict[str, Any]) -> None:
     found = {row["schedule"]: row for row in dense["schedules"]}
     assert set(found) == {"sync", "async, lag 1", "staged, µ = 8"}
@@ -388,46 +369,12 @@ def test_models_are_found_here_or_beside_the_recipe(tmp_path: Path, monkeypatch:
         config_for(DENSE, tmp_path)
 
 
-def test_sizes_of_a_shipped_model_are_found_from_a_recipe_that_lies_elsewhere(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("extends: qwen3_32b\nrun: {name: mine}\n")
-    assert plan(recipe, 64)["model"]["parameters"] == 32_762_123_264
-
-
-@pytest.mark.parametrize("model", [Path("nowhere"), Path("models/nowhere")])
-def test_no_place_is_named_twice(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    monkeypatch.chdir(RECIPES)
-    for recipe in (Path("qwen3_32b.yaml"), DENSE):
-        with pytest.raises(ModelError) as error:
-            config_for(recipe, model)
-        tried = str(error.value).removeprefix("no config.json at ").partition(";")[0].split(" or ")
-        assert {Path(one).resolve().relative_to(RECIPES) for one in tried} == {
-            model / "config.json",
-            Path("models/nowhere/config.json"),
-        }
-        assert len(tried) == len({Path(one).resolve() for one in tried})
-
-
 @pytest.mark.parametrize("value", [0.0, -1.0, 1e-320, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["gpu_gib", "mfu", "disk_gb_s", "mean_response_tokens"])
 def test_given_numbers_have_bounds(name: str, value: float) -> None:
     option = f"--{name.replace('_', '-')}"
     with pytest.raises(RecipeError, match=f"^{option} is {value}, expected a number from 1e-06 to 1e"):
         plan(DENSE, 64, **{name: value})
-
-
-@pytest.mark.parametrize("value", [1e-6, 1e9])
-@pytest.mark.parametrize("name", ["gpu_gib", "mfu", "mean_response_tokens"])
-def test_the_bounds_themselves_have_a_plan(name: str, value: float) -> None:
-    found = plan(DENSE, 64, **{name: value})
-    json.dumps(found, allow_nan=False)
-    Console(file=io.StringIO()).print(render(found))
-
-
-def test_layout_names() -> None:
-    assert layout_name(LearnerSection()) == "one"
-    wide = LearnerSection(tensor_parallel=2, sequence_parallel=True, virtual_pipeline=2, pipeline_parallel=2)
-    assert layout_name(wide) == "TP2×PP2×VPP2×SP"
 
 
 def test_tables(dense: dict[str, Any]) -> None:

@@ -35,13 +35,3 @@ def test_a_given_folder_goes_first_and_must_hold_sizes(tmp_path: Path) -> None:
         sizes_folder(DENSE, ELSEWHERE, tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert sizes_folder(DENSE, ELSEWHERE, tmp_path) == tmp_path
-
-
-def test_another_recipe_needs_to_be_told(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("extends: qwen3_32b\nrun: {name: mine}\n")
-    with pytest.raises(
-        ModelError, match=r"give a folder with the model's config\.json: --model-config FOLDER"
-    ) as error:
-        sizes_folder(recipe, ELSEWHERE, None)
-    assert "\n" not in str(error.value)

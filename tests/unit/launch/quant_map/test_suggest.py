@@ -20,7 +20,6 @@ from launch.quant_map.suggest import (
     commented,
     halves,
     judged,
-    print_suggestion,
     prompts_of,
     read_map,
     recipe_of,
@@ -231,14 +230,6 @@ def test_the_file_says_how_it_came_about_and_is_a_map(tmp_path: Path, model: Pat
     assert len(shown["exceptions"]) == 1 + 3
     # Of each layer: q 32, k and v 16 rows, o 32, gate, up and down 64 times 32.
     assert shown["quantized_share"] == pytest.approx(1 - (64 + 64) / (2 * (32 + 16 + 16 + 32 + 3 * 64)))
-
-
-def test_the_tables_name_every_promotion(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = result(("model.layers.1.mlp.down_proj",))
-    print_suggestion(shown)
-    printed = capsys.readouterr().out
-    assert "layers.1.mlp.down_proj" in printed
-    assert "holds an ESS of 0.98" in printed
 
 
 def test_a_file_that_is_no_map_is_refused(tmp_path: Path) -> None:

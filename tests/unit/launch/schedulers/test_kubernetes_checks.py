@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,38 +88,6 @@ def test_prose_may_speak_of_secrets_and_arguments_may_not_give_them(override: st
         run_of(override)
 
 
-def fields(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all fields that have a schema."""
-    if isinstance(part, dict):
-        for key, value in part.items():
-            yield (*path, key)
-            if key not in FREE or path[-1:] == ("spec",):
-                yield from fields(value, (*path, key))
-    elif isinstance(part, list):
-        for place, value in enumerate(part):
-            yield from fields(value, (*path, place))
-
-
-@pytest.mark.parametrize("engines", ["jobset", pytest.param("leaderworkerset", marks=pytest.mark.slow)])
-def test_a_typo_in_any_field_is_caught_by_the_schema(engines: str) -> None:
-    tried, missed = set(), []
-    for one in documents(rendered(engines=engines, queue="train", rdma="rdma/hca=8", monitors=True, download="a/b")):
-        for path in fields(one):
-            general = (one["kind"], *("*" if isinstance(step, int) else step for step in path))
-            if general in tried or (one["kind"] in ("Service",) and "selector" in path[:-1]):
-                continue
-            tried.add(general)
-            broken = copy.deepcopy(one)
-            holder = broken
-            for step in path[:-1]:
-                holder = holder[step]
-            holder[f"{path[-1]}x"] = holder.pop(path[-1])
-            if not problems(broken):
-                missed.append(general)
-    assert missed == []
-    assert len(tried) > 150
-
-
 @pytest.mark.parametrize("restart", ["job", "jobset"])
 @pytest.mark.parametrize("role", ["learner", "collector", "router", "engine"])
 def test_what_becomes_of_a_pod_follows_its_exit_status(role: str, restart: str) -> None:
@@ -158,11 +124,6 @@ def test_names_that_kubernetes_would_refuse_are_refused(options: dict[str, Any],
     with pytest.raises(RecipeError, match=re.escape(message)) as refused:
         run_of(**options)
     assert "\n" not in str(refused.value)
-
-
-def test_names_that_clusters_have_are_taken() -> None:
-    run_of(pvc="shared-2", queue="gpu.train")
-    run_of(storage_class="efs.sc", run_as="1000", gpu_resource="amd.com/gpu", rdma="hca=8")
 
 
 def job(objects: list[dict[str, Any]], role: str) -> dict[str, Any]:

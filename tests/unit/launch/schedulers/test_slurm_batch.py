@@ -225,14 +225,6 @@ def test_too_few_nodes_wait_for_a_controller_that_is_away(
     assert allocation.orders == ["requeue"]
 
 
-def test_a_preempted_job_of_a_finished_run_ends(
-    job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt(monkeypatch, lambda: "finished")
-    allocation.preempted = True
-    assert (run_job(job, allocation, Signals()), allocation.orders) == (0, [])
-
-
 def test_a_job_that_reached_nothing_is_not_submitted_again(
     job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,16 +288,6 @@ def test_a_file_system_that_fails_is_told_in_one_line_and_the_job_may_be_submitt
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: /runs/demo: Input/output error (EIO); ")
     assert line.endswith("; submit the job again")
-
-
-def test_too_few_nodes_are_a_requeue(job: BatchJob, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room() -> str:
-        raise NoRoomError("engine-0 has room on none of the nodes that are up")
-
-    monkeypatch.setattr(batch, "REQUEUED_S", 0)
-    attempt(monkeypatch, no_room)
-    assert run_job(job, allocation, Signals()) == 1  # Slurm should have ended this process
-    assert allocation.orders == ["requeue"]
 
 
 def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(

@@ -80,14 +80,6 @@ def test_the_32b_recipe_on_eight_nodes() -> None:
     assert "n8" not in placed.values()  # the spare one
 
 
-def test_only_what_was_on_the_dead_node_moves() -> None:
-    before = place(shape(), NODES[:9], {})
-    after = place(shape(), [node for node in NODES[:9] if node != "n5"], before)
-    moved = {unit.name for unit in before if before[unit] != after[unit]}
-    assert moved == {"engine-2", "engine-3"}
-    assert {after[unit] for unit in after if unit.name in moved} == {"n8"}
-
-
 def test_too_few_nodes_are_an_error_that_names_them() -> None:
     with pytest.raises(NoRoomError, match="engine-6 has room on none of the nodes that are up"):
         place(shape(), NODES[:7], {})
