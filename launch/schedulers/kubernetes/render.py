@@ -108,10 +108,10 @@ def check_changes(before: Sequence[Object], after: Sequence[Object]) -> Iterator
     for one in after:
         old = known.get((one["kind"], one["metadata"]["name"]))
         for path in IMMUTABLE.get(one["kind"], ()) if old else ():
-            was, becomes = old, one
+            sides: list[Any] = [old, one]
             for part in path:
-                was, becomes = (side.get(part) if isinstance(side, dict) else None for side in (was, becomes))
-            if place := _difference(was, becomes, ".".join(path)):
+                sides = [side.get(part) if isinstance(side, dict) else None for side in sides]
+            if place := _difference(*sides, where=".".join(path)):
                 named = f"{one['kind']} {one['metadata']['name']}"
                 yield f"{named}: {place} cannot be changed; delete the object first, then apply"
 
