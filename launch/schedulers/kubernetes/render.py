@@ -111,7 +111,7 @@ def check_changes(before: Sequence[Object], after: Sequence[Object]) -> Iterator
             sides: list[Any] = [old, one]
             for part in path:
                 sides = [side.get(part) if isinstance(side, dict) else None for side in sides]
-            if place := _difference(*sides, where=".".join(path)):
+            if place := _difference(sides[0], sides[1], ".".join(path)):
                 named = f"{one['kind']} {one['metadata']['name']}"
                 yield f"{named}: {place} cannot be changed; delete the object first, then apply"
 
