@@ -95,13 +95,11 @@ class Peers(Side):
             if len(self.joined) < self._nodes - 1:
                 self.lost = self.lost or "a node left before the ranks were started"
                 return
-        self._tell(go=True)
+        self.tell(go=True)
 
-    def end(self, ending: Ending) -> None:
-        """Tell all nodes how the learner ended. A node that does not hear it notices that node 0 is gone."""
-        self._tell(status=ending.status, reason=ending.reason)
-
-    def _tell(self, **message: Any) -> None:
+    def tell(self, **message: Any) -> None:
+        """Tell all nodes something, such as how the learner ended. A node that does not hear it notices that node 0 is
+        gone."""
         for line in list(self.joined.values()):
             with suppress(OSError):
                 line.send(**message)
@@ -178,15 +176,11 @@ class Peer(Side):
     def __exit__(self, *_: object) -> None:
         self._line.close()
 
-    def ask_to_stop(self) -> None:
-        """Say that this node was asked to end: node 0 lets all ranks save and end."""
+    def tell(self, **message: Any) -> None:
+        """Tell node 0 how this node's ranks ended (the fields of an Ending), or that this node was asked to `stop`: all
+        ranks save then, and end."""
         with suppress(OSError):  # node 0 notices that this node is gone
-            self._line.send(stop=True)
-
-    def end(self, ending: Ending) -> None:
-        """Tell node 0 how this node's ranks ended."""
-        with suppress(OSError):
-            self._line.send(status=ending.status, reason=ending.reason)
+            self._line.send(**message)
 
     def _listen(self) -> None:
         self.lost = f"node 0 is gone ({self._line.exchange(self._take)})"

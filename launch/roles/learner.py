@@ -157,10 +157,10 @@ def lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, sto
                 run.set_finished("learner")  # before the other nodes hear of it: they are not started again then
         except BaseException as error:
             if peers is not None:
-                peers.end(Ending(1, str(error)))
+                peers.tell(status=1, reason=str(error))
             raise
         if peers is not None:
-            peers.end(ending)
+            peers.tell(**vars(ending))
     return ending
 
 
@@ -218,7 +218,7 @@ def follow_one(
         ending = attend(own, recipe, address, epoch, stop, peer, master=rendezvous)
     except SupersededError as error:  # node 0's start, that is: this node is wanted by the next one
         ending = Ending(SUPERSEDED_EXIT_CODE, str(error))
-    peer.end(ending)
+    peer.tell(**vars(ending))
     if ending.status == SUPERSEDED_EXIT_CODE:
         return ending
     peer.wait_for_trouble(LAST_WORD_S if ending.status == 0 else REASON_S)
@@ -254,7 +254,7 @@ def attend(
             if ends is None and (stop.asked or (others is not None and others.stop_asked)):
                 ends = time.monotonic() + grace_s()
                 if isinstance(others, Peer):
-                    others.ask_to_stop()
+                    others.tell(stop=True)
                 elif not stop_file.with_name(BEGUN).exists():  # they import, join and load, and look for no file
                     return Ending(STOPPED_EXIT_CODE, "asked to end before it had begun; started again, it goes on")
                 else:

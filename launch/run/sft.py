@@ -278,17 +278,6 @@ def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str
     return pairs
 
 
-def supervised_batch(
-    step: int, pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, contract: LogprobContract
-) -> Batch:
-    """Demonstrations as a Batch: the response is the target and its end token; every advantage is 1."""
-    groups = []
-    for prompt, target in pairs:
-        response = (*tokenizer.encode(target), tokenizer.eos_token_id)
-        groups.append((tokenizer.encode(prompt), [Response(response, (0.0,) * len(response), reward=1.0)]))
-    return given_batch(step, groups, contract)
-
-
 def batch_of(step: int, rows: Sequence[Demonstration], contract: LogprobContract) -> Batch:
     """Rows of the user's own as a Batch; what others say inside a conversation counts as not sampled."""
     groups = [
@@ -361,11 +350,15 @@ def _batches(
     size = source.batch_size
     if source.data is None:
         task = build_task(recipe.task, recipe.run.seed)
-        return (
-            lambda step: supervised_batch(step, demonstrations_of(task, step * size, size), tokenizer, contract),
-            (),
-            None,
-        )
+
+        def demonstrated(step: int) -> Batch:
+            groups = []
+            for prompt, target in demonstrations_of(task, step * size, size):
+                response = (*tokenizer.encode(target), tokenizer.eos_token_id)
+                groups.append((tokenizer.encode(prompt), [Response(response, (0.0,) * len(response), reward=1.0)]))
+            return given_batch(step, groups, contract)
+
+        return demonstrated, (), None
     training, held_out = read_source(recipe, source, tokenizer)
     order = PromptOrder(len(training.rows), recipe.run.seed)
 

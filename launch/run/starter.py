@@ -74,13 +74,6 @@ class Started(Protocol):
         """End it and all below it; returns when they have ended."""
 
 
-class Starter(Protocol):
-    """Starts units, and knows where."""
-
-    def start(self, unit: Unit, log: Path) -> Started:
-        """Start a unit, whose output is appended to `log`. Raises NoRoomError."""
-
-
 def units_of(recipe: Recipe, learner_nodes: int = 1, engine_nodes: int = 1) -> list[Unit]:
     """List what is started for a run."""
     engines = range(recipe.rollout.started_engines)
@@ -142,7 +135,7 @@ class LocalStarter:
         """Ports that the recipe does not name, as they were drawn for the newest start of each unit."""
 
     def start(self, unit: Unit, log: Path) -> Started:
-        """See Starter."""
+        """Start a unit, whose output is appended to `log`."""
         options = metrics_options(unit, self._metrics_port)
         if unit.role in ("engine", "router"):
             port = self._first_port

@@ -22,7 +22,7 @@ from typing import Literal, Self
 
 from launch.run.live_view import LiveView
 from launch.run.processes import FatalNotes
-from launch.run.starter import Started, Starter, Unit
+from launch.run.starter import Started, Unit
 from launch.run.waiting import EPOCH_POLL_S, FINISHED_POLL_S, Outage, Throttle, announced, grace_s
 from pipeline.background import Patience
 from pipeline.child_process import ending, log_tail, remove_left_scratch
@@ -86,7 +86,8 @@ class Supervisor:
     recipe: Recipe
     view: LiveView
     event_log: EventLog
-    starter: Starter
+    start: Callable[[Unit, Path], Started]
+    """Starts a unit, whose output is appended to the log; raises NoRoomError."""
     units: Sequence[Unit]
     epoch: Epoch
     """Of this supervisor: it ends when another one has taken over."""
@@ -136,7 +137,10 @@ class Supervisor:
         for unit in self.units:
             self._start(unit)
         progress = RunProgress(self.run, self.event_log.event)
-        while not self._outage.tolerate(self._is_finished, False):
+        # Learner and collector end by themselves when nothing is left to do.
+        while any(unit.role in ("learner", "collector") for unit in [*self.running, *self.due]) or not (
+            self._finished_elsewhere() and self._outage.tolerate(self.run.is_finished, False)
+        ):
             if self._superseded():
                 self._outage.tolerate(self.epoch.check, None)
             if self._outage.tolerate(self.stop_requested, False):
@@ -156,14 +160,8 @@ class Supervisor:
         self._show()
         return "finished"
 
-    def _is_finished(self) -> bool:
-        """Whether learner and collector have ended, which they do by themselves when nothing is left to do."""
-        if any(unit.role in ("learner", "collector") for unit in [*self.running, *self.due]):
-            return False
-        return self._finished_elsewhere() and self.run.is_finished()
-
     def _start(self, unit: Unit) -> None:
-        started = self._outage.tolerate(lambda: self.starter.start(unit, self._log(unit)), None)
+        started = self._outage.tolerate(lambda: self.start(unit, self._log(unit)), None)
         if started is None:
             self.due[unit] = time.monotonic() + NO_LOG_PAUSE_S
             return
@@ -203,7 +201,10 @@ class Supervisor:
         reason = reason if named else f"{reason}; its log is {started.log}"
         self._outage.tolerate(lambda: self.event_log.event("restarted", process=unit.name, reason=reason), None)
         budget = self.budgets.setdefault(unit.name, RestartBudget(self.recipe.run.max_restarts))
-        progress = self._outage.tolerate(self._progress, budget.progress)
+        store, run = BatchStore(self.run.batches), self.run
+        progress = self._outage.tolerate(
+            lambda: store.next_index + (run.published_version() if run.is_published() else 0), budget.progress
+        )
         try:
             budget.spend(unit.name, progress, reason, words)
         except FatalError:
@@ -214,10 +215,6 @@ class Supervisor:
             if up is not None and not any(one.index in up for one in others):
                 raise
         self.due[unit] = time.monotonic() + budget.pause_s
-
-    def _progress(self) -> int:
-        published = self.run.published_version() if self.run.is_published() else 0
-        return BatchStore(self.run.batches).next_index + published
 
     def _stop(self, reason: str = "") -> None:
         """The learner may be publishing: engines outlive it. Whoever waits for it is told the `reason`."""

@@ -96,7 +96,7 @@ def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: in
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port, visible_gpus())
     with stop_requested() as stop, LiveView.of_run(run.path, recipe) as view:
-        with Supervisor(run, recipe, view, event_log, starter, units_of(recipe), epoch, stop) as supervisor:
+        with Supervisor(run, recipe, view, event_log, starter.start, units_of(recipe), epoch, stop) as supervisor:
             outcome = supervisor.supervise()
         if outcome == "finished":
             event_log.event("finished", steps=recipe.run.steps)

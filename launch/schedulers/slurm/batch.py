@@ -210,7 +210,9 @@ def attempt(job: BatchJob, allocation: Allocation, signals: Signals, key: Path) 
         try:
             with (
                 LiveView.of_run(run.path, recipe) as view,
-                Supervisor(run, recipe, view, event_log, starter, shape.units(), epoch, asked, logs) as supervisor,
+                Supervisor(
+                    run, recipe, view, event_log, starter.start, shape.units(), epoch, asked, logs
+                ) as supervisor,
             ):
                 outcome = supervisor.supervise()
         finally:

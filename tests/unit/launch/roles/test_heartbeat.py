@@ -41,12 +41,12 @@ def test_nodes_join_start_and_hear_the_verdict(peers: Peers, port: int) -> None:
         assert not one.go
         peers.start_ranks()
         until(lambda: one.go and two.go)
-        two.ask_to_stop()
+        two.tell(stop=True)
         until(lambda: peers.stop_asked)
-        one.end(Ending(64, "the model is gone"))
+        one.tell(status=64, reason="the model is gone")
         until(peers.trouble)
         assert peers.trouble() == Ending(64, "node 1: the model is gone")
-        peers.end(Ending(64, "node 1: the model is gone"))
+        peers.tell(status=64, reason="node 1: the model is gone")
         until(two.trouble)
         assert two.trouble() == Ending(64, "node 1: the model is gone")
 
@@ -116,7 +116,7 @@ def test_ranks_are_not_started_without_a_node_that_left_just_before(peers: Peers
         until(lambda: peers.joined.keys() == {1})
         peers.start_ranks()
         assert peers.trouble() == Ending(1, "a node left before the ranks were started")
-        peers.end(Ending(1, "again"))
+        peers.tell(status=1, reason="again")
         until(one.trouble)
         assert not one.go
 

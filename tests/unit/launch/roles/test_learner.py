@@ -98,7 +98,7 @@ def test_a_node_that_lost_node_0_before_the_ranks_started_joins_the_same_start_a
                         assert time.monotonic() < ends, "it has not joined"
                         time.sleep(0.01)
                     if last:
-                        peers.end(Ending(0))
+                        peers.tell(status=0)
                         assert following.result(20) == Ending(0)
         finally:
             stop.asked = True
@@ -127,7 +127,7 @@ def last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Ending | No
         for role in ("learner", "collector"):
             run.set_finished(role)
     lost = None if said else "node 0 is gone (reset)"
-    peer = SimpleNamespace(go=True, ending=said, lost=lost, wait_for_trouble=lambda _: None, end=lambda _: None)
+    peer = SimpleNamespace(go=True, ending=said, lost=lost, wait_for_trouble=lambda _: None, tell=lambda **_: None)
     monkeypatch.setattr(learner, "attend", lambda *_, **__: Ending(0))
     own = LearnerNode(run, node=1, nodes=2)
     return learner.follow_one(own, recipe, "127.0.0.1", Rendezvous(3, "n1", 29511, 2), Stop(), peer)  # type: ignore[arg-type]
@@ -169,15 +169,15 @@ def test_a_learner_is_marked_finished_before_its_other_nodes_hear_of_it(
 ) -> None:
     """Their next start finds it finished then, and waits for nobody."""
     own, recipe = leading(tmp_path)
-    epoch, told, end = claim(own.run.path, "learner"), list[tuple[Ending, bool]](), Peers.end
+    epoch, told, end = claim(own.run.path, "learner"), list[tuple[object, bool]](), Peers.tell
 
-    def tell(peers: Peers, ending: Ending) -> None:
-        told.append((ending, (own.run.path / "finished" / "learner").exists()))
-        end(peers, ending)
+    def tell(peers: Peers, **message: object) -> None:
+        told.append((message.get("status"), (own.run.path / "finished" / "learner").exists()))
+        end(peers, **message)
 
     monkeypatch.setattr(learner, "seed_policy", lambda *_: None)
     monkeypatch.setattr(learner, "attend", lambda *_: Ending(0))
-    monkeypatch.setattr(Peers, "end", tell)
+    monkeypatch.setattr(Peers, "tell", tell)
     with ThreadPoolExecutor() as pool:
         stop = Stop()
         leads = pool.submit(learner.lead_start, own, recipe, "127.0.0.1", epoch, stop, None)
@@ -190,7 +190,7 @@ def test_a_learner_is_marked_finished_before_its_other_nodes_hear_of_it(
                 assert leads.result(20) == Ending(0)
         finally:
             stop.asked = True
-    assert told == [(Ending(0), True)]
+    assert told == [(None, False), (0, True)]
 
 
 def test_a_superseded_node_0_leaves_the_rendezvous_of_its_successor(

@@ -82,7 +82,7 @@ class Case:
             recipe,
             Quiet(),  # type: ignore[arg-type]
             Quiet(),  # type: ignore[arg-type]
-            self.starter,
+            self.starter.start,
             units_of(recipe),
             epoch,
             lambda: self.stop,
