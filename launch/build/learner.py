@@ -149,8 +149,20 @@ def build_trainer(
     stop_requested: Callable[[], bool] | None = None,
 ) -> Trainer:
     """A Trainer over the batches of `store`. Collective. `checkpoint_every` is the recipe's by default."""
+    from megatron_bridge.step import host_weights
+
     advantages, scoring = AdvantageComputer.of(recipe), build_scoring(recipe)
     updates = recipe.learner.updates_per_batch
+    versions: KeptVersions | None = None
+    reference: ReferencePolicy | None = None
+    if scoring.reads_old and recipe.num_kept_versions:
+        # A batch may have been sampled by an older version than the learner's: in sync there is no such one, and a
+        # stage is scored at its beginning.
+        versions = host_weights.KeptVersions(learner, lag=recipe.num_kept_versions)
+    if recipe.reference is not None:
+        folder = recipe.reference.path or recipe.model.path
+        require_same_reference(run, learner, folder)
+        reference = host_weights.ReferencePolicy(learner, folder)
     stops: dict[str, Any] = {} if stop_requested is None else dict(stop_requested=stop_requested)
     shared: dict[str, Any] = dict(
         run=run,
@@ -170,7 +182,7 @@ def build_trainer(
     )
     return Trainer(
         **shared,
-        old_logprobs=OldLogprobs(**shared, versions=build_versions(recipe, learner)) if scoring.reads_old else None,
+        old_logprobs=OldLogprobs(**shared, versions=versions) if scoring.reads_old else None,
         advantage_computer=advantages,
         scoring=scoring,
         lr_by_lag=recipe.learner.optimizer.lr_by_lag,
@@ -178,30 +190,9 @@ def build_trainer(
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every or recipe.checkpoint.every,
         event_log=event_log,
-        reference=build_reference(run, recipe, learner),
+        reference=reference,
         controller=controller,
     )
-
-
-def build_versions(recipe: Recipe, learner: MegatronLearner) -> KeptVersions | None:
-    """The policy's older versions, where log-probabilities at the one that sampled are read and it may be an older one
-    than the learner's: in sync there is no such one, and a stage is scored at its beginning."""
-    if not recipe.num_kept_versions:
-        return None
-    from megatron_bridge.step.host_weights import KeptVersions
-
-    return KeptVersions(learner, lag=recipe.num_kept_versions)
-
-
-def build_reference(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> ReferencePolicy | None:
-    """What the loss holds the policy near. Collective."""
-    if recipe.reference is None:
-        return None
-    from megatron_bridge.step.host_weights import ReferencePolicy
-
-    folder = recipe.reference.path or recipe.model.path
-    require_same_reference(run, learner, folder)
-    return ReferencePolicy(learner, folder)
 
 
 def build_rates(run: RunDirectory) -> LearningRates:

@@ -64,7 +64,10 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     overrides = [f"run.name={run.path.name}", *overrides]
     recipes = [replace(one, recipe=load_recipe(one.path, overrides)) for one in recipes]
     recipe = recipes[-1].recipe
-    replayed.begin(run.path)
+    make_folder(run.path)
+    with suppress(FileExistsError):
+        create_sealed(run.path / RECORD, json.dumps(asdict(replayed)) + "\n")
+    replayed.refuse_another(run.path)  # another process may have been first
     with claimed(run):
         adopt_recipes(run.path, recipes)  # steps keep the learning rates that they had
         if _read(record := run.path / RECORD) != replayed:
@@ -160,14 +163,6 @@ class Replayed:
                         )
         elif os.path.lexists(folder) and not (folder.is_dir() and all(map(is_temporary, os.listdir(folder)))):
             raise RunConflictError(f"{folder} is not a replay: it has no {path.name}; {_ADVICE}")
-
-    def begin(self, folder: Path) -> None:
-        """Make a folder the replay of this run. Raises as `refuse_another` does."""
-        self.refuse_another(folder)
-        make_folder(folder)
-        with suppress(FileExistsError):
-            create_sealed(folder / RECORD, json.dumps(asdict(self)) + "\n")
-        self.refuse_another(folder)  # another process may have been first
 
 
 def _read(path: Path) -> Replayed:

@@ -112,8 +112,9 @@ def batch_of(index: int) -> Batch:
 def test_a_batch_is_scored_as_often_as_plan_counts(
     objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "build_versions", lambda recipe, of: Versions(of) if recipe.num_kept_versions else None)
-    monkeypatch.setattr(module, "build_reference", lambda _, recipe, of: Reference(of) if recipe.reference else None)
+    monkeypatch.setattr("megatron_bridge.step.host_weights.KeptVersions", lambda of, lag: Versions(of))
+    monkeypatch.setattr("megatron_bridge.step.host_weights.ReferencePolicy", lambda of, folder: Reference(of))
+    monkeypatch.setattr(module, "require_same_reference", lambda *_: None)
     monkeypatch.setattr(module, "BatchSource", lambda **_: SimpleNamespace(wait=lambda index, _: batch_of(index)))
     run = RunDirectory(tmp_path)
     run.make_folders()
