@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from launch.exit_codes import FAULT_EXIT_CODE, TRACEBACK_VARIABLE, run_command
+from launch.exit_codes import FAULT_EXIT_CODE, run_command
 from pipeline.errors import RecipeError
 from tests.support.runs import ROOT, evenkeel
 
@@ -84,20 +84,6 @@ def test_a_fault_of_ours_is_one_line_and_its_traceback_is_kept(
     assert "Traceback (most recent call last)" in kept.read_text()
 
 
-def test_a_traceback_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")
-    assert run_command(raising(RecursionError())) == FAULT_EXIT_CODE
-    assert f"set {TRACEBACK_VARIABLE}=1 to see the traceback" in capsys.readouterr().err
-
-
-def test_a_developer_sees_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv(TRACEBACK_VARIABLE, "1")
-    assert run_command(raising(RecipeError("a"))) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("Traceback (most recent call last)")
-    assert told.endswith("error: a\n")
-
-
 @pytest.mark.parametrize(("command", "status"), [(lambda: None, 0), (raising(typer.Exit(1)), 1)])
 def test_what_is_no_error(command: Callable[[], None], status: int) -> None:
     assert run_command(command) == status
@@ -136,9 +122,3 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str], line: str) -> No
     assert done.stderr.startswith(line)
     assert done.stderr.count("\n") == 1
     assert len(done.stderr) < 600
-
-
-def test_no_command_shows_the_help() -> None:
-    done = evenkeel()
-    assert done.returncode == 2
-    assert "Usage" in done.stdout + done.stderr

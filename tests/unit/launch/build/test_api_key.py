@@ -73,13 +73,6 @@ def test_nor_is_it_taken_from_a_variable(text: str) -> None:
     assert not any(part in str(error.value) for part in ("two", "words", "hunter"))
 
 
-@pytest.mark.parametrize("blank", ["\n", "\r\n", " ", "\t"])
-def test_blanks_around_a_key_are_no_part_of_it(tmp_path: Path, blank: str) -> None:
-    assert read_api_key({"EVENKEEL_API_KEY": f"{blank}k{blank}"}) == "k"
-    assert read_api_key(key_file(tmp_path, 0o600, f"{blank}k{blank}")) == "k"
-    assert read_api_key({"EVENKEEL_TEACHER_API_KEY": f"k{blank}"}, TEACHER_KEY_VARIABLE) == "k"
-
-
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"names .*/none, which cannot be read"):
         read_api_key({"EVENKEEL_API_KEY_FILE": str(tmp_path / "none")})

@@ -72,15 +72,6 @@ def test_engines_on_the_learner_s_gpus_are_left_running(tmp_path: Path, monkeypa
     assert (ladder.groups, ladder.engines_may_restart) == ((), False)
 
 
-def test_a_learning_rate_that_goes_by_age_anyhow_is_no_rung(tmp_path: Path) -> None:
-    schedule = dict(kind="async", lag=2)
-    names = [rung.name for rung in build_ladder(recipe_of(tmp_path, schedule=schedule)).staleness]
-    assert names == ["objective's cap", "learning rate by age", "lag 1", "lag 0"]
-    learner = dict(optimizer=dict(lr_by_lag="sqrt"))
-    names = [rung.name for rung in build_ladder(recipe_of(tmp_path, schedule=schedule, learner=learner)).staleness]
-    assert names == ["objective's cap", "lag 1", "lag 0"]
-
-
 @pytest.mark.parametrize(
     ("schedule", "lag", "stage"),
     [
@@ -179,13 +170,6 @@ def test_long_answers_give_their_beginnings_from_all_parts_of_the_batch() -> Non
     assert groups == set(range(8))
     few, chosen = evidence_of(long_batch(groups=1, siblings=2, length=8000), 4096)
     assert few.lengths.tolist() == [3 + 256] * 2
-
-
-def test_short_answers_are_taken_whole() -> None:
-    batch = long_batch(groups=16, siblings=8, length=100)
-    rows, chosen = evidence_of(batch, 4096)
-    assert set(rows.lengths.tolist()) == {103}
-    assert int(chosen.sum()) == 4100
 
 
 def test_evidence_keeps_the_sets_and_experts_of_its_tokens() -> None:

@@ -77,14 +77,6 @@ def test_other_runs_beside_a_run_take_no_mounts_and_are_not_there(project: Path)
     assert seen == [MOST_MOUNTS_AT_FIRST + 100, -1, -1]
 
 
-def test_a_run_among_the_files_of_the_folder_itself_hides_none_of_them(project: Path) -> None:
-    for folder in ("demo", "data/more"):
-        (project / folder).mkdir(parents=True)
-    run = RunDirectory(project / "demo")
-    assert begin(run, project / "data", run.path) == [1, -1]
-    assert rungs(run) == ["bubblewrap"]
-
-
 def test_a_folder_of_too_many_files_takes_the_next_rung(project: Path) -> None:
     fill(project, MOST_MOUNTS_AT_FIRST + 100)
     run = RunDirectory(project / "runs/demo")
@@ -93,27 +85,6 @@ def test_a_folder_of_too_many_files_takes_the_next_rung(project: Path) -> None:
     assert event["rung"] == "landlock"
     assert f"{project} holds 60" in event["why"]
     assert f"at most {MOST_MOUNTS_AT_FIRST} one by one; move them into a folder there" in event["why"]
-
-
-def test_the_folder_of_the_key_counts_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (project / "judge").mkdir()
-    fill(project / "judge", MOST_MOUNTS_AT_FIRST + 100)
-    run = RunDirectory(project / "runs/demo")
-    with monkeypatch.context() as patch:
-        patch.setenv("EVENKEEL_API_KEY_FILE", str(project / "judge/0.json"))
-        begin(run)
-    assert rungs(run) == ["landlock"]
-    begin(run)
-    assert rungs(run) == ["landlock", "bubblewrap"]
-
-
-def test_a_run_goes_on_when_files_came(project: Path) -> None:
-    run = RunDirectory(project / "runs/demo")
-    begin(run)
-    fill(project, MOST_MOUNTS_AT_FIRST + 100)
-    (count,) = begin(run, project)
-    assert count >= MOST_MOUNTS_AT_FIRST + 100
-    assert rungs(run) == ["bubblewrap", "bubblewrap"]
 
 
 def test_a_run_that_cannot_go_on_says_which_folder_is_too_full(project: Path) -> None:

@@ -84,10 +84,6 @@ def test_speculation_needs_caches_that_are_read_again() -> None:
     check_engines(recipe_of(*given, kv_cache="recompute"))
 
 
-def test_what_concerns_memory_and_kernels_is_the_recipes_to_choose() -> None:
-    check_engines(recipe_of("--mem-fraction-static", "0.5", "--max-total-tokens=4096", "--disable-cuda-graph"))
-
-
 def teaching(*extra_args: str) -> Recipe:
     return a_recipe(run=dict(name="run", steps=1), distillation=dict(path="t", extra_args=list(extra_args)))
 
@@ -168,11 +164,3 @@ def test_no_file_of_arguments_is_read() -> None:
 def test_a_teacher_is_where_and_what_the_recipe_says(argument: str, instead: str) -> None:
     with pytest.raises(RecipeError, match=rf"^distillation\.extra_args has --.*, which would replace .*{instead}"):
         check_extra_args(teaching(argument))
-
-
-def test_how_a_teacher_computes_is_said_by_no_key() -> None:
-    check_extra_args(
-        teaching(
-            "--dtype", "bfloat16", "--quantization=fp8", "--dp=2", "--enable-fp32-lm-head", "--kv-cache-dtype=auto"
-        )
-    )

@@ -188,22 +188,9 @@ def test_a_recipes_map_is_checked_against_the_model_before_anything_starts(tmp_p
     assert found.ignored_layers() == (DOWN,)
 
 
-def test_a_recipes_map_and_its_precision_are_one_format(tmp_path: Path) -> None:
-    for precision in ("fp32", "fp8_tensor"):
-        with pytest.raises(RecipeError, match=f"quant_map names fp8_block, but precision is {precision}"):
-            mapped(tmp_path, precision, QuantMapFile(base="fp8_block"))
-    with pytest.raises(RecipeError, match="quant_map names mxfp8, but precision is fp32"):
-        mapped(tmp_path, "fp32", QuantMapFile(base="mxfp8"))
-
-
 def test_an_fp8_cache_without_scales_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for cuda in (True, False):
         monkeypatch.setattr(engines, "has_cuda", lambda cuda=cuda: cuda)
         with pytest.raises(RecipeError, match=r"--kv-cache-dtype fp8_e4m3: .* SGLang would take 1\.0 without a word"):
             check_engines(recipe_of(extra=("--kv-cache-dtype=fp8_e4m3",)))
     check_engines(recipe_of(extra=("--kv-cache-dtype", "auto")))
-
-
-def test_a_cpu_takes_what_a_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "has_cuda", lambda: False)
-    check_engines(recipe_of(extra=("--attention-backend=torch_native", "--mem-fraction-static", "0.3")))

@@ -89,14 +89,6 @@ def test_keys_of_the_teacher_and_of_other_jobs_are_hidden_too(
     assert set(sandbox.hidden) == {run.path, mine, other, later, theirs}
 
 
-@pytest.mark.parametrize(("rung", "status"), [("bubblewrap", "ok"), ("landlock", "ok"), (None, "warn")])
-def test_doctor_says_which(rung: Rung | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, rung)
-    check = machine.check_sandbox()
-    assert (check.name, check.status) == ("reward sandbox", status)
-    assert check.found.startswith(rung or "none")
-
-
 def test_rungs_are_tried_from_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: dict[str, str | None] = {"bubblewrap": "code in it makes a socket", "landlock": None}
     monkeypatch.setattr(choice, "what_is_wrong_with", lambda rung, needs: wrong[rung])

@@ -12,8 +12,6 @@ from launch.convert.new_model import new_model
 from launch.run.sft import Source, read_source
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask
-from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RunConflictError
 
 TEMPLATE = (  # as Qwen3 does
     "{% for m in messages %}{{ m.role }}:{{ 'none;' if m.role == 'assistant' and enable_thinking is false }}"
@@ -54,16 +52,6 @@ def test_prompts_evaluations_and_demonstrations_get_them(
         assert tokenizer.decode(prompt.tokens) == f"user:{prompt.text};assistant:{opening}"
     source = Source(batch_size=1, data=Path(recipe["task"]["path"]))
     assert read_source(found, source, tokenizer)[0].first == f"user:0;assistant:{opening}»7;«"
-
-
-def test_they_stay_what_they_are_as_long_as_the_run(recipe: dict[str, Any]) -> None:
-    run = RunDirectory(Path(recipe["run"]["root"]) / "own")
-    frozen = run.freeze(with_arguments(recipe, enable_thinking=False, depth=2, tone="dry"))
-    assert isinstance(frozen.task, DataTask)
-    assert frozen.task.template_arguments == dict(enable_thinking=False, depth=2, tone="dry")
-    assert run.recipe() == frozen
-    with pytest.raises(RunConflictError, match=r"template_arguments"):
-        run.freeze(with_arguments(recipe))
 
 
 @pytest.mark.parametrize(

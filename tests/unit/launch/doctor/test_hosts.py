@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -60,17 +59,6 @@ def test_two_hosts_with_one_folder(tmp_path: Path) -> None:
     must = {name: check.status for name, check in checks.items() if not name.startswith("folder")}
     assert set(must.values()) == {"ok"}, checks
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_prints_json_and_its_status(tmp_path: Path) -> None:
-    options = ("--hosts", "a=127.0.0.1,b=nowhere.invalid", "--via", HERE, "--ports", "0", "--json")
-    done = evenkeel("doctor", *options, tmp_path)
-    assert done.returncode == 1
-    printed = json.loads(done.stdout)
-    assert printed["ok"] is False
-    failed = {check["name"]: check for check in printed["checks"] if check["status"] == "fail"}
-    assert set(failed) == {"a connects to b"}
-    assert "NAME=ADDRESS" in failed["a connects to b"]["advice"]
 
 
 def test_folders_that_are_not_one_are_found(tmp_path: Path) -> None:
@@ -163,13 +151,6 @@ def test_an_order_that_fails_names_host_and_order(one: Agent, tmp_path: Path) ->
     with pytest.raises(HostError, match=r"host a: look: .*File exists"):
         one.ask("look", folder=str(tmp_path / "file"))
     assert one.ask("look", folder=str(tmp_path))["free"]
-
-
-def test_what_is_never_seen(one: Agent, tmp_path: Path) -> None:
-    (tmp_path / "old").write_text("1")
-    answer = one.ask("read", folder=str(tmp_path), names=["new", "old"])
-    assert answer == dict(texts=dict(new=None, old="1"), listed=["old"])
-    assert one.ask("read", folder=str(tmp_path / "none"), names=["new"]) == dict(texts=dict(new=None), listed=[])
 
 
 def test_the_file_system_of_a_folder() -> None:

@@ -13,7 +13,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.epochs import claim
 from pipeline.data.membership import Member
-from pipeline.data.quant_maps import QUANT_MAP_FILE, digest_of, read_quant_map, write_quant_map
+from pipeline.data.quant_maps import QUANT_MAP_FILE, digest_of, write_quant_map
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import EngineVersionError
 from pipeline.ports.weights import WeightCheck
@@ -138,16 +138,3 @@ def test_each_engine_gets_the_weights_in_its_own_formats(run: RunDirectory) -> N
     older.mkdir(parents=True)
     WeightCheck(version=4).save(older)
     assert target.of_map(old).directory == older
-
-
-def test_the_map_of_a_version_is_read_once_for_all_engines(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, read = Target(4, run.policy_directory(4), None), []
-
-    def reading(folder: Path) -> QuantMapFile | None:
-        read.append(folder)
-        return read_quant_map(folder)
-
-    monkeypatch.setattr("rollout_sglang.fleet.read_quant_map", reading)
-    for index in range(3):
-        target.of_map(Member(index, f"http://{index}", 1, NEW_MAP))
-    assert read == [target.directory]

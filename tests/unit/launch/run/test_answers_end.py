@@ -63,12 +63,6 @@ def test_servers_of_a_tuned_base_model_stop_where_its_answers_end(tmp_path: Path
     assert exported(tmp_path, recipe) == before | dict(eos_token_id=ids)
 
 
-@pytest.mark.parametrize(("closing", "chat_template"), [(END_TOKEN, True), (PAD_TOKEN, False)])
-def test_where_they_stop_already_nothing_changes(tmp_path: Path, closing: str, chat_template: bool) -> None:
-    recipe = recipe_of(tmp_path, closing, chat_template=chat_template)
-    assert exported(tmp_path, recipe) == json.loads((recipe.model.path / "generation_config.json").read_text())
-
-
 @pytest.mark.parametrize(
     ("closing", "chat_template", "said"), [(PAD_TOKEN, True, True), (PAD_TOKEN, False, False), (END_TOKEN, True, False)]
 )

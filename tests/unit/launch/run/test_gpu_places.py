@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from launch.run import starter, train
-from launch.run.starter import GpuPlaces, LocalStarter, Unit, gpu_places, units_of, visible_gpus
+from launch.run.starter import GpuPlaces, LocalStarter, gpu_places, units_of, visible_gpus
 from launch.run.train import train_run
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import MachineError, RecipeError
 
@@ -61,12 +60,6 @@ def test_with_ipc_engines_lie_over_the_learner_and_see_its_gpus(tmp_path: Path) 
 def test_one_gpu_is_enough_for_the_recipe_that_shares_it() -> None:
     recipe = load_recipe(RECIPES / "one_gpu.yaml")
     assert gpu_places(recipe, ("0",)) == GpuPlaces(learner=("0",), engines=(("0",),))
-
-
-def test_engines_of_others_take_no_gpu_here(tmp_path: Path) -> None:
-    urls = dict(urls=["http://127.0.0.1:1", "http://127.0.0.1:2"])
-    found = gpu_places(a_recipe(tmp_path, rollout=urls), EIGHT[:4])
-    assert found == GpuPlaces(learner=("0", "1", "2", "3"))
 
 
 @pytest.mark.parametrize(
@@ -163,11 +156,6 @@ def test_a_started_role_sees_its_own_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     assert taught["collector"] == "9"
 
 
-def test_on_a_cpu_nothing_is_said_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert set(visible_to(a_recipe(tmp_path), tmp_path, (), monkeypatch).values()) == {None}
-
-
 def test_train_refuses_too_few_gpus_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "visible_gpus", lambda: EIGHT[:4])
     monkeypatch.setattr(train, "check_learner_here", lambda _: None)
@@ -176,23 +164,3 @@ def test_train_refuses_too_few_gpus_before_it_begins(tmp_path: Path, monkeypatch
     with pytest.raises(MachineError, match="need 8 GPUs, and this machine has 4"):
         train_run(recipe)
     assert not RunDirectory(recipe.directory).path.exists()
-
-
-def test_units_without_gpus_keep_what_this_process_sees(tmp_path: Path) -> None:
-    found = gpu_places(a_recipe(tmp_path), EIGHT)
-    assert found.environment(Unit("router").role, None) == {}
-
-
-def test_train_gives_out_the_gpus_that_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class SeenError(Exception):
-        """Nothing is started."""
-
-    def starter_of(*given: object) -> None:
-        raise SeenError(given[-1])
-
-    monkeypatch.setattr(train, "visible_gpus", lambda: EIGHT)
-    monkeypatch.setattr(train, "LocalStarter", starter_of)
-    recipe, run = a_recipe(tmp_path), RunDirectory(tmp_path)
-    with pytest.raises(SeenError) as seen:
-        train._supervise(run, recipe, claim(run.path, "supervisor"), None)
-    assert seen.value.args == (EIGHT,)

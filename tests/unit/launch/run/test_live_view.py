@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.run.live_view import LiveView, Progress, Shown, event_line, render, sample_line
+from launch.run.live_view import LiveView, Progress, Shown, event_line, render
 from pipeline.data.event_log import EventKind, EventLog
 
 WriteRun = Callable[..., Path]
@@ -124,20 +124,6 @@ def test_what_goes_on_is_said_where_nothing_else_was_for_ten_seconds(
         assert after(10.0).startswith("all steps are trained")
 
 
-def test_lines_of_a_former_session_are_not_repeated(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path, "learner-000001")
-    for step in range(4):
-        log_step(event_log, step, float(step))
-    event_log.event("evaluated", version=4, pass_at_1=0.3)
-    console, out = plain_console()
-    with LiveView(tmp_path, 20, console=console) as view:
-        assert out.getvalue() == ""
-        assert view.progress.num_steps == 4
-        log_step(event_log, 4, 4.0)
-    assert out.getvalue().startswith("step 5/20")
-    assert "pass@1 30.0 % (v4)" in out.getvalue()
-
-
 def test_terminal_block_shows_numbers_phases_and_verdict(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path, "learner-000001")
     out = io.StringIO()
@@ -162,14 +148,6 @@ def test_terminal_block_shows_numbers_phases_and_verdict(tmp_path: Path) -> None
         "rollouts: the learner waits 75 % of each step",
     ):
         assert expected in text
-
-
-def test_a_run_without_files_renders(tmp_path: Path) -> None:
-    console, out = plain_console()
-    with LiveView(tmp_path, 3, console=console) as view:
-        view.refresh()
-        console.print(render(view.progress))
-    assert "step 1 of 3" in out.getvalue()
 
 
 @pytest.mark.parametrize(("steps", "stage", "held"), [(1, 1, 1), (500, 1, 21), (500, 32, 33)])
@@ -197,13 +175,6 @@ def test_alarms_are_said_when_they_begin_and_end(tmp_path: Path) -> None:
     assert len(said) == 2
     assert said[0].startswith("alarm at step 1: the effective sample size is 0.2, below 0.3; ")
     assert said[1] == "no longer at step 3: the effective sample size is 0.25, below 0.3"
-
-
-def test_bounds_are_those_of_the_rollouts_format(tmp_path: Path) -> None:
-    EventLog(tmp_path, "learner-000001").metrics(0, mismatch={"age": {"0": {"k3_kl": 5e-3}}})
-    for quantized in (False, True):
-        with LiveView(tmp_path, 20, quantized=quantized, console=plain_console()[0]) as view:
-            assert bool(view.progress.alarms) != quantized
 
 
 def test_the_pause_between_two_starts_is_no_time_of_a_step(tmp_path: Path) -> None:
@@ -234,11 +205,6 @@ def test_a_sample_is_shown_now_and_then_and_commands_no_terminal(tmp_path: Path)
     assert said == [wanted.format(batch) for batch in (0, 10, 11)]
     assert wanted.format(11) in shown.getvalue()
     assert "\x1b" not in shown.getvalue() + out.getvalue()
-
-
-def test_a_sample_without_a_reward_says_so(tmp_path: Path) -> None:
-    event = dict(kind="sampled", batch=3, **SAMPLE | dict(reward=None, reward_parts={}, response="4", finish="stop"))
-    assert sample_line(event) == "a sample of batch 3, no reward: 2+2= ▸ 4"
 
 
 def test_a_teacher_that_fails_has_words_of_its_own(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import time
 import urllib.request
 from pathlib import Path
@@ -17,7 +16,7 @@ from launch.run.metrics import (
 )
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog
-from pipeline.errors import EvenKeelError, PortInUseError
+from pipeline.errors import EvenKeelError
 from tests.support.metric_feed import fed, run_with_every_file, scraped
 from tests.support.promql import shown
 
@@ -27,11 +26,6 @@ def test_a_role_shows_what_the_table_says_and_nothing_else(tmp_path: Path, role:
     found = shown(scraped(fed(role, run_with_every_file(tmp_path))))
     found = {name: labels for name, labels in found.items() if not name.endswith("_created")}
     assert found == {metric.name: {"run", *metric.labels} for metric in METRICS if role in metric.roles}
-
-
-def test_names_have_our_prefix_and_a_help_text() -> None:
-    assert all(metric.name.startswith("evenkeel_") and metric.help.endswith(".") for metric in METRICS)
-    assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +131,6 @@ def test_prometheus_reads_it_over_http(tmp_path: Path) -> None:
     port = metrics.serve(0)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert "evenkeel_ess_ratio" in shown(answer.read().decode())
-
-
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(PortInUseError, match=f"127.0.0.1:{port} .* give another --metrics-port"):
-            RunMetrics("learner", tmp_path).serve(port)
 
 
 def test_the_environment_says_whether_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import pytest
 from launch.roles.base import run_role
 from launch.run.restarts import MAX_RESTARTS_VARIABLE, count_start
 from launch.run.waiting import Stop
-from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, RetryableError, StoppedError
 
@@ -54,12 +53,6 @@ def test_under_a_supervisor_and_beside_node_0_nobody_counts(run: RunDirectory) -
         for _ in range(20):
             count_start(run, "learner", environment)
     assert not run.path.exists()
-
-
-def test_a_run_can_begin_where_starts_were_counted(run: RunDirectory) -> None:
-    count_start(run, "engine-0", TWICE)
-    run.freeze(load_recipe(Path("demo")))
-    count_start(run, "engine-0", TWICE)
 
 
 def test_a_role_counts_as_it_runs(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

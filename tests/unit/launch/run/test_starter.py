@@ -66,29 +66,6 @@ def test_engines_that_exist_are_not_started(tmp_path: Path, monkeypatch: pytest.
     assert seen.value.args == (units,)
 
 
-def test_engines_that_exist_need_no_sglang_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class SeenError(Exception):
-        """What is asked of the machine was looked at."""
-
-    def checked(_: object) -> None:
-        raise SeenError
-
-    recipe = a_recipe(tmp_path, urls=["http://a:1"])
-    for name in ("check_learner_here", "check_ports", "check_room"):
-        monkeypatch.setattr(train, name, lambda *_: None)
-    monkeypatch.setattr(train, "check_engines", lambda _: pytest.fail("it looks for SGLang"))
-    monkeypatch.setattr(train, "preflight", checked)
-    with pytest.raises(SeenError):
-        train.train_run(recipe)
-
-
-def test_commands_name_the_run_and_the_place(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    assert role_command(run, Unit("engine", 3), "--port", "7")[5:] == ["engine", str(tmp_path), "3", "--port", "7"]
-    assert role_command(run, Unit("learner", node=1))[5:] == ["learner", str(tmp_path), "1"]
-    assert role_command(run, Unit("collector"))[5:] == ["collector", str(tmp_path)]
-
-
 def test_nothing_in_the_user_s_folder_hides_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pipeline.py", "launch.py"):
         (tmp_path / name).write_text("raise SystemExit('a module of the user')")
@@ -111,19 +88,6 @@ def test_the_collector_alone_is_given_the_teacher_s_key(tmp_path: Path, monkeypa
         here.start(unit, tmp_path / "log")
     assert [variables & set(one) for one in given] == [set(), set(), set(), variables]
     assert all(one["EVENKEEL_API_KEY"] == "key" for one in given)
-
-
-def test_the_collector_alone_is_told_which_file_the_key_lies_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It hides that file from code of rewards."""
-    monkeypatch.setenv("EVENKEEL_API_KEY_FILE", "/keys/mine")
-    given: list[dict[str, str]] = []
-    monkeypatch.setattr(starter, "_Child", lambda _, __, environment, **___: given.append(environment))
-    here = LocalStarter(RunDirectory(tmp_path), a_recipe(tmp_path, engines=2), "key")
-    for unit in (Unit("engine", 0), Unit("router"), Unit("learner"), Unit("collector")):
-        here.start(unit, tmp_path / "log")
-    assert [one.get("EVENKEEL_API_KEY_FILE") for one in given] == [None, None, None, "/keys/mine"]
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,33 +205,9 @@ def test_one_that_dies_again_waits_longer_each_time(case: Case, monkeypatch: pyt
     assert len(case.starter.processes(COLLECTOR)) == 1
 
 
-def test_a_process_that_was_killed_is_said_to_be(case: Case) -> None:
-    reasons: list[str] = []
-    case.supervisor.event_log = SimpleNamespace(  # type: ignore[assignment]
-        event=lambda kind, **fields: reasons.append(fields["reason"]) if kind == "restarted" else None
-    )
-    case.script = [case.end(LEARNER, -9), case.finish]
-    case.supervisor.supervise()
-    assert reasons == [f"killed by signal 9 (SIGKILL); its log is {case.run.logs}/learner-000001.log"]
-
-
-def test_another_host_of_an_engine_is_started_again(case: Case) -> None:
-    other_host = Unit("engine", 0, 1)
-    case.supervisor.units = [*case.supervisor.units, other_host]
-    case.script = [case.end(other_host, 1), case.finish]
-    case.supervisor.supervise()
-    assert len(case.starter.processes(other_host)) == 2
-
-
 @pytest.mark.parametrize("status", [-9, 137, 143])
 def test_an_engine_that_was_killed_while_it_started_is_started_again(case: Case, status: int) -> None:
     case.script = [case.end(ENGINE, status), case.finish]
-    case.supervisor.supervise()
-    assert len(case.starter.processes(ENGINE)) == 2
-
-
-def test_an_engine_that_was_up_is_started_again(case: Case) -> None:
-    case.script = [case.engine_is_up, lambda: None, case.end(ENGINE, 1), case.finish]
     case.supervisor.supervise()
     assert len(case.starter.processes(ENGINE)) == 2
 
@@ -399,12 +374,6 @@ def test_files_that_killed_roles_left_go_with_the_last_role(case: Case, learner:
     assert sum(path.exists() for path in half) == left
 
 
-def test_progress_refills_the_budget() -> None:
-    budget = RestartBudget(limit=1)
-    for progress in range(5):
-        budget.spend("engine-0", progress, "the reason")
-
-
 def test_the_same_words_end_the_run_unless_it_has_progressed_between() -> None:
     budget = RestartBudget(limit=9)
     for progress in (3, 4, 5):
@@ -444,12 +413,3 @@ def test_a_run_that_stands_still_is_told_until_it_goes_on(tmp_path: Path, monkey
     assert said[-1]["over"]
     wait(FIRST_S)
     assert len(said) == 2, "another wait as long as that is usual"
-
-
-def test_a_run_may_be_watched_before_its_learner_has_begun_it(tmp_path: Path) -> None:
-    """Under Slurm the supervisor starts the learner, whose start makes the run's folders."""
-    run = RunDirectory(tmp_path / "run")
-    RunProgress(run, lambda kind, **fields: None).look()
-    assert run.trained_at_ns() == 0
-    run.make_folders()
-    assert run.trained_at_ns() > 0
