@@ -15,15 +15,12 @@ import typer
 from launch import terminal
 from launch.convert.commands import convert_app
 from launch.exit_codes import run_command
-from launch.export.command import export
-from launch.fork.command import fork
-from launch.plugins.command import plugins
 from launch.quant_map.commands import quant_map_app
 from launch.repair import repair
 from launch.roles.commands import role_app
 from launch.schedulers.kubernetes.command import kubernetes
 from launch.schedulers.slurm.command import slurm
-from launch.show.commands import runs_app, scaling, trace, trajectories_app
+from launch.show.commands import export, fork, plugins, runs_app, scaling, trace, trajectories_app
 from launch.terminal import (
     AsJson,
     Overrides,

@@ -17,15 +17,20 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from launch.export.points import STEP, VERSION, Destination, Key, Point, RunPoints
-from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.run_log import RunLog, numbers
+from pipeline.data.event_log import LogTail, log_files
 from pipeline.data.files import make_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import recipe_file
 from pipeline.errors import RecipeError, RunConflictError
+
+if TYPE_CHECKING:
+    from launch.export.tensorboard import TensorBoardFiles
+    from launch.export.wandb import WandbFolder
 
 TARGETS = ("tensorboard", "wandb")
 LOOK_S = 2.0
@@ -43,38 +48,35 @@ def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[st
         print(f"warning: {sentence}; the export is without them", file=sys.stderr)
     if target not in TARGETS:
         raise RecipeError(f"--to is {target!r}, expected {' or '.join(TARGETS)}")
-    folder, points, held = out or run / "exports" / target, RunPoints(run), dict[Key, float]()
-    with _alone(folder), closing(_opened(target, folder, log)) as destination:
-        destination.clear()
-        while True:
-            finished = RunDirectory(run).is_finished()  # asked first: what was written before it is read after it
-            _bring_up_to_date(destination, held, points.read())
-            if finished or not follow:
-                break
-            time.sleep(LOOK_S)
-        counts = {f"{kind}s": sum(key.kind == kind for key in held) for kind in (STEP, VERSION)}
-    return dict(path=str(folder), **counts, next=destination.hint)
+    folder, held, tail = out or run / "exports" / target, dict[Key, float](), RunPoints(run)
+    with _alone(folder):
+        opened: TensorBoardFiles | WandbFolder
+        if target == "tensorboard":
+            from launch.export.tensorboard import TensorBoardFiles
 
+            opened = TensorBoardFiles(folder)
+        else:
+            from launch.export.wandb import WandbFolder
 
-def _bring_up_to_date(destination: Destination, held: dict[Key, float], points: Mapping[Key, Point]) -> None:
-    if any(key not in points or points[key].time != moment for key, moment in held.items()):
-        destination.clear()
-        held.clear()
-    for key, point in points.items():
-        if key not in held:
-            destination.write(point)
-            held[key] = point.time
-    destination.flush()
-
-
-def _opened(target: str, folder: Path, log: RunLog) -> Destination:
-    if target == "tensorboard":
-        from launch.export.tensorboard import TensorBoardFiles
-
-        return TensorBoardFiles(folder)
-    from launch.export.wandb import WandbFolder
-
-    return WandbFolder(folder, log.recipe.run.name, run_id(log), log.recipe.model_dump(mode="json"))
+            opened = WandbFolder(folder, log.recipe.run.name, run_id(log), log.recipe.model_dump(mode="json"))
+        with closing(opened) as destination:
+            destination.clear()
+            while True:
+                finished = RunDirectory(run).is_finished()  # asked first: what was written before it is read after it
+                points = tail.read()
+                if any(key not in points or points[key].time != moment for key, moment in held.items()):
+                    destination.clear()
+                    held.clear()
+                for key, point in points.items():
+                    if key not in held:
+                        destination.write(point)
+                        held[key] = point.time
+                destination.flush()
+                if finished or not follow:
+                    break
+                time.sleep(LOOK_S)
+    counts = {f"{kind}s": sum(key.kind == kind for key in held) for kind in ("step", "version")}
+    return dict(path=str(folder), **counts, next=opened.hint)
 
 
 def run_id(log: RunLog) -> str:
@@ -98,3 +100,54 @@ def _alone(folder: Path) -> Iterator[None]:
                 f"another exporter is at work in {folder}; wait for it, stop it, or give another --out"
             ) from None
         yield
+
+
+class Key(NamedTuple):
+    """The step or the version that a point is about."""
+
+    kind: Literal["step", "version"]
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """`time` (seconds since 1970) tells a step from the same step trained again."""
+
+    key: Key
+    time: float
+    values: Mapping[str, float]
+
+
+@dataclass
+class RunPoints:
+    """The points of a run that may still grow."""
+
+    run: Path
+    _metrics: LogTail = field(init=False)
+    _events: LogTail = field(init=False)
+    _starts: dict[str, dict[int, Point]] = field(init=False, default_factory=dict)
+    """By start of the learner: its steps."""
+    _versions: dict[int, Point] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._metrics, self._events = LogTail(self.run, "metrics"), LogTail(self.run, "events")
+
+    def read(self) -> dict[Key, Point]:
+        """Return all points as the logs have them now, by time."""
+        for start, line in self._metrics.new_lines():
+            found = {name if "/" in name else f"train/{name}": value for name, value in numbers(line)}
+            values = {name: value for name, value in found.items() if name not in ("train/step", "train/time")}
+            point = Point(key=Key("step", line["step"]), time=float(line["time"]), values=values)
+            self._starts.setdefault(start, {})[point.key.number] = point
+        for _, event in self._events.new_lines():
+            if event["kind"] == "evaluated":
+                told = [one for one in numbers(event) if one[0] not in ("version", "time")]
+                values = {f"evaluation/{name}": value for name, value in told}
+                point = Point(key=Key("version", event["version"]), time=float(event["time"]), values=values)
+                self._versions[point.key.number] = point
+        steps: dict[int, Point] = {}
+        for path in log_files(self.run, "metrics"):
+            if lines := self._starts.get(path.name):
+                steps = {step: point for step, point in steps.items() if step < min(lines)} | lines
+        points = [point for point in (*steps.values(), *self._versions.values()) if point.values]
+        return {point.key: point for point in sorted(points, key=lambda point: (point.time, point.key))}

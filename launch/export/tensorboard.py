@@ -21,13 +21,13 @@ import google_crc32c
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from launch.export.points import Point
+from launch.export.export import Point
 
 _NAMED = "events.out.tfevents.*.evenkeel"
 
 
 class TensorBoardFiles:
-    """A Destination."""
+    """The event files of one run, from one exporter at a time."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is there."""
@@ -61,10 +61,7 @@ class TensorBoardFiles:
     def _write(self, event: Event) -> None:
         assert self._file is not None, "clear comes first"
         data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        self._file.write(length + _masked_crc(length) + data + _masked_crc(data))
-
-
-def _masked_crc(data: bytes) -> bytes:
-    value = google_crc32c.value(data)
-    return struct.pack("<I", ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+        for part in (struct.pack("<Q", len(data)), data):
+            value = google_crc32c.value(part)
+            masked = ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
+            self._file.write(part + struct.pack("<I", masked))

@@ -19,13 +19,13 @@ os.environ.pop("WANDB_SERVICE", None)  # a parent's: what is killed here would g
 
 import wandb
 
-from launch.export.points import STEP, VERSION, Point
+from launch.export.export import Point
 
 PROJECT = "evenkeel"
 
 
 class WandbFolder:
-    """A Destination."""
+    """The offline folder of one run, from one exporter at a time."""
 
     def __init__(self, folder: Path, name: str, run_id: str, config: Mapping[str, Any]) -> None:
         """`folder` is there; `config` is a resolved recipe, as plain data."""
@@ -75,7 +75,7 @@ class WandbFolder:
             disable_code=True,
         )
         run = wandb.init(project=PROJECT, name=self._name, config=dict(self._config), settings=settings)
-        self._defined = {STEP, VERSION}
+        self._defined = {"step", "version"}
         for name in self._defined:
             run.define_metric(name)
         return run

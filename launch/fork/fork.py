@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.build.control import build_ladder
-from pipeline.config.algorithm import ADVANTAGES, OBJECTIVES, usual_aggregation
+from pipeline.config.algorithm import ADVANTAGES, OBJECTIVES
 from pipeline.config.loader import changed_keys, load_recipe, override_of
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
@@ -59,7 +59,10 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
     before = run.recipe()
     named = [override_of("run.name", target.name), override_of("run.root", target.parent)]
     overrides = [*overrides, *_aggregated_as_usual(before, overrides), *named]
-    recipe = _with_own_digest(before, load_recipe(newest_recipe_file(source), overrides))
+    recipe = load_recipe(newest_recipe_file(source), overrides)
+    if before.task != recipe.task and isinstance(recipe.task, DataTask):
+        unread = recipe.task.model_copy(update=dict(sha256=None, template_sha256=None))
+        recipe = with_digest(recipe.model_copy(update=dict(task=unread)), None)
     _refuse(run, before, recipe, target, step)
     make_folder(target.parent)
     remove_leftovers_of(target)
@@ -84,22 +87,16 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
 
 
 def _aggregated_as_usual(before: Recipe, overrides: Sequence[str]) -> list[str]:
-    """With another objective, the aggregation of its paper, as in a new recipe: the frozen one of the parent spells out
-    that of the old objective. One that the parent was given stays, and so does one that is given here."""
+    """With another objective, return the aggregation of its paper, as in a new recipe: the frozen one of the parent
+    spells out that of the old objective. One that the parent was given stays, and so does one that is given here."""
     given = dict(override.partition("=")[::2] for override in overrides)
     objective, advantage = OBJECTIVES.get(given.get("objective.name", "")), type(before.advantage)
-    old = usual_aggregation(advantage, type(before.objective))
+    old = before.objective.paper_aggregation or str(advantage.model_fields["aggregation"].default)
     if objective is None or "advantage.aggregation" in given or before.advantage.aggregation != old:
         return []
     advantage = ADVANTAGES.get(given.get("advantage.name", ""), advantage)
-    return [f"advantage.aggregation={usual_aggregation(advantage, objective)}"]
-
-
-def _with_own_digest(before: Recipe, recipe: Recipe) -> Recipe:
-    if before.task == recipe.task or not isinstance(recipe.task, DataTask):
-        return recipe
-    unread = recipe.task.model_copy(update=dict(sha256=None, template_sha256=None))
-    return with_digest(recipe.model_copy(update=dict(task=unread)), None)
+    usual = objective.paper_aggregation or advantage.model_fields["aggregation"].default
+    return [f"advantage.aggregation={usual}"]
 
 
 def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, step: int) -> None:
@@ -115,7 +112,15 @@ def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, ste
             f"step {step} is within a stage of {recipe.schedule.updates_per_stage} updates, whose beginning no "
             "checkpoint holds; fork at a multiple of schedule.updates_per_stage"
         )
-    if recipe.prompts.solved_pass_rate is not None and (renumbered := _renumbers(before, recipe)):
+    # What changes which prompt a problem's number is. Prompts of files that are too long have no number
+    # (pipeline.tasks.mixture); generated ones are drawn with the seed.
+    renumbered, task = "the task" if recipe.task != before.task else None, recipe.task
+    longest = [one.rollout.context_tokens - one.rollout.max_new_tokens for one in (before, recipe)]
+    if renumbered is None and longest[0] != longest[1] and not isinstance(task, SortDigitsTask | SpellDigitsTask):
+        renumbered = "the longest prompt (rollout.context_tokens - rollout.max_new_tokens)"
+    if renumbered is None and recipe.run.seed != before.run.seed and not isinstance(task, DataTask):
+        renumbered = "run.seed"
+    if recipe.prompts.solved_pass_rate is not None and renumbered is not None:
         raise RunConflictError(
             f"{renumbered} changes, and with it the numbers of problems, but prompts.solved_pass_rate counts how often "
             "those of the old numbers were solved; set prompts.solved_pass_rate=null"
@@ -131,25 +136,16 @@ def _no_checkpoint(run: RunDirectory, step: int) -> StoreError:
     return StoreError(f"{run.path} has no checkpoint of step {step}; there are: {saved} (checkpoint.keep)")
 
 
-def _renumbers(before: Recipe, recipe: Recipe) -> str | None:
-    """Return what of the recipe changes which prompt a problem's number is, if anything does. Prompts of files that are
-    too long have no number (pipeline.tasks.mixture); generated ones are drawn with the seed."""
-    if recipe.task != before.task:
-        return "the task"
-    longest = [one.rollout.context_tokens - one.rollout.max_new_tokens for one in (before, recipe)]
-    generated = isinstance(recipe.task, SortDigitsTask | SpellDigitsTask)
-    if not generated and longest[0] != longest[1]:
-        return "the longest prompt (rollout.context_tokens - rollout.max_new_tokens)"
-    if not isinstance(recipe.task, DataTask) and recipe.run.seed != before.run.seed:
-        return "run.seed"
-    return None
-
-
 def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
+    own = dict(name=recipe.run.name, root=recipe.run.root)
+
+    def renamed(one: Recipe) -> Recipe:
+        return one.model_copy(update=dict(run=one.run.model_copy(update=own)))
+
     recipes = all_recipes(run.path)
     taken = [one for one in recipes if one.first_step < step] or recipes[:1]
-    adopt_recipes(folder, [replace(one, recipe=_renamed(one.recipe, recipe)) for one in taken])
-    if changed_keys(_renamed(taken[-1].recipe, recipe), recipe):
+    adopt_recipes(folder, [replace(one, recipe=renamed(one.recipe)) for one in taken])
+    if changed_keys(renamed(taken[-1].recipe), recipe):
         add_recipe(folder, recipe, first_step=step, first_batch=step)
     made = RunDirectory(folder)
     made.make_folders()
@@ -157,36 +153,40 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
         _link(run.reference_file, made.reference_file)
     if run.outside_file.exists():
         _link(run.outside_file, made.outside_file)
-    _link_checkpoint(run, made, step)
+    # A run that goes on may delete it meanwhile. It loses its name as a whole: what is there at the end was there
+    # before.
+    checkpoint = run.checkpoints / numbered(step)
+    with suppress(FileNotFoundError):
+        for old in (one for one in checkpoint.rglob("*") if one.is_file()):
+            _link(old, made.path / old.relative_to(run.path))
+    if not (checkpoint / COMMIT).exists():
+        raise _no_checkpoint(run, step)
     controlled, afresh = recipe.controller is not None, _controls_afresh(taken[-1].recipe, recipe)
     decided = None if afresh else ControlFiles(run.control, run.fence).read(step - 1)
     for old in _files(run, step, decided, controlled=controlled):
         _link(old, folder / old.relative_to(run.path))
     if controlled and (afresh or decided is not None):
-        begun = ControlRecord(step=step - 1, state=State()) if decided is None else _without_engines(decided)
+        begun = ControlRecord(step=step - 1, state=State())
+        if decided is not None:
+            # The parent's engines are none of the fork's, whose starts are counted anew: the first of them would be
+            # taken for one that is to be started again.
+            window = tuple(one.model_copy(update=dict(engines={})) for one in decided.state.window)
+            state = decided.state.model_copy(update=dict(suspects={}, window=window))
+            begun = decided.model_copy(update=dict(state=state, restarts={}, first_seen={}))
         ControlFiles(made.control, unfenced).create(begun)
-    log = f"{PARENT}.jsonl"
-    _write_lines(folder / "metrics" / log, [line for line in read_metrics(run.path) if line["step"] < step])
-    _write_lines(folder / "events" / log, [event for event in read_events(run.path) if _is_of(event, step)])
+    events = []
+    for event in read_events(run.path):  # of a batch or step before `step`, or of a version or checkpoint up to it
+        last = {"batch": step - 1, "version": step, "step": step if event["kind"] == "saved" else step - 1}
+        found = [int(event[key]) <= most for key, most in last.items() if isinstance(event.get(key), int)]
+        events += [event] if found and all(found) else []
+    logs = dict(metrics=[line for line in read_metrics(run.path) if line["step"] < step], events=events)
+    for name, lines in logs.items():
+        make_folder(folder / name)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        _durably(folder / name / f"{PARENT}.jsonl", lambda path, text=text: path.write_text(text, encoding="utf-8"))
     write_sealed_json(made.parent_file, dict(run=str(run.path.resolve()), step=step, recipes=sorted(own_recipes(run))))
     for path in [folder, *(one for one in folder.rglob("*") if one.is_dir())]:
         fsync_directory(path)
-
-
-def _link_checkpoint(run: RunDirectory, made: RunDirectory, step: int) -> None:
-    """Raise StoreError when a run that goes on deletes it meanwhile: it loses its name as a whole, so what is there at
-    the end was there before."""
-    folder = run.checkpoints / numbered(step)
-    with suppress(FileNotFoundError):
-        for old in (one for one in folder.rglob("*") if one.is_file()):
-            _link(old, made.path / old.relative_to(run.path))
-        if (folder / COMMIT).exists():
-            return
-    raise _no_checkpoint(run, step)
-
-
-def _renamed(recipe: Recipe, new: Recipe) -> Recipe:
-    return recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(name=new.run.name, root=new.run.root))))
 
 
 def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
@@ -199,14 +199,6 @@ def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
     rollouts = [(one.rollout, one.weights.channel) for one in (before, recipe)]
     formats = [(one.quantized_format, one.quant_map, bool(one.urls), channel == "ipc") for one, channel in rollouts]
     return formats[0] != formats[1] or build_ladder(before) != build_ladder(recipe)
-
-
-def _without_engines(record: ControlRecord) -> ControlRecord:
-    """Return what holds of a parent's record. Its engines are none of the fork's, whose starts are counted anew: the
-    first of them would be taken for one that is to be started again."""
-    window = tuple(one.model_copy(update=dict(engines={})) for one in record.state.window)
-    state = record.state.model_copy(update=dict(suspects={}, window=window))
-    return record.model_copy(update=dict(state=state, restarts={}, first_seen={}))
 
 
 def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, controlled: bool) -> Iterator[Path]:
@@ -227,19 +219,6 @@ def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, contr
         yield from (run.skipped / numbered(one) for one in numbered_folders(run.skipped) if one < step)
 
 
-def _is_of(event: dict[str, Any], step: int) -> bool:
-    """Return whether an event is of a batch or step before `step`, or of a version or checkpoint up to it."""
-    last = {"batch": step - 1, "version": step, "step": step if event["kind"] == "saved" else step - 1}
-    found = [int(event[key]) <= most for key, most in last.items() if isinstance(event.get(key), int)]
-    return bool(found) and all(found)
-
-
-def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    make_folder(path.parent)
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    _durably(path, lambda: path.write_text(text, encoding="utf-8"))
-
-
 def _link(old: Path, new: Path) -> None:
     make_folder(new.parent)
     try:
@@ -247,10 +226,10 @@ def _link(old: Path, new: Path) -> None:
     except OSError as error:
         if error.errno not in NO_HARD_LINKS:  # such as another file system
             raise
-        _durably(new, lambda: shutil.copyfile(old, new))
+        _durably(new, lambda path: shutil.copyfile(old, path))
 
 
-def _durably(path: Path, write: Callable[[], object]) -> None:
-    write()
+def _durably(path: Path, write: Callable[[Path], object]) -> None:
+    write(path)
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Literal, get_args
 
 from pipeline.advantages.methods import Advantage
@@ -82,40 +81,44 @@ def key_of(kind: Kind) -> str:
 
 
 def of_modules(names: Sequence[str]) -> list[Plugin]:
-    """What modules define that a recipe can name, in their order. Raises RecipeError for a module that cannot be
+    """Return what modules define that a recipe can name, in their order. Raises RecipeError for a module that cannot be
     imported, and for one that holds nothing of the kind."""
-    return [plugin for name in names for plugin in _of_module(name)]
-
-
-def _of_module(name: str) -> list[Plugin]:
-    if name.endswith(".py") and name.removesuffix(".py").isidentifier():
-        raise RecipeError(
-            f"{one_line(name, 120)} is a file, expected the name of a module; `evenkeel plugins "
-            f"{one_line(name.removesuffix('.py'), 120)}`"
-        )
-    try:
-        module = import_module(name)
-    except Exception as error:
-        raise RecipeError(
-            f"{one_line(name, 120)} cannot be imported ({type(error).__name__}: {one_line(error, 200)}); give the name "
-            "of a module, such as mypackage.rewards, and run the command where Python finds it"
-        ) from error
-    found = list(_plugins(module))
-    if not found:
-        kinds = "; ".join(f"{kind}: {asked}" for kind, asked in ASKED.items())
-        raise RecipeError(f"{name} defines nothing that a recipe can name; expected one of: {kinds}")
-    return found
-
-
-def _plugins(module: ModuleType) -> Iterator[Plugin]:
-    for name, thing in vars(module).items():
-        if name.startswith("_") or getattr(thing, "__module__", None) != module.__name__:
-            continue
-        kind = _kind_of(thing)
-        if kind is None:
-            continue
-        lacks = _lacks(thing) if kind in ("objective", "correction", "advantage") else ""
-        yield Plugin(kind=kind, key=key_of(kind), value=f"{module.__name__}:{name}", says=_says(thing), lacks=lacks)
+    all_found = []
+    for name in names:
+        if name.endswith(".py") and name.removesuffix(".py").isidentifier():
+            raise RecipeError(
+                f"{one_line(name, 120)} is a file, expected the name of a module; `evenkeel plugins "
+                f"{one_line(name.removesuffix('.py'), 120)}`"
+            )
+        try:
+            module = import_module(name)
+        except Exception as error:
+            raise RecipeError(
+                f"{one_line(name, 120)} cannot be imported ({type(error).__name__}: {one_line(error, 200)}); give the "
+                "name of a module, such as mypackage.rewards, and run the command where Python finds it"
+            ) from error
+        found = []
+        for word, thing in vars(module).items():
+            if word.startswith("_") or getattr(thing, "__module__", None) != module.__name__:
+                continue
+            if (kind := _kind_of(thing)) is None:
+                continue
+            lacks = ""
+            if kind in ("objective", "correction", "advantage"):
+                if inspect.isabstract(thing):
+                    lacks = f"it lacks {', '.join(sorted(thing.__abstractmethods__))}"
+                else:
+                    try:
+                        name_of(thing)
+                    except TypeError as error:
+                        lacks = str(error)
+            value = f"{module.__name__}:{word}"
+            found.append(Plugin(kind=kind, key=key_of(kind), value=value, says=_says(thing), lacks=lacks))
+        if not found:
+            kinds = "; ".join(f"{kind}: {asked}" for kind, asked in ASKED.items())
+            raise RecipeError(f"{name} defines nothing that a recipe can name; expected one of: {kinds}")
+        all_found += found
+    return all_found
 
 
 def _kind_of(thing: Any) -> Kind | None:
@@ -133,16 +136,6 @@ def _kind_of(thing: Any) -> Kind | None:
     if names & {"response", "responses"}:
         return "reward"
     return "filter" if names and names <= {*GIVEN} else None
-
-
-def _lacks(own: type[Settings]) -> str:
-    if inspect.isabstract(own):
-        return f"it lacks {', '.join(sorted(own.__abstractmethods__))}"
-    try:
-        name_of(own)
-    except TypeError as error:
-        return str(error)
-    return ""
 
 
 def _says(thing: Any) -> str:

@@ -1,16 +1,18 @@
-"""The commands that look at runs: `evenkeel runs`, `trajectories`, `scaling` and `trace`."""
+"""The commands that look at runs or take something from them: `evenkeel runs`, `trajectories`, `scaling`, `trace`,
+`export`, `fork`, and `plugins`."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from launch.terminal import AsJson, emit
+from launch.terminal import AsJson, Overrides, emit
 from pipeline.errors import RecipeError
 
 runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True)
@@ -248,3 +250,86 @@ def scaling(
         console.print(table)
     for warning in warnings(report):
         console.print(f"[yellow]![/yellow] {warning}", highlight=False)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)],
+    to: Annotated[str, typer.Option(help="tensorboard or wandb.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write; default: RUN/exports/TOOL.", show_default=False)
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run is finished.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's metrics for another tool: TensorBoard's event files, or an offline run of Weights & Biases.
+
+    A process of its own, which reads the run directory and opens no connection; the run does not know of it. Call it
+    again whenever you like: every step is there once, also after a kill, and a step that a resume trained again is
+    there as it was trained last. It needs the tool's package, and says how to install it.
+
+    For example:  evenkeel export runs/demo --to tensorboard --follow
+    """
+    from launch.export.export import export as write_points
+
+    result = write_points(run, to, out, follow=follow)
+    if as_json:
+        emit(result)
+        return
+    print(f"{result['path']}: {result['steps']} steps, {result['versions']} evaluations")
+    print(result["next"])
+
+
+def fork(
+    run: Annotated[Path, typer.Argument(help="Run directory that has the checkpoint.", show_default=False)],
+    new: Annotated[Path, typer.Argument(help="Run directory to make; a name alone: beside RUN.", show_default=False)],
+    at: Annotated[int, typer.Option(min=1, help="Step of the checkpoint to go on from.", show_default=False)],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a new run from a checkpoint of an old one, where keys may change that a resume may not.
+
+    The new run has the weights, the optimizer's state, the batches and the records of the first STEP steps, linked
+    where the file system can and each compared with its checksum. Later batches stay behind. RUN is not changed.
+    """
+    from launch.fork.fork import fork_run
+
+    made = fork_run(run, new, at, overrides or [])
+    if as_json:
+        emit(made)
+    else:
+        print(f"{made['run']} begins at step {at} of {run}; go on with `evenkeel train {made['recipe']}`")
+
+
+def plugins(
+    modules: Annotated[
+        list[str] | None, typer.Argument(help="Modules of your own, such as mypackage.rewards.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what a recipe can name: objectives, corrections, advantages, tasks, rewards, filters of rows and of groups.
+
+    Without a module: what comes with Even Keel, and what one of your own would have to be. With modules: what they
+    define, as a recipe names it, and what a class still lacks. A module is imported, from the working folder too.
+
+    For example:  evenkeel plugins my_rewards
+    """
+    from launch.plugins.listing import ASKED, key_of, of_modules, shipped
+
+    found = of_modules(modules) if modules else shipped()
+    if as_json:
+        emit(dict(plugins=[asdict(plugin) for plugin in found], own=ASKED))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("recipe key", "value", "what it is"):
+        table.add_column(heading, overflow="fold")
+    for plugin in found:
+        table.add_row(plugin.key, Text(plugin.value), Text(f"NOT YET: {plugin.lacks}" if plugin.lacks else plugin.says))
+    if not modules:
+        table.add_section()
+        for kind, asked in ASKED.items():
+            table.add_row(key_of(kind), "package.module:Name", Text(f"yours: {asked}"))
+    Console().print(table)

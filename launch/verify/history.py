@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def check_history(path: Path) -> dict[str, Any]:
         vocabulary_checked=limits.vocab_size is not None,
         missing_batches=len(audit.missing),
         lost_by_damage=[str(batch) for batch in audit.damaged],
-        without_record={name: list(numbers) for name, numbers in asdict(gaps).items() if numbers},
+        without_record=gaps,
         repaired=repaired,
         batches=audit.batches,
         groups=audit.groups,
@@ -53,5 +53,5 @@ def check_history(path: Path) -> dict[str, Any]:
         tokens=audit.tokens,
         lag_tokens={str(lag): count for lag, count in audit.lags.items()},
         damaged=damaged,
-        ok=audit.sound and gaps.none and not damaged,
+        ok=audit.sound and not gaps and not damaged,
     )

@@ -14,21 +14,19 @@ trained by: a fork may have another schedule and another controller than the run
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipeline.data.batch import Batch
 from pipeline.data.batch_values import UNKNOWN, Limits, batch_faults
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.data.store import BatchStore, LostBatch
-from pipeline.rollout.batch_builder import Attempts, SolvedPromptFilter, SolvedPromptRule
+from pipeline.rollout.batch_builder import SolvedPromptFilter, SolvedPromptRule
 from pipeline.schedule import Schedule
 
 MOST_LOST = 1_000_000
@@ -37,8 +35,10 @@ MOST_LOST = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What was found in the batches of a run. `sound` says whether nothing is wrong."""
+    """What was found in the batches of a run."""
 
+    sound: bool
+    """Whether nothing is wrong."""
     missing: tuple[int, ...]
     """Batches below `steps` that are not committed."""
     damaged: tuple[LostBatch, ...]
@@ -68,11 +68,6 @@ class Audit:
     lags: dict[int, int]
     """batch - version → response tokens, ascending."""
 
-    @property
-    def sound(self) -> bool:
-        wrong = self.missing or self.lost or self.duplicated or self.version_violations or self.solved_violations
-        return not (wrong or self.value_faults)
-
 
 def verify_history(
     run_dir: Path,
@@ -84,135 +79,84 @@ def verify_history(
 ) -> Audit:
     """Read and verify the first `steps` batches of a run. Batches before `first` are those of the run that it was
     forked from, which may have had another schedule and other rules. Raises CorruptBatchError."""
-    store = BatchStore(RunDirectory(run_dir).batches)
+    store, solved = BatchStore(RunDirectory(run_dir).batches), SolvedPromptFilter(solved_rule)
     damaged = {batch.index: batch for batch in store.all_lost() if batch.index < steps}
     there = set(store.committed()) - damaged.keys()
     present = [index for index in range(steps) if index in there]
-    found = _Tally(schedule, limits, SolvedPromptFilter(solved_rule), min(damaged, default=steps), first)
+    first_damaged = min(damaged, default=steps)
+    seen, faults, misjudged = [np.zeros(0, np.int64)], list[str](), set[int]()
+    lags, kinds = Counter[int](), Counter[str]()
+    num_tokens = violations = next_group = 0
+    open_groups: tuple[int, ...] = ()
     for index in sorted({*present, *damaged}):
-        if index in damaged:
-            found.skip(damaged[index])
-        else:
-            found.add(store.read(index, None, check=False))
-    next_group, open_groups = found.groups_to_ask
-    kinds, opened = found.kinds, np.array(open_groups, np.int64)
-    groups, times = np.unique(np.concatenate([np.zeros(0, np.int64), *found.seen]), return_counts=True)
+        if index in damaged:  # of which only its record is left
+            lost = damaged[index]
+            seen.append(np.array(lost.groups, np.int64))
+            next_group, open_groups = lost.next_group, lost.open_groups
+            continue
+        batch = store.read(index, None, check=False)
+        faults.extend(f"batch {index}, {fault}" for fault in batch_faults(batch, limits))
+        seen += [np.unique(batch.group), np.array([drop.group for drop in batch.dropped], np.int64)]
+        versions, tokens = np.unique(batch.policy_version, return_counts=True)
+        counts = dict(zip(versions.tolist(), tokens.tolist(), strict=True))
+        lags.update({index - version: count for version, count in counts.items()})
+        if index >= first:
+            violations += sum(count for version, count in counts.items() if not schedule.allows(index, version))
+        num_tokens += batch.num_response_tokens
+        kinds.update(drop.kind for drop in batch.dropped)
+        required = schedule.required_version(index)
+        known = solved.solved(required)
+        if index >= first and first_damaged >= required:  # else its pass rates rest on samples that are lost
+            # Groups that were asked or passed over against what the pass rates say.
+            asked = dict(zip(batch.group.tolist(), batch.problem.tolist(), strict=True))
+            asked |= {drop.group: drop.problem for drop in batch.dropped if drop.kind != "solved"}
+            passed_over = {drop.group: drop.problem for drop in batch.dropped if drop.kind == "solved"}
+            misjudged |= {group for group, problem in asked.items() if problem in known}
+            misjudged |= {group for group, problem in passed_over.items() if problem not in known}
+        solved.record(batch)
+        next_group, open_groups = batch.next_group, batch.open_groups
+    opened = np.array(open_groups, np.int64)
+    groups, times = np.unique(np.concatenate(seen), return_counts=True)
     duplicated = np.union1d(groups[times > 1], np.intersect1d(groups, opened))
+    missing = tuple(sorted(set(range(steps)) - set(present) - damaged.keys()))
+    # At most MOST_LOST of the lost ones are named: a damaged number may be any.
+    accounted = np.union1d(groups, opened)
+    borders = [-1, *accounted[(accounted >= 0) & (accounted < next_group)].tolist(), next_group]
+    between = (range(below + 1, above) for below, above in pairwise(borders) if above - below > 1)
+    never = tuple(islice(chain.from_iterable(between), MOST_LOST))
     return Audit(
-        missing=tuple(sorted(set(range(steps)) - set(present) - damaged.keys())),
+        sound=not (missing or never or len(duplicated) or violations or misjudged or faults),
+        missing=missing,
         damaged=tuple(damaged[index] for index in sorted(damaged)),
-        lost=_lost(next_group, np.union1d(groups, opened)),
+        lost=never,
         duplicated=tuple(duplicated.tolist()),
-        version_violations=found.violations,
-        solved_violations=tuple(sorted(found.misjudged)),
-        value_faults=tuple(found.faults),
+        version_violations=violations,
+        solved_violations=tuple(sorted(misjudged)),
+        value_faults=tuple(faults),
         batches=len(present),
         groups=len(groups),
         dropped=kinds.total(),
         unfit=kinds["unfit"],
         zero_variance=kinds["zero_variance"],
         solved=kinds["solved"],
-        tokens=found.tokens,
-        lags=dict(sorted(found.lags.items())),
+        tokens=num_tokens,
+        lags=dict(sorted(lags.items())),
     )
 
 
-@dataclass
-class _Tally:
-    """What was found in the batches so far; they come in their order."""
-
-    schedule: Schedule
-    limits: Limits
-    solved: SolvedPromptFilter
-    first_damaged: int
-    """The first batch that was lost by damage."""
-    first: int
-    """The first batch that the run has sampled itself."""
-    seen: list[NDArray[np.int64]] = field(default_factory=list)
-    """Groups of each batch, and of each dropped list."""
-    lags: Counter[int] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-    misjudged: set[int] = field(default_factory=set)
-    tokens: int = 0
-    violations: int = 0
-    groups_to_ask: tuple[int, tuple[int, ...]] = (0, ())
-
-    def skip(self, lost: LostBatch) -> None:
-        """A batch of which only its record is left."""
-        self.seen.append(np.array(lost.groups, np.int64))
-        self.groups_to_ask = lost.next_group, lost.open_groups
-
-    def add(self, batch: Batch) -> None:
-        """The next batch."""
-        index = batch.index
-        self.faults.extend(f"batch {index}, {fault}" for fault in batch_faults(batch, self.limits))
-        self.seen.append(np.unique(batch.group))
-        self.seen.append(np.array([drop.group for drop in batch.dropped], np.int64))
-        versions, tokens = np.unique(batch.policy_version, return_counts=True)
-        counts = dict(zip(versions.tolist(), tokens.tolist(), strict=True))
-        self.lags.update({index - version: count for version, count in counts.items()})
-        stale = (count for version, count in counts.items() if not self.schedule.allows(index, version))
-        self.violations += sum(stale) if index >= self.first else 0
-        self.tokens += batch.num_response_tokens
-        self.kinds.update(drop.kind for drop in batch.dropped)
-        required = self.schedule.required_version(index)
-        known = self.solved.solved(required)
-        if index >= self.first and self.first_damaged >= required:  # else its pass rates rest on samples that are lost
-            self.misjudged |= _misjudged(batch, known)
-        self.solved.record(batch)
-        self.groups_to_ask = batch.next_group, batch.open_groups
-
-
-def _lost(next_group: int, known: NDArray[np.int64]) -> tuple[int, ...]:
-    """Return the groups below `next_group` that are not among `known`, ascending; at most MOST_LOST of them: a damaged
-    number may be any."""
-    borders = [-1, *known[(known >= 0) & (known < next_group)].tolist(), next_group]
-    between = (range(below + 1, above) for below, above in pairwise(borders) if above - below > 1)
-    return tuple(islice(chain.from_iterable(between), MOST_LOST))
-
-
-def _misjudged(batch: Batch, solved: Mapping[int, Attempts]) -> set[int]:
-    """Groups of one batch that were asked or passed over against what the pass rates say."""
-    asked = dict(zip(batch.group.tolist(), batch.problem.tolist(), strict=True))
-    asked |= {drop.group: drop.problem for drop in batch.dropped if drop.kind != "solved"}
-    passed_over = {drop.group: drop.problem for drop in batch.dropped if drop.kind == "solved"}
-    return {group for group, problem in asked.items() if problem in solved} | {
-        group for group, problem in passed_over.items() if problem not in solved
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gaps:
-    """Steps, or versions, by what they lack; ascending. What a repair set aside is no gap: its record says so."""
-
-    metrics: tuple[int, ...]
-    consumed: tuple[int, ...]
-    """Steps without the event."""
-    logprobs: tuple[int, ...]
-    mismatch: tuple[int, ...]
-    control: tuple[int, ...]
-    checkpoints: tuple[int, ...]
-    evaluations: tuple[int, ...]
-    """Versions without the file or without the event that reports are drawn from."""
-
-    @property
-    def none(self) -> bool:
-        return not any(getattr(self, field.name) for field in fields(self))
-
-
-def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> Gaps:
-    """Return the steps and versions that lack a record. `repaired` names files, relative to the run, that a repair
-    has set aside."""
+def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> dict[str, list[int]]:
+    """Return the steps and versions that lack a record, ascending, by what they lack: the keys are those of this
+    module's table, and one that nothing lacks is not there. `repaired` names files, relative to the run, that a repair
+    has set aside: their record says so, and they are no gaps."""
     known, recipes = set(repaired), all_recipes(run.path)
     finished = run.path / "finished"
     steps = recipes[-1].recipe.run.steps if (finished / "learner").exists() else max(run.saved_steps(), default=0)
     trained = sorted(set(range(steps)) - set(run.skipped_steps()))
 
-    def without(folder: Path, suffix: str, numbers: Iterable[int]) -> tuple[int, ...]:
+    def without(folder: Path, suffix: str, numbers: Iterable[int]) -> list[int]:
         there = {path.name for path in folder.glob(f"*{suffix}")}
         there |= {Path(name).name for name in known if Path(name).parent.name == folder.name}
-        return tuple(number for number in numbers if f"{number:06d}{suffix}" not in there)
+        return [number for number in numbers if f"{number:06d}{suffix}" not in there]
 
     noted = {int(line["step"]) for line in read_metrics(run.path)}
     consumed = {int(event["step"]) for event in read_events(run.path, "consumed")}
@@ -229,12 +173,14 @@ def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> Gaps:
     if (finished / "collector").exists():
         due.add(recipes[-1].recipe.run.steps)
     evaluated = {int(event["version"]) for event in read_events(run.path, "evaluated")}
-    return Gaps(
-        metrics=tuple(step for step in trained if step not in noted),
-        consumed=tuple(step for step in trained if step not in consumed),
+    gaps = dict(
+        metrics=[step for step in trained if step not in noted],
+        consumed=[step for step in trained if step not in consumed],
         logprobs=without(run.logprobs, ".npy", trained),
-        mismatch=without(run.mismatch, ".zarr.zip", trained) if measures else (),
+        mismatch=without(run.mismatch, ".zarr.zip", trained) if measures else [],
         control=without(run.control, ".json", controlled),
-        checkpoints=(newest,) if gone else (),
-        evaluations=tuple(sorted({*without(run.evaluations, ".json", due), *(due - evaluated)})),
+        checkpoints=[newest] if gone else [],
+        # Versions without the file, or without the event that reports are drawn from.
+        evaluations=sorted({*without(run.evaluations, ".json", due), *(due - evaluated)}),
     )
+    return {name: numbers for name, numbers in gaps.items() if numbers}

@@ -61,7 +61,23 @@ class Choice:
             raise ValueError(f"expected name and the keys that belong to it, got {quoted(value)}")
         if "class" in value:
             own = OwnClass.model_validate(value)
-            return _with_options(self._own(own.class_), own)
+            own_class = self._own(own.class_)
+            # What is wrong with an option is reported under `options`, as the recipe has it.
+            taken = [field.alias or name for name, field in own_class.model_fields.items()]
+            shown = ", ".join(name for name in taken if name != "name") or "no options"
+            problems = []
+            for option, given in own.options.items():
+                if own_class.model_config.get("extra") == "forbid" and option not in {*taken, *own_class.model_fields}:
+                    said = f"{own_class.__name__} takes {shown}{did_you_mean(option, taken)}"
+                    unknown = PydanticCustomError(UNKNOWN_OPTION, "{said}", dict(said=said))
+                    problems.append(InitErrorDetails(type=unknown, loc=("options", option), input=given))
+            if problems:
+                raise ValidationError.from_exception_data(own_class.__name__, problems)
+            fields: Any = {"class": (str, ...), "options": (own_class, ...)}
+            model = create_model(own_class.__name__, **fields)
+            checked: Any = model.model_validate({"class": own.class_, "options": own.options})
+            options: Settings = checked.options
+            return options
         name = value.get("name")
         chosen = self.named.get(str(name))
         if chosen is None:
@@ -107,22 +123,3 @@ class Choice:
         except TypeError as error:
             raise ValueError(f"class {path}: {error}") from error
         return found
-
-
-def _with_options(own_class: type[Settings], own: OwnClass) -> Settings:
-    """Make an instance of the class. What is wrong with an option is reported under `options`, as the recipe has it: a
-    ValidationError names each option which is none of the class, and the one that was meant."""
-    taken = [field.alias or name for name, field in own_class.model_fields.items()]
-    shown = ", ".join(name for name in taken if name != "name") or "no options"
-    problems = []
-    for option, value in own.options.items():
-        if own_class.model_config.get("extra") == "forbid" and option not in {*taken, *own_class.model_fields}:
-            said = f"{own_class.__name__} takes {shown}{did_you_mean(option, taken)}"
-            unknown = PydanticCustomError(UNKNOWN_OPTION, "{said}", dict(said=said))
-            problems.append(InitErrorDetails(type=unknown, loc=("options", option), input=value))
-    if problems:
-        raise ValidationError.from_exception_data(own_class.__name__, problems)
-    fields: Any = {"class": (str, ...), "options": (own_class, ...)}
-    checked = create_model(own_class.__name__, **fields).model_validate({"class": own.class_, "options": own.options})
-    options: Settings = checked.options  # type: ignore[attr-defined]
-    return options

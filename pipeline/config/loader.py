@@ -5,7 +5,7 @@
 A program may give what a file would hold as a mapping.
 
 A file may name another one in `extends:`, by its path relative to the file or, where no such file lies beside it, by
-the name of a shipped recipe. Then it holds only what differs. `recipe_files` says which files were taken. A section
+the name of a shipped recipe. Then it holds only what differs. `taken_from` says which files were taken. A section
 picks what its keys mean by `name`, `class` or `kind` (objective, advantage, schedule …). One that picks another than
 the base replaces the base's section, in a file and by `--set` alike: settings of GRPO's clip mean nothing to P3O.
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from pipeline.config.choice import UNKNOWN_OPTION, Choice
 from pipeline.config.meant_keys import all_meant_by, named
@@ -42,16 +41,14 @@ _MOST_SECTIONS = 16
 """Words of a key of `--set`, such as the three of learner.optimizer.lr."""
 
 
-def _choice_keys(field: FieldInfo) -> tuple[str, ...]:
-    if any(isinstance(part, Choice) for part in field.metadata):
-        return ("name", "class")
-    return (field.discriminator, "class") if isinstance(field.discriminator, str) else ()
-
-
-_CHOICES = {name: _choice_keys(field) for name, field in Recipe.model_fields.items()}
-"""Section → the keys by which it picks what its other keys mean."""
 _TAGGED = {name for name, field in Recipe.model_fields.items() if isinstance(field.discriminator, str)}
 """Sections of several classes, of which pydantic names one behind the section where it reports a problem."""
+_CHOICES: dict[str, tuple[str, ...]] = {
+    name: (str(field.discriminator), "class") if name in _TAGGED else ("name", "class")
+    for name, field in Recipe.model_fields.items()
+    if name in _TAGGED or any(isinstance(part, Choice) for part in field.metadata)
+}
+"""Section → the keys by which it picks what its other keys mean."""
 
 
 def load_recipe(
@@ -95,16 +92,13 @@ def find_recipe(path: Path) -> Path:
     return path if _is_file(path) else _shipped(str(path)) or path
 
 
-def recipe_files(path: Path) -> tuple[Path, ...]:
-    """Return the file that `load_recipe` reads for `path`, then the one that it extends, and so on. Raises
-    RecipeError."""
-    return _read(find_recipe(path), ())[1]
-
-
 def taken_from(path: Path) -> str:
-    """Return which files a recipe was read from, in one line: `mine.yaml, which extends the shipped grpo.yaml`."""
-    said = (f"the shipped {file.name}" if file.parent == SHIPPED else str(file) for file in recipe_files(path))
-    return ", which extends ".join(said)
+    """Return which files a recipe was read from, in one line: `mine.yaml, which extends the shipped grpo.yaml`. Raises
+    RecipeError."""
+    files = _read(find_recipe(path), ())[1]
+    return ", which extends ".join(
+        f"the shipped {file.name}" if file.parent == SHIPPED else str(file) for file in files
+    )
 
 
 def _is_file(path: Path) -> bool:
@@ -138,11 +132,6 @@ def changed_keys(ours: Recipe, theirs: Recipe) -> dict[str, str]:
         for key in sorted(left.keys() | right.keys())
         if left.get(key) != right.get(key)
     }
-
-
-def differing_keys(ours: Recipe, theirs: Recipe) -> list[str]:
-    """Return `section.key: ours → theirs` for every key in which two recipes differ."""
-    return [f"{key}: {change}" for key, change in changed_keys(ours, theirs).items()]
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
@@ -246,7 +235,13 @@ def _explain(detail: Any) -> list[str]:
     if kind == "extra_forbidden":
         return [f"unknown key {line}" for line in all_meant_by(where, detail["input"])]
     if kind.startswith("union_tag"):
-        return [_explain_tag(where, detail)]
+        # A section that picks what its keys mean, and picks nothing that there is.
+        key, tag = detail["ctx"]["discriminator"].strip("'"), detail["ctx"].get("tag")
+        section: Any = Recipe.model_fields[where].annotation
+        allowed = [str(one.model_fields[key].annotation.__args__[0]) for one in section.__args__]
+        got = "is missing" if tag is None else f"is {quoted(tag)}"
+        meant = did_you_mean(str(tag), allowed)
+        return [f"{where}.{key} {got}, expected one of {', '.join(allowed)}{meant}"]
     message = _in_words(where, detail) or one_line(str(detail["msg"]).removeprefix("Value error, "), 400)
     if kind == UNKNOWN_OPTION:
         return [f"unknown key {where}; {message}"]
@@ -284,12 +279,3 @@ def _in_words(where: str, detail: Any) -> str | None:
     if kind in ("int_parsing", "int_from_float", "int_type"):
         return "expected an integer"
     return "expected true or false" if kind.startswith("bool") else None
-
-
-def _explain_tag(where: str, detail: Any) -> str:
-    """Return a section that picks what its keys mean, and picks nothing that there is."""
-    key, tag = detail["ctx"]["discriminator"].strip("'"), detail["ctx"].get("tag")
-    section: Any = Recipe.model_fields[where].annotation
-    allowed = [str(one.model_fields[key].annotation.__args__[0]) for one in section.__args__]
-    got = "is missing" if tag is None else f"is {quoted(tag)}"
-    return f"{where}.{key} {got}, expected one of {', '.join(allowed)}{did_you_mean(str(tag), allowed)}"

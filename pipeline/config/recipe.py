@@ -22,20 +22,7 @@ from pydantic import (
 )
 
 from pipeline.advantages.methods import GRPO, Advantage, Distillation
-from pipeline.config.algorithm import (
-    AdvantageSection,
-    CorrectionSection,
-    ObjectiveSection,
-    check_distillation,
-    check_emulation,
-    check_overlong,
-    check_reference,
-    check_sampler,
-    check_solved_at,
-    check_whole_distributions,
-    check_wiring,
-    with_paper_aggregation,
-)
+from pipeline.config.algorithm import AdvantageSection, CorrectionSection, ObjectiveSection, check_choices
 from pipeline.config.sections import (
     MOST_PROCESSES,
     AsyncSchedule,
@@ -190,8 +177,11 @@ class Recipe(Section):
     @field_validator("advantage")
     @classmethod
     def _aggregated_as_in_the_paper(cls, advantage: Advantage, info: ValidationInfo) -> Advantage:
-        objective = info.data.get("objective")  # absent where it was refused
-        return advantage if objective is None else with_paper_aggregation(advantage, objective)
+        """Return the advantage with the aggregation of the objective's paper, where a recipe sets none."""
+        paper = getattr(info.data.get("objective"), "paper_aggregation", None)  # absent where it was refused
+        if paper is None or "aggregation" in advantage.model_fields_set:
+            return advantage
+        return advantage.model_copy(update={"aggregation": paper})
 
     @model_validator(mode="after")
     def _numbers_fit(self) -> Self:
@@ -206,70 +196,35 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> Self:
-        if self.distillation is not None and self.distillation.judges_alone:
-            return self
-        least = self.advantage.smallest_group
-        if self.rollout.group_size < least:
-            raise ValueError(
-                f"rollout.group_size is {self.rollout.group_size}, but advantage {self.advantage.name} compares "
-                f"samples of one prompt; use at least {least}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _choices_go_together(self) -> Self:
-        check_wiring(self.objective, self.correction, self.advantage)
-        rollout = self.rollout
-        unknown_cut = not rollout.asks_for_kept_sets and (rollout.top_p < 1.0 or rollout.top_k != -1)
-        check_reference(self.reference, self.advantage, cut=unknown_cut)
-        check_distillation(self.distillation, self.advantage, refill=self.prompts.refill)
-        if self.distillation is not None:
-            check_whole_distributions(rollout.temperature, self.learner.temperature, rollout.top_p, rollout.top_k)
-        check_solved_at(self.reward.solved_at, self.advantage)
-        check_overlong(self.reward.overlong, self.advantage, self.rollout.max_new_tokens)
-        check_emulation(self.learner.fp8_emulation, self.learner.precision, rollout.precision, rollout.quantized_format)
-        if not self.rollout.asks_for_kept_sets:
-            check_sampler(self.objective, self.correction, top_p=self.rollout.top_p, top_k=self.rollout.top_k)
-        return self
-
-    @model_validator(mode="after")
-    def _batch_reaches_every_rank(self) -> Self:
-        prompts, updates = self.rollout.prompts_per_batch, self.learner.updates_per_batch
+        rollout, learner, least = self.rollout, self.learner, self.advantage.smallest_group
+        alone = self.distillation is not None and self.distillation.judges_alone
+        if rollout.group_size < least and not alone:
+            raise ValueError(
+                f"rollout.group_size is {rollout.group_size}, but advantage {self.advantage.name} compares samples of "
+                f"one prompt; use at least {least}"
+            )
+        check_choices(self)
+        prompts, updates = rollout.prompts_per_batch, learner.updates_per_batch
         if prompts % updates:
             raise ValueError(
                 f"rollout.prompts_per_batch {prompts} is no multiple of learner.updates_per_batch {updates}: the "
                 "optimizer steps of a batch would differ in size; change one of them"
             )
-        if prompts // updates * self.rollout.group_size < self.learner.data_parallel:
+        if prompts // updates * rollout.group_size < learner.data_parallel:
             raise ValueError(
-                f"an optimizer step on {prompts // updates} prompts × {self.rollout.group_size} samples cannot fill "
-                f"learner.data_parallel {self.learner.data_parallel}; raise rollout.prompts_per_batch"
+                f"an optimizer step on {prompts // updates} prompts × {rollout.group_size} samples cannot fill "
+                f"learner.data_parallel {learner.data_parallel}; raise rollout.prompts_per_batch"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _micro_batch_holds_a_sample(self) -> Self:
-        if self.learner.micro_batch_tokens < self.rollout.context_tokens:
+        if learner.micro_batch_tokens < rollout.context_tokens:
             raise ValueError(
-                f"learner.micro_batch_tokens {self.learner.micro_batch_tokens} is below rollout.context_tokens "
-                f"{self.rollout.context_tokens}: the longest sample would not fit; raise the first or lower the second"
+                f"learner.micro_batch_tokens {learner.micro_batch_tokens} is below rollout.context_tokens "
+                f"{rollout.context_tokens}: the longest sample would not fit; raise the first or lower the second"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _every_engine_has_its_replica(self) -> Self:
-        if self.weights.channel == "delta" and (self.rollout.urls or self.controller is not None):
-            why = (
-                "rollout.urls names engines that have none"
-                if self.rollout.urls
-                else "controller may change its formats"
-            )
+        if self.weights.channel == "delta" and (rollout.urls or self.controller is not None):
+            named = "rollout.urls names engines that have none"
+            why = named if rollout.urls else "controller may change its formats"
             raise ValueError(f"weights.channel is delta, which needs a replica beside each engine, but {why}; use disk")
-        return self
-
-    @model_validator(mode="after")
-    def _stage_fits_in_the_run(self) -> Self:
         if isinstance(self.schedule, StagedSchedule) and self.schedule.updates_per_stage > self.run.steps:
             raise ValueError(
                 f"schedule.updates_per_stage {self.schedule.updates_per_stage} exceeds run.steps {self.run.steps}; "

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.loader import differing_keys, recipe_from
+from pipeline.config.loader import changed_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import crc32, create_sealed, read_sealed, reason, seal, unseal
 from pipeline.data.files import NUMBER, make_folder, read_at_most
@@ -85,7 +85,7 @@ def begin_recipe(run: Path, recipe: Recipe) -> None:
 
 def refuse_another_recipe(run: Path, begun: Recipe, recipe: Recipe) -> None:
     """Raise RunConflictError, which names the keys, when a run that goes by `begun` is given another recipe."""
-    if difference := differing_keys(begun, recipe):
+    if difference := [f"{key}: {change}" for key, change in changed_keys(begun, recipe).items()]:
         raise RunConflictError(
             f"{run} was started with another recipe ({'; '.join(difference)}); "
             "give the run another run.name or restore the values"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.child_process import ChildProcess, log_tail
-from pipeline.config.loader import differing_keys
+from pipeline.config.loader import changed_keys
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, FatalError, RunConflictError
@@ -74,7 +74,8 @@ def check_unchanged(cells: Sequence[Cell]) -> None:
         recipe = cell.resolved()
         if not (cell.directory / "recipe.yaml").exists():
             continue
-        if difference := differing_keys(RunDirectory(cell.directory).recipe(), recipe):
+        changed = changed_keys(RunDirectory(cell.directory).recipe(), recipe)
+        if difference := [f"{key}: {change}" for key, change in changed.items()]:
             raise RunConflictError(
                 f"{cell.directory} was run with another recipe ({'; '.join(difference)}); "
                 "give the changed cell another name in the matrix, or move that directory away"

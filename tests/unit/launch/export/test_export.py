@@ -8,8 +8,7 @@ import pytest
 
 from launch.exit_codes import run_command
 from launch.export import export as module
-from launch.export.export import export, run_id
-from launch.export.points import STEP, VERSION, Key, RunPoints
+from launch.export.export import Key, RunPoints, export, run_id
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
@@ -129,9 +128,9 @@ def test_evaluations_are_points_of_their_versions(tmp_path: Path, target: str) -
     path = write_run(tmp_path, 4, steps=24)
     assert export(path, target, None, follow=False)["versions"] == 2
     points = RunPoints(path).read()
-    assert points[Key(VERSION, 0)].values["evaluation/pass_at_1"] == 0.125
-    assert points[Key(VERSION, 4)].values["evaluation/pass_at_k/8"] == 0.75
-    assert points[Key(STEP, 3)].values["seconds/wait"] == 1.2
+    assert points[Key("version", 0)].values["evaluation/pass_at_1"] == 0.125
+    assert points[Key("version", 4)].values["evaluation/pass_at_k/8"] == 0.75
+    assert points[Key("step", 3)].values["seconds/wait"] == 1.2
     if target == "wandb":
         rows = wandb_history(path / "exports" / "wandb")
         assert [row["version"] for row in rows if "version" in row] == [0, 4]
@@ -148,7 +147,7 @@ def test_evaluations_are_points_of_their_versions(tmp_path: Path, target: str) -
 def test_names_have_a_group_and_only_finite_numbers_are_told(run: Path) -> None:
     mismatch = {"age": {"0": {"ess": 0.5, "n": None}}}
     EventLog(run, "learner-000002").metrics(0, loss=1, ok=True, name="x", bins=[1.0], mismatch=mismatch)
-    values = RunPoints(run).read()[Key(STEP, 0)].values
+    values = RunPoints(run).read()[Key("step", 0)].values
     assert values == {"train/loss": 1.0, "mismatch/age/0/ess": 0.5}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.build.learner import build_rates
-from launch.export.points import RunPoints
+from launch.export.export import RunPoints
 from launch.fork import fork
 from launch.fork.fork import fork_run
 from launch.verify.history import check_history

@@ -16,7 +16,7 @@ import yaml
 from launch.build.components import build_objective
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.algorithm import OBJECTIVES
-from pipeline.config.loader import differing_keys, load_recipe, recipe_from
+from pipeline.config.loader import changed_keys, load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 from tests.support.objectives import run, scored_step
@@ -93,7 +93,7 @@ def test_the_resolved_recipe_is_read_back_and_differences_are_named() -> None:
     again = recipe_from(written, source="t")
     assert (again, again.to_yaml()) == (ours, ours.to_yaml())
     theirs = recipe(objective={"class": "my_objectives:SoftCap"})
-    assert differing_keys(ours, theirs) == ["objective.options.cap: 3.0 → 2.0"]
+    assert changed_keys(ours, theirs) == {"objective.options.cap": "3.0 → 2.0"}
 
 
 def test_overrides_reach_its_options_and_its_choice(tmp_path: Path) -> None:

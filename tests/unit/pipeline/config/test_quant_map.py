@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config.loader import differing_keys, load_recipe, recipe_from
+from pipeline.config.loader import changed_keys, load_recipe, recipe_from
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 from precision.formats.quant_map import QuantMapFile
@@ -45,7 +45,8 @@ def test_going_on_with_a_changed_map_names_the_layer(recipe_file: Path) -> None:
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
     (recipe_file.parent / "map.yaml").write_text("base: fp8_block\n")
-    assert differing_keys(recipe, load_recipe(recipe_file)) == [f"rollout.quant_map.exceptions.{DOWN}: full → None"]
+    changed = changed_keys(recipe, load_recipe(recipe_file))
+    assert changed == {f"rollout.quant_map.exceptions.{DOWN}": "full → None"}
     with pytest.raises(RunConflictError, match=r"model\.layers\.1\.mlp\.down_proj: full → None"):
         run.freeze(load_recipe(recipe_file))
 
