@@ -29,20 +29,8 @@ from precision.objectives.base import (
     sampled_mean,
     scaled_advantages,
 )
-from precision.settings import Measure, Settings
+from precision.settings import Settings
 from precision.torch_on_use import Tensor, torch
-
-MEAN_FACTOR = Measure("Mean factor of the correction", (("correction_factor", "factor", "teal"),))
-
-MASKED_TOKENS = Measure(
-    "Tokens dropped by the correction",
-    (
-        ("correction_masked_positive", "A > 0", "blue"),
-        ("correction_masked_negative", "A < 0", "orange"),
-    ),
-    percent=True,
-    floor=0.0,
-)
 
 
 class Correction(Settings, ABC):
@@ -58,8 +46,6 @@ class Correction(Settings, ABC):
     """Whether `factor` reads `ScoredStep.logprobs`; see `Facts.reads_step_logprobs`."""
     drops_what_the_learner_left: ClassVar[bool] = False
     """Whether it drops failed responses that the learner has moved away from. An objective may have its own rule."""
-    measures: ClassVar[tuple[Measure, ...]] = (MASKED_TOKENS, MEAN_FACTOR)
-    """How a report draws what `factor` measured."""
 
     @abstractmethod
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
@@ -177,7 +163,6 @@ class NoCorrection(Correction):
     weighs_by_old_ratio: ClassVar[bool] = False
     reads_rollout_logprobs: ClassVar[bool] = False
     reads_step_logprobs: ClassVar[bool] = False
-    measures: ClassVar[tuple[Measure, ...]] = ()
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
         """1 for every token."""
@@ -203,15 +188,6 @@ class TIS(Correction):
     level: Literal["token", "sequence"] = Field("token", description="One ratio a token, or its response's product.")
 
     reads_step_logprobs: ClassVar[bool] = False
-    measures: ClassVar[tuple[Measure, ...]] = (
-        Measure(
-            "Tokens over the correction's cap",
-            (("correction_capped_positive", "A > 0", "blue"), ("correction_capped_negative", "A < 0", "orange")),
-            percent=True,
-            floor=0.0,
-        ),
-        MEAN_FACTOR,
-    )
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
         ratios = mismatch_ratios(step, self.level)

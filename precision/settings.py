@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, get_args
@@ -65,34 +64,3 @@ def problem_of(error: ValidationError) -> str:
     """Return the first thing that pydantic found wrong, and where, in one line."""
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     return one_line(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}", 300)
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One figure over the steps of a run. It is drawn where the run has one of its metrics."""
-
-    title: str
-    lines: tuple[tuple[str, str, str], ...]
-    """(metric, label, color); colors are the names of `pipeline.analysis.drawing.COLORS`."""
-    percent: bool = False
-    """Whether the metrics are shares, of 1."""
-    log: bool = False
-    """Whether the axis is logarithmic."""
-    floor: float | None = None
-    """Where the axis begins; None: where the data do."""
-
-
-CLIPPED_TOKENS = Measure(
-    "Clipped tokens",
-    (
-        ("clip_hits_high", "A > 0", "blue"),
-        ("clip_hits_low", "A < 0", "orange"),
-        ("dual_clip_hits", "A < 0, dual clip", "pink"),
-    ),
-    percent=True,
-    floor=0.0,
-)
-
-CAPPED_TOKENS = Measure("Tokens over the cap", (("cap_hits", "tokens", "orange"),), percent=True, floor=0.0)
-
-MEAN_WEIGHT = Measure("Mean weight", (("weight", "weight", "teal"),))

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -182,8 +182,9 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     logs = dict(metrics=[line for line in read_metrics(run.path) if line["step"] < step], events=events)
     for name, lines in logs.items():
         make_folder(folder / name)
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        _durably(folder / name / f"{PARENT}.jsonl", lambda path, text=text: path.write_text(text, encoding="utf-8"))
+        path = folder / name / f"{PARENT}.jsonl"
+        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        _fsync(path)
     write_sealed_json(made.parent_file, dict(run=str(run.path.resolve()), step=step, recipes=sorted(own_recipes(run))))
     for path in [folder, *(one for one in folder.rglob("*") if one.is_dir())]:
         fsync_directory(path)
@@ -226,10 +227,10 @@ def _link(old: Path, new: Path) -> None:
     except OSError as error:
         if error.errno not in NO_HARD_LINKS:  # such as another file system
             raise
-        _durably(new, lambda path: shutil.copyfile(old, path))
+        shutil.copyfile(old, new)
+        _fsync(new)
 
 
-def _durably(path: Path, write: Callable[[Path], object]) -> None:
-    write(path)
+def _fsync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -31,7 +31,7 @@ from pipeline.config.sections import Changes, ServerUrls
 from pipeline.data.batch import SOLVED_REWARD
 from pipeline.errors import CorruptCheckpointError, NonFiniteError, RecipeError
 from precision.objectives.base import Aggregation
-from precision.settings import Measure, Settings
+from precision.settings import Settings
 
 Rewards = NDArray[np.float32]
 """[n], one a sample."""
@@ -109,8 +109,6 @@ class Advantage(Settings, ABC):
     moving_parts: ClassVar[tuple[str, ...]] = ()
     """What of the formula changes during a run, by the names that a report gives it. With any, zero_variance skip is
     refused: `observe` would be told the entropy of some groups alone."""
-    measures: ClassVar[tuple[Measure, ...]] = ()
-    """How a report draws what the estimator's `measured` returns."""
 
     @abstractmethod
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
@@ -346,23 +344,6 @@ class FADE(Advantage):
 
     asks_what_is_solved: ClassVar[bool] = True
     moving_parts: ClassVar[tuple[str, ...]] = ("alpha", "delta")
-    measures: ClassVar[tuple[Measure, ...]] = (
-        Measure("Alpha and delta", (("advantage_alpha", "alpha", "violet"), ("advantage_delta", "delta", "orange"))),
-        Measure(
-            "Solve rate, smoothed",
-            (("solve_rate", "batch", "gray"), ("advantage_solve_rate", "p̂", "blue")),
-            percent=True,
-            floor=0.0,
-        ),
-        Measure(
-            "Entropy, smoothed",
-            (
-                ("entropy", "batch", "gray"),
-                ("advantage_entropy", "Ĥ", "blue"),
-                ("advantage_target_entropy", "H*", "orange"),
-            ),
-        ),
-    )
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """Those of a run's first step."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from precision.ratios import masked_log_ratios, rows
-from precision.settings import Measure, Settings
+from precision.settings import Settings
 from precision.torch_on_use import Tensor, torch
 
 Aggregation = Literal["token", "sequence", "prompt", "constant"]
@@ -197,8 +197,6 @@ class Objective(Settings, ABC):
     """What advantage.aggregation is where a recipe does not set it; None leaves that to the advantage."""
     may_drop_responses: ClassVar[bool] = False
     """Whether OPSM may drop failed responses: the loss has no rule of its own for those that the learner has left."""
-    measures: ClassVar[tuple[Measure, ...]] = ()
-    """How a report draws the sums of `loss` and what `prepare` measured."""
 
     @property
     def facts(self) -> Facts:

@@ -15,7 +15,6 @@ from pydantic import Field
 
 from precision.objectives.base import Objective, StepContext, TokenBatch, response_values, step_mean, token_sum
 from precision.ratios import masked_log_ratios
-from precision.settings import CAPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor
 
 
@@ -31,7 +30,6 @@ class CISPO(Objective):
     )
 
     may_drop_responses: ClassVar[bool] = True
-    measures: ClassVar[tuple[Measure, ...]] = (CAPPED_TOKENS, MEAN_WEIGHT)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         mask = batch.mask

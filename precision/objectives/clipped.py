@@ -33,7 +33,6 @@ from precision.objectives.base import (
     token_sum,
 )
 from precision.ratios import masked_log_ratios, require_usable
-from precision.settings import CAPPED_TOKENS, CLIPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor, torch
 
 
@@ -107,8 +106,6 @@ class Clipped(Anchored):
         None, gt=1.0, description="Largest ratio that counts where the advantage is negative; dual-clip PPO 3."
     )
 
-    measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS,)
-
     @property
     def facts(self) -> Facts:
         return replace(super().facts, needs_scoring=self.anchor == "old", reads_step_logprobs=False)
@@ -155,8 +152,6 @@ class Decoupled(Objective):
     over_cap: Literal["mask", "truncate"] = Field(
         "mask", description="Above mismatch_cap, mask drops a token (AReaL); truncate gives it the weight mismatch_cap."
     )
-
-    measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, CAPPED_TOKENS, MEAN_WEIGHT)
 
     @property
     def facts(self) -> Facts:
@@ -220,7 +215,6 @@ class GSPO(Anchored):
     )
 
     paper_aggregation: ClassVar[Aggregation | None] = "sequence"
-    measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, MEAN_WEIGHT)
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """Sequence ratios and clips become factors on the advantages. Raises as `Objective.prepare`."""

@@ -28,7 +28,6 @@ from precision.objectives.base import (
     token_sum,
 )
 from precision.ratios import masked_log_ratios
-from precision.settings import CLIPPED_TOKENS, Measure
 from precision.torch_on_use import Tensor, torch
 
 
@@ -43,10 +42,6 @@ class DPPOTV(Objective):
     square_coefficient: float = Field(1e-3, ge=0.0, description="Weight of (log ratio)²; 1e-3 in prime-rl.")
 
     paper_aggregation: ClassVar[Aggregation | None] = "token"
-    measures: ClassVar[tuple[Measure, ...]] = (
-        CLIPPED_TOKENS,
-        Measure("(log ratio)²", (("square", "mean", "violet"),), log=True),
-    )
 
     @property
     def facts(self) -> Facts:

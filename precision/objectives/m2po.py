@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -40,7 +40,6 @@ from precision.objectives.base import (
     token_sum,
 )
 from precision.ratios import masked_log_ratios
-from precision.settings import CLIPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor, torch
 
 
@@ -67,12 +66,6 @@ class M2PO(Objective):
         ".5 are the defaults of the authors' function; their launch scripts set none, which is 0 and 0.",
     )
     clip_high: float = Field(0.5, ge=0.0, description="clip: see clip_low.")
-
-    measures: ClassVar[tuple[Measure, ...]] = (
-        CLIPPED_TOKENS,
-        MEAN_WEIGHT,
-        Measure("Second moment of log-ratios", (("second_moment", "second moment", "violet"),), log=True),
-    )
 
     @property
     def facts(self) -> Facts:

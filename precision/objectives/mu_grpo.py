@@ -19,7 +19,7 @@ it). So this is a reading of the paper, not a reproduction.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -34,7 +34,6 @@ from precision.objectives.base import (
 )
 from precision.objectives.clipped import clipped_loss
 from precision.ratios import positions
-from precision.settings import CLIPPED_TOKENS, Measure
 from precision.torch_on_use import Tensor, torch
 
 
@@ -58,17 +57,6 @@ class MuGRPO(Objective):
         "alone; response: all of it.",
     )
     keeps_trigger: bool = Field(True, description="suffix: whether the first trigger itself is still trained on.")
-
-    measures: ClassVar[tuple[Measure, ...]] = (
-        CLIPPED_TOKENS,
-        Measure(
-            "Vetoed",
-            (("veto_responses", "responses with a trigger", "gray"), ("veto_tokens", "tokens dropped", "orange")),
-            percent=True,
-            floor=0.0,
-        ),
-        Measure("Largest ratio where A < 0", (("ratio_max_negative", "ratio", "pink"),), log=True),
-    )
 
     @model_validator(mode="after")
     def _spares_on_policy_tokens(self) -> Self:

@@ -45,14 +45,7 @@ from precision.ratios import (
     token_ess,
     with_gradient,
 )
-from precision.settings import CAPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor, torch
-
-PARTS_OF_THE_LOSS = Measure(
-    "Parts of the loss", (("policy_loss", "policy", "blue"), ("kl_loss", "KL, weighted", "orange"))
-)
-
-ESS_IN_USE = Measure("ESS that caps and anchors", (("objective_ess", "used", "violet"),))
 
 
 class P3O(Objective):
@@ -78,7 +71,6 @@ class P3O(Objective):
     )
 
     paper_aggregation: ClassVar[Aggregation | None] = "token"
-    measures: ClassVar[tuple[Measure, ...]] = (CAPPED_TOKENS, MEAN_WEIGHT, PARTS_OF_THE_LOSS, ESS_IN_USE)
 
     @model_validator(mode="after")
     def _responses_are_whole(self) -> Self:
@@ -179,19 +171,6 @@ class P4O(Objective):
     name: Literal["p4o"] = Field("p4o", description="P3O with a second anchor; experimental.")
 
     paper_aggregation: ClassVar[Aggregation | None] = "token"
-    measures: ClassVar[tuple[Measure, ...]] = (
-        CAPPED_TOKENS,
-        MEAN_WEIGHT,
-        PARTS_OF_THE_LOSS,
-        Measure(
-            ESS_IN_USE.title,
-            (
-                *ESS_IN_USE.lines,
-                ("rollout_ess", "of the engine", "blue"),
-                ("old_ess", "of the stage's start", "teal"),
-            ),
-        ),
-    )
 
     @property
     def facts(self) -> Facts:
@@ -252,12 +231,6 @@ class Split(Objective):
     cap: float = Field(5.0, ge=1.0, description="Largest importance weight of a token, in both terms of the loss.")
 
     paper_aggregation: ClassVar[Aggregation | None] = "token"
-    measures: ClassVar[tuple[Measure, ...]] = (
-        CAPPED_TOKENS,
-        MEAN_WEIGHT,
-        PARTS_OF_THE_LOSS,
-        Measure("ESS of the staleness", (("staleness_ess", "under pi_old", "violet"),)),
-    )
 
     @property
     def facts(self) -> Facts:

@@ -31,7 +31,6 @@ from precision.objectives.base import (
     scaled_advantages,
     score_function_loss,
 )
-from precision.settings import CAPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.torch_on_use import Tensor, torch
 
 
@@ -44,7 +43,6 @@ class TOPR(Objective):
     clip_high: PositiveFloat = Field(1.0, description="Largest weight of a failed response; 1 is the paper's.")
 
     paper_aggregation: ClassVar[Aggregation | None] = "constant"
-    measures: ClassVar[tuple[Measure, ...]] = (CAPPED_TOKENS, MEAN_WEIGHT)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
