@@ -49,29 +49,13 @@ def compare_runs(paths: Sequence[Path], page: Path | None = None) -> dict[str, A
         recipe["code of the reward"] = reward_code(RunDirectory(path)) or MISSING
     keys = list(dict.fromkeys(key for recipe in recipes for key in recipe))
     values = {key: [recipe.get(key, MISSING) for recipe in recipes] for key in keys}
-    compared = dict(
+    compared: dict[str, Any] = dict(
         runs=[dict(path=str(path)) | summarize(run_log) for path, run_log in zip(paths, logs, strict=True)],
         recipe={key: told for key, told in values.items() if any(value != told[0] for value in told)},
     )
-    if page is not None:
-        write_atomically(page, _rendered(compared, logs))
-        compared["page"] = str(page)
-    return compared
-
-
-def _flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return `section.key` and its value, for every key that holds no mapping, or an empty one."""
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{above}{key}.")
-        else:
-            flat[f"{above}{key}"] = value
-    return flat
-
-
-def _rendered(compared: Mapping[str, Any], logs: Sequence[RunLog]) -> str:
-    from pipeline.analysis.drawing import curve, page
+    if page is None:
+        return compared
+    from pipeline.analysis import drawing
 
     runs = [{**run, "color": color} for run, color in zip(compared["runs"], itertools.cycle(_COLORS), strict=False)]
     axes: dict[str, list[dict[str, str]]] = {}
@@ -83,11 +67,24 @@ def _rendered(compared: Mapping[str, Any], logs: Sequence[RunLog]) -> str:
                 for run_log, run in zip(logs, runs, strict=True)
             ]
             floor = 0.0 if metric == "pass_at_1" else None
-            svg = curve(f"{metric} over {over}", lines, xlabel=label, floor=floor, smooth=False, legend=False)
-            if svg is not None:
+            name = f"{metric} over {over}"
+            if svg := drawing.curve(name, lines, xlabel=label, floor=floor, smooth=False, legend=False):
                 axes[over].append(dict(title=title, svg=svg))
     filters = dict(percent=percent, decimal=decimal, duration=duration, count=count)
-    return page("comparison.html.j2", filters, runs=runs, recipe=compared["recipe"], axes=axes)
+    text = drawing.page("comparison.html.j2", filters, runs=runs, recipe=compared["recipe"], axes=axes)
+    write_atomically(page, text)
+    return compared | dict(page=str(page))
+
+
+def _flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return `section.key` and its value, for every key that holds no mapping, or an empty one."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{above}{key}.")
+        else:
+            flat[f"{above}{key}"] = value
+    return flat
 
 
 def positions(run_log: RunLog) -> dict[str, dict[int, float]]:

@@ -217,7 +217,11 @@ def findings(result: Mapping[str, Any]) -> list[Finding]:
     """Return the findings of `Measured.result()`: what the engine itself says about what it loaded, then faults, then
     terms by their share of the total."""
     terms, measured, audit = result["terms"], result["measured"], result["audit"]
-    rounding, luck = _bounds(result)
+    exact = result["engine_dtype"] == "float32" and result["learner_precision"] == "fp32"
+    rounding = ROUNDING_NATS["float32" if exact else "bfloat16"]
+    # What formats whose emulation is not exact may leave.
+    luck = EMULATED_LUCK_NATS if result["trains_formats"] else ROUNDING_LUCK * float(terms["quantization"]["mean_abs"])
+    luck = max(rounding, luck)
 
     def fault(term: str, cause: str, text: str, where: tuple[str, ...] = ()) -> Finding:
         return Finding(term=term, kind="fault", cause=cause, where=where, text=text)
@@ -323,14 +327,6 @@ def tied_suspects(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _bounds(result: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the mean |term| that rounding may cause, and what formats whose emulation is not exact may leave."""
-    exact = result["engine_dtype"] == "float32" and result["learner_precision"] == "fp32"
-    rounding = ROUNDING_NATS["float32" if exact else "bfloat16"]
-    luck = ROUNDING_LUCK * float(result["terms"]["quantization"]["mean_abs"])
-    return rounding, max(rounding, EMULATED_LUCK_NATS if result["trains_formats"] else luck)
 
 
 TERM_COLORS = dict(

@@ -2,17 +2,14 @@
 
 The page shows some batches of a run, of each some groups, siblings of a group side by side, each token colored by how
 learner and engine differ. Texts of a run may hold anything. The template escapes all of them, and the page's policy
-lets a browser run the page's own script alone, and fetch nothing.
+lets a browser run nothing and fetch nothing.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -291,12 +288,9 @@ def write_samples(run_log: RunLog) -> Path | None:
             shown = _shown_group(batch, members, pieces)
             samples = [_shown_sample(batch, learner, row, pieces, most) for row in members]
             groups.append(dict(shown, facts=of_group, scored=learner is not None, samples=samples))
-    script = resources.files("pipeline.analysis").joinpath("pages/samples.js").read_text(encoding="utf-8")
     text = page(
         "samples.html.j2",
         {},
-        script=script,
-        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         name=run_log.recipe.run.name,
         num_batches=len(committed),
         steps=[batch.index for batch, *_ in chosen],

@@ -78,8 +78,9 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
     until_then = [line for step, line in finished.items() if step <= max(numbers)]
     shares = time_shares(until_then, run_log.of_kind("committed"), **window)
     judged = [int(line["step"]) for line in judged_lines(until_then, **window)]
+    instants = [event for event in run_log.of_kind(*_INSTANTS) if begin <= float(event["time"]) <= end]
     return {
-        "traceEvents": [*_complete_events(shown, begin), *_instant_events(run_log, begin, end)],
+        "traceEvents": list(_trace_events(shown, instants, begin)),
         "displayTimeUnit": "ms",
         "otherData": {
             "run": run_log.recipe.run.name,
@@ -101,7 +102,15 @@ def timeline(run_log: RunLog, damage: list[str], begin: float = -math.inf, end: 
         start, _, rank = source.partition(".")
         role = start.rpartition("-")[0] or start
         owner = f"{role} rank {int(rank.removeprefix('rank-'))}" if rank else role
-        recorded += [_recorded(owner, line) for line in lines]
+        for line in lines:  # a lane with a slash belongs to the part that is named before it
+            part, slash, lane = str(line["lane"]).rpartition("/")
+            facts = {key: value for key, value in line.items() if key not in ("lane", "name", "start", "seconds")}
+            number = next((int(facts[key]) for key in _NUMBERS if key in facts), -1)
+            begun, name = float(line["start"]), str(line["name"])
+            times = dict(start=begun, end=begun + float(line["seconds"]))
+            recorded.append(
+                Span(part=part if slash else owner, lane=lane, name=name, number=number, **times, facts=facts)
+            )
     known = {span.number for span in recorded if span.part == RANK_ZERO and span.name == STEP}
     rebuilt = [span for span in _learner_spans(run_log.metrics) if span.number not in known]
     found = [s for s in (*rebuilt, *_collector_spans(run_log.events)) if s.start < end and s.end > begin]
@@ -143,23 +152,14 @@ def _laid_out(part: str, lane: str, number: int, start: float, seconds: Mapping[
         start += spent
 
 
-def _recorded(owner: str, line: Mapping[str, Any]) -> Span:
-    """Return a span that a process noted itself. A lane with a slash belongs to the part that is named before it."""
-    part, slash, lane = str(line["lane"]).rpartition("/")
-    facts = {key: value for key, value in line.items() if key not in ("lane", "name", "start", "seconds")}
-    return Span(
-        part=part if slash else owner,
-        lane=lane,
-        name=str(line["name"]),
-        number=next((int(facts[key]) for key in _NUMBERS if key in facts), -1),
-        start=float(line["start"]),
-        end=float(line["start"]) + float(line["seconds"]),
-        facts=facts,
-    )
+def _trace_events(spans: Sequence[Span], instants: Sequence[dict[str, Any]], begin: float) -> Iterator[dict[str, Any]]:
+    """Yield complete events by part and lane, then the instants, and the names of both."""
 
+    def order(part: str) -> tuple[int, list[tuple[int, str]]]:
+        place = next((place for place, kind in enumerate(_ORDER) if part.startswith(kind)), len(_ORDER))
+        return place, [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", part)]
 
-def _complete_events(spans: Sequence[Span], begin: float) -> Iterator[dict[str, Any]]:
-    for pid, part in enumerate(sorted({span.part for span in spans}, key=_part_order), start=1):
+    for pid, part in enumerate(sorted({span.part for span in spans}, key=order), start=1):
         yield from _names("process", part, pid, 0)
         tid = 0
         for lane in sorted({span.lane for span in spans if span.part == part}):
@@ -178,6 +178,11 @@ def _complete_events(spans: Sequence[Span], begin: float) -> Iterator[dict[str, 
                     told = dict(span.facts) if span.facts or span.number < 0 else dict(number=span.number)
                     at = dict(ts=span.start, dur=span.end - span.start, pid=pid, tid=tid)
                     yield dict(ph="X", name=name, cat=span.part.split()[0], **at, args=told)
+    yield from _names("process", "run", 0, 0) + _names("thread", "events", 0, 1)
+    for event in instants:
+        told = {key: value for key, value in event.items() if key not in ("kind", "time")}
+        at = dict(ts=round(1e6 * (float(event["time"]) - begin)), pid=0, tid=1)
+        yield dict(ph="i", s="p", name=event["kind"], cat="run", **at, args=told)
 
 
 def _names(kind: str, name: str, pid: int, tid: int) -> list[dict[str, Any]]:
@@ -186,15 +191,6 @@ def _names(kind: str, name: str, pid: int, tid: int) -> list[dict[str, Any]]:
         dict(place, name=f"{kind}_name", args=dict(name=name)),
         dict(place, name=f"{kind}_sort_index", args=dict(sort_index=pid if kind == "process" else tid)),
     ]
-
-
-def _instant_events(run_log: RunLog, begin: float, end: float) -> Iterator[dict[str, Any]]:
-    yield from _names("process", "run", 0, 0) + _names("thread", "events", 0, 1)
-    for event in run_log.of_kind(*_INSTANTS):
-        if begin <= float(event["time"]) <= end:
-            told = {key: value for key, value in event.items() if key not in ("kind", "time")}
-            at = dict(ts=round(1e6 * (float(event["time"]) - begin)), pid=0, tid=1)
-            yield dict(ph="i", s="p", name=event["kind"], cat="run", **at, args=told)
 
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
@@ -215,8 +211,3 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
         rows[place].append(span)
         around[place].append(span)
     return rows
-
-
-def _part_order(part: str) -> tuple[int, list[tuple[int, str]]]:
-    place = next((place for place, kind in enumerate(_ORDER) if part.startswith(kind)), len(_ORDER))
-    return place, [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", part)]

@@ -92,11 +92,6 @@ class DataSource(Section):
         return data
 
 
-def _with_columns(source: Any, columns: dict[str, Any]) -> Any:
-    own = source.get("columns") if isinstance(source, dict) else None
-    return {**source, "columns": {**columns, **own}} if isinstance(own, dict) else source
-
-
 _TEMPLATES_OWN = ("messages", "add_generation_prompt", "tools", "documents")
 """What a chat template is given anyway, beside the text of the special tokens."""
 
@@ -149,7 +144,11 @@ class DataTask(Section):
             return data
         if not isinstance(data.get("sources"), list | tuple):
             return data
-        return {**data, "sources": [_with_columns(source, data["columns"]) for source in data["sources"]]}
+        sources = []
+        for source in data["sources"]:
+            own = source.get("columns") if isinstance(source, dict) else None
+            sources.append({**source, "columns": {**data["columns"], **own}} if isinstance(own, dict) else source)
+        return {**data, "sources": sources}
 
     @model_validator(mode="after")
     def _a_template_writes_it(self) -> Self:

@@ -27,7 +27,6 @@ from pipeline.resume import go_on_with
 from precision.controller.policy import State
 from precision.formats.quant_map import QuantMapFile
 from precision.reference import ReferenceSection
-from tests.support.runs import evenkeel
 from tests.support.whole_runs import damage, whole_run
 from tests.support.written_runs import SECONDS, step_metrics
 
@@ -73,17 +72,6 @@ def test_what_a_killed_fork_left_goes_with_the_next_one_into_the_same_folder(tmp
         (folder / "checkpoints").mkdir(parents=True)
     fork_run(source.path, Path("new"), 4)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "new", others.name}
-
-
-def test_a_folder_may_have_any_characters(tmp_path: Path) -> None:
-    fork_run(whole_run(tmp_path).path, tmp_path / "größer 😀" / "new", 4)
-    assert RunDirectory(tmp_path / "größer 😀" / "new").recipe().run.root == tmp_path / "größer 😀"
-
-
-def test_a_name_that_looks_like_a_number_is_a_name(tmp_path: Path) -> None:
-    source = whole_run(tmp_path)
-    fork_run(source.path, Path("42"), 4)
-    assert RunDirectory(tmp_path / "42").recipe().run.name == "42"
 
 
 def test_what_is_decided_after_the_step_is_decided_anew(tmp_path: Path) -> None:
@@ -249,9 +237,3 @@ def test_what_no_checkpoint_carries_is_refused(
     with pytest.raises(RunConflictError, match="exists already"):
         fork_run(source.path, source.path, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_the_command_says_how_to_go_on(tmp_path: Path) -> None:
-    source = whole_run(tmp_path)
-    done = evenkeel("fork", source.path, tmp_path / "new", "--at", "2", "--set", "rollout.group_size=4")
-    assert done.stdout.strip().endswith(f"go on with `evenkeel train {tmp_path}/new/recipes/000001.yaml`")

@@ -62,21 +62,6 @@ def test_metrics_are_columns(tmp_path: Path) -> None:
     assert {event["kind"] for event in run.events} >= {"started", "evaluated"}
 
 
-def test_a_number_that_a_step_lacks_is_none_of_its_column(tmp_path: Path) -> None:
-    from pipeline.data.event_log import EventLog
-
-    path = write_run(tmp_path, 0)
-    log = EventLog(path, "learner-000001")
-    log.metrics(0, loss=1.0)
-    log.metrics(1, k3_kl=0.5, name="x", bins=[1, 2], good=True)
-    run = evenkeel.Run(path)
-    assert list(run.metrics) == ["step", "time", "loss", "k3_kl"]
-    assert run.metrics["loss"].tolist()[0] == 1.0
-    assert np.isnan(run.metrics["loss"][1])
-    log.metrics(2, loss=3.0)
-    assert len(run.metrics["loss"]) == 3  # read anew
-
-
 def test_batches_are_arrays(tmp_path: Path) -> None:
     path = write_run(tmp_path, 1)
     BatchStore(RunDirectory(path).batches).commit(batch_of_rewards([[0.0, 1.0], [1.0, 1.0]]))
@@ -258,11 +243,6 @@ def test_runs_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "recipe.yaml").write_text("no: recipe\n", encoding="utf-8")
     assert [run.path.name for run in evenkeel.list_runs(tmp_path)] == ["mine"]
-
-
-def test_what_is_no_run_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="give the folder of a run"):
-        evenkeel.Run(tmp_path / "none")
 
 
 def test_importing_it_loads_nothing_heavy(tmp_path: Path) -> None:

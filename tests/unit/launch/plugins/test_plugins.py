@@ -12,7 +12,6 @@ import pytest
 from launch.plugins.listing import Kind, Plugin, of_modules, shipped
 from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import load_recipe
-from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks import build_task
 from tests.support.runs import evenkeel
@@ -147,12 +146,6 @@ def test_what_comes_with_it_is_listed_whole() -> None:
     assert [plugin.value for plugin in found if "…" in plugin.says] == []
 
 
-def test_each_task_and_reward_of_the_list_can_be_named(tmp_path: Path) -> None:
-    for plugin in shipped():
-        if plugin.kind in ("task", "reward", "advantage", "correction"):
-            named_in_a_recipe(plugin, tmp_path)
-
-
 def test_the_command_lists_both(tmp_path: Path) -> None:
     told = evenkeel("plugins")
     assert told.returncode == 0
@@ -180,12 +173,6 @@ def test_what_is_no_module_of_plug_ins_is_one_line(module: str, said: str) -> No
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
-
-
-def test_a_task_with_a_filter_says_so() -> None:
-    assert DataTask.model_validate(dict(name="data", path="p", filter="a.b:c")).filter == "a.b:c"
-    with pytest.raises(ValueError, match="filter"):
-        DataTask.model_validate(dict(name="data", path="p", filter="no function"))
 
 
 def test_a_name_that_is_none_is_told_how_one_looks() -> None:

@@ -50,11 +50,6 @@ def test_a_batch_that_is_not_there(run: RunDirectory) -> None:
     assert "batch 7 is not committed" in done.stderr
 
 
-def test_a_run_that_is_a_file(run: RunDirectory) -> None:
-    done = evenkeel("report", run.path / "recipe.yaml")
-    assert done.stderr.startswith(f"error: {run.path}/recipe.yaml is no folder")
-
-
 def test_parquet_and_json_lines_hold_the_same_rows(run: RunDirectory, tmp_path: Path) -> None:
     sampled = BatchStore(run.batches).read(0, None)
     gaps = np.linspace(-0.5, 0.25, len(sampled.rollout_logprobs), dtype=np.float32)
@@ -104,12 +99,6 @@ def test_filters_keep_what_they_name(run: RunDirectory, tmp_path: Path) -> None:
     assert kept(search="no such text") == []
     with pytest.raises(RecipeError, match="has no batch in these steps; committed are 0 to 1"):
         kept(first=5, end=9)
-
-
-def test_a_run_without_a_batch_has_nothing_to_export(run: RunDirectory, tmp_path: Path) -> None:
-    path = write_run(tmp_path, 1, name="other", overrides=dict(model=dict(path=str(tmp_path / "base"))))
-    with pytest.raises(RecipeError, match=r"other has no batch, so nothing to export"):
-        export(path, tmp_path / "out.jsonl")
 
 
 def test_samples_of_one_finish_or_source_are_kept(run: RunDirectory, tmp_path: Path) -> None:

@@ -102,17 +102,6 @@ def test_a_comparison_names_the_keys_that_differ_and_no_other(tmp_path: Path) ->
     assert "bottleneck" not in told  # both say the same
 
 
-def test_a_comparison_of_equal_runs_says_so(tmp_path: Path) -> None:
-    compared = compare_runs([write_run(tmp_path, 3, name="a"), write_run(tmp_path, 3, name="b")])
-    compared["recipe"] = {}  # their names
-    assert "2 runs, which differ in nothing" in text_of(render_comparison(compared))
-
-
-def test_a_comparison_keeps_the_order_of_its_runs(tmp_path: Path) -> None:
-    first, second = write_run(tmp_path, 24, name="z"), write_run(tmp_path, 24, name="a")
-    assert [run["name"] for run in compare_runs([first, second])["runs"]] == ["z", "a"]
-
-
 def test_one_run_or_one_twice_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path, 3)
     with pytest.raises(RecipeError, match="1 run was given, expected at least two"):

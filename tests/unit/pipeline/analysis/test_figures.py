@@ -60,16 +60,6 @@ def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> Non
     assert ">failures</text>" in svg
 
 
-def test_a_symmetric_advantage_has_one_line(write_run: WriteRun) -> None:
-    run_log = RunLog.read(write_run(3, overrides=dict(advantage=dict(name="maxrl"), rollout=dict(group_size=4))))
-    found = section(run_log, "Advantage")
-    assert found is not None
-    assert "groups of 4." in found.text
-    [figure] = found.figures
-    assert ">both</text>" in figure.svg
-    assert ">failures</text>" not in figure.svg
-
-
 @pytest.mark.parametrize(("coefficient", "weighed"), [(0.0, False), (1.0, True)])
 def test_where_a_teacher_judges_alone_no_prompt_is_weighed_by_its_solve_rate(
     write_run: WriteRun, coefficient: float, weighed: bool

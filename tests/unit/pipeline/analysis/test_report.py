@@ -118,14 +118,6 @@ def test_a_run_without_any_step_says_so(write_run: WriteRun) -> None:
     assert "<svg" not in page
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7])
-def test_a_run_that_goes_on(write_run: WriteRun, steps: int) -> None:
-    page = page_of(write_run(steps, evaluations=False))
-    assert f"unfinished: {steps} of 24 steps" in page
-    assert 'aria-label="held-out pass@1"' not in page
-    assert 'aria-label="Effective sample size"' in page
-
-
 def test_a_step_without_the_optional_metrics(write_run: WriteRun) -> None:
     run = write_run(0)
     EventLog(run, "learner-000001").metrics(0, reward_mean=0.5)
@@ -148,12 +140,6 @@ def test_events_are_listed_escaped_and_repeats_collapse(write_run: WriteRun) -> 
     assert page.count("engine 0 is gone") == 1
     assert "9 times: engine 0 is gone" in page
     assert "batch 2, group 77: prompt has 600 tokens" in page
-
-
-def test_long_runs_are_smoothed_and_stay_small(write_run: WriteRun) -> None:
-    page = page_of(write_run(300, steps=300))
-    assert len(page) < 1_500_000
-    assert "300 <small>of 300" in page
 
 
 def test_numbers_in_words() -> None:

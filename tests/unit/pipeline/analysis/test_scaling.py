@@ -71,15 +71,6 @@ def test_compute_of_a_run(run: Path, x: str | None, spent: list[float]) -> None:
     assert (curve.name, curve.x, curve.y) == ("demo", x or "samples", "pass_at_1")
 
 
-def test_not_a_run(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"no recipe\.yaml"):
-        read_curve(tmp_path, None, None)
-
-
-def test_another_field_of_the_evaluations(run: Path) -> None:
-    np.testing.assert_allclose(read_curve(run, None, "pass_at_1_low").score, [0.15, 0.4, 0.65])
-
-
 def test_a_step_trained_again_counts_once(run: Path) -> None:
     EventLog(run, "learner-000001").metrics(3, num_tokens=2000)
     assert read_curve(run, "tokens", None).compute[-1] == 1000 + 1100 + 1200 + 2000
@@ -99,13 +90,6 @@ def test_a_skipped_step_costs_nothing_and_moves_no_version(run: Path, x: str, sp
     accelerators × (10 + 20) s = 240 s; × (10 + 20 + 40) s = 560 s."""
     skip(run, 2)
     np.testing.assert_allclose(read_curve(run, x, None).compute, spent)
-
-
-def test_a_skipped_step_leaves_no_line(run: Path) -> None:
-    skip(run, 4)
-    EventLog(run, "learner-000002").metrics(5, num_tokens=70, seconds={})
-    EventLog(run, "learner-000002").event("evaluated", version=6, pass_at_1=0.8)
-    np.testing.assert_allclose(read_curve(run, "tokens", None).compute, [0, 2100, 4600, 4670])
 
 
 def test_hours_are_those_of_the_layout_in_which_a_step_was_trained(run: Path) -> None:
@@ -136,18 +120,6 @@ def test_hours_count_each_accelerator_once(run: Path, changed: dict[str, Any], a
     add_recipe(run, recipe, first_step=2, first_batch=3)
     hours = [0, 8 * 30 / 3600, (8 * 30 + accelerators * 70) / 3600]
     np.testing.assert_allclose(read_curve(run, "hours", None).compute, hours)
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "error", "message"),
-    [
-        ("steps", None, RecipeError, "--x steps is not known for a run, expected one of samples, tokens, hours"),
-        (None, "pass", StoreError, "no evaluation with a number 'pass'"),
-    ],
-)
-def test_bad_axes_of_a_run(run: Path, x: str | None, y: str | None, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        read_curve(run, x, y)
 
 
 def test_an_evaluation_beyond_the_journal(run: Path) -> None:
@@ -209,13 +181,6 @@ def test_bad_jsonl(
         read_curve(path, x, y)
 
 
-def test_not_text(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StoreError, match="cannot read"):
-        read_curve(path, "c", "r")
-
-
 def curve(compute: list[float], score: list[float]) -> Curve:
     return Curve(name="n", x="c", y="r", compute=np.array(compute), score=np.array(score))
 
@@ -241,9 +206,3 @@ def test_skip_leaves_the_start_alone() -> None:
     np.testing.assert_array_equal(points.compute, [2, 3, 4, 5])
     with pytest.raises(StoreError, match="3 points are left to fit, expected at least 4"):
         Bounds(skip=3.0).points([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])])
-
-
-def test_a_late_first_point_is_no_point_of_the_fit() -> None:
-    points = Bounds().points([curve([1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])])
-    assert points.start == 0.1
-    np.testing.assert_array_equal(points.compute, [2, 3, 4, 5])

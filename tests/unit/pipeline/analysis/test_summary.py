@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from launch.show.runs import render, render_list
-from pipeline.analysis.drawing import curve
 from pipeline.analysis.report import render_page, write_report
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import (
@@ -84,54 +83,6 @@ def test_first_and_last_pass_at_k_are_of_one_k(write_run: Callable[..., Path]) -
     assert (numbers["k"], numbers["pass_at_k_first"], numbers["pass_at_k_last"]) == (2, pytest.approx(0.225), 0.625)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "text"),
-    [
-        (dict(kind="sync"), "sync"),
-        (dict(kind="async", lag=3), "async, lag 3"),
-        (dict(kind="staged", updates_per_stage=4), "staged, µ = 4"),
-    ],
-)
-def test_layout_precision_objective_and_schedule(
-    write_run: Callable[..., Path], schedule: dict[str, object], text: str
-) -> None:
-    overrides = dict(
-        learner=dict(tensor_parallel=2, pipeline_parallel=3),
-        rollout=dict(precision="fp8_block", engines=2),
-        objective=dict(name="clipped"),
-        schedule=schedule,
-    )
-    numbers = summary(write_run(2, overrides=overrides))
-    assert numbers["learner_layout"] == "TP2×PP3"
-    assert numbers["rollout_precision"] == "fp8_block"
-    assert (numbers["engines"], numbers["objective"], numbers["schedule"]) == ("2 × TP1", "clipped", text)
-
-
-def test_choices_are_named_with_what_is_not_default(write_run: Callable[..., Path]) -> None:
-    overrides = dict(
-        objective=dict(name="clipped", clip_high=0.28, anchor="old"),
-        correction=dict(name="tis", cap=2.0),
-        advantage=dict(name="dr_grpo", aggregation="prompt", batch_normalized=True),
-    )
-    numbers = summary(write_run(2, overrides=overrides))
-    assert numbers["objective"] == "clipped (anchor old, clip_high 0.28)"
-    assert numbers["correction"] == "tis"
-    assert numbers["advantage"] == "dr_grpo (aggregation prompt, batch_normalized)"
-    text = " ".join(text_of(render(numbers)).split())
-    assert "dr_grpo (aggregation prompt, batch_normalized), correction tis" in text
-
-
-@pytest.mark.parametrize(("updates", "schedule", "warned"), [(1, "sync", True), (4, "sync, 4 updates a batch", False)])
-def test_updates_of_a_batch_and_a_clip_that_cannot_act_are_told(
-    write_run: Callable[..., Path], updates: int, schedule: str, warned: bool
-) -> None:
-    objective = dict(name="clipped", anchor="old")
-    numbers = summary(write_run(2, overrides=dict(objective=objective, learner=dict(updates_per_batch=updates))))
-    assert numbers["schedule"] == schedule
-    shown = " ".join(text_of(render(numbers)).split())
-    assert ("the clip of objective clipped never acts" in shown) == warned
-
-
 def test_a_step_trained_again_counts_once(write_run: Callable[..., Path]) -> None:
     run = write_run(5)
     EventLog(run, "learner-000001").metrics(4, num_tokens=3000, ess=0.5)
@@ -149,19 +100,6 @@ def test_restarts_and_drops_are_counted_and_shown(write_run: Callable[..., Path]
     assert "restarts 1, dropped groups 1" in text_of(render(numbers))
 
 
-def test_prompts_that_were_not_asked_as_they_came_are_counted_and_shown(write_run: Callable[..., Path]) -> None:
-    run = write_run(2)
-    assert "all asked as they came" in text_of(render(summary(run)))
-    event_log = EventLog(run, "learner-000001")
-    for refills in (3, 4):
-        event_log.event(
-            "committed", batch=2, samples=8, refills=refills, zero_variance=2, solved_groups=1, interrupted=0
-        )
-    numbers = summary(run)
-    assert (numbers["refills"], numbers["zero_variance"], numbers["solved_groups"]) == (7, 4, 2)
-    assert "refills 7, groups without contrast 4, groups of solved problems 2" in text_of(render(numbers))
-
-
 def test_samples_are_those_of_every_batch_once(write_run: Callable[..., Path]) -> None:
     """A collector may be killed between a batch and its event; a batch whose file is gone may be made again."""
     run = write_run(2)
@@ -177,18 +115,6 @@ def test_a_run_that_has_not_begun(write_run: Callable[..., Path]) -> None:
     assert numbers["pass_at_1_first"] is None
     assert numbers["ess_last"] is None
     assert "– → –" in text_of(render(numbers))
-
-
-def test_table_shows_the_numbers(write_run: Callable[..., Path]) -> None:
-    text = text_of(render(summary(write_run(24))))
-    for expected in (
-        "12.5 % → 50.0 % (95 %: 43.8 % to 56.2 %)",
-        "37.5 % → 75.0 %",
-        "24 of 24",
-        "58 s",
-        "one process, bf16",
-    ):
-        assert expected in text
 
 
 def test_not_a_run(tmp_path: Path) -> None:
@@ -245,29 +171,11 @@ def test_a_run_of_sft_has_a_table_and_a_page_of_its_own(write_run: Callable[...,
             assert absent not in text
 
 
-def test_no_row_stands_twice_where_evaluations_ask_once(write_run: Callable[..., Path]) -> None:
-    run = write_run(2, evaluations=False)
-    for version in (0, 2):
-        EventLog(run, "collector-000002").event("evaluated", version=version, pass_at_1=0.5, pass_at_k={"1": 0.5})
-    assert text_of(render(summary(run))).count("held-out pass@1") == 1
-    assert write_report(run).read_text(encoding="utf-8").count("pass@1</dt>") == 0
-
-
 def test_a_command_in_a_sentence_is_code_on_the_page_and_markup_is_text(write_run: Callable[..., Path]) -> None:
     run = write_run(1)
     EventLog(run, "collector-000009").event("reward_failed", reason="raised", detail="see `evenkeel <x>`")
     page = write_report(run).read_text(encoding="utf-8")
     assert "see <code>evenkeel &lt;x&gt;</code>" in page
-
-
-def test_a_learning_rate_is_drawn_as_it_was_set(write_run: Callable[..., Path]) -> None:
-    run = RunLog.read(write_run(60, steps=60))
-    line = (*run.series("reward_mean"), "x", "green")
-    smooth, exact = (curve("lr", [line], smooth=smooth) for smooth in (True, False))
-    assert smooth is not None
-    assert exact is not None
-    assert smooth.count("opacity: 0.3") > 0
-    assert exact.count("opacity: 0.3") == 0
 
 
 WriteRun = Callable[..., Path]

@@ -78,10 +78,6 @@ def test_recorded_spans_replace_what_is_rebuilt(write_run: WriteRun) -> None:
     assert rows["verifiers", "worker 0"][0]["args"] == {"samples": 3}, "what came after the step is not in it"
 
 
-def test_the_default_is_the_last_steps(write_run: WriteRun) -> None:
-    assert trace(write_run(24))["otherData"]["steps"] == [4, 24]
-
-
 def test_the_steps_that_were_judged_are_told_where_they_are_not_those_shown(write_run: WriteRun) -> None:
     """The first step is shown, and left out of shares and verdict."""
     found = trace(write_run(3))["otherData"]

@@ -47,11 +47,6 @@ def test_a_clip_needs_an_old_policy_that_is_older(
     assert acts or "updates_per_batch above 1" in told[0]
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_no_recipe_of_ours_needs_advice(path: Path) -> None:
-    assert advice(load_recipe(path, [])) == []
-
-
 @pytest.mark.parametrize(("schedule", "acts"), [(ASYNC, True), (dict(kind="sync"), False)])
 def test_the_policy_that_sampled_is_older_with_lag_alone(schedule: dict[str, Any], acts: bool) -> None:
     recipe = a_recipe(objective=dict(name="decoupled"), schedule=schedule, learner=dict(old_logprobs_at="sampling"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +184,6 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: str) -> None:
         load_recipe(path)
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"cannot read recipe .*none.yaml: .* shipped recipe \(dapo, .*, spell\)"):
-        load_recipe(tmp_path / "none.yaml")
-
-
 def test_a_shipped_recipe_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the program is installed, nobody knows in which folder its recipes lie."""
     monkeypatch.chdir(tmp_path)
@@ -197,12 +191,6 @@ def test_a_shipped_recipe_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert find_recipe(tmp_path / "demo") == tmp_path / "demo"
     (tmp_path / "mine.yaml").write_text("extends: demo\nrun: {name: mine}\n")
     assert load_recipe(Path("mine.yaml")).rollout == load_recipe(Path("demo")).rollout
-
-
-def test_a_file_goes_before_a_shipped_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(SHIPPED / "spell.yaml", tmp_path / "demo.yaml")
-    assert load_recipe(Path("demo.yaml")).run.name == "spell"
 
 
 def test_what_extends_means_is_looked_for_beside_the_file_first(tmp_path: Path) -> None:
@@ -276,14 +264,6 @@ def test_a_cut_vocabulary_is_refused_where_stored_probabilities_weigh(
     remedies = ("set rollout.kept_set=true", f"rollout.{key}=", "clipped or gspo with anchor old")
     for part in (f"rollout.{key} is {value}", who, "biased", *remedies):
         assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("cut", [dict(top_p=0.8), dict(top_k=20), dict(top_p=1.0, top_k=-1)])
-@pytest.mark.parametrize("name", ["clipped", "gspo"])
-def test_a_cut_vocabulary_is_fine_where_none_weighs(name: str, cut: dict[str, Any]) -> None:
-    """The ratio to pi_old does not know the engine; p3o's is fine over the whole vocabulary."""
-    rollout = cut | {"kept_set": False}
-    assert recipe_from(data(rollout=rollout, objective=dict(name=name, anchor="old")), source="t")
 
 
 @pytest.mark.parametrize("cut", [dict(top_p=0.8), dict(top_k=20), dict(top_p=0.9, top_k=MOST_KEPT)])
