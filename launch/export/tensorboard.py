@@ -15,13 +15,14 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import google_crc32c
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from launch.export.export import Point
+if TYPE_CHECKING:
+    from launch.export.export import Point
 
 _NAMED = "events.out.tfevents.*.evenkeel"
 

@@ -12,14 +12,15 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report its errors to its makers
 os.environ.pop("WANDB_SERVICE", None)  # a parent's: what is killed here would go on there
 
 import wandb
 
-from launch.export.export import Point
+if TYPE_CHECKING:
+    from launch.export.export import Point
 
 PROJECT = "evenkeel"
 
