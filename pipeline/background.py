@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple, Unpack
 from precision.text import one_line
 
 if TYPE_CHECKING:
-    from megatron_bridge.learner import MegatronLearner
     from megatron_bridge.parallel.rank_sync import RankSync
 
 ANSWER_S = 3.0
@@ -107,7 +106,7 @@ class DiagnosticsWriter:
 class LongAction(Generic[T]):
     """An action of rank 0 that may take hours, beside whatever the ranks do meanwhile. Made on every rank."""
 
-    def __init__(self, ranks: MegatronLearner | RankSync, action: Callable[[], T]) -> None:
+    def __init__(self, ranks: RankSync, action: Callable[[], T]) -> None:
         """Begins now."""
         self._ranks = ranks
         self._work: Future[T] | None = in_background(action, "long-action") if ranks.is_rank_zero else None
@@ -123,7 +122,7 @@ class LongAction(Generic[T]):
         return self._ranks.tell(answer)
 
 
-def tell_when_done(ranks: MegatronLearner | RankSync, action: Callable[[], T]) -> T:
+def tell_when_done(ranks: RankSync, action: Callable[[], T]) -> T:
     """Return the action's result on rank 0, a JSON value, on every rank, for one that may take hours; every rank raises
     what it raised. Collective."""
     work = LongAction(ranks, action)

@@ -56,10 +56,6 @@ def test_both_spellings_of_the_number_of_experts() -> None:
     assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(QWEN3_30B_A3B)
 
 
-def test_a_dense_model_has_no_experts() -> None:
-    assert ModelConfig.from_hf(QWEN3_32B).experts is None
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -45,11 +45,6 @@ def test_sizes_that_divide_are_accepted() -> None:
     check_layout(QWEN3 | EXPERTS, spread)
 
 
-def test_processes_are_the_product_of_the_parallel_sizes() -> None:
-    learner = LearnerSection(tensor_parallel=2, context_parallel=3, pipeline_parallel=5, data_parallel=7)
-    assert Layout.of(learner).num_processes == learner.num_processes == 210
-
-
 def test_sequence_parallelism_of_one_rank_is_without_effect() -> None:
     assert not Layout.of(LearnerSection(sequence_parallel=True)).sequence
     assert Layout.of(LearnerSection(sequence_parallel=True, tensor_parallel=2)).sequence_ranks == 2
