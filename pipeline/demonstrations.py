@@ -280,7 +280,7 @@ def unstopped_end(tokenizer: Tokenizer) -> int | None:
     said = "Yes, ten."
     asked = [dict(role="user", content="Is it ten?"), dict(role="assistant", content=said)]
     _, found, tail = tokenizer.conversation(asked, to_answer=False).rpartition(said)
-    stops = _stop_ids(tokenizer)
+    stops = {tokenizer.eos_token_id, *named_ends(tokenizer.folder)}
     try:
         closing = tokenizer.encode(_closing(tail, tokenizer.eos_token) if found else "")
     except ModelError:
@@ -298,7 +298,8 @@ def learned_end(rows: Iterable[Demonstration], tokenizer: Tokenizer) -> int | No
 
 def write_with_end(tokenizer: Tokenizer, end: int, folder: Path) -> None:
     """Write the tokenizer's generation_config.json into `folder`, with `end` beside all at which servers stop."""
-    named = read_object(tokenizer.folder / _GENERATION_FILE) | dict(eos_token_id=[*sorted(_stop_ids(tokenizer)), end])
+    stops = {tokenizer.eos_token_id, *named_ends(tokenizer.folder)}
+    named = read_object(tokenizer.folder / _GENERATION_FILE) | dict(eos_token_id=[*sorted(stops), end])
     (folder / _GENERATION_FILE).write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
 
 
@@ -307,7 +308,3 @@ def named_ends(folder: Path) -> set[int]:
     named = [read_object(folder / name).get("eos_token_id") for name in ("config.json", _GENERATION_FILE)]
     each = [one for value in named for one in (value if isinstance(value, list) else [value])]
     return {one for one in each if isinstance(one, int)}
-
-
-def _stop_ids(tokenizer: Tokenizer) -> set[int]:
-    return {tokenizer.eos_token_id, *named_ends(tokenizer.folder)}

@@ -75,15 +75,10 @@ class Places(NamedTuple):
     """Of one gap: 1 or 2; 0 where every place has a value."""
 
 
-def numbers_of(data: Bytes, width: int) -> Numbers:
-    """View bytes [n * width] as unsigned numbers of `width` bytes [n], in the same memory."""
-    return data.view(_UNSIGNED[width])
-
-
 def changed_runs(old: Bytes, new: Bytes, width: int) -> list[tuple[Places, bytes, int]]:
     """Return what changed from `old` to `new`, each [n * width] bytes: for each run that changed its places, its
     payload, and how many of its numbers differ."""
-    before, after = numbers_of(old, width), numbers_of(new, width)
+    before, after = old.view(_UNSIGNED[width]), new.view(_UNSIGNED[width])
     found = []
     for first in range(0, len(after), RUN_NUMBERS):
         part = slice(first, first + RUN_NUMBERS)
@@ -96,7 +91,7 @@ def changed_runs(old: Bytes, new: Bytes, width: int) -> list[tuple[Places, bytes
 def apply(target: Bytes, width: int, run: Places, payload: bytes) -> None:
     """Overwrite in `target`, [n * width] bytes that may be written. Raises ValueError for a payload that is none, with
     nothing written."""
-    numbers = numbers_of(target, width)[run.first : run.first + run.length]
+    numbers = target.view(_UNSIGNED[width])[run.first : run.first + run.length]
     if run.gap_bytes not in (0, 1, 2) or len(numbers) != run.length or not 0 <= run.places <= run.length:
         raise ValueError(f"{run} does not fit a tensor of {len(target) // width} numbers")
     planes = np.empty(run.places * (run.gap_bytes + width), np.uint8)  # what the payload claims allocates nothing

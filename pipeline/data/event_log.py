@@ -129,7 +129,14 @@ class EventLog:
         is_new = not path.exists()
         make_folder(path.parent)
         if path not in self._begun:
-            _end_torn_line(path)
+            # A last line that lacks its line end is ended; what is torn is removed.
+            data = path.read_bytes() if path.exists() else b""
+            if torn := data[data.rfind(b"\n") + 1 :]:
+                if parse_line(torn) is None:
+                    os.truncate(path, len(data) - len(torn))
+                else:
+                    with path.open("ab") as file:
+                        file.write(b"\n")
             self._begun.add(path)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -234,18 +241,6 @@ def _plain(key: str, value: Any) -> Any:
             return [_plain(f"{key}[{place}]", part) for place, part in enumerate(value)]
         case _:
             raise TypeError(f"{key} is a {type(value).__name__}, expected numbers, text, lists or dicts of them")
-
-
-def _end_torn_line(path: Path) -> None:
-    """End a last line that lacks its line end, so that the next one does not grow onto it; what is torn is removed."""
-    data = path.read_bytes() if path.exists() else b""
-    if not (torn := data[data.rfind(b"\n") + 1 :]):
-        return
-    if parse_line(torn) is None:
-        os.truncate(path, len(data) - len(torn))
-    else:
-        with path.open("ab") as file:
-            file.write(b"\n")
 
 
 def read_lines(path: Path, log: Log, damage: list[str] | None = None) -> Iterator[dict[str, Any]]:
