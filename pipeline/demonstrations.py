@@ -279,9 +279,9 @@ def unstopped_end(tokenizer: Tokenizer) -> int | None:
     no plain question and answer. Raises ModelError for a file of the folder that cannot be read."""
     said = "Yes, ten."
     asked = [dict(role="user", content="Is it ten?"), dict(role="assistant", content=said)]
-    _, found, tail = tokenizer.conversation(asked, to_answer=False).rpartition(said)
     stops = {tokenizer.eos_token_id, *named_ends(tokenizer.folder)}
     try:
+        _, found, tail = tokenizer.conversation(asked, to_answer=False).rpartition(said)
         closing = tokenizer.encode(_closing(tail, tokenizer.eos_token) if found else "")
     except ModelError:
         return None
