@@ -117,7 +117,8 @@ def test_training_again_repeats_the_controllers_decisions(tmp_path: Path) -> Non
 def test_of_a_large_batch_some_rows_are_attributed_evenly_spread() -> None:
     count = 4 * MOST_ROWS
     offsets = 2 * np.arange(count + 1)
-    batch: Any = SimpleNamespace(num_samples=count, response_offsets=offsets, loss_mask=np.ones(2 * count, np.bool_))
+    sampled = dict(loss_mask=np.ones(2 * count, np.bool_), policy_version=np.zeros(2 * count, np.int32))
+    batch: Any = SimpleNamespace(num_samples=count, response_offsets=offsets, **sampled)
     some = bounded(Recorded(6, batch, np.zeros(2 * count)))
     rows = np.unique(np.flatnonzero(some.counts) // 2)
     assert (len(rows), some.counts.sum(), some.rows_left_out) == (MOST_ROWS, 2 * MOST_ROWS, 3 * MOST_ROWS)
