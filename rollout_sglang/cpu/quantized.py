@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precision.formats.formats import dequantize_block, fake_quantize
-from precision.formats.rollout_format import EMULATED_METHOD, RolloutFormat
+from precision.formats.rollout_format import BLOCK, EMULATED_METHOD, RolloutFormat
 
 _MODULE = "sglang.srt.layers.quantization.fp8"
 _METHOD = f"{_MODULE}.Fp8LinearMethod"
@@ -59,13 +59,16 @@ def _remember_dequantized(_: Callable[..., None], method: Any, layer: nn.Module)
 def dequantized(method: Any, layer: Any) -> Tensor:
     """The weight of an FP8 layer after rounding to e4m3, [out, in], in the model's dtype.
 
-    Raises NotImplementedError for checkpoints with scales for activations.
+    Raises NotImplementedError for blocks of another size than 128 by 128 and for scales of activations.
     """
     weight: Tensor = layer.weight.data
     if method.block_quant:
-        rows, columns = method.weight_block_size
-        values = dequantize_block(weight, layer.weight_scale_inv.data, (rows, columns))
-        return values.to(layer.orig_dtype)
+        if tuple(method.weight_block_size) != BLOCK:
+            raise NotImplementedError(
+                f"the CPU engine rounds in blocks of {BLOCK}, this checkpoint has {tuple(method.weight_block_size)}; "
+                "serve one made by `evenkeel convert hf-to-fp8`, or use a GPU"
+            )
+        return dequantize_block(weight, layer.weight_scale_inv.data).to(layer.orig_dtype)
     if method.is_checkpoint_fp8_serialized:
         if method.quant_config.activation_scheme != "dynamic":
             raise NotImplementedError(

@@ -86,3 +86,9 @@ def test_a_stored_stack_is_dequantized_part_by_part() -> None:
 def test_a_stored_scale_of_activations_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="activation_scheme dynamic"):
         dequantized(stored("static"), layer_of(torch.zeros(1, 1)))
+
+
+def test_blocks_of_another_size_are_refused() -> None:
+    """Activations would be rounded in groups that are not the checkpoint's."""
+    with pytest.raises(NotImplementedError, match=r"blocks of \(128, 128\), this checkpoint has \(64, 64\)"):
+        dequantized(method(block=[64, 64], serialized=True), layer_of(torch.zeros(1, 1)))
