@@ -1,10 +1,10 @@
-"""The trained policy on Megatron-Core, as the learner loop (pipeline.trainer.loop) calls it.
+"""Score batches with the policy on Megatron-Core and train it, as the learner loop (pipeline.trainer.loop) asks.
 
     score:     plan ─▶ forward only ─▶ gather
     update:    prepare ─▶ plan ─▶ forward + backward ─▶ gather ─▶ all finite? ─▶ clip ─▶ AdamW
 
-Every method is collective. What a method returns is the same on every rank. What is counted in tokens stays on the
-device from scoring to the update; whoever writes or reports it copies it from there.
+Every method is collective and returns the same on every rank. Per-token tensors stay on the device from scoring to the
+update; code that writes or reports them copies them to the host.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from precision.ratios import MAX_LOG_RATIO
 _log = logging.getLogger(__name__)
 Scores = Tensor | NDArray[np.float32] | None
 _LOOK_S = 3.0
-"""Ranks tell one another so often whether they have written their shares."""
+"""Longest time that `save` waits before the ranks check again whether their shares are written."""
 
 
 class MegatronLearner(RankSync):
@@ -69,7 +69,7 @@ class MegatronLearner(RankSync):
         layers: Layers | None = None,
         emulate: QuantMap | None = None,
     ) -> None:
-        """Build model and optimizer in the parallel state as it is: use `create`, which makes that state too."""
+        """Build model and optimizer in the existing parallel state. `create` initializes that state first."""
         if learner.fp8_emulation != (emulate is not None):
             raise ValueError(
                 f"learner.fp8_emulation is {str(learner.fp8_emulation).lower()}, but the learner was given "
@@ -87,7 +87,7 @@ class MegatronLearner(RankSync):
         """The parallel sizes in use."""
         dtype = torch.float32 if learner.precision == "fp32" else torch.bfloat16
         self.layers = choose_layers(layers if emulate is None else "megatron", dtype)
-        """Whose layers the model is built from."""
+        """The layers' origin: Megatron's own or Transformer Engine's."""
         chunks = build_chunks(
             self.model_config,
             self.layout,
@@ -101,12 +101,12 @@ class MegatronLearner(RankSync):
         load_hf(chunks, self.model_config, model_folder)
         self.model, self.optimizer = wrap_and_optimize(chunks, learner)
         self.emulation: Fp8Emulation | None = None
-        """The formats that every pass, of scoring and of training, emulates; see `emulate`."""
+        """The formats that every scoring and training pass emulates; see `emulate`."""
         self.emulate(emulate)
         self._routers = install_replay(self.model, self.model_config)
         self.step = 0
-        """Optimizer steps taken."""
-        self.rates = LearningRates.of(learner.optimizer, total_steps)  # a run whose recipe was changed sets its own
+        """Number of optimizer steps taken."""
+        self.rates = LearningRates.of(learner.optimizer, total_steps)  # a run whose recipe was changed replaces it
         super().__init__(learner.step_deadline_s)
         self.split = Split(
             data_ranks=parallel_state.get_data_parallel_world_size(),
@@ -115,18 +115,18 @@ class MegatronLearner(RankSync):
             context_rank=parallel_state.get_context_parallel_rank(),
             sequence_ranks=self.layout.sequence_ranks,
             token_multiple=token_multiple(learner.precision),
-            # The interleaved schedule works in groups of as many micro-batches as there are stages.
+            # The interleaved schedule works in groups of as many micro-batches as there are pipeline stages.
             count_multiple=self.layout.pipeline if self.layout.virtual > 1 else 1,
             attention_parity=self.model_config.attention_parity,
         )
-        """This rank's place, and what a plan asks of it."""
+        """This rank's place and the sizes that a plan must keep."""
         self.num_data_ranks = self.split.data_ranks
         self._objective = objective
         self._runner = passes.ObjectiveRunner(objective, self.device)
         self._ranks = Ranks(rank=self.rank, size=self.num_ranks, sum=_sum)
         self._measured: tuple[int, int] | None = None
         """Batch and step of the last update."""
-        self._warm_ups = warm_up_passes(learner.precision)  # still to do
+        self._warm_ups = warm_up_passes(learner.precision)  # passes still to run
 
     @staticmethod
     def create(
@@ -141,11 +141,9 @@ class MegatronLearner(RankSync):
         layers: Layers | None = None,
         emulate: QuantMap | None = None,
     ) -> MegatronLearner:
-        """Join the process group, load the HF folder, build the optimizer.
-
-        `temperature` is that of the sampling. `layers` as in `model.choose_layers`; `emulate` as in the method, given
-        where learner.fp8_emulation is set. Raises ModelError (an FP8 precision without what it needs) or LayoutError.
-        """
+        """Join the process group, load the HF folder, build the optimizer. `temperature` is the sampling temperature.
+        `layers` is as in `choose_layers`. `emulate` is as in the method of that name; pass it if and only if
+        learner.fp8_emulation is set. Raises ModelError (an FP8 precision without its requirements) or LayoutError."""
         check_layout(read_hf_config(model_folder), learner)
         initialize(Layout.of(learner), seed, learner.step_deadline_s)
         return MegatronLearner(
@@ -160,40 +158,40 @@ class MegatronLearner(RankSync):
         )
 
     def emulate(self, quant_map: QuantMap | None) -> None:
-        """From now on, score and train with these formats emulated; None: with none. The weights do not change, and the
-        next pass rounds them. Raises ModelError with layers or modules that cannot be emulated."""
+        """Emulate these formats (None: none) in later scoring and training. The weights do not change; the next pass
+        rounds them. Raises ModelError for layers or modules that cannot be emulated."""
         self.emulation = None if quant_map is None else Fp8Emulation(self, quant_map)
 
     def share(self, lengths: NDArray[np.int64], together: Sequence[NDArray[np.bool_]]) -> Share:
-        """Divide samples of these `lengths` [samples], in tokens, over the ranks; every rank finds the same. Each set
-        in `together` [samples] is dealt out evenly by itself: a pass over it alone should take all ranks as long. A
-        batch of which a share is read (Batch.share) may be scored and trained on, as a whole or in parts."""
+        """Divide samples of these `lengths` [samples], in tokens, over the ranks, alike on every rank. Each set in
+        `together` [samples] is dealt out evenly, so that a pass over it alone takes all ranks as long. A batch whose
+        share is read (Batch.share) can be scored and trained on, as a whole or in parts."""
         return Share(ranks=deal(lengths, self.split, together), rank=self.split.data_rank)
 
     def sum_of_shares(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Exchange numbers of all samples, of 1 or 4 bytes, between ranks that have those of their own, and 0 in the
-        place of others: each place as the rank has it on which it is not 0, bit for bit. `values` are overwritten."""
+        """Exchange values of all samples between data parallel ranks. Each rank has its samples' values and 0
+        elsewhere. Values are of 1 or 4 bytes and arrive bit for bit; `values` is overwritten."""
         integers = {1: np.uint8, 4: np.int32}[values.dtype.itemsize]
         summed = torch.from_numpy(values.view(integers)).to(self.device)
         dist.all_reduce(summed, group=parallel_state.get_data_parallel_group())
         return np.asarray(summed.cpu().numpy()).view(values.dtype)
 
     def score(self, batch: Batch) -> Tensor:
-        """float32 [responses] natural log-probability of every response token at the present weights, in the batch's
-        order, on the learner's device. The engine's experts are replayed where the batch has them;
+        """Return the natural log-probability of every response token at the present weights: float32 [responses], in
+        the batch's order, on the learner's device. The engine's experts are replayed if the batch has them;
         `replace(batch, experts=None)` has none."""
         return self.score_rows(TokenRows.of_batch(batch)).logprobs
 
     def logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        """[responses] what `score` returns, on the host: for programs that compare learners."""
+        """Return `score(batch)` on the host, float32 [responses], for programs that compare learners."""
         logprobs: NDArray[np.float32] = self.score(batch).cpu().numpy()
         return logprobs
 
     def score_tokens(
         self, rows: Sequence[Sequence[int]], *, temperature: float | None = None
     ) -> list[NDArray[np.float32]]:
-        """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before; at the
-        sampling's or at `temperature`, with the learner's own experts."""
+        """Return, for each row of n tokens, the natural log-probabilities [n - 1] of its tokens after the first. Uses
+        the sampling temperature or `temperature`, and the learner's own experts."""
         whole = TokenRows.whole(rows)
         policies = [chunk.module for chunk in self.model]
         usual = policies[0].temperature
@@ -207,7 +205,7 @@ class MegatronLearner(RankSync):
         return np.split(flat, whole.offsets[1:-1]) if rows else []
 
     def score_rows(self, rows: TokenRows) -> passes.Gathered:
-        """Log-probabilities and entropies of the predicted tokens, flat, at the present weights."""
+        """Compute log-probabilities and entropies of the predicted tokens, flat, at the present weights."""
         plan = plan_micro_batches(rows, micro_batch_tokens=self.section.micro_batch_tokens, split=self.split)
         num_predicted = int(rows.offsets[-1])
         while self._warm_ups:  # before the first pass that counts: not every run scores before it trains
@@ -231,17 +229,18 @@ class MegatronLearner(RankSync):
         `scored` is what `score(batch)` returned at the present weights. It is None for an objective that is not
         prepared from it, or that is prepared from `old_logprobs` alone. `old_logprobs` are the learner's
         log-probabilities [responses] before the first of several updates (pipeline.trainer.old_logprobs), by default
-        those of `scored`. `trained` [samples] names the samples that are run through the model, by default all; the
-        others still count in the denominators. `lr_factor` is on the learning rate.
+        `scored`. `trained` [samples] selects the samples that run through the model, by default all; the others still
+        count in the denominators. `lr_factor` multiplies the learning rate.
 
         The metrics hold loss, grad_norm (before clipping), gradient_retries, lr, entropy (nats per token),
-        padding_share, num_tokens (the loss's denominator), the mean of each of the objective's sums, what it prepared,
-        and mismatch statistics of the training pass. Means of the passes are over the tokens that were run through the
-        model; the loss is divided by num_tokens, and what was prepared is a mean over the same tokens, those that
-        `trained` leaves out included.
-        A pass that comes to a loss or a gradient that is not finite is made once more, from the same state, and the two
-        are compared (gradient_retries). Raises NonFiniteError before any parameter or optimizer state is changed, and
-        ValueError when the objective needs the step scored but `scored` is None.
+        padding_share, num_tokens (the loss's denominator), the mean of each of the objective's sums, the objective's
+        prepared metrics, and mismatch statistics of the training pass. Means of the pass are over the tokens that ran
+        through the model. The loss is divided by num_tokens; prepared metrics are means over all sampled tokens, with
+        or without `trained`.
+
+        A pass whose loss or gradient is not finite is repeated once from the same state, and the two are compared
+        (gradient_retries). Raises NonFiniteError before any parameter or optimizer state is changed, and ValueError if
+        the objective needs the step scored but `scored` is None.
         """
         num_tokens = batch.num_sampled_tokens
         if num_tokens == 0:
@@ -257,12 +256,12 @@ class MegatronLearner(RankSync):
             self._warm_ups -= 1
 
         found = self._pass(rows, plan, inputs, num_tokens, prepared.step_ess)
-        if retries := not found.is_finite:  # agreed on by all ranks; weights and optimizer are as they were
+        if retries := not found.is_finite:  # all ranks agree; weights and optimizer are unchanged
             first, found = found, self._pass(rows, plan, inputs, num_tokens, prepared.step_ess)
             _compare(first, found, batch.index)
 
-        # In the second update on a batch the policy is no longer of the version that the batch is counted by, so all
-        # its tokens count as one version older.
+        # Batch age counts from the batch's version. In a second update on a batch the policy is newer, so all tokens
+        # count as one version older.
         later_update, self._measured = self._measured == (batch.index, self.step - 1), (batch.index, self.step)
         gathered, looked = found.gathered, None
         seen = torch.from_numpy(batch.loss_mask).to(self.device)
@@ -288,7 +287,7 @@ class MegatronLearner(RankSync):
         weights_changed(self.emulation)
         self.step += 1
 
-        logprobs, num_seen = gathered.logprobs, int(seen.sum())  # what the objective's sums are over
+        logprobs, num_seen = gathered.logprobs, int(seen.sum())  # the tokens that the objective's sums are over
         if looked is not None:
             rest = torch.nan if scored is None else scored
             logprobs = torch.where(looked, logprobs, torch.as_tensor(rest, device=self.device))
@@ -310,8 +309,8 @@ class MegatronLearner(RankSync):
         )
 
     def begin_save(self, directory: Path) -> ShardSave:
-        """Write model, optimizer, step and RNG state, as they are now, into an empty directory while training goes on
-        (no commit marker: that is the caller's). Only one such save may be under way."""
+        """Begin writing model, optimizer, step and RNG state, as they are now, into an empty directory while training
+        continues. No commit marker is written: that is the caller's task. Only one save may be under way."""
         return training_state.begin_save(
             directory,
             self.model,
@@ -322,38 +321,38 @@ class MegatronLearner(RankSync):
         )
 
     def save(self, directory: Path) -> None:
-        """As `begin_save`, to its end."""
+        """Save as `begin_save` does, and wait for the end."""
         under_way = self.begin_save(directory)
         while not under_way.advance(_LOOK_S):
             pass
 
     def load(self, directory: Path) -> None:
-        """Restore what was saved, whatever layout saved it. Raises CorruptCheckpointError."""
+        """Restore a save of any layout. Raises CorruptCheckpointError."""
         self.step = training_state.load(directory, self.model, self.optimizer, layout=self.layout)
         weights_changed(self.emulation)
         self._warm_ups = warm_up_passes(self.section.precision)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
+        """Yield every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
         return export_hf(self.model, self.model_config)
 
     def export(
         self, directory: Path, fence: Callable[[], None] = unfenced, beside: Callable[[Path], None] | None = None
     ) -> None:
-        """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json; `beside` as in
-        `write_policy`. `fence` is called before the folder gets its name; it raises where this process may write no
-        more."""
+        """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json. `beside` is as in
+        `write_policy`. `fence` is called before the folder is renamed into place; it raises if this process may not
+        write anymore."""
         export_policy(self.named_weights(), self.model_folder, directory, self, beside=beside, fence=fence)
 
     def barrier(self) -> None:
-        """Wait for every rank, no longer than learner.step_deadline_s."""
+        """Wait for every rank, at most learner.step_deadline_s."""
         dist.barrier()
 
     @contextmanager
     def _as_rollouts(self, rows: TokenRows, plan: Plan, *, recomputes: bool = False) -> Iterator[ExpertReplay | None]:
-        """Run one pass over `rows` as `plan` has it: emulate the rollout's formats and replay its experts, where there
-        are any. `recomputes`: every router routes again in backward passes. Collective: at its end all ranks
-        compare what was routed. Raises ExpertReplayError when the record is of another model, or was not used once."""
+        """Run one pass of `plan` over `rows` with the rollout's formats emulated and its experts replayed, where there
+        are any. `recomputes`: every router routes again in backward passes. Collective: at the end all ranks check the
+        replay. Raises ExpertReplayError if the experts are another model's or were not replayed exactly once."""
         with nullcontext() if self.emulation is None else self.emulation.applied():
             if rows.experts is None:
                 yield None
@@ -375,8 +374,8 @@ class MegatronLearner(RankSync):
     def _prepare(
         self, batch: Batch, given: Tensor, scored: Scores, old_logprobs: Scores
     ) -> tuple[Prepared, TokenBatch]:
-        """What the objective decides about the whole step, given the advantages of tokens [responses], and what the
-        passes take, flat; the same on every rank."""
+        """Prepare the objective for the whole step from the advantages of tokens `given` [responses], and return the
+        passes' flat inputs too; the same on every rank."""
         device = self.device
         rollout = torch.as_tensor(batch.rollout_logprobs, device=device)
         sampled = torch.as_tensor(batch.loss_mask, device=device)
@@ -411,7 +410,7 @@ class MegatronLearner(RankSync):
     def _pass(
         self, rows: TokenRows, plan: Plan, inputs: TokenBatch, num_tokens: int, step_ess: float | None
     ) -> TrainingPass:
-        """Make one training pass; whether what it came to is finite is agreed on: all ranks do the same next."""
+        """Make one training pass. All ranks agree on whether its result is finite, so all continue alike."""
         with self._as_rollouts(rows, plan, recomputes=self.section.recompute != "none") as replay:
             gathered = passes.train(
                 self.model,
@@ -441,17 +440,17 @@ class MegatronLearner(RankSync):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPass:
-    """What one training pass over a batch came to; the gradients are in the optimizer."""
+    """The result of one training pass over a batch; the gradients are in the optimizer."""
 
     gathered: passes.Gathered
     replayed: Replayed | None
     loss: float
     grad_norm: float
-    """L2, over all parameters of all ranks."""
+    """L2 norm over all parameters of all ranks."""
     failed: bool
     """Whether the objective refused a micro-batch."""
     is_finite: bool
-    """All of it, on every rank."""
+    """Whether the loss and the gradient are finite on every rank."""
 
     def __str__(self) -> str:
         refused = ", and the objective refused a micro-batch" if self.failed else ""
@@ -459,8 +458,8 @@ class TrainingPass:
 
 
 def _compare(first: TrainingPass, second: TrainingPass, batch: int) -> None:
-    """Tell how the second pass over a batch differs from the first, which was not finite. Raises NonFiniteError where
-    the second is not either, on every rank."""
+    """Log how the second pass over a batch differs from the first, which was not finite. Raises NonFiniteError, on
+    every rank, if the second is not finite either."""
     if second.is_finite:
         _log.warning(
             "batch %d: %s the first time, %s the second, from the same weights and tokens: the step is taken from "
@@ -478,7 +477,8 @@ def _compare(first: TrainingPass, second: TrainingPass, batch: int) -> None:
 
 
 def by_token(batch: Batch, advantages: NDArray[np.float32]) -> Tensor:
-    """float32 [responses] of one advantage a sample, or one a token. Raises ValueError on any other number of them."""
+    """Return one advantage a token, float32 [responses], from one a sample or one a token. Raises ValueError for
+    another number of advantages."""
     if len(advantages) == batch.num_samples:
         advantages = np.repeat(advantages, batch.response_lengths)
     elif len(advantages) != batch.num_response_tokens:

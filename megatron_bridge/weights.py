@@ -1,4 +1,4 @@
-"""HF safetensors ⇄ Megatron-Core parameters: both directions walk the parameters and move the slices of `name_map`.
+"""Convert HF safetensors ⇄ Megatron-Core parameters: both directions walk the parameters and move slices of `name_map`.
 
 Loading needs no communication: every rank reads its own slices, one parameter at a time. Exporting gathers one
 parameter at a time over the ranks that share it.
@@ -27,10 +27,8 @@ from precision.formats.rollout_format import qkv_rows
 
 
 def load_hf(chunks: Sequence[Any], config: ModelConfig, folder: Path) -> None:
-    """Copy this rank's share of an HF folder into its model chunks, converting to their dtype.
-
-    Raises ModelError naming every tensor that is missing, unexpected or of another shape, before anything is copied.
-    """
+    """Copy this rank's share of an HF folder into its model chunks, cast to their dtype. Raises ModelError naming every
+    tensor that is missing, unexpected or misshaped, before anything is copied."""
     check_weights(folder, config)
     tensors, names, coords = TensorFolder(folder), name_map(config), ShardCoords.here()
     with torch.no_grad():
@@ -38,18 +36,16 @@ def load_hf(chunks: Sequence[Any], config: ModelConfig, folder: Path) -> None:
             row = 0
             for held in names.slices(name, coords):
                 height = held.size[0]
-                if height:  # of the vocabulary a rank may have nothing but padding
+                if height:  # a rank may hold nothing but padding of the vocabulary
                     parameter.narrow(0, row, height).copy_(tensors.slice(held.name, held.index))
                 row += height
-            parameter[row:] = 0.0  # what pads a vocabulary
+            parameter[row:] = 0.0  # padding of the vocabulary
 
 
 def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy this rank's share of whole HF tensors, each as it comes, into its model chunks; none is kept.
-
-    They may be made from `export_hf` of the same chunks: it reads no row of a parameter after it has yielded the tensor
-    of that row. Raises ValueError naming a tensor that never came.
-    """
+    """Copy this rank's share of whole HF tensors, each as it arrives, into its model chunks; no tensor is kept. The
+    tensors may be made from `export_hf` of the same chunks: it does not read a parameter's rows again after it has
+    yielded their tensor. Raises ValueError naming a tensor that never arrived."""
     names, coords = name_map(config), ShardCoords.here()
     wanted: dict[str, list[tuple[Tensor, TensorSlice]]] = {}
     for name, parameter in parameter_names(chunks, names):
@@ -58,7 +54,7 @@ def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Iterable[tup
             height = tensor_slice.size[0]
             wanted.setdefault(tensor_slice.name, []).append((parameter.detach().narrow(0, row, height), tensor_slice))
             row += height
-        parameter.detach()[row:] = 0.0  # what pads a vocabulary
+        parameter.detach()[row:] = 0.0  # padding of the vocabulary
     for name, tensor in tensors:
         for part, tensor_slice in wanted.pop(name, ()):
             part.copy_(tensor[tensor_slice.index])
@@ -67,10 +63,8 @@ def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Iterable[tup
 
 
 def export_hf(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every HF tensor of the whole model, by name, in the model's dtype. Collective: every rank must exhaust it.
-
-    Chunks may be wrapped (DDP). The tensors may share memory with the parameters: copy those that you keep.
-    """
+    """Yield every HF tensor of the whole model by name, in the model's dtype. Collective: every rank must exhaust it.
+    Chunks may be wrapped (DDP). The tensors may share memory with the parameters: copy a tensor to keep it."""
     names, coords = name_map(config), ShardCoords.here()
     own = dict(parameter_names(chunks, names))
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -90,19 +84,17 @@ def export_hf(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str,
 
 
 def export_stage(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every HF tensor of this rank's pipeline stage, whole, by name, in the model's dtype; the same sequence on every
-    rank of the stage. Tied embeddings come from the first stage only.
-
-    Collective over the ranks of the stage, which must all exhaust it; stages do not wait for one another. Tensors may
-    share memory with the parameters: copy those that you keep.
-    """
+    """Yield every whole HF tensor of this rank's pipeline stage by name, in the model's dtype and in the same order on
+    every rank of the stage. Tied embeddings come from the first stage only. Collective over the ranks of the stage,
+    which must all exhaust it; stages do not wait for one another. Tensors may share memory with the parameters: copy a
+    tensor to keep it."""
     names, coords = name_map(config), ShardCoords.here()
     for name, parameter in parameter_names(chunks, names):
         yield from _whole_tensors(names, name, parameter.detach(), coords)
 
 
 def stage_tensors(chunks: Sequence[Any], config: ModelConfig) -> list[str]:
-    """Names of what `export_stage` will yield, in its order. No communication."""
+    """Return the names that `export_stage` yields, in order. No communication."""
     names, coords = name_map(config), ShardCoords.here()
     listed = [
         tensor_slice.name
@@ -115,7 +107,7 @@ def stage_tensors(chunks: Sequence[Any], config: ModelConfig) -> list[str]:
 
 
 def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords) -> Iterator[tuple[str, Tensor]]:
-    """The HF tensors that a parameter's shards make up, gathered over the ranks of the stage that share it."""
+    """Yield the HF tensors of a parameter, gathered over the ranks of the stage that share it."""
     if name == OUTPUT_LAYER and names.config.tied_embeddings:
         return  # it repeats the embedding of the first stage
     slices = [names.slices(name, other) for other in _sharing(names, name, coords)]
@@ -129,8 +121,8 @@ def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords
 
 
 def join_slices(names: NameMap, slices: Sequence[Sequence[TensorSlice]], shards: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The whole HF tensors, by name, of which shard i is the stack of `slices[i]`. Views of a shard where one holds a
-    tensor whole."""
+    """Return the whole HF tensors, by name, from shards; shard i is the stack of `slices[i]`. Tensors that are whole in
+    a shard are views."""
     whole: dict[str, Tensor] = {}
     for held, tensor in zip(slices, shards, strict=True):
         row = 0
@@ -147,7 +139,7 @@ def join_slices(names: NameMap, slices: Sequence[Sequence[TensorSlice]], shards:
 
 
 def _sharing(names: NameMap, name: str, coords: ShardCoords) -> list[ShardCoords]:
-    """The coordinates of the ranks that the parameter is gathered over, in their order in the group."""
+    """Return the coordinates of the ranks that the parameter is gathered over, in the group's order."""
     if names.is_expert(name):
         # Megatron numbers expert tensor parallel ranks first, then expert parallel ones.
         return [
@@ -163,7 +155,7 @@ def _sharing(names: NameMap, name: str, coords: ShardCoords) -> list[ShardCoords
 
 
 def gather_shards(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's shard, in the order of the group. Collective."""
+    """Return every rank's shard, in the group's order. Collective."""
     shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return shards
@@ -179,7 +171,7 @@ OUTPUT_LAYER = "output_layer.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCoords:
-    """A rank's position in, and the size of, each group that splits parameters: what decides which slices it holds."""
+    """A rank's position in, and the size of, each group that splits parameters: they determine its slices."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -190,7 +182,7 @@ class ShardCoords:
 
     @staticmethod
     def here() -> ShardCoords:
-        """This process, by Megatron's parallel state."""
+        """Return this process's coordinates in Megatron's parallel state."""
         return ShardCoords(
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -222,17 +214,15 @@ class TensorSlice:
 
 @cache
 def name_map(config: ModelConfig) -> NameMap:
-    """Return the map of a model; what it works out is kept."""
+    """Return the (cached) name map of a model."""
     return NameMap(config)
 
 
 class NameMap:
-    """Megatron parameters ⇄ Hugging Face tensors of one model.
-
-    Parameters go by their *stage name*, which is the same on every rank of a pipeline stage: Megatron's own with the
-    layer counted over the whole model, the expert counted from the rank's first, and experts named as TE's grouped
-    linears are, `decoder.layers.7.mlp.experts.linear_fc1.weight3`.
-    """
+    """The map of Megatron parameters ⇄ Hugging Face tensors of one model. Parameters go by their *stage name*, the same
+    on every rank of a pipeline stage: Megatron's name with the layer counted over the whole model, the expert counted
+    from the rank's first, and experts named as in TE's grouped linears,
+    `decoder.layers.7.mlp.experts.linear_fc1.weight3`."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -240,21 +230,19 @@ class NameMap:
         self._slices: dict[tuple[str, ShardCoords], tuple[TensorSlice, ...]] = {}
 
     def stage_name(self, parameter: str, layers: Sequence[int]) -> str:
-        """The stage name of `named_parameters()`' name in a chunk that holds these `layers`, counted from 0."""
+        """Return the stage name of a parameter in a chunk that holds these `layers`, counted from 0."""
         single = _SINGLE_EXPERT.fullmatch(parameter)
         if single:
             parameter = f"{single[1]}.{single[3]}{single[2]}"
         return _LAYER.sub(lambda found: f"decoder.layers.{layers[int(found[1])]}.", parameter, count=1)
 
     def is_expert(self, stage_name: str) -> bool:
-        """Whether the parameter belongs to one expert, so that expert parallel ranks hold others."""
+        """Return whether the parameter belongs to one expert, so that expert parallel ranks hold different ones."""
         return _GROUPED_EXPERT.fullmatch(stage_name) is not None
 
     def slices(self, stage_name: str, coords: ShardCoords) -> tuple[TensorSlice, ...]:
-        """The slices that the rank at `coords` holds under this name, in the order of their rows.
-
-        Raises ModelError for a parameter that has no Hugging Face counterpart in this model.
-        """
+        """Return the slices that the rank at `coords` holds under this name, in the order of their rows. Raises
+        ModelError for a parameter that has no Hugging Face counterpart in this model."""
         if (known := self._slices.get((stage_name, coords))) is not None:
             return known
         config, expert = self.config, _GROUPED_EXPERT.fullmatch(stage_name)
@@ -301,21 +289,22 @@ class NameMap:
         return self._slices[stage_name, coords]
 
     def size(self, stage_name: str, coords: ShardCoords) -> tuple[int, ...]:
-        """Shape of the parameter at `coords`. Those of the vocabulary may have more rows than their slice."""
+        """Return the parameter's shape at `coords`. Parameters of the vocabulary may have more rows than their
+        slice."""
         if stage_name.startswith(("embedding.", "output_layer.")):
             return self.config.vocabulary_rows(coords.tensor_size) // coords.tensor_size, self.config.hidden_size
         slices = self.slices(stage_name, coords)
         return (sum(tensor_slice.size[0] for tensor_slice in slices), *slices[0].size[1:])
 
     def _slice(self, name: str, span: tuple[int, int], axis: int = 0) -> TensorSlice:
-        """The part of a tensor that is `span` along one axis, and all of it along the other."""
+        """Return the part of a tensor that is `span` along one axis and whole along the other."""
         spans = [(0, length) for length in self.tensors[name]]
         spans[axis] = span
         return TensorSlice(name, spans[0], spans[1] if len(spans) > 1 else None)
 
 
 def parameter_names(chunks: Iterable[Any], names: NameMap) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(stage name, parameter) of every parameter of a rank's model chunks, wrapped or not, in their order."""
+    """Yield (stage name, parameter) for every parameter of a rank's model chunks, wrapped or not, in order."""
     for chunk in chunks:
         while hasattr(chunk, "module"):  # DDP
             chunk = chunk.module

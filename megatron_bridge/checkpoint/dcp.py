@@ -1,8 +1,7 @@
-"""Reads a Megatron distributed checkpoint (torch_dist) tensor by tensor, without a model or process groups.
+"""Read a Megatron distributed checkpoint (torch_dist) tensor by tensor, and as HF tensors, without model or groups.
 
-`.metadata` says which boxes of each tensor lie where in the `*.distcp` files. It is a pickle, so only the classes that
-such an index is made of are let through; the boxes themselves, and objects that are no tensors, are read with
-`weights_only=True`.
+`.metadata` locates each tensor's boxes in the `*.distcp` files. It is a pickle, so only the classes of such an index
+are let through; boxes and other objects are read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _ALLOWED = {
         }
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
-    # Megatron-Core keeps the plans of the save in the index as well; they are not read.
+    # Megatron-Core also keeps the save's plans in the index; they are not read.
     "torch.distributed.checkpoint.planner": frozenset({"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}),
     "torch.serialization": frozenset({"_get_layout"}),
     "pathlib": frozenset({"PosixPath"}),
@@ -68,7 +67,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the checkpoint: its whole shape, and the boxes that it was written in."""
+    """A tensor of the checkpoint: its whole shape and the boxes that it was written in."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -77,7 +76,7 @@ class StoredTensor:
 
 class CheckpointIndex:
     """The tensors of a checkpoint folder, by Megatron's names. Raises CorruptCheckpointError for a damaged folder, and
-    OSError when the machine fails to read it."""
+    OSError if the machine fails to read it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -95,14 +94,14 @@ class CheckpointIndex:
                 )
 
     def read(self, name: str, lead: tuple[int, ...] = ()) -> Tensor:
-        """Tensor `name`, at the indices `lead` of its first dimensions, on the CPU."""
+        """Return tensor `name`, at the indices `lead` of its first dimensions, on the CPU."""
         stored = self.tensors[name]
         shape = stored.shape[len(lead) :]
         boxes = list(stored.boxes)
         for axis, at in enumerate(lead):
             boxes = [box for box in boxes if box.offsets[axis] <= at < box.offsets[axis] + box.sizes[axis]]
         held = sum(math.prod(box.sizes[len(lead) :]) for box in boxes)
-        if held != math.prod(shape):  # asked before there is memory for what no file holds
+        if held != math.prod(shape):  # checked before memory is allocated for values that no file holds
             raise CorruptCheckpointError(
                 f"{self.directory}: the boxes of {name} hold {held} of its {math.prod(shape)} values; save it again"
             )
@@ -121,7 +120,7 @@ class CheckpointIndex:
         return result
 
     def read_object(self, name: str) -> Any:
-        """What was saved under a name that is no tensor's: numbers, texts, tensors, and lists and dicts of them."""
+        """Return an object that is not a tensor: numbers, strings, tensors, and lists and dicts of them."""
         if name not in self._objects:
             raise CorruptCheckpointError(f"{self.directory} holds no {quoted(name)}; use another checkpoint")
         return self._load(self._objects[name])
@@ -153,7 +152,7 @@ class _IndexUnpickler(pickle.Unpickler):  # noqa: S301 (it finds only what is al
 
 
 def _enum_member(kind: Any, name: Any) -> Any:
-    """Return an enumeration's member: some releases of Python (3.11.2) pickle one as getattr(class, name)."""
+    """Return an enumeration's member: some Python releases (3.11.2) pickle a member as getattr(class, name)."""
     if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(
@@ -162,7 +161,7 @@ def _enum_member(kind: Any, name: Any) -> Any:
 
 
 def _read(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, _Place]]:
-    """Tensors, and the places of all else, by name."""
+    """Return the tensors, and the places of other objects, by name."""
     path = directory / INDEX_FILE
     try:
         with path.open("rb") as file:
@@ -191,7 +190,7 @@ def _read(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, _Place]]:
         raise CorruptCheckpointError(
             f"{directory} has no {INDEX_FILE}: it is no distributed checkpoint; name the folder that was saved"
         ) from None
-    except Exception as error:  # a damaged pickle raises whatever its opcodes come to, MemoryError too
+    except Exception as error:  # a damaged pickle raises errors of any type, also MemoryError
         if machine_failure(error) is not None:
             raise
         raise CorruptCheckpointError(
@@ -221,7 +220,7 @@ _VOCABULARY = (MEGATRON_ENDS["embedding.word_embeddings.weight"], MEGATRON_ENDS[
 
 @dataclass(frozen=True)
 class Source:
-    """Where the HF tensors `names` lie: in `key`, at the indices `lead` of its first dimensions."""
+    """The source of the HF tensors `names`: `key`, at the indices `lead` of its first dimensions."""
 
     key: str
     lead: tuple[int, ...]
@@ -229,15 +228,13 @@ class Source:
 
 
 def find_sources(directory: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> list[Source]:
-    """Every HF tensor of the model exactly once, in layer order.
-
-    Raises CorruptCheckpointError naming what is missing, of another shape, or part of no such model.
-    """
+    """Return the sources of the model's HF tensors, each tensor exactly once, in layer order. Raises
+    CorruptCheckpointError naming tensors that are missing, misshaped, or not part of the model."""
     tensors = config.tensors()
     problems: list[str] = []
     sources: list[Source] = []
     used: dict[str, int] = {}
-    """Key → layers that are taken from it."""
+    """Key → number of layers taken from it."""
     for keys, names in _wanted(config):
         if any(name not in tensors for name in names):
             continue  # not part of this architecture
@@ -254,12 +251,12 @@ def find_sources(directory: Path, stored: Mapping[str, StoredTensor], config: Mo
         expected = (sum(tensors[name][0] for name in names), *tensors[names[0]][1:])
         found = stored[source.key].shape[len(source.lead) :]
         if names[0] in _VOCABULARY and found[:1] > expected[:1]:
-            found = (expected[0], *found[1:])  # padded, as tensor parallel learners have it
+            found = (expected[0], *found[1:])  # tensor parallel learners pad the vocabulary
         if found != expected:
             problems.append(f"{source.key} has shape {list(found)}, expected {list(expected)} ({', '.join(names)})")
     problems += [f"{key} is not part of it" for key in stored if key.startswith(_MODEL_PREFIXES) and key not in used]
     for key, count in used.items():
-        # Only a stack of layers is long enough to hide a layer too many; numbered layers show up by name.
+        # Only a stack can hide a layer too many; a numbered layer shows up by name.
         if count and not key.split(".")[2].isdigit() and stored[key].shape[0] != config.num_layers:
             problems.append(f"{key} stacks {stored[key].shape[0]} layers, expected {config.num_layers}")
     if problems:
@@ -272,7 +269,8 @@ def find_sources(directory: Path, stored: Mapping[str, StoredTensor], config: Mo
 
 
 def stream_hf_tensors(index: CheckpointIndex, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every HF tensor of a checkpoint by name, in its stored dtype; at most one of Megatron's tensors in memory."""
+    """Yield every HF tensor of a checkpoint by name, in its stored dtype; at most one of Megatron's tensors is in
+    memory."""
     for source in find_sources(index.directory, index.tensors, config):
         tensor, names = index.read(source.key, source.lead), source.names
         if len(names) == 3:
@@ -288,7 +286,7 @@ def stream_hf_tensors(index: CheckpointIndex, config: ModelConfig) -> Iterator[t
 
 
 def stored_dtype(index: CheckpointIndex) -> torch.dtype:
-    """The dtype of the model's weights. Raises CorruptCheckpointError when there are several."""
+    """Return the dtype of the model's weights. Raises CorruptCheckpointError if there are several."""
     kinds = {entry.dtype for name, entry in index.tensors.items() if name.startswith(_MODEL_PREFIXES)}
     if len(kinds) != 1:
         raise CorruptCheckpointError(
@@ -299,7 +297,7 @@ def stored_dtype(index: CheckpointIndex) -> torch.dtype:
 
 
 def _wanted(config: ModelConfig) -> Iterator[tuple[list[tuple[str, tuple[int, ...]]], tuple[str, ...]]]:
-    """[(key, lead) of each place where it may be], HF names."""
+    """Yield ([(key, lead) of each possible place], HF names)."""
     yield [("embedding.word_embeddings.weight", ())], (MEGATRON_ENDS["embedding.word_embeddings.weight"],)
     num_experts = 0 if config.experts is None else config.experts.count
     for layer in range(config.num_layers):
@@ -315,6 +313,6 @@ def _wanted(config: ModelConfig) -> Iterator[tuple[list[tuple[str, tuple[int, ..
 
 
 def _places(suffixes: tuple[str, ...], layer: int, expert: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Layers that are all alike are stacked, others are numbered."""
+    """Return both possible places: layers that are all alike are stacked, others are numbered."""
     stacked = [(f"decoder.layers.{suffix}", (layer, *expert)) for suffix in suffixes]
     return stacked + [(f"decoder.layers.{layer}.{suffix}", expert) for suffix in suffixes]

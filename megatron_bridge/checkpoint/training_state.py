@@ -1,10 +1,13 @@
-"""Learner state on disk, in Megatron's distributed format: what one layout saved, any layout loads.
+"""Save and load the learner's state in Megatron's distributed format, which any parallel layout can load.
 
-So does any precision but float32 for bfloat16 and FP8, and either kind of layers: see `weights_only`.
+A checkpoint also loads with the other kind of layers and in another precision, except float32 state into bfloat16 or
+FP8. `save_weights` and `load_weights` handle weights alone.
 
-Files of the format are pickles, of which nothing but numbers and tensors is let through. The index is searched for
-foreign classes before Megatron loads it. `common.pt`, tensors and the state of random generators are read with
-`weights_only=True`; the last not by Megatron, which would read any object.
+The format's files are pickles; only numbers and tensors are let through. The index is searched for foreign classes
+before Megatron loads it. `common.pt`, tensors and the state of random generators are read with `weights_only=True`;
+this module reads the generators' state itself, because Megatron would unpickle any object.
+
+In order: `begin_save`, `load`; weights alone; damage; ShardSave; the optimizer state as each rank's share of boxes.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from pipeline.errors import CorruptCheckpointError, StoreError
 from precision.text import one_line
 
 _EXTRA = "._extra_state"
-"""In names that hold no weights; TE's grouped linears add a number."""
+"""A part of names that hold no weights; TE's grouped linears append a number."""
 _RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -53,13 +56,13 @@ def begin_save(
     layout: Layout,
     gather: Callable[[Callable[[], Any]], list[Any]],
 ) -> ShardSave:
-    """Write weights, optimizer state, step and RNG state, as they are now, into an empty directory. Collective.
-    `gather` as in ShardSave."""
+    """Begin to save weights, optimizer state, step and RNG state, as they are now, into an empty directory. Collective.
+    `gather` is as in ShardSave."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    # Megatron-Core 0.16.1 saves only what is there, and refuses torch's Adam without any: an optimizer that has taken
-    # no step gets the state that its first one begins with.
+    # Megatron-Core 0.16.1 saves only existing state and refuses torch's Adam without any: an optimizer that has taken
+    # no step gets the state that its first step begins with.
     for part in optimizer.chained_optimizers:
         if part.optimizer.state:
             continue
@@ -85,15 +88,12 @@ def begin_save(
 
 
 def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layout) -> int:
-    """Restore model, optimizer and, when layout and kind of device are those that saved, RNG. Returns the step.
-    Collective.
-
-    Raises CorruptCheckpointError when the directory does not hold such a checkpoint. What another rank or the machine
-    raises is not taken for damage.
-    """
-    index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
+    """Restore model, optimizer and, if layout and kind of device are those of the save, RNG. Returns the step.
+    Collective. Raises CorruptCheckpointError if the directory holds no such checkpoint. Errors of other ranks or of the
+    machine are not taken for damage."""
+    index = CheckpointIndex(directory)  # before Megatron, which unpickles the index unchecked
     for part in _distributed_parts(optimizer):
-        # Loading fills the optimizer's tensors, and Adam makes its own only in the first step.
+        # Loading fills the optimizer's tensors, but Adam creates its own only in the first step.
         part._init_optimizer_states_with_dummy_values()
     state = _sharded_state(model, optimizer, index.tensors)
     try:
@@ -102,7 +102,7 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
         same_ranks = saved["layout"] == asdict(layout) and saved.get("device", _device()) == _device()
     except MemoryError:
         raise
-    except Exception as error:  # what a damaged pickle raises depends on its bytes
+    except Exception as error:  # a damaged pickle raises errors of any type
         if machine_failure(error) is not None:
             raise
         raise CorruptCheckpointError(
@@ -112,7 +112,7 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
     rng: dict[str, Any] | None = None
     if same_ranks:
         match index.read_object(_rng_object(None).unique_key):
-            case [{"torch": torch.Tensor(), "tracker": dict()} as rng]:  # Megatron makes a list of every object
+            case [{"torch": torch.Tensor(), "tracker": dict()} as rng]:  # Megatron wraps every object in a list
                 pass
             case _:
                 raise CorruptCheckpointError(
@@ -124,8 +124,8 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
         fill(chunk.module, loaded[key])
     _place_steps(optimizer, loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
-    # Megatron-Core 0.16.1 loads one tensor `step` for all parameters, which torch.optim.AdamW would then advance once
-    # for each of them. It gives groups the float that torch saved, where TE's kernel needs an int.
+    # Megatron-Core 0.16.1 loads one tensor `step` for all parameters, which torch.optim.AdamW would advance once for
+    # each. It gives groups the float that torch saved, but TE's kernel needs an int.
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             if "step" in group:
@@ -146,17 +146,14 @@ def _distributed_parts(optimizer: Any) -> list[Any]:
 
 
 def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
-    """Put the loaded step where the optimizer looks for it.
-
-    torch's Adam keeps a step for each parameter, TE's one for each group. Without the distributed optimizer,
-    Megatron-Core 0.16.1 loads it where the optimizer that saved it kept it.
-    """
+    """Move the loaded step to where the optimizer reads it: torch's Adam keeps a step for each parameter, TE's for each
+    group. Without the distributed optimizer, Megatron-Core 0.16.1 loads it to where the saving optimizer kept it."""
     parts = optimizer.chained_optimizers
     for number, part in enumerate(parts):
         if part in _distributed_parts(optimizer):
             continue
         state = loaded if len(parts) == 1 else loaded[number]
-        state = state.get("optimizer", state)  # float32 parameters: nothing beside Adam's own
+        state = state.get("optimizer", state)  # a float32 optimizer's state is Adam's alone
         steps = [group.pop("step") for group in state["param_groups"] if "step" in group]
         step = state["state"].pop("common_step", next(iter(steps), 0))  # Megatron leaves out a 0
         if isinstance(part.optimizer, torch.optim.AdamW):
@@ -169,10 +166,8 @@ def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
 def _sharded_state(
     model: Sequence[Any], optimizer: Any, stored: Mapping[str, StoredTensor] | None = None
 ) -> dict[str, Any]:
-    """What is saved; or, with `stored`, what is filled from the checkpoint that holds it.
-
-    The optimizer names its tensors after those of the model.
-    """
+    """Return the state to save or, with the tensors `stored` in a checkpoint, the state to fill from it. The
+    optimizer's tensors are named after the model's."""
     weights = sharded_weights([chunk.module for chunk in model], stored)
     share_optimizer_state()
     metadata = {"metadata": _RESHARDABLE} if _distributed_parts(optimizer) else {}
@@ -184,12 +179,12 @@ def _sharded_state(
 
 
 def _device() -> str:
-    """The kind of device that this process computes on. States of random generators fit one kind only."""
+    """Return the kind of device in use. States of random generators fit only one kind."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
-    """One object for each rank: generators differ over tensor, pipeline and data parallel ranks."""
+    """Return an object with one part for each rank: generators differ over tensor, pipeline and data parallel ranks."""
     return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
@@ -203,11 +198,9 @@ def save_weights(directory: Path, chunks: Sequence[Any]) -> None:
 
 
 def load_weights(directory: Path, chunks: Sequence[Any]) -> None:
-    """Fill the model chunks from a weights-only checkpoint, or from the weights of a run's. Collective.
-
-    Stored values are cast to the chunks' dtype. Raises CorruptCheckpointError.
-    """
-    index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
+    """Fill the model chunks from a weights-only checkpoint or from a training checkpoint's weights. Collective. Stored
+    values are cast to the chunks' dtype. Raises CorruptCheckpointError."""
+    index = CheckpointIndex(directory)  # before Megatron, which unpickles the index unchecked
     with damage_as(
         lambda why: (
             f"{directory} does not hold this model's weights ({why}); look at it with `evenkeel convert inspect`"
@@ -222,7 +215,8 @@ def load_weights(directory: Path, chunks: Sequence[Any]) -> None:
 def sharded_weights(
     chunks: Sequence[Any], stored: Mapping[str, StoredTensor] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Chunk key → parameter name → where it lies in a checkpoint: in the one that holds `stored`, or in a new one."""
+    """Map chunk key → parameter name → entry of a new checkpoint or, with `stored`, of the checkpoint that holds
+    `stored`."""
     found = {}
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         found[key] = {name: entry for name, entry in chunk.sharded_state_dict().items() if _EXTRA not in name}
@@ -238,7 +232,8 @@ def sharded_weights(
 
 
 def fill(chunk: Any, state: Mapping[str, Any]) -> None:
-    """Copy loaded values into a chunk that is not wrapped in DDP. Raises CorruptCheckpointError if some are missing."""
+    """Copy loaded values into a chunk without DDP wrapper. Raises CorruptCheckpointError for missing or unknown
+    names."""
     missing, unexpected = chunk.load_state_dict(state, strict=False)
     wrong = [name for name in (*missing, *unexpected) if _EXTRA not in name]
     if wrong:
@@ -249,30 +244,27 @@ def fill(chunk: Any, state: Mapping[str, Any]) -> None:
 
 
 _MIXTURE_NORMS = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
-"""The norm before a mixture, as Megatron's own layers and TE's name it in checkpoints. All else has one name."""
+"""The name of the norm before a mixture in checkpoints, for Megatron's own layers and for TE's. Other names agree."""
 
 
 def chunk_keys(chunks: Sequence[Any]) -> list[str]:
-    """Megatron's names of a rank's chunks.
-
-    They count in this process only: a checkpoint names tensors by their layer in the whole model, so that virtual
-    stages reshard like any others.
-    """
+    """Return Megatron's names of a rank's chunks. They matter only in this process: checkpoints name tensors by their
+    layer in the whole model, so virtual stages reshard like any others."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
 _OF_DAMAGE = (CheckpointingException, OSError, KeyError, EOFError, pickle.UnpicklingError)
 _SAID_OF_DAMAGE = ("PytorchStreamReader", "corrupt", "size mismatch")
-"""By a RuntimeError of torch.load, or of load_state_dict."""
+"""Parts of the messages of RuntimeErrors that torch.load or load_state_dict raise for damage."""
 _SHORT = (MemoryError, torch.OutOfMemoryError)
 
 
 @contextmanager
 def damage_as(message: Callable[[str], str]) -> Iterator[None]:
-    """Raises CorruptCheckpointError for damage that is met while a checkpoint is loaded; `message` is given why."""
+    """Raise CorruptCheckpointError for damage met while a checkpoint is loaded; `message` gets the reason."""
     try:
         yield
-    except CheckpointException as error:  # a BaseException, with what each rank met while it read
+    except CheckpointException as error:  # a BaseException that holds each rank's read errors
         met = [failure for failure, _ in error.failures.values()]
         if blameless := [one for one in met if _is_blameless(one)]:
             raise blameless[0] from error
@@ -288,17 +280,17 @@ def damage_as(message: Callable[[str], str]) -> Iterator[None]:
 
 
 def _is_blameless(error: BaseException) -> bool:
-    """Whether a machine made the error, and not what was written."""
+    """Return whether the machine caused the error, not the stored data."""
     return isinstance(error, _SHORT) or "CUDA error" in str(error) or machine_failure(error) is not None
 
 
 class ShardSave:
-    """A save that goes on while the learner trains, of one rank.
+    """One rank's part of a save that continues while the learner trains.
 
         main thread   plan ─▶ copy to host memory ─▶ train ─▶ train ─▶ "are all written?" ─▶ index of the shards
         writer thread                             └─▶ write, fsync and hash this rank's shards ─┘
 
-    Megatron-Core prepares such a save as a request: a function that writes, and functions that complete the folder once
+    Megatron-Core prepares the save as a request: a function that writes, and functions that complete the folder once
     all ranks have written. The copy takes as much host memory as the rank's share of the checkpoint, until it is
     written.
     """
@@ -306,24 +298,25 @@ class ShardSave:
     def __init__(
         self, request: Any, gather: Callable[[Callable[[], Any]], list[Any]], *, in_training: frozenset[int]
     ) -> None:
-        """`request` is Megatron-Core's AsyncRequest; `gather` is collective: every rank's result, a JSON value.
-        `in_training` are the `storages_of` what training goes on with."""
+        """`request` is Megatron-Core's AsyncRequest. `gather` returns every rank's result, a JSON value, and is
+        collective. `in_training` are the `storages_of` the state that training continues with."""
         self.hashed: dict[str, Fingerprint] = {}
-        """Files of the folder by name, hashed and made durable by the ranks that wrote them; once all is written."""
+        """Files of the folder by name, hashed and made durable by the ranks that wrote them; set once all files are
+        written."""
         self._gather = gather
         self._complete = list(request.finalize_fns)
         arguments = list(request.async_fn_args)
         files = {key: Path(path) for path, key, _ in arguments[1]} if arguments else {}
         if request.preload_fn is not None:
             # Megatron's own `preload_fn` copies into pinned memory, which torch rounds up to powers of two and never
-            # gives back: that may be as much again as the checkpoint. This copy takes longer, and what it needs, for a
-            # while.
+            # frees: possibly twice the checkpoint's size. This copy is slower, but its memory is freed.
             arguments[1] = []
             for path, key, (texts, tensors) in request.async_fn_args[1]:
                 copies = []
                 for item, tensor in tensors:
                     copy = tensor.to("cpu")
-                    # A part of a larger tensor on the host is a copy already.
+                    # Only a tensor that is still in training needs a clone; a slice of a larger tensor on the host is a
+                    # copy already.
                     if copy is tensor and tensor.untyped_storage().data_ptr() in in_training:
                         copy = tensor.clone()
                     copies.append((item, copy))
@@ -332,11 +325,11 @@ class ShardSave:
                 tensors.clear()  # Megatron's writer keeps them until all ranks have written
 
         def write() -> dict[str, Any]:
-            if request.async_fn is None:  # this rank holds nothing that another one does not write
+            if request.async_fn is None:  # other ranks write all that this rank holds
                 return {}
             with spans.span("save", "write"):
                 request.async_fn(*arguments, **request.async_fn_kwargs)
-                arguments.clear()  # the copy's memory
+                arguments.clear()  # frees the copy
             found = dict(zip(files, fingerprints(list(files.values())), strict=True))
             if missing := [name for name, one in found.items() if one is None]:
                 raise StoreError(f"{files[missing[0]]} vanished while it was saved; see who removes it")
@@ -345,8 +338,8 @@ class ShardSave:
         self._written = in_background(write, "shards")
 
     def advance(self, wait_s: float) -> bool:
-        """Return whether everything is written; each rank waits for its share no longer than `wait_s`. Collective, and
-        not to be called again once it was. Raises on every rank what stopped any."""
+        """Return whether everything is written; each rank waits at most `wait_s` for its share. Collective; not to be
+        called again after it returned True. Raises an error of any rank on every rank."""
         shares = self._gather(lambda: self._written.result() if is_over(self._written, wait_s) else None)
         if None in shares:
             return False
@@ -357,7 +350,7 @@ class ShardSave:
 
 
 def storages_of(state: Any) -> frozenset[int]:
-    """Where the tensors of a sharded state have their numbers."""
+    """Return the storage addresses of the tensors in a sharded state."""
     data = (entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor | ShardedTensorFactory))
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in data)
 
@@ -366,8 +359,8 @@ _Writer = filesystem_async.FileSystemWriterAsync
 
 
 def write_in_threads() -> None:
-    """From now on, a save of this process forks nothing. One that blocks hands its results over inside this process:
-    left alone, Megatron starts a manager process for them, too."""
+    """Make this process's saves fork no process. Blocking saves also pass their results within the process, where
+    Megatron would start a manager process."""
     filesystem_async._results_queue = queue.SimpleQueue()
     _Writer.write_preloaded_data_multiproc = staticmethod(_write_all)
 
@@ -375,13 +368,13 @@ def write_in_threads() -> None:
 def _write_all(
     transforms: Sequence[Any], use_msc: bool, _rank: int, buckets: Sequence[Any], results: queue.SimpleQueue[Any]
 ) -> None:
-    """In place of Megatron's function of these arguments. `results` gets what each bucket's writer returns, by its
-    number. Raises the first error that one met, which Megatron would lose on its way to rank 0."""
+    """Replace Megatron's function of these arguments: write the buckets in threads. `results` gets the buckets' results
+    by number. Raises the first writer's error, which Megatron would lose on its way to rank 0."""
     options = {"use_msc": True} if use_msc else {}
 
     def write(number: int) -> tuple[int, Any]:
         outcome, waiting = queue.SimpleQueue[tuple[int, Any]](), queue.Queue[int]()
-        waiting.put(number)  # a writer says that it is done by taking one entry
+        waiting.put(number)  # a writer takes one entry when it is done
         _Writer.write_preloaded_data(transforms, number, buckets[number], outcome, waiting, True, **options)
         return outcome.get()
 
@@ -394,22 +387,22 @@ def _write_all(
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where it begins in a tensor, and how long it is, in each dimension."""
+"""The begin and the size of a box in a tensor, by dimension."""
 
 
 def share_optimizer_state() -> None:
-    """From now on, the fully reshardable format of this process has each rank's own share."""
+    """Make the fully reshardable format of this process hold each rank's own share."""
     DistributedOptimizer.sharded_param_state_fully_reshardable = _own_share
     DistributedOptimizer.load_parameter_state_from_fully_reshardable = _take_share
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The elements from `start` up to `stop` of a tensor of this shape, counted row by row, as boxes in that order."""
+    """Yield the elements from `start` to `stop` of a tensor of this shape, in row-major order, as consecutive boxes."""
     if start >= stop:
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # of the whole rows, and after them
-    if first > last:  # all within one row
+    first, last = -(-start // row), stop // row  # range of the whole rows
+    if first > last:  # all in one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
     yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
@@ -429,8 +422,8 @@ def _own_share(
     is_loading: bool = False,
     metadata: Any = None,  # noqa: ARG001
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """In place of Megatron's method of these arguments: parameter's number → kind of state → boxes of this rank's range
-    of it, in its order. Loaded boxes get memory of their own on the host."""
+    """Replace Megatron's method: map a parameter's number → kind of state → boxes of this rank's range, in order.
+    Loaded boxes get their own host memory."""
     kinds = ShardedTensor | ShardedTensorFactory
     places = {entry.data: entry for entry in nested_values(model_sharded_state_dict) if isinstance(entry, kinds)}
     share = {}
@@ -449,14 +442,14 @@ def _own_share(
 
 @torch.no_grad()
 def _take_share(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """In place of Megatron's method: copy what was loaded for `_own_share` into the optimizer."""
+    """Replace Megatron's method: copy the boxes loaded for `_own_share` into the optimizer."""
     for number, (parameter, _, _) in enumerate(_held_ranges(self)):
         for kind, flat in _state_tensors(self, parameter).items():
             flat.copy_(torch.cat([box.flatten() for box in loaded[number][kind]]))
 
 
 def _held_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """Each parameter of which this rank keeps state, and the range of its flattened elements."""
+    """Yield each parameter whose state this rank holds (in part), with the range of its flattened elements."""
     for buckets in optimizer.gbuf_ranges:
         for bucket in (one for of_dtype in buckets.values() for one in of_dtype):
             for parameter, ranges in bucket["param_map"].items():
@@ -464,14 +457,14 @@ def _held_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _state_tensors(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """Main copy and moments [elements of the range]. Steps are with the groups (see training_state)."""
+    """Return the main copy and the moments [elements of the range]. Groups hold the steps (see `_place_steps`)."""
     found: dict[str, Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
     return {kind: tensor.detach() for kind, tensor in found.items() if kind != "step"}
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]]:
-    """The parts of a parameter that a checkpoint has in different places, such as gate and up of an MLP; each with
-    the number of the parameter's elements before it. Raises ValueError for a part that is not a run of elements."""
+    """Return the parts of a parameter that lie apart in a checkpoint, such as gate and up of an MLP, each with its
+    first element's place in the parameter. Raises ValueError for a part that is not contiguous in the parameter."""
     if isinstance(entry, ShardedTensor):
         return [(entry, 0)]
     whole, parts = entry.data, list(nested_values(entry.build()))
@@ -486,8 +479,8 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTen
 def _sharded_boxes(
     kind: str, part: ShardedTensor, offset: int, flat: Tensor, start: int, stop: int, *, with_data: bool
 ) -> Iterator[ShardedTensor]:
-    """What the range from `start` to `stop` of a parameter, with the state `flat` [stop - start], has of `part`, whose
-    elements begin at `offset` of the parameter."""
+    """Yield the boxes of `part` that a parameter's range from `start` to `stop` covers, with the state `flat` [stop -
+    start]. The part begins at element `offset` of the parameter."""
     at = max(start, offset)
     shape = tuple(part.local_shape)
     more = (0,) * part.prepend_axis_num
@@ -501,7 +494,7 @@ def _sharded_boxes(
             local_shape=size,
             global_shape=part.global_shape,
             global_offset=tuple(map(sum, zip(part.global_offset, (*more, *begin), strict=True))),
-            axis_fragmentations=None,  # no regular grid
+            axis_fragmentations=None,  # the boxes form no regular grid
             replica_id=(*part.replica_id[:2], 0),  # no two data parallel ranks have the same elements
             allow_shape_mismatch=part.allow_shape_mismatch,
         )

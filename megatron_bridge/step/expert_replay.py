@@ -1,14 +1,14 @@
-"""The experts that an engine chose, used again by the learner's routers (R3: "Stabilizing MoE reinforcement learning by
-aligning training and inference routers").
+"""Replay the engine's choice of experts in the learner's routers.
 
     batch.experts ──this stage's layers, this rank's rows──▶ a target for each router and micro-batch
     router: the target where it is known, its own best where not ──▶ weights from its own scores, so gradients flow
 
-Megatron-Core 0.16.1 asks `RouterReplay.get_replay_topk` for the experts of each token (its fused router would not).
-Megatron's own class replays all rows or none; the one here replays the known rows. Under recompute a router is asked
-twice for each micro-batch: in its forward pass, where the target is also queued, and in the backward pass, which takes
-targets from the queue. Each model chunk sees its micro-batches in one order in both passes, also when pipeline stages
-are interleaved.
+The method is R3 ("Stabilizing MoE reinforcement learning by aligning training and inference routers"). Megatron-Core
+0.16.1 asks `RouterReplay.get_replay_topk` for each token's experts (its fused router would not). Megatron's class
+replays all rows or none; `ReplayedRouter` replays the known rows. Under recompute a router routes each micro-batch
+twice: in its forward pass, which also queues the target, and in the backward pass, which takes the target from the
+queue. Each model chunk sees its micro-batches in the same order in both passes, also when pipeline stages are
+interleaved.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import ExpertReplayError
 
 UNKNOWN = -1
-"""In a target: the router's own choice."""
+"""The expert id in a target that leaves the choice to the router."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What a pass found, over all ranks. The names are those of metrics."""
+    """Statistics of a replayed pass over all ranks, named as metrics."""
 
     experts_known_share: float
-    """Rows (a token in a layer) whose experts the engine had recorded, of all that were run."""
+    """Share of the rows (a token in a layer) whose experts the engine recorded."""
     expert_rows_differ_share: float
-    """Of the known ones, those in which the learner would have chosen other experts."""
+    """Share of the known rows for which the learner would have chosen other experts."""
     expert_tokens_differ_share: float
-    """Of the known tokens, those with such a row in any layer."""
+    """Share of the known tokens that have a differing row in any layer."""
 
 
 class ReplayedRouter(RouterReplay):  # type: ignore[misc]
-    """Stands in a router for Megatron's own RouterReplay. Without an action the router is as it always was."""
+    """A replacement of Megatron's RouterReplay that replays known rows. Without an action the router is unchanged."""
 
     def __init__(self, layer: int) -> None:
         """`layer` counts the model's layers with experts from 0."""
         super().__init__()
         self.layer = layer
         self.on_choice: Callable[[Tensor, Tensor], None] | None = None
-        """Called in forward passes with the target and with what the router would have chosen, int64 [tokens, k]."""
+        """Called in forward passes with the target and the router's choice, both int64 [tokens, k]."""
         self.target_topk_idx: Tensor | None
         self.replay_backward_list: list[Tensor]
 
@@ -67,14 +67,15 @@ class ReplayedRouter(RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [tokens, experts] → (the chosen ones [tokens, topk], which experts int64 [tokens, topk])."""
+        """Return the scores of the chosen experts [tokens, topk] and their ids, int64 [tokens, topk], from `scores`
+        [tokens, experts]."""
         if self.router_replay_action in (None, RouterReplayAction.RECORD):
             found: tuple[Tensor, Tensor] = super().get_replay_topk(
                 scores, topk, num_groups, group_topk, default_compute_topk
             )
             return found
         assert default_compute_topk is not None  # Megatron always gives it
-        # Each is given out once in forward passes, and once more in backward passes where there is recompute.
+        # Forward passes use each target once; with recompute, backward passes use it once more.
         target: Tensor | None
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
             target, self.target_topk_idx = self.target_topk_idx, None
@@ -99,8 +100,8 @@ class ReplayedRouter(RouterReplay):  # type: ignore[misc]
 
 
 def install_replay(chunks: Sequence[Any], model_config: ModelConfig) -> dict[int, list[ReplayedRouter]]:
-    """Give every router of these model chunks a ReplayedRouter. Returns them by the identity of the chunk; nothing for
-    a model without experts."""
+    """Give every router of these model chunks a ReplayedRouter and return them by the chunk's `id`. A model without
+    experts has none."""
     found: dict[int, list[ReplayedRouter]] = {}
     if model_config.experts is None:
         return found
@@ -110,12 +111,13 @@ def install_replay(chunks: Sequence[Any], model_config: ModelConfig) -> dict[int
             # Every layer has experts. Megatron counts them from 1 over all pipeline stages.
             router.router_replay = ReplayedRouter(int(router.layer_number) - 1)
         found[id(chunk)] = [router.router_replay for router in routers]
-    RouterReplay.clear_global_router_replay_instances()  # Megatron would keep all routers of all models there
+    RouterReplay.clear_global_router_replay_instances()  # Megatron would keep all routers of all models alive there
     return found
 
 
 class ExpertReplay:
-    """The replay of one pass over one batch: `forward` around each micro-batch, `finish` at the end, `close` always."""
+    """The replay of one pass over one batch: call `forward` around each micro-batch, `finish` at the end, `close`
+    always."""
 
     def __init__(
         self,
@@ -127,13 +129,13 @@ class ExpertReplay:
         sequence_parallel: bool,
         device: torch.device | str,
     ) -> None:
-        """Raises ExpertReplayError when the record is of another model."""
+        """Raise ExpertReplayError if the experts were recorded from another model."""
         mixture = model_config.experts
         if mixture is None:
             raise ExpertReplayError(
                 "the batch has routed experts, but the model has none; train the model that sampled it"
             )
-        # The highest number of a share was compared when it was read (Limits.num_experts): no rank fails here alone.
+        # A share's highest expert id was checked when it was read (Limits.num_experts), so no rank fails here alone.
         found, wanted = experts.ids.shape[1:], (model_config.num_layers, mixture.per_token)
         highest = int(experts.ids.max(initial=0))
         if found != wanted or highest >= mixture.count:
@@ -150,18 +152,18 @@ class ExpertReplay:
         self._device = device
         self._tensor_ranks = int(parallel_state.get_tensor_model_parallel_world_size())
         self._places = torch.zeros(0, dtype=torch.int64)
-        # int32 [2, tokens]: how many routers have routed the token, and how many of them would have chosen otherwise.
-        # One more place, for padding is counted somewhere also on a rank without samples.
+        # int32 [2, tokens + 1]: how many routers have routed the token, and how many of them would have chosen
+        # otherwise. The additional entry gives padding a place to count, also on a rank without samples.
         self._counts = torch.zeros(2, len(experts) + 1, dtype=torch.int32, device=device)
         self.found: Replayed | None = None
-        """Once `finish` has run."""
+        """The replay's statistics, once `finish` has run."""
 
     @contextmanager
     def forward(self, chunk: Any, micro_batch: MicroBatch) -> Iterator[None]:
-        """Around the forward pass of one chunk over one micro-batch (on the host)."""
+        """Set the routers' targets during the forward pass of one chunk over one micro-batch (on the host)."""
         routers = self._routers[id(chunk)]
         places = micro_batch.places[0]
-        if self._sequence_parallel:  # these routers see one of the equal pieces of the micro-batch
+        if self._sequence_parallel:  # a router sees only its tensor parallel rank's equal piece of the micro-batch
             places = places.view(self._tensor_ranks, -1)[parallel_state.get_tensor_model_parallel_rank()]
         rows, layers = places.numpy(), [router.layer for router in routers]
         known = rows >= 0
@@ -179,14 +181,14 @@ class ExpertReplay:
         try:
             yield
         finally:
-            for router in routers:  # backward passes come between two forward passes
+            for router in routers:  # backward passes run between two forward passes
                 router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         left = [router.layer for router in routers if router.target_topk_idx is not None]
         if left:
             raise ExpertReplayError(f"layers {left} did not route a micro-batch; their routers do not ask for replay")
 
     def close(self) -> None:
-        """Let routers be as they always were; whatever a pass that failed has left is dropped."""
+        """Restore the routers and drop what a failed pass left in them."""
         for routers in self._routers.values():
             for router in routers:
                 router.clear_indices()
@@ -194,13 +196,13 @@ class ExpertReplay:
                 router.on_choice = None
 
     def finish(self, rows: TokenRows, plan: Plan) -> None:
-        """Compare what was routed with what was to be. Collective over all ranks. Raises ExpertReplayError, on all of
-        them, unless each row (a token in a layer) that this rank runs was routed exactly once and no other row was, and
-        each was routed again where there is recompute."""
+        """Check that every row was routed once, and compute the statistics. Collective over all ranks. Raises
+        ExpertReplayError on all ranks unless each row (a token in a layer) of this pass was routed exactly once, no
+        other row was, and under recompute each was routed again."""
         expected = np.repeat(plan.rows, rows.held_lengths)  # [tokens of the held rows]
-        expected[rows.token_offsets[1:][rows.held_lengths > 0] - 1] = False  # the last of a row predicts nothing
+        expected[rows.token_offsets[1:][rows.held_lengths > 0] - 1] = False  # a row's last token predicts nothing
         for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
-            dist.all_reduce(self._counts, group=group)  # of all ranks that work on the same samples
+            dist.all_reduce(self._counts, group=group)  # all ranks that work on the same samples
         counts = self._counts[:, :-1].cpu().numpy()
         copies = self._num_layers * (1 if self._sequence_parallel else self._tensor_ranks)
         known = self._experts.known & expected

@@ -1,4 +1,4 @@
-"""The rollout's formats in the learner, emulated: what the learner computes when its linears round as the engine's do.
+"""Emulate the rollout's formats in the learner: its linears round as the engine's do.
 
     weights       the values that the format and its scales can hold, made once for each state of the weights (an
                   optimizer step, not a micro-batch), in copies that take the parameters' place during a pass
@@ -7,12 +7,12 @@
                   over the whole input dimension, whatever the tensor parallel size
 
 Gradients pass straight through both roundings (Bengio et al. 2013, arXiv 1308.3432): with y = Q(x) Q(W)ᵀ, the gradient
-of x is g Q(W), that of W is gᵀ Q(x), and the optimizer changes the weights as they are, unrounded. Products stay in the
-learner's precision. Only for Megatron's own layers, on a GPU too: Transformer Engine fuses the norm into the linear, so
-that its input is not what is quantized.
+of x is g Q(W), that of W is gᵀ Q(x), and the optimizer updates the unrounded weights. Products stay in the learner's
+precision. The emulation needs Megatron's own layers, on a GPU too: Transformer Engine fuses the norm into the linear,
+so the linear's input is not the quantized tensor.
 
-Megatron multiplies an expert's activation by its router weight before the last linear, engines after it: with one scale
-a token (or a token and 128 channels) that is the same up to rounding, as the weight passes into the scale.
+Megatron multiplies an expert's activation by its router weight before the last linear, engines after it. With one scale
+a token (or a token and 128 channels) both agree up to rounding, because the router weight becomes part of the scale.
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ TE_LAYERS = (
 
 @contextmanager
 def emulated(learner: MegatronLearner, quant_map: QuantMap | None) -> Iterator[None]:
-    """Score (and train) with these formats emulated, or with none, instead of what the learner emulates otherwise.
-
-    Collective. Weights themselves never change. Raises ModelError with TE layers. Passes inside raise NonFiniteError
-    for weights that are not finite.
-    """
+    """Score and train with the formats of `quant_map` emulated (None: with none) instead of the learner's usual
+    emulation. Collective. The weights do not change. Raises ModelError with TE layers. Passes inside raise
+    NonFiniteError for weights that are not finite."""
     usual = learner.emulation
     learner.emulation = None if quant_map is None else Fp8Emulation(learner, quant_map)
     try:
@@ -62,29 +60,29 @@ def emulated(learner: MegatronLearner, quant_map: QuantMap | None) -> Iterator[N
 
 
 def weights_changed(emulation: Fp8Emulation | None) -> None:
-    """Tell an emulation, where there is one, that the optimizer or a checkpoint has changed the weights."""
+    """Mark the emulation's rounded weights as outdated after the optimizer or a checkpoint has changed the weights."""
     if emulation is not None:
         emulation.forget()
 
 
 @dataclass
 class _Linear:
-    """A quantized linear of this rank and the copy that takes its weight's place."""
+    """A quantized linear of this rank and the second copy of its weight."""
 
     module: Any
     format: RolloutFormat
     stage_name: str
     slices: tuple[TensorSlice, ...]
-    """Of which its weight is the stack."""
+    """The HF tensors' slices that are stacked to the linear's weight."""
     other: Tensor
-    """Between passes the rounded weight, within them the weight as it is."""
+    """The rounded weight between passes, the original weight during a pass."""
 
 
 class Fp8Emulation:
     """The formats of a quant map in the linears of one rank's model."""
 
     def __init__(self, learner: MegatronLearner, quant_map: QuantMap) -> None:
-        """Raises ModelError for layers that cannot be emulated, and for modules of the map that are no linears of this
+        """Raise ModelError for layers that cannot be emulated and for modules of the map that are not linears of this
         model."""
         if learner.layers != "megatron":
             raise ModelError(TE_LAYERS)
@@ -92,7 +90,7 @@ class Fp8Emulation:
         self._names, self._coords = name_map(learner.model_config), ShardCoords.here()
         self._linears = list[_Linear]()
         self._made_from: list[int] | None = None
-        """Versions of the weights that the copies were made from."""
+        """The weights' autograd versions when the copies were rounded."""
         formats, quantized = quant_map.formats, set[str]()
         wanted = {f"{module}{_WEIGHT}" for module in formats}
         unknown = wanted - self._names.tensors.keys()
@@ -104,7 +102,7 @@ class Fp8Emulation:
         for stage_name, parameter in parameter_names(learner.model, self._names):
             slices = self._names.slices(stage_name, self._coords)
             held = {part.name for part in slices}
-            # The first of the HF modules in it stands for all: the engine stacks them too, in one format.
+            # The first HF module stands for all modules of the stack: the engine stacks them too, in one format.
             rollout_format = formats.get(slices[0].name.removesuffix(_WEIGHT))
             if id(parameter) in linears and rollout_format is not None:
                 other = torch.empty_like(parameter.data)
@@ -120,16 +118,14 @@ class Fp8Emulation:
         self._share = quant_map.restricted(name.removesuffix(_WEIGHT) for name in quantized)
 
     def forget(self) -> None:
-        """The weights are others now: round them anew before the next pass. In-place changes that autograd counts are
-        noticed without this; those of Megatron's optimizer are not."""
+        """Round the weights again before the next pass. The emulation notices in-place changes that autograd counts,
+        but not those of Megatron's optimizer."""
         self._made_from = None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Run passes under the emulation; the parameters are what they were at the end. Collective.
-
-        Raises NonFiniteError, on every rank, for weights that are not finite. Activations that are not come out as NaN.
-        """
+        """Run passes under the emulation; the parameters are restored at the end. Collective. Raises NonFiniteError, on
+        every rank, for weights that are not finite. Activations that are not finite become NaN."""
         self._refresh()
         hooks = []
         for linear in self._linears:
@@ -146,7 +142,7 @@ class Fp8Emulation:
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """Round the weights anew if they have changed. Collective when they have."""
+        """Round the weights again if they have changed. Collective if they have."""
         versions = [linear.module.weight._version for linear in self._linears]
         if versions == self._made_from:
             return
@@ -164,10 +160,10 @@ class Fp8Emulation:
         except FloatingPointError as found:
             error = str(found)
         finally:
-            for _ in whole:  # whatever happens, this rank takes part in all gathers
+            for _ in whole:  # this rank must take part in all gathers, also after an error
                 pass
-        # The ranks that share a linear fail alike, but the others must hear of it. All gathers are over by now: ranks
-        # that share one linear need not share the next, which may be an expert.
+        # Ranks that share a linear fail alike, but the other ranks must learn of it. The exchange waits until all
+        # gathers are over, because ranks that share one linear need not share the next, which may be an expert.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         failed = torch.tensor(float(bool(error)), device=device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
@@ -179,8 +175,8 @@ class Fp8Emulation:
         self._made_from = versions
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """HF tensors of this rank's linears, whole: scales are those of whole tensors. Gathered one after another over
-        the ranks that share a linear."""
+        """Yield the whole HF tensors of this rank's linears, because scales cover whole tensors. Each is gathered over
+        the ranks that share the linear."""
         for linear in self._linears:
             group, weight = linear.module.tp_group, linear.module.weight.detach()
             shards = gather_shards(weight, group) if group.size() > 1 else [weight]
@@ -191,11 +187,12 @@ class Fp8Emulation:
 
 
 def quantize_input(rollout_format: RolloutFormat, linear: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Round the first of a linear's `inputs`, as a forward pre-hook."""
+    """Round the first of a linear's `inputs` (a forward pre-hook)."""
     hidden: Tensor = inputs[0]  # [sequence, batch, channels], or [tokens, channels] of an expert
-    if hidden.numel() == 0:  # an expert that no token chose; its tensor parallel ranks agree on that
+    if hidden.numel() == 0:  # an expert that no token chose, on all its tensor parallel ranks alike
         return inputs
-    # Channels are divided over the (expert) tensor parallel ranks; whole groups of them need nobody else.
+    # Row-parallel inputs are split by channel over the (expert) tensor parallel ranks. If the rank holds whole scale
+    # groups, it needs no gather.
     whole, width, group = hidden.detach(), hidden.shape[-1], rollout_format.activation_group
     split = isinstance(linear, RowParallelLinear) and linear.tp_group.size() > 1
     if split and (group is None or width % group):
@@ -203,7 +200,8 @@ def quantize_input(rollout_format: RolloutFormat, linear: Any, inputs: tuple[Any
     try:
         quantized = fake_quantize(whole, rollout_format, per_token=True)
     except FloatingPointError:
-        # Raised in one rank alone it would leave the others in a collective. NaN reaches the loss, which all check.
+        # An error in one rank alone would leave the others in a collective. NaN reaches the loss, which all ranks
+        # check.
         quantized = torch.full_like(whole, torch.nan)
     if whole.shape != hidden.shape:
         quantized = quantized.narrow(-1, linear.tp_group.rank() * width, width).contiguous()

@@ -1,10 +1,9 @@
-"""Weights in host memory: a copy of this rank's share of them, put into the model for one scoring pass. The reference
-policy is one such copy; older versions of the policy are others (kept_versions).
+"""Score with other weights than the policy's: copies in host memory (the reference policy, older policy versions), and
+changed or emulated weights for sensitivity scans.
 
-A swap moves one parameter at a time: the model's goes to the host, the reference's into its place. So the device never
-holds more than one parameter twice, the host one copy of the share, and what comes back is what was there, bit for bit.
-Model, layout, precision and emulated formats are those of training: the log-ratio of equal weights is exactly 0, in
-every layout. Expert replay too: both take the engine's experts where a batch has them.
+A swap moves one parameter at a time: the model's to the host, the copy's into the model. The device never holds more
+than one parameter twice, and the policy comes back bit for bit. Model, layout, precision, emulated formats and expert
+replay are those of training, so the log-ratio of equal weights is exactly 0 in every layout.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class HostWeights:
-    """A copy of the model's weights in host memory."""
+    """A copy of this rank's share of the weights, in host memory."""
 
     def __init__(self, learner: MegatronLearner) -> None:
-        """Those that the model has now."""
+        """Copy the model's present weights."""
         self._learner = learner
         self._parameters = [parameter for chunk in learner.model for parameter in chunk.module.parameters()]
         memory = PinnedMemory(learner.device.type == "cuda")
@@ -47,13 +46,14 @@ class HostWeights:
         self.take()
 
     def take(self) -> None:
-        """Copy those that the model has now, in the place of what was copied."""
+        """Overwrite the copy with the model's present weights."""
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             copy.copy_(parameter.detach())
 
     def read_from(self, folder: Path) -> None:
-        """Read those of an HF folder of the learner's own model. Collective. Raises ModelError for another model's."""
-        self.take()  # the policy, while the folder is read into its place
+        """Read the weights from an HF folder of the learner's model. Collective. Raises ModelError for another model's
+        folder."""
+        self.take()  # keeps the policy while the folder is read into the model
         try:
             load_hf([chunk.module for chunk in self._learner.model], self._learner.model_config, folder)
         finally:
@@ -61,7 +61,7 @@ class HostWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has these weights for a while."""
+        """Put these weights into the model for the duration of the context."""
         self._swap()
         try:
             yield
@@ -78,41 +78,43 @@ class HostWeights:
 
 
 class ReferencePolicy:
-    """Weights of an HF folder, of the learner's own model. Every method is collective."""
+    """The weights of an HF folder of the learner's model, for scoring. Every method is collective."""
 
     def __init__(self, learner: MegatronLearner, folder: Path) -> None:
-        """Reads the folder. Raises ModelError for one of another model."""
+        """Read the folder. Raises ModelError for another model's folder."""
         self._learner = learner
         self._weights = HostWeights(learner)
         self._weights.read_from(folder)
 
     def logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        """[responses] natural log-probability of every response token at the reference's weights."""
+        """Return float32 [responses], the natural log-probability of every response token under the reference
+        policy."""
         with self._weights.in_place():
             return self._learner.logprobs(batch)
 
 
 class KeptVersions:
-    """As many older versions as the schedule has lag. Every method is collective."""
+    """The older policy versions that a schedule with lag needs. Every method is collective."""
 
     def __init__(self, learner: MegatronLearner, *, lag: int) -> None:
-        """Keeps `lag` versions, at least 1."""
+        """Keep up to `lag` versions, at least 1."""
         self._learner = learner
         self._lag = lag
         self._kept: dict[int, HostWeights] = {}
 
     def keep(self, version: int) -> None:
-        """Copy the present weights, which are those of `version`; called before they change."""
+        """Copy the present weights as those of `version`, before they change."""
         room = None
-        while len(self._kept) >= self._lag:  # more where a fork has less lag than its run
+        while len(self._kept) >= self._lag:  # more than `lag` where a fork has less lag than its parent run
             room = self._kept.pop(min(self._kept))
         self._kept[version] = room or HostWeights(self._learner)
         if room is not None:
             room.take()
 
     def logprobs(self, batch: Batch) -> Tensor | None:
-        """[responses] on the learner's device, of each sampled token at the version that sampled it, 0 for others; None
-        where all are of the present version. Raises StoreError for a version that is not kept."""
+        """Return each sampled token's log-probability at the version that sampled it, or None if all tokens are of the
+        present version. [responses] on the learner's device, 0 for tokens that no engine sampled. Raises StoreError for
+        a version that is not kept."""
         versions = np.unique(batch.policy_version[batch.loss_mask]).tolist()
         if not set(versions) - {batch.index}:
             return None
@@ -134,13 +136,13 @@ class KeptVersions:
         return found
 
     def save(self, folder: Path) -> None:
-        """Write every copy below `folder`, which need not exist."""
+        """Write every copy below `folder`, which is created if missing."""
         for version, weights in self._kept.items():
             with weights.in_place():
                 self._learner.export(folder / numbered(version))
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; nothing where it wrote nothing."""
+        """Read the copies that `save` wrote; keep none if `folder` is missing."""
         self._kept.clear()
         for version in self._learner.tell(lambda: list(numbered_folders(folder)) if folder.is_dir() else []):
             weights = self._kept[version] = HostWeights(self._learner)
@@ -149,25 +151,25 @@ class KeptVersions:
 
 BLOCK_BYTES = 1 << 30
 _ALIGNED = 512
-"""Bytes at whose multiples tensors begin, as torch's own allocators do."""
+"""Alignment of the tensors in a block, in bytes, as in torch's allocators."""
 
 
 @dataclass
 class PinnedMemory:
-    """Hands out tensors; their memory is one with this object's. `pinned` false, where there is no GPU: plain ones."""
+    """An allocator of tensors that live as long as this object. With `pinned` False (no GPU) they are plain tensors."""
 
     pinned: bool
     block_bytes: int = BLOCK_BYTES
     _blocks: list[Tensor] = field(default_factory=list)
     _used: list[int] = field(default_factory=list)
-    """Of each block, from its beginning."""
+    """Bytes handed out of each block."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of undefined values."""
+        """Return an uninitialized tensor."""
         if not self.pinned:
             return torch.empty(tuple(shape), dtype=dtype)
         num_bytes = math.prod(shape) * dtype.itemsize
-        block = 0  # the first with so much left; a new one where none has
+        block = 0  # the first block with enough space; a new one if none has
         while block < len(self._blocks) and len(self._blocks[block]) - self._used[block] < num_bytes:
             block += 1
         if block == len(self._blocks):
@@ -180,18 +182,16 @@ class PinnedMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """Size of all blocks."""
         return sum(map(len, self._blocks))
 
 
 @contextmanager
 def changed(learner: MegatronLearner, change: Callable[[NamedTensors], NamedTensors]) -> Iterator[None]:
-    """Score with `change(learner.named_weights())`; weights are restored bit by bit at the end. Collective.
-
-    Every rank holds its share twice meanwhile, and of the whole model the tensor that is being changed. For `logprobs`
-    and `score_tokens` only: an update inside would be lost. Formats that are emulated inside
-    (megatron_bridge.step.fp8_emulation) are those of the changed weights.
-    """
+    """Score with the weights that `change(learner.named_weights())` yields; the weights are restored bit by bit at the
+    end. Collective. Every rank holds its share twice meanwhile, and one whole tensor at a time. For `logprobs` and
+    `score_tokens` only: an update inside would be lost. Formats emulated inside (megatron_bridge.step.fp8_emulation)
+    round the changed weights."""
     chunks = [chunk.module for chunk in learner.model]
     saved = [(parameter, parameter.detach().clone()) for chunk in chunks for parameter in chunk.parameters()]
     try:
@@ -206,7 +206,7 @@ def changed(learner: MegatronLearner, change: Callable[[NamedTensors], NamedTens
 
 
 def scaled(module: str, factor: float) -> Callable[[NamedTensors], NamedTensors]:
-    """A change: the weights of `module`, and of all below it, times `factor`. Norms are left as they are."""
+    """Return a change that multiplies the weights of `module` and of the modules below it by `factor`, except norms."""
 
     def change(tensors: NamedTensors) -> NamedTensors:
         for name, tensor in tensors:
@@ -217,7 +217,7 @@ def scaled(module: str, factor: float) -> Callable[[NamedTensors], NamedTensors]
 
 
 def rounded(module: str, dtype: torch.dtype) -> Callable[[NamedTensors], NamedTensors]:
-    """A change: the weights of `module` as a coarser `dtype` holds them."""
+    """Return a change that rounds the weight of `module` to the coarser `dtype`."""
 
     def change(tensors: NamedTensors) -> NamedTensors:
         for name, tensor in tensors:
@@ -227,15 +227,13 @@ def rounded(module: str, dtype: torch.dtype) -> Callable[[NamedTensors], NamedTe
 
 
 def row_scorer(learner: MegatronLearner, rows: TokenRows) -> Callable[[QuantMap | None], Tensor]:
-    """`score(quant_map)` → [tokens] float64, nats: the predicted tokens of each row, one row after another, with the
-    map's formats emulated (None, or a map of no modules: without).
-
-    Collective at every call: all ranks must ask for the same maps in the same order. Scores are the same on all ranks,
-    so that what is decided from them is. Raises as `emulated`.
-    """
+    """Return `score(quant_map)`, which returns the log-probabilities of the predicted tokens, float64 [tokens], row
+    after row. The map's formats are emulated; None or an empty map emulates none. Every call is collective: all ranks
+    must score the same maps in the same order. Scores are the same on all ranks, so all decide alike from them. Raises
+    as `emulated` does."""
 
     def score(quant_map: QuantMap | None) -> Tensor:
-        # None is plain scoring also in a learner that trains with formats emulated.
+        # None scores without emulation also in a learner that trains with it.
         with emulated(learner, quant_map if quant_map is not None and quant_map.formats else None):
             return learner.score_rows(rows).logprobs.double().cpu()
 

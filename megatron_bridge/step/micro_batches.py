@@ -1,14 +1,14 @@
-"""Flat, ragged batch → this rank's packed micro-batches, and back.
+"""Lay out a flat, ragged batch as this rank's packed micro-batches, and map their results back to the flat order.
 
     samples ──as much arithmetic──▶ data parallel ranks ──as many tokens──▶ micro-batches of packed rows
               (before they are read: `deal`)            ──two pieces of every row──▶ context parallel ranks
 
-The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. Data parallel
-ranks are balanced by arithmetic, because the step takes as long as the busiest one and a long row takes more of it a
-token; micro-batches by tokens, because these are what memory has room for. Their longest row comes first.
+The partition depends on lengths only, so every rank computes the whole plan alone and all agree. Data parallel ranks
+are balanced by arithmetic, because a step takes as long as its busiest rank and a long row costs more per token.
+Micro-batches are balanced by tokens, because tokens fill the memory. Their longest row comes first.
 
-Rows follow one another without padding between them, but for what context and sequence parallelism need to divide them
-evenly; what FP8 needs is added to the last. A position predicts the next token: `labels[0, t]` follows `tokens[0, t]`.
+Rows follow one another without padding, except that context and sequence parallelism need rows that divide evenly;
+padding for FP8 is added to the last row. A position predicts the next token: `labels[0, t]` follows `tokens[0, t]`.
 Every rank gets the same number of micro-batches; a rank with too few rows gets some that are masked out entirely.
 """
 
@@ -33,29 +33,26 @@ from precision.balance import balanced, fullest, sections
 
 @dataclass(kw_only=True, eq=False)
 class TokenRows:
-    """Sequences of which a tail is to be predicted.
-
-    The predicted tokens of all rows, row after row, are the flat order in which results are given and returned. A rank
-    may hold some rows alone; it knows how long the others are.
-    """
+    """Token sequences, each with a tail to predict. The flat order of results is the predicted tokens of all rows, row
+    after row. A rank may hold only some rows; it knows the lengths of the others."""
 
     tokens: Sequence[NDArray[np.int32]]
-    """[rows] of [length] token ids; none of rows that other ranks hold."""
+    """[rows] of [length] token ids; empty for rows that other ranks hold."""
     starts: NDArray[np.int64]
     """[rows] index of the first predicted token, at least 1."""
     kept: KeptSets | None = None
-    """The set over which the distribution of each predicted token that is held is renormalized; None: the whole
-    vocabulary."""
+    """The set over which each held predicted token's distribution is renormalized; None: the whole vocabulary."""
     experts: RoutedExperts | None = None
-    """[tokens of the held rows] to replay; None: routers choose."""
+    """[tokens of the held rows] the engine's experts to replay; None: routers choose."""
     ranks: NDArray[np.int64] | None = None
-    """[rows] the data parallel rank that holds each; None: every rank holds all, and they are still to be dealt out."""
+    """[rows] the data parallel rank that holds each row; None: every rank holds all rows, and they are still to be
+    dealt."""
     all_lengths: NDArray[np.int64] | None = None
-    """[rows] `lengths`, where not all rows are held."""
+    """[rows] the lengths of all rows, if only some are held."""
 
     @staticmethod
     def of_batch(batch: Batch) -> TokenRows:
-        """Every sample, its response predicted."""
+        """Return every sample of `batch`, with its response to predict."""
         return TokenRows(
             tokens=batch.rows(),
             starts=batch.prompt_lengths.astype(np.int64),
@@ -67,12 +64,12 @@ class TokenRows:
 
     @staticmethod
     def whole(rows: Sequence[Sequence[int]]) -> TokenRows:
-        """Every token but the first predicted."""
+        """Return rows with every token but the first to predict."""
         tokens = [np.asarray(row, np.int32) for row in rows]
         return TokenRows(tokens=tokens, starts=np.ones(len(rows), np.int64))
 
     def beginnings(self, lengths: NDArray[np.int64]) -> TokenRows:
-        """The first tokens of each row, `lengths` [rows] of them."""
+        """Return the first `lengths` [rows] tokens of each row."""
         place = np.arange(self.token_offsets[-1]) - np.repeat(self.token_offsets[:-1], self.held_lengths)
         stays = place < np.repeat(lengths, self.held_lengths)
         predicted = place >= np.repeat(self.starts, self.held_lengths)
@@ -85,15 +82,15 @@ class TokenRows:
         )
 
     lengths: NDArray[np.int64] = field(init=False)
-    """[rows] tokens."""
+    """[rows] number of tokens."""
     held_lengths: NDArray[np.int64] = field(init=False)
-    """[rows] tokens that are here."""
+    """[rows] number of tokens that this rank holds."""
     token_offsets: NDArray[np.int64] = field(init=False)
-    """[rows + 1] where each held row starts when all of them are laid end to end."""
+    """[rows + 1] where each held row begins among the tokens of all held rows."""
     offsets: NDArray[np.int64] = field(init=False)
-    """[rows + 1] where each row's predicted tokens start in the flat order."""
+    """[rows + 1] where each row's predicted tokens begin in the flat order."""
     kept_offsets: NDArray[np.int64] = field(init=False)
-    """[rows + 1] where the sets of each held row's predicted tokens start in `kept`."""
+    """[rows + 1] where the sets of each held row's predicted tokens begin in `kept`."""
 
     def __post_init__(self) -> None:
         self.held_lengths = np.fromiter(map(len, self.tokens), np.int64, len(self.tokens))
@@ -105,27 +102,27 @@ class TokenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Packed rows. Tensors are [1, tokens] (of this context parallel rank) but for `row_ends` and `kept`."""
+    """Packed rows of this context parallel rank. Tensors are [1, tokens], except `row_ends` and `kept`."""
 
     tokens: Tensor
-    """int64; 0 where padded."""
+    """int64; 0 for padding."""
     labels: Tensor
-    """int64, the token that follows; 0 where padded."""
+    """int64, the token that follows; 0 for padding."""
     positions: Tensor
-    """int64, within the row."""
+    """int64, position within the row."""
     mask: Tensor
     """bool, True where the label is a predicted (response) token."""
     index: Tensor
-    """int64, place of the label in the flat order; 0 where `mask` is False."""
+    """int64, the label's place in the flat order; 0 where `mask` is False."""
     places: Tensor
-    """int64, place of the token among those of the held rows, laid end to end; -1 where padded."""
+    """int64, the token's place among the tokens of all held rows; -1 for padding."""
     row_ends: Tensor
-    """int32 [rows + 1], where the rows begin and end over all context parallel ranks together, from 0."""
+    """int32 [rows + 1], the cumulative row lengths from 0, over all context parallel ranks together."""
     kept: KeptRows | None = None
-    """A kept set for each of this rank's labels, empty where `mask` is False."""
+    """The kept set of each label, empty where `mask` is False."""
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """Flat values [predicted] laid out as [1, tokens]; 0 where masked out."""
+        """Lay out flat values [predicted] as [1, tokens], with 0 where `mask` is False."""
         if flat.numel() == 0:
             return torch.zeros(self.mask.shape, dtype=flat.dtype, device=flat.device)
         return torch.where(self.mask, flat[self.index], 0)
@@ -135,7 +132,7 @@ class MicroBatch:
         flat[self.index[self.mask]] = values[self.mask].to(flat.dtype)
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch on another device; `row_ends` too, for that is where the kernels read it."""
+        """Copy the micro-batch to `device`; `row_ends` too, because the kernels read it there."""
         moved = dict[str, Any]()
         for name, value in vars(self).items():
             moved[name] = None if value is None else value.to(device)
@@ -143,8 +140,8 @@ class MicroBatch:
 
     @staticmethod
     def pack(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64], split: Split) -> MicroBatch:
-        """Lay out the rows of a `group`, each of a width of `widths` [rows]. The last one takes up what the whole lacks
-        to its multiple; without rows, all of it is padding."""
+        """Lay out the rows of `group`, padded to `widths` [rows]. The last row is padded until the micro-batch reaches
+        its multiple; without rows, the micro-batch is all padding."""
         padded = widths[group].tolist() or [split.row_multiple]
         padded[-1] += -sum(padded) % split.total_multiple
         ends = _ends(padded)
@@ -178,36 +175,36 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One rank's share of a batch."""
+    """One rank's micro-batches of a batch."""
 
     micro_batches: tuple[MicroBatch, ...]
     rows: NDArray[np.bool_]
-    """[rows] True on those that this rank runs through the model."""
+    """[rows] True for the rows that this rank runs through the model."""
     padding_share: float
     """Padded positions ÷ all positions, over all ranks."""
 
 
 @dataclass(kw_only=True)
 class Split:
-    """How a batch is divided over ranks, and what Megatron asks of the pieces."""
+    """The division of a batch over ranks, and the sizes that Megatron requires of the pieces."""
 
     data_ranks: int = 1
     data_rank: int = 0
     context_ranks: int = 1
     context_rank: int = 0
     sequence_ranks: int = 1
-    """Tensor parallel ranks over which the tokens of a context parallel rank are split."""
+    """Tensor parallel ranks that split the tokens of a context parallel rank (sequence parallelism)."""
     token_multiple: int = 1
-    """Of the tokens that each rank is left with: what FP8 products ask for."""
+    """Multiple of each rank's number of tokens, as FP8 products require."""
     count_multiple: int = 1
-    """Of the number of micro-batches."""
+    """Multiple of the number of micro-batches."""
     attention_parity: int | None = None
-    """See ModelConfig.attention_parity; None: attention counts for nothing."""
+    """See ModelConfig.attention_parity; None: balance without attention."""
 
     row_multiple: int = field(init=False)
-    """Of a padded row: each context parallel rank holds two pieces of it."""
+    """Multiple of a padded row's length: each context parallel rank holds two pieces of it."""
     total_multiple: int = field(init=False)
-    """Of all rows of a micro-batch together."""
+    """Multiple of a micro-batch's tokens over all its rows."""
 
     def __post_init__(self) -> None:
         self.row_multiple = 2 * self.context_ranks if self.context_ranks > 1 else 1
@@ -218,13 +215,11 @@ class Split:
 def plan_micro_batches(
     rows: TokenRows, *, micro_batch_tokens: int, split: Split, chosen: NDArray[np.bool_] | None = None
 ) -> Plan:
-    """Partition `rows` over data parallel ranks and micro-batches of at most `micro_batch_tokens` tokens.
-
-    The number of micro-batches is the smallest, the same on all ranks, that keeps the budget. `chosen` [rows] leaves
-    rows out; the places of the others in the flat order stay. Raises RecipeError when a single row does not fit.
-    """
+    """Partition `rows` over data parallel ranks and micro-batches of at most `micro_batch_tokens` tokens. The number of
+    micro-batches is the smallest that keeps the budget, the same on all ranks. `chosen` [rows] leaves rows out; the
+    flat order stays. Raises RecipeError if a single row does not fit."""
     included = np.ones(len(rows.lengths), np.bool_) if chosen is None else chosen
-    # What a row takes in a micro-batch: its last token predicts nothing.
+    # A row's positions in a micro-batch: its last token predicts nothing.
     widths = _rounded_up(np.maximum(rows.lengths - 1, 1), split.row_multiple)
     budget = micro_batch_tokens // split.total_multiple * split.total_multiple
     if len(widths) and widths.max() > budget:
@@ -258,11 +253,11 @@ def plan_micro_batches(
 
 
 def deal(lengths: NDArray[np.int64], split: Split, together: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
-    """[rows] the data parallel rank that takes each row of these `lengths` [rows]. Each set of rows in `together`
-    [rows] is dealt out evenly by itself, for there are passes over it alone. Rows of none go to rank 0."""
+    """Return the data parallel rank that takes each row of `lengths` [rows], int64 [rows]. Each set of rows in
+    `together` [rows] is dealt out evenly, because a pass may run over it alone. Rows in no set go to rank 0."""
     ranks = np.zeros(len(lengths), np.int64)
     work = _rounded_up(np.maximum(lengths - 1, 1), split.row_multiple)
-    if split.attention_parity is not None:  # of a rank's time, in no particular unit
+    if split.attention_parity is not None:  # a rank's time, in arbitrary units
         work = work * (split.attention_parity + work)
     for rows in map(np.flatnonzero, together):
         for rank, part in enumerate(sections(work[rows].tolist(), split.data_ranks)):
@@ -271,10 +266,8 @@ def deal(lengths: NDArray[np.int64], split: Split, together: Sequence[NDArray[np
 
 
 def zigzag_columns(lengths: Sequence[int], num_ranks: int, rank: int) -> Tensor:
-    """int64: the places that context parallel `rank` holds of rows of these lengths, packed one after another.
-
-    Of 2 × num_ranks pieces of every row it holds number `rank` and number 2 × num_ranks − 1 − `rank`.
-    """
+    """Return the columns (int64) that context parallel `rank` holds of packed rows of these `lengths`. Each row is cut
+    into 2 × num_ranks pieces; the rank holds pieces `rank` and 2 × num_ranks − 1 − `rank`."""
     if num_ranks == 1:
         return torch.arange(sum(lengths))
     starts = _ends(lengths)
@@ -289,7 +282,7 @@ Count = TypeVar("Count", int, NDArray[np.int64])
 
 
 def _ends(counts: ArrayLike) -> NDArray[np.int64]:
-    """[n + 1] from `counts` [n]: where each begins when they are laid end to end, and where the last one ends."""
+    """Return the cumulative sums of `counts` [n], from 0: int64 [n + 1]."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""AdamW over Megatron's buffers, and one guarded step."""
+"""Build AdamW over Megatron's buffers, take its steps, and compute their learning rates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from pipeline.config.recipe import LearnerSection, OptimizerSection
 
 
 def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[list[DistributedDataParallel], Any]:
-    """Wrap the chunks in Megatron's DDP (gradients reduced in float32) and build AdamW over them.
-
-    With bfloat16 parameters (FP8 has these too) the optimizer keeps float32 main copies.
-    """
+    """Wrap the chunks in Megatron's DDP (gradients reduced in float32) and build AdamW over them. With bfloat16
+    parameters (also under FP8) the optimizer keeps float32 main copies."""
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=learner.distributed_optimizer,
@@ -29,8 +27,8 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
         overlap_grad_reduce=learner.overlap_grad_reduce,
     )
     model = [
-        # Buckets let the reduction begin before the backward pass of a chunk ends. Later virtual chunks need none:
-        # their reduction runs beside the backward passes of the chunks before them.
+        # Buckets let the reduction begin before a chunk's backward pass ends. Later virtual chunks need none: their
+        # reduction overlaps the backward passes of the chunks before them.
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
@@ -62,13 +60,10 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
 
 
 def take_step(optimizer: Any, section: OptimizerSection, lr: float, grad_norm: float) -> None:
-    """Take one step of the recipe's AdamW at learning rate `lr`, on gradients that are scaled down to a global norm of
-    `clip_grad` (0: left as they are).
-
-    `grad_norm` must be that of the gradients, known to be finite. Megatron's groups carry multipliers (no decay on
-    norms and biases) that only its own scheduler applies. A loaded checkpoint replaces the groups by those that were
-    saved, and a fork may have a recipe of its own.
-    """
+    """Take one AdamW step at learning rate `lr`, on gradients scaled down to a global norm of `clip_grad` (0: not
+    scaled). `grad_norm` must be the gradients' norm and finite. Megatron's groups carry multipliers (no decay on norms
+    and biases) that only Megatron's scheduler applies, so this function applies them. It sets betas and eps anew,
+    because a loaded checkpoint brings the saved groups and a fork's recipe may differ."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = section.weight_decay * group.get("wd_mult", 1.0)
@@ -83,37 +78,37 @@ def take_step(optimizer: Any, section: OptimizerSection, lr: float, grad_norm: f
 
 @dataclass(frozen=True)
 class RateSpan:
-    """The learning rate's settings from a batch on."""
+    """The learning-rate settings from a batch on."""
 
     first_batch: int
     section: OptimizerSection
     total_steps: int
-    """Optimizer steps of the run, as they were planned then, had every batch `updates_per_batch` of them."""
+    """Planned optimizer steps of the run, had every batch `updates_per_batch` of them."""
     updates_per_batch: int = 1
 
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The rate of every optimizer step of a run. A start may change its settings; a step that was trained before keeps
-    its rate, also when it is trained again."""
+    """The learning rate of every optimizer step of a run. A restart may change the settings; a step trained before
+    keeps its rate, also when it is trained again."""
 
     spans: tuple[RateSpan, ...]
     """Ascending by batch, at least one."""
 
     @classmethod
     def of(cls, section: OptimizerSection, total_steps: int) -> LearningRates:
-        """Of a run whose settings were never changed."""
+        """Return the rates of a run whose settings never changed."""
         return cls((RateSpan(0, section, total_steps),))
 
     def at(self, batch: int, step: int) -> float:
-        """Of optimizer step `step` (from 0), which trains on batch `batch`."""
+        """Return the rate of optimizer step `step` (from 0), which trains on `batch`."""
         spans = [one for one in self.spans if one.first_batch <= batch or one is self.spans[0]]
         return learning_rate(step, spans[-1].section, spans[-1].total_steps, partial(_place, spans))
 
 
 def _place(spans: Sequence[RateSpan], step: int) -> float:
-    """Where optimizer step `step` lies among the `total_steps` of the last span: batches of earlier spans count as if
-    each had as many steps as its own. It is `step`, exactly, where none had more or fewer."""
+    """Return the place of `step` among the last span's `total_steps`: a batch of an earlier span counts as many steps
+    as a batch of the last. It is exactly `step` if all spans have equally many steps a batch."""
     own, begun = spans[-1].updates_per_batch, 0
     for span, after in pairwise(spans):
         planned = (after.first_batch - span.first_batch) * span.updates_per_batch
@@ -126,17 +121,16 @@ def _place(spans: Sequence[RateSpan], step: int) -> float:
 def learning_rate(
     step: int, section: OptimizerSection, total_steps: int, place: Callable[[int], float] = float
 ) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine decay to `min_lr`
-    at `decay_steps` or, by default, at the last of `total_steps`.
+    """Return the rate of optimizer step `step` (from 0): linear warm-up, then constant, or linear or cosine decay to
+    `min_lr` at `decay_steps` or, by default, at the last of `total_steps`.
 
-    `warmup_steps` and `decay_steps` count optimizer steps from the first one of the run, those of a fork's parent
-    included. A decay over `total_steps` goes by batches: `place` says where a step lies among them, so a fork with
-    another number of steps a batch goes on where its parent's rate was, and is at `min_lr` with its last batch.
+    `warmup_steps` and `decay_steps` count optimizer steps from the run's first, including those of a fork's parent. A
+    decay over `total_steps` goes by batches: `place` maps a step to its place among them, so a fork with another number
+    of steps a batch continues at its parent's rate and reaches `min_lr` with its last batch.
 
     The rate is a function of the step alone, so a resumed run needs no other state. Megatron's OptimizerParamScheduler
-    is not used, for three reasons. It refuses a run that is not longer than its warm-up. It takes the first step after
-    the warm-up at a decayed rate, never at `lr`. It counts steps by itself, and a checkpoint would have to keep its
-    count equal to the learner's.
+    is not used: it refuses a run no longer than its warm-up, takes the first step after the warm-up at a decayed rate
+    instead of `lr`, and keeps a step count that a checkpoint would have to hold equal to the learner's.
     """
     if step < section.warmup_steps:
         return section.lr * (step + 1) / section.warmup_steps

@@ -1,8 +1,8 @@
-"""Forward and forward-backward passes over the micro-batches of a plan, under Megatron's pipeline schedules.
+"""Run forward and forward-backward passes over a plan's micro-batches, under Megatron's pipeline schedules.
 
 Per-token results exist on the last pipeline stage, each on one data parallel rank. `Gathered` brings them to every rank
-in the batch's flat order: each place is written by exactly one rank, so a sum over ranks gathers without rounding, and
-every statistic computed from them is the same on every rank, whatever the layout.
+in the batch's flat order. Exactly one rank writes each place, so a sum over ranks gathers without rounding, and
+statistics of the results are the same on every rank, whatever the layout.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from precision.objectives.base import Objective, StepContext, TokenBatch
 
 
 class Gathered:
-    """What a pass yields, the same on every rank once `share` has run."""
+    """The results of a pass, the same on every rank once `share` has run."""
 
     def __init__(self, num_predicted: int, device: torch.device | str, names: Iterable[str] = ()) -> None:
-        """Nothing of `num_predicted` tokens yet, and nothing of the sums by `names`."""
+        """Allocate zeros for `num_predicted` tokens and for the sums called `names`."""
         self.logprobs = torch.zeros(num_predicted, device=device)
-        """float32 [predicted], natural log."""
+        """float32 [predicted], nats."""
         self.entropy = torch.zeros(num_predicted, device=device)
         """float32 [predicted], nats."""
         self.sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in sorted(names)}
-        """float64 scalars that add up over micro-batches and ranks."""
+        """float64 scalars, summed over micro-batches and ranks."""
 
     def take(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
-        """Keep the predicted tokens of one micro-batch."""
+        """Store the results of one micro-batch's predicted tokens."""
         micro_batch.gather_into(self.logprobs, logprobs.detach())
         micro_batch.gather_into(self.entropy, entropy)
 
     def share(self) -> None:
-        """Sum over data parallel ranks, then hand from the last pipeline stage to all stages."""
+        """Sum over data parallel ranks, then broadcast from the last pipeline stage to all stages."""
         tensors = [self.logprobs, self.entropy]
         if self.sums:
             tensors.append(torch.stack(list(self.sums.values())))
@@ -63,16 +63,14 @@ def score(
     device: torch.device | str,
     replay: ExpertReplay | None = None,
 ) -> Gathered:
-    """Log-probabilities and entropies of the predicted tokens at the present weights, with the engine's experts where
-    `replay` has them.
-
-    In evaluation mode: there is nothing to compute again, and under delayed scaling Transformer Engine would keep the
-    scales of layers to be computed again for a backward pass that never comes, and use them up in that of another.
-    """
+    """Compute log-probabilities and entropies of the predicted tokens at the present weights, with the engine's experts
+    where `replay` has them. The model is in evaluation mode, so nothing is recomputed. In training mode with delayed
+    scaling, Transformer Engine would keep the scales of recomputed layers for a backward pass that never comes, and use
+    them up in another pass's."""
     gathered = Gathered(num_predicted, device)
 
     def collect(micro_batch: MicroBatch, output: tuple[Tensor, Tensor], *, non_loss_data: bool) -> None:
-        assert non_loss_data  # how Megatron calls it when only results are collected
+        assert non_loss_data  # Megatron passes it when it only collects results
         gathered.take(micro_batch, *output)
 
     for chunk in model:
@@ -87,7 +85,7 @@ def score(
 
 
 def warm_up(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.device | str) -> None:
-    """Forward and backward over the plan for what they leave behind in FP8 scales; gradients are of no use."""
+    """Run forward and backward to fill the history of FP8 scales; the gradients are not used."""
 
     def mean(micro_batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         loss = torch.where(micro_batch.mask, output[0], 0.0).sum() / max(1, num_predicted)
@@ -97,12 +95,12 @@ def warm_up(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.
 
 
 class ObjectiveRunner:
-    """Calls an objective so that a rank on which it fails stays in step with the others."""
+    """An objective whose failure on one rank leaves that rank in step with the others."""
 
     def __init__(self, objective: Objective, device: torch.device | str) -> None:
         self._objective = objective
         self._reductions: list[Tensor] = []
-        """What the objective sums over ranks for a micro-batch, as NaN."""
+        """NaN in the shape of each sum over ranks that the objective makes for a micro-batch."""
 
         def remember(sums: Tensor) -> Tensor:
             self._reductions.append(torch.full_like(sums, torch.nan))
@@ -115,12 +113,12 @@ class ObjectiveRunner:
         context = StepContext(num_tokens=1, step_ess=1.0, sum_over_ranks=remember)
         _, sums = objective.loss(none.clone().requires_grad_(), batch, context)
         self.names = sorted(sums)
-        """Of the sums that the objective reports; every pipeline stage knows them."""
+        """Names of the objective's sums, known on every pipeline stage."""
 
     def __call__(
         self, logprobs: Tensor, batch: TokenBatch, num_tokens: int, step_ess: float | None
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """(loss, sums), or None when the objective met a number that is not finite."""
+        """Return (loss, sums), or None if the objective met a number that is not finite."""
         pending = list(self._reductions)
 
         def sum_over_ranks(sums: Tensor) -> Tensor:
@@ -133,7 +131,7 @@ class ObjectiveRunner:
         try:
             return self._objective.loss(logprobs, batch, context)
         except FloatingPointError:
-            for sums in list(pending):  # the other ranks wait for these; NaN tells them
+            for sums in list(pending):  # the other ranks wait in these reductions; NaN reports the failure
                 sum_over_ranks(sums.clone())
             return None
 
@@ -149,11 +147,9 @@ def train(
     device: torch.device | str,
     replay: ExpertReplay | None = None,
 ) -> Gathered:
-    """Forward and backward over the plan; gradients end up reduced in Megatron's buffers.
-
-    The fields of `inputs` are [predicted], flat, its `mask` False on tokens that no engine sampled.
-    `sums["failed"]` is above 0 when the objective failed on some micro-batch: the gradients are then of no use.
-    """
+    """Run forward and backward over the plan; gradients end up reduced in Megatron's buffers. The fields of `inputs`
+    are flat, [predicted]; its `mask` is False for tokens that no engine sampled. `sums["failed"]` is above 0 if the
+    objective failed on a micro-batch: the gradients are then useless."""
     gathered = Gathered(len(inputs.advantages), device, ["loss", "failed", *objective.names])
 
     def loss_function(micro_batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -176,7 +172,7 @@ def train(
             gathered.sums["loss"] += loss.detach()
             for name in objective.names:
                 gathered.sums[name] += sums[name]
-        # 0 tokens: Megatron would divide by their number, but the objective has already done so.
+        # With 0 tokens, Megatron does not divide by their number: the objective has already done so.
         return loss, torch.zeros((), dtype=torch.int, device=device), {}
 
     _run(model, plan, loss_function, device, forward_only=False, replay=replay)
@@ -185,7 +181,7 @@ def train(
 
 
 def packed_rows(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> PackedSeqParams:
-    """Where the rows of a micro-batch on the host begin and end, as Megatron-Core takes it."""
+    """Return the row ends of a micro-batch (on the host) as Megatron-Core's PackedSeqParams."""
     ends, longest = micro_batch.row_ends.to(device), int(micro_batch.row_ends.diff().max())
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -205,12 +201,12 @@ def _run(
         for chunk in model:
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
-                parameter.grad = None  # without the distributed optimizer it is last step's buffer under another name
+                parameter.grad = None  # without the distributed optimizer it is still the last step's buffer
 
     def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         on_host = next(batches)
         micro_batch = on_host.to(device)
-        chunk.module.kept = micro_batch.kept  # read in this very call, whatever the schedule runs next
+        chunk.module.kept = micro_batch.kept  # read in the chunk call below, so no other micro-batch can come between
         with replay.forward(chunk, on_host) if replay else nullcontext():
             output = chunk(
                 micro_batch.tokens,
@@ -223,7 +219,7 @@ def _run(
 
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        # Every virtual stage reads the same micro-batches; a list is how the interleaved schedule takes them.
+        # Every virtual stage reads the same micro-batches; the interleaved schedule takes a list of iterators.
         data_iterator=list(map(iter, [plan.micro_batches] * len(model))),
         model=list(model),
         num_microbatches=len(plan.micro_batches),

@@ -1,16 +1,16 @@
-"""The delta weight channel: what changed since the last version is written, and the engines overwrite it.
+"""The delta weight channel: ranks write the bytes that changed since the last version, and engines overwrite them.
 
-    every rank    gather ─▶ quantize ─▶ compare with what was published ─▶ policy/000013/delta-00002.bin
+    every rank    gather ─▶ quantize ─▶ compare with the published bytes ─▶ policy/000013/delta-00002.bin
     rank 0            manifest, delta.json, check ─▶ rename ─▶ Fleet.load ─▶ PUBLISHED ─▶ prune
     engine's role                                   └─▶ replica of 13, while the engine serves
 
-The bytes that are published are compared, not the weights: after a small step most of them are as they were, all the
-more in FP8. What is written are the new bytes at their places, so applying them twice changes nothing, and the manifest
-says what every tensor must be afterwards (pipeline.data.deltas).
+Published bytes are compared, not weights: a small step leaves most bytes unchanged, especially in FP8. A delta holds
+new bytes and their places, so applying it twice changes nothing, and the manifest has every tensor's checksum
+afterwards (pipeline.data.deltas).
 
-A version is whole when there is nothing to compare it with, every `whole_every` versions, when the changes take nearly
-as many bytes, and when an engine says that it cannot make its replica. An engine that starts begins with the newest
-whole one. When no engine takes a delta, the same version is published again, whole.
+A version is written whole if there is no version to compare with, every `whole_every` versions, if the changes take
+nearly as many bytes, and if an engine reports that it cannot make its replica. A starting engine begins with the newest
+whole version. If no engine takes a delta, the same version is published again, whole.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ if TYPE_CHECKING:
     from rollout_sglang.fleet import Fleet
 
 DENSE = 0.75
-"""From this share of the whole bytes on, what changed is not written: unpacking it takes longer than reading the rest
+"""Largest size of a delta as a share of the whole: above it, unpacking takes longer than reading the rest
 (docs/precision.md)."""
 _log = logging.getLogger(__name__)
 
 
 class DeltaChannel(BackgroundChannel):
-    """Writes what has changed, on every rank, and has the engines make replicas of it. Construction is collective.
+    """A channel that writes changed bytes on every rank and has the engines make replicas. Construction is collective.
 
-    Measured: score_s, export_s (gather, quantize, compare), write_s, prune_s, publish_s (total) in seconds,
-    delta_density (share of the numbers that changed; 1 where nothing was compared), published_bytes (what engines
-    read), whole_bytes, published_whole (1 or 0), what ProbeScorer.score measures and what Engines.load reports; {} but
-    on rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
+    Metrics: score_s, export_s (gather, quantize, compare), write_s, prune_s, publish_s (total) in seconds,
+    delta_density (share of numbers that changed; 1 without a comparison), published_bytes (read by engines),
+    whole_bytes, published_whole (1 or 0), and the metrics of ProbeScorer.score and Fleet.load. {} except on rank 0. An
+    error on one rank is raised on every rank; an EvenKeelError keeps its type.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class DeltaChannel(BackgroundChannel):
         whole_every: int,
         deadline_s: float,
     ) -> None:
-        """`keep` older policies stay on disk beside the published one, with those that they are made from. `deadline_s`
-        is what an engine has for its replica, and again for loading it."""
+        """`keep` older policies stay on disk beside the published one, with the versions that they build on.
+        `deadline_s` limits an engine's time for its replica, and again for loading it."""
         self._learner = learner
         self._engines = engines
         self._run = run
@@ -102,14 +102,14 @@ class DeltaChannel(BackgroundChannel):
         self._share = PublishedShare()
         self._shared_map = None if quant is None else quant.restricted(n.removesuffix(".weight") for n in self._names)
         self._base: tuple[int, str] | None = None
-        """Version and state of what the share holds; None while that was not published."""
+        """Version and state of the share's tensors; None until they are published."""
         self._whole = 0
-        """The newest version that is whole."""
+        """The newest whole version."""
         self._whole_bytes = 0
-        """Of the last version, over all ranks; 0 before the first."""
+        """Size of the last version over all ranks; 0 before the first."""
 
     def begin(self, version: int, *, learner_waits: bool = False) -> None:  # noqa: ARG002
-        """See WeightChannel: every rank keeps its share, whether the learner waits or not."""
+        """Take every rank's share before returning, with or without `learner_waits`."""
         watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
@@ -133,7 +133,7 @@ class DeltaChannel(BackgroundChannel):
         begun: dict[str, Any],
         shares: list[dict[str, Any]],
     ) -> dict[str, float]:
-        """On every rank, in a thread of its own: from the shares to PUBLISHED."""
+        """Deliver the shares to the engines, up to PUBLISHED. Runs on every rank, in its own thread."""
         temporary, is_whole = self._run.policies / begun["temporary"], begun["is_whole"]
         sizes = {name: sum(share[name] for share in shares) for name in ("bytes", "delta_bytes", "numbers", "changed")}
         self._whole_bytes = sizes["bytes"]
@@ -176,7 +176,6 @@ class DeltaChannel(BackgroundChannel):
         }
 
     def close(self) -> None:
-        """See WeightChannel."""
         asyncio.run(self._engines.close())
 
     def _begin(self, version: int) -> dict[str, Any]:
@@ -192,7 +191,7 @@ class DeltaChannel(BackgroundChannel):
         )
 
     def _take(self, temporary: Path, compares: bool) -> dict[str, Any]:
-        """Take this rank's share of the next version. Every rank exhausts the gathers, whatever happens."""
+        """Take this rank's share of the next version. Every rank exhausts the gathers, also after an error."""
         temporary.mkdir(parents=True, exist_ok=True)
         writer = DeltaWriter(temporary, self._rank) if compares else None
         digests = None if self._plan.new_checksums is None else self._plan.new_checksums()
@@ -213,7 +212,7 @@ class DeltaChannel(BackgroundChannel):
         )
 
     def _write(self, temporary: Path, check: WeightCheck, delta: Delta | None, is_whole: bool) -> str:
-        """Complete the version's folder and give it its name. Returns the state of its weights."""
+        """Complete the version's folder and rename it into place. Returns the state of its weights."""
 
         def share() -> Manifest:
             temporary.mkdir(parents=True, exist_ok=True)
@@ -242,8 +241,8 @@ class DeltaChannel(BackgroundChannel):
 
     @contextmanager
     def _removed_on_failure(self, temporary: Path) -> Iterator[None]:
-        """Around what all ranks fail together: none writes any more. On a full disk the folder would be in its own
-        way."""
+        """Remove the folder after an error that all ranks raise, when none writes anymore: on a full disk it would
+        block the next attempt."""
         try:
             yield
         except BaseException:
@@ -252,7 +251,7 @@ class DeltaChannel(BackgroundChannel):
             raise
 
     def _load(self, check: WeightCheck, is_whole: bool) -> dict[str, float] | None:
-        """Have the engines load the version, and name it. None when none took a delta."""
+        """Have the engines load the version, and set it as published. Returns None if no engine took a delta."""
         version = check.version
         try:
             seconds = asyncio.run(self._engines.load(version, self._run.policy_directory(version), check))
@@ -269,16 +268,16 @@ class DeltaChannel(BackgroundChannel):
 
 
 class PublishedShare:
-    """One rank's share."""
+    """One rank's share of the published tensors."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        """As they were published last, in host memory."""
+        """The tensors as last published, in host memory."""
         self._sha256: dict[str, str] = {}
 
     def take(self, stream: Iterable[tuple[str, Tensor]], writer: DeltaWriter | None) -> None:
-        """Take the tensors of the next version, in the formats that are published. `writer` gets what changed of those
-        that were published last; without one these do not matter."""
+        """Take the next version's tensors, in their published formats. `writer` gets the changes since the last
+        published version; without it no comparison is made."""
         for name, tensor in stream:
             new = tensor.detach().to("cpu", copy=True).contiguous()
             old = self.tensors.get(name)
@@ -287,14 +286,14 @@ class PublishedShare:
             self.tensors[name] = new
 
     def manifest(self) -> Manifest:
-        """Every tensor, for a folder that holds only what changed."""
+        """Return the manifest of every tensor, for a folder that holds only changes."""
         specs = {name: spec_of(name, tensor) for name, tensor in self.tensors.items()}
         return {name: manifest_entry(spec, "", self._sha256[name]) for name, spec in specs.items()}
 
 
 def share_of(names: Sequence[str], shapes: Mapping[str, Sequence[int]], rank: int, num_ranks: int) -> frozenset[str]:
-    """Which tensors of a stage a rank of it sends, the same division on every rank: what an engine stacks into one
-    parameter stays together, and each such group goes to whoever has least so far."""
+    """Return the tensors of a stage that `rank` sends; every rank computes the same division. Tensors that an engine
+    stacks into one parameter stay together, and each such group goes to the rank with the least so far."""
     groups: dict[str, list[str]] = {}
     for name in names:
         module = name.rpartition(".")[0].rpartition(".")[0]

@@ -1,10 +1,11 @@
 """The disk weight channel: every rank exports, rank 0 writes a policy folder, the engines load it.
 
     probe (all ranks) ─▶ export (all ranks) ─▶ policy/000013 + its check (rank 0) ─▶ Fleet.load ─▶ PUBLISHED ─▶ prune
-                            └─▶ policy/000013/maps/DIGEST + its check, for each older quant map that is served still
+                            └─▶ policy/000013/maps/DIGEST + its check, for each older quant map that is still served
 
-A version is named in PUBLISHED only after the engines were verified to hold it. A crash at any point leaves the older
-version published and complete.
+PUBLISHED names a version only after the engines were verified to hold it. A crash at any point leaves the older version
+published and complete. The other channels share this file's WeightCheckPlan, BackgroundChannel, `prune` and
+ProbeScorer.
 """
 
 from __future__ import annotations
@@ -41,56 +42,51 @@ if TYPE_CHECKING:
     from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 CONTROL_S = 240.0
-"""What one phase of a publish may take beside the deadline of the engines: pausing, verifying, closing sessions."""
+"""Time that one phase of a publish may take beyond the engines' deadline: pausing, verifying, closing sessions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCheckPlan:
-    """What the engines are verified by after each publish of a run (pipeline.ports.weights)."""
+    """The parts of the engines' check that are the same for every publish of a run (pipeline.ports.weights)."""
 
     rows: tuple[tuple[int, ...], ...]
     """Token ids of the probe."""
     max_mean_gap_nats: float
     new_checksums: Callable[[], ExpectedChecksums] | None
-    """Makes a recorder of the checksums that the engines should report; None where these cannot be computed."""
+    """Creates a recorder of the checksums that the engines should report; None if these cannot be computed."""
     dtype: str | None = None
-    """In which the engines compute ("bfloat16"). None: they are not asked for the formats of their weights."""
+    """The engines' compute dtype ("bfloat16"). None: the engines are not asked for the formats of their weights."""
 
     def formats(self, quant: QuantMap | None) -> dict[str, str] | None:
-        """What the engines should say about the formats that they hold, when they serve `quant`."""
+        """Return the formats that the engines should report when they serve `quant`."""
         return None if self.dtype is None else formats_of(quant, self.dtype)
 
 
 class BackgroundChannel(WeightChannel):
-    """A channel whose `begin` leaves the rest to a thread."""
+    """A channel whose `begin` leaves the delivery to a thread."""
 
     _delivery: Future[dict[str, float]] | None = None
 
     def publish(self, version: int) -> dict[str, float]:
-        """Give the engines the learner's present weights under the name `version`. Returns what `finish` does."""
+        """Publish the learner's present weights as `version` and wait. Returns the metrics of `finish`."""
         self.begin(version, learner_waits=True)
         return self.finish()
 
     def is_over(self, wait_s: float) -> bool:
-        """See WeightChannel."""
         return is_over(self._delivery, wait_s)
 
     def finish(self) -> dict[str, float]:
-        """See WeightChannel."""
         delivery, self._delivery = self._delivery, None
         return {} if delivery is None else delivery.result()
 
     def wait_for_folder(self) -> None:
-        """Return at once, where the folder is complete when `finish` returns."""
+        """Return at once: the folder is complete when `finish` returns."""
 
 
 class DiskChannel(BackgroundChannel):
-    """Writes a policy folder on rank 0, and has the engines load it. Construction is collective.
-
-    Measured: score_s, export_s, prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what
-    Engines.load reports; {} but on rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it
-    is.
-    """
+    """A channel that writes a policy folder on rank 0 and has the engines load it. Construction is collective. Metrics:
+    score_s, export_s, prune_s, publish_s (total), engines_paused_s in seconds, and the metrics of ProbeScorer.score and
+    Fleet.load. {} except on rank 0. An error on one rank is raised on every rank; an EvenKeelError keeps its type."""
 
     def __init__(
         self,
@@ -104,8 +100,8 @@ class DiskChannel(BackgroundChannel):
         keep: int,
         deadline_s: float,
     ) -> None:
-        """`keep` older policies stay on disk beside the published one. `deadline_s` is what the engines have for one
-        load. The other ranks wait longer for rank 0: there are its turn, a second attempt and verifying beside it."""
+        """`keep` older policies stay on disk beside the published one. `deadline_s` limits the engines' time for one
+        load. The other ranks wait longer for rank 0, for the lock's wait, a second attempt and verifying."""
         self._learner = learner
         self._engines = engines
         self._run = run
@@ -120,8 +116,8 @@ class DiskChannel(BackgroundChannel):
         self._quant = quant
 
     def begin(self, version: int, older: Sequence[QuantMap] = (), *, learner_waits: bool = False) -> None:  # noqa: ARG002
-        """See WeightChannel: the policy folder is what is taken, whether the learner waits or not. `older` are quant
-        maps that some engines were started with, beside the one in use."""
+        """Export before returning, with or without `learner_waits`. `older` are quant maps that some engines were
+        started with and still serve."""
         watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
@@ -146,17 +142,15 @@ class DiskChannel(BackgroundChannel):
         self._delivery = in_background(deliver, "delivery")
 
     def finish(self) -> dict[str, float]:
-        """See WeightChannel."""
         delivery, self._delivery = self._delivery, None
         measured = {} if delivery is None else self._rank_sync.tell(delivery.result)
         return measured if self._rank_sync.is_rank_zero else {}
 
     def close(self) -> None:
-        """See WeightChannel."""
         asyncio.run(self._engines.close())
 
     def _export(self, version: int, folder: Path, quant: QuantMap | None, probe: Probe) -> WeightCheck | None:
-        """Write one policy folder with its check; the check on rank 0."""
+        """Write one policy folder with its check. Returns the check on rank 0."""
         digests = None if self._plan.new_checksums is None else self._plan.new_checksums()
         learner = self._learner
         check: WeightCheck | None = None
@@ -181,19 +175,17 @@ class DiskChannel(BackgroundChannel):
 
 
 def prune(policies: Path, published: int, keep: int) -> None:
-    """Delete all but the published policy, the `keep` newest before it, and those that they are made from.
-
-    Newer ones stay: they are from a future that a resumed run will write again.
-    """
+    """Delete all policies older than the published one, except the `keep` newest and the versions that the kept ones
+    build on. Newer policies stay: a resumed run will write those versions again."""
     older = [version for version in numbered_folders(policies) if version < published]
     kept = needed(policies, [*older[max(0, len(older) - keep) :], published])
     doomed = [version for version in older if version not in kept]
-    for version in reversed(doomed):  # a delta goes before what it was made from
+    for version in reversed(doomed):  # a delta is removed before the version that it builds on
         remove_folder(policies / numbered(version))
 
 
 def joined_digests(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mapping[str, str], ...]:
-    """The digests of all shares of a policy, for each rank of an engine; a share that is empty has none."""
+    """Join the digests of all shares of a policy, for each rank of an engine; empty shares have none."""
     known = [share for share in shares if share]
     return tuple(
         {name: digest for part in ranks for name, digest in part.items()} for ranks in zip(*known, strict=True)
@@ -201,7 +193,7 @@ def joined_digests(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mappi
 
 
 class ProbeScorer:
-    """Scores the probe's rows, and remembers what they were at the publish before."""
+    """A scorer of the probe's rows that remembers their scores at the previous publish."""
 
     def __init__(self, learner: MegatronLearner) -> None:
         self._learner = learner
@@ -210,11 +202,10 @@ class ProbeScorer:
     def score(
         self, rows: tuple[tuple[int, ...], ...], max_mean_gap_nats: float, quant: QuantMap | None
     ) -> tuple[Probe, dict[str, float]]:
-        """The probe at the present weights, and probe_staleness_nats (from the second publish on),
-        probe_quantization_nats (mean absolute) and probe_quantization_ess, where they can be known. Collective.
-
-        Formats are emulated in Megatron's own layers alone. It costs a rounding of the quantized weights and one pass.
-        """
+        """Score the probe at the present weights. Collective. Also returns probe_staleness_nats (from the second
+        publish on), and probe_quantization_nats (mean absolute) and probe_quantization_ess if the learner can emulate
+        the formats, which needs Megatron's own layers. Emulation costs a rounding of the quantized weights and one
+        pass."""
         learner = self._learner
         plain = learner.score_tokens(rows, temperature=1.0)
         flat = torch.from_numpy(np.concatenate(plain).astype(np.float64))
@@ -224,7 +215,7 @@ class ProbeScorer:
         self._former = flat
         quantized: list[NDArray[np.float32]] = []
         if quant is None or not quant.formats or learner.emulation is not None:
-            quantized = plain  # the learner computes as the map says already
+            quantized = plain  # the learner already computes in the map's formats
         elif learner.layers == "megatron":
             with emulated(learner, quant):
                 quantized = learner.score_tokens(rows, temperature=1.0)

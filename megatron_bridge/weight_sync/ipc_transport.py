@@ -1,11 +1,10 @@
-"""Buckets handed over as memory that the engines open: learner and engines share a machine and its GPUs.
+"""Hand buckets to engines as memory that they open: learner and engines share a machine and its GPUs.
 
-Each rank keeps one shared buffer for as long as the channel lives, as large as a bucket or the largest tensor. All
-engines of the rank read the same buffer, through one CUDA IPC handle whatever the number of tensors. Ranks of an
-engine on other GPUs read it by peer access. An engine answers when all its ranks have copied their shares into their
-weights (rollout_sglang.server.launch_server has them wait for their GPUs); then the buffer may be written again. An
-engine that failed may still be reading, and so mix two buckets: it claims no version until it has been given all
-weights anew.
+Each rank keeps one shared buffer for the channel's lifetime, as large as a bucket or the largest tensor. All engines of
+the rank read it through one CUDA IPC handle, whatever the number of tensors; an engine's ranks on other GPUs read it by
+peer access. An engine answers when all its ranks have copied their shares into their weights
+(rollout_sglang.server.launch_server has them wait for their GPUs); then the buffer may be written again. An engine that
+failed may still be reading, and so mix two buckets: it claims no version until it has received all weights anew.
 
 Every engine process must see the sender's GPU (CUDA_VISIBLE_DEVICES; in containers also /dev/shm).
 """
@@ -34,17 +33,17 @@ from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, Bucket, Tra
 from pipeline.errors import FatalError, RetryableError
 
 PICKLE_PROTOCOL = 4
-"""That of torch's own serializers; every supported Python reads it."""
+"""The protocol of torch's own serializers, which every supported Python reads."""
 
 
 @dataclass(eq=False)
 class IpcTransport(WeightTransport):
-    """One shared buffer, opened by every engine."""
+    """A transport with one shared buffer that every engine opens."""
 
     _buffer: SharedBuffer | None = field(init=False, default=None)
 
     def new_buffer(self, num_bytes: int) -> Tensor:
-        """The same each time, unless it is too small; so the bucket before is waited for."""
+        """Return the shared buffer, enlarged if necessary, after the bucket before has ended."""
         self.finish()
         if self._buffer is None or len(self._buffer) < num_bytes:
             self.close()
@@ -52,7 +51,6 @@ class IpcTransport(WeightTransport):
         return self._buffer.bytes
 
     def close(self) -> None:
-        """See WeightTransport."""
         if self._buffer is not None:
             self._buffer.close()
         self._buffer = None
@@ -77,11 +75,9 @@ class IpcTransport(WeightTransport):
 
 
 def flattened_bucket(bucket: Bucket, opener: Any) -> bytes:
-    """A bucket as SGLang's /update_weights_from_tensor takes it, where `opener` pickles as its data.
-
-    SGLang reads a pickle here and nothing else. This one names nothing but torch's functions that open shared memory,
-    torch's dtypes and torch.Size, and SimpleNamespace where SGLang itself puts a class of its own.
-    """
+    """Return a bucket as SGLang's /update_weights_from_tensor takes it; `opener` pickles as the bucket's data. SGLang
+    reads only pickles here. This pickle names only torch's functions that open shared memory, torch's dtypes and
+    torch.Size, and SimpleNamespace in place of a class of SGLang's."""
     metadata, start = [], 0
     for spec in bucket.tensors:
         shape, dtype = torch.Size(spec.shape), torch_dtype(spec)
@@ -94,11 +90,11 @@ def flattened_bucket(bucket: Bucket, opener: Any) -> bytes:
 
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where torch's shared memory lies; a container gives it 64 MiB unless it is told otherwise."""
+"""The folder of torch's shared memory; a container's default is 64 MiB."""
 
 
 class Call:
-    """Pickles as a call: the process that unpickles it calls the function and gets its result."""
+    """An object that pickles as a call: unpickling calls the function and returns its result."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function = function
@@ -109,10 +105,10 @@ class Call:
 
 
 class SharedBuffer:
-    """uint8 [num_bytes] on `device`, to be closed by its owner."""
+    """uint8 [num_bytes] on `device`, shared with other processes until `close`."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Raises FatalError when shared memory has no room: writing to it would end the process."""
+        """Raise FatalError if shared memory has no room: writing to it would end the process."""
         self._device = device
         self._guard: subprocess.Popen[bytes] | None = None
         if device.type == "cpu":
@@ -123,22 +119,22 @@ class SharedBuffer:
                     "over; lower weights.bucket_mib, or give the container more (--shm-size)"
                 )
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._storage = cast(Any, self.bytes.untyped_storage())  # the methods that share are not annotated
+        self._storage = cast(Any, self.bytes.untyped_storage())  # torch does not annotate the sharing methods
         self._handle: tuple[Any, ...]
         if device.type == "cuda":
             self._handle = self._storage._share_cuda_()
         else:
             self._handle = self._storage._share_filename_cpu_()
-            self._storage._shared_incref()  # so that torch leaves deleting to the guard
+            self._storage._shared_incref()  # torch leaves deletion to the guard
             noted = Path(tempfile.gettempdir()) / self.file.name
             noted.touch()
-            # Deletes both when its input ends: this process closes it, or dies.
+            # The guard deletes both files when its input ends: this process closes the pipe, or dies.
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", 'read -r _; rm -f -- "$@"', "sh", str(self.file), str(noted)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a signal to this process's group is not for the guard
+                start_new_session=True,  # signals to this process's group do not reach the guard
             )
 
     def __len__(self) -> int:
@@ -150,33 +146,27 @@ class SharedBuffer:
         return SHARED_MEMORY / str(self._handle[1], "ascii").lstrip("/")
 
     def lend(self, num_bytes: int, readers: int) -> Call:
-        """An object that unpickles as the first `num_bytes`, uint8 [num_bytes], in another process of this machine.
-
-        Each of `readers` processes must unpickle it once. They get the memory itself, not a copy: they see what is
-        written to it later.
-        """
+        """Return an object that unpickles as the first `num_bytes`, uint8 [num_bytes], in another process of this
+        machine. Each of `readers` processes must unpickle it once. They share the memory: they see later writes."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
             device_uuid = str(torch.cuda.get_device_properties(self._device).uuid)
             return Call(reductions.rebuild_cuda_tensor, *cuda_arguments(self._handle, device_uuid, num_bytes))
         for _ in range(readers):
-            self._storage._shared_incref()  # an opener counts itself and takes this one away
+            self._storage._shared_incref()  # an opener counts itself and removes this count
         opened = Call(reductions.rebuild_storage_filename, torch.UntypedStorage, *self._handle)
         typed = Call(reductions.rebuild_typed_storage, opened, torch.uint8)
         return Call(reductions.rebuild_tensor, torch.Tensor, typed, (0, (num_bytes,), (1,), False))
 
     def close(self) -> None:
-        """No process can open it any more. A process that has it open keeps the memory."""
+        """Stop other processes from opening the buffer. A process that has it open keeps the memory."""
         if self._guard is not None:
             self._guard.communicate()
 
 
 def cuda_arguments(handle: tuple[Any, ...], device_uuid: str, num_bytes: int) -> tuple[Any, ...]:
-    """Arguments of torch's `rebuild_cuda_tensor` for what `_share_cuda_` returned.
-
-    `device_uuid`: SGLang finds the device by its UUID, since processes that see different devices number them
-    differently.
-    """
+    """Return the arguments of torch's `rebuild_cuda_tensor` for a `handle` from `_share_cuda_`. SGLang finds the device
+    by `device_uuid`, because processes that see different devices number them differently."""
     _, memory, storage_bytes, offset_bytes, counter, counter_offset, event, _ = handle
     return (
         torch.Tensor,
@@ -190,10 +180,10 @@ def cuda_arguments(handle: tuple[Any, ...], device_uuid: str, num_bytes: int) ->
         storage_bytes,
         offset_bytes,
         False,
-        # torch counts readers down here, to know when memory that its owner dropped may be used again. The owner keeps
-        # the memory, so the count does not matter.
+        # torch counts readers here to know when memory that its owner dropped may be reused. The owner keeps the
+        # memory, so the count does not matter.
         counter,
         counter_offset,
         event,
-        False,  # do not wait for the event: it was recorded at sharing, and `lend` has waited for later work
+        False,  # no wait for the event, which was recorded at sharing: `lend` has waited for later work
     )

@@ -1,26 +1,26 @@
-"""The streamed weight channel: learner ranks send their own share of the weights straight into the engines.
+"""The streamed weight channel: learner ranks send their shares of the weights straight into the engines.
 
     every rank's learner thread   (gather ─▶ quantize ─▶ HostSnapshot)* ─▶ probe            ─▶ the next step is trained
-    every sender's delivery       connect ─▶ (bucket ─▶ transport)* ─▶ digests, probe as they are there
+    every sender's delivery       connect ─▶ (bucket ─▶ transport)* ─▶ digests and probe when they are ready
     rank 0's delivery             number, pause, begin ──────────────┴▶ end, verify, continue ─▶ PUBLISHED
     first of a stage                                                             FolderWriter ─▶ policy/000013
 
-Once a version is in the snapshots, the learner may train: nothing that a delivery does reads its parameters, and the
-deliveries of all ranks talk through a process group that no other thread uses while they are under way. A publish
-beside training begins only when the snapshots are complete and hashed, and pauses engines that can load beside serving
-only at its end. One that the learner waits for pauses them at once, and sends each bucket as soon as it is there.
-Engines hash what they hold as soon as they have it, and score the probe, while the learner still does: what both found
-is compared when both are there (pipeline.ports.weights).
+Once a version is in the snapshots, the learner may train: a delivery reads no parameters, and the deliveries of all
+ranks communicate through a process group that no other thread uses meanwhile. A publish beside training begins when the
+snapshots are complete and hashed, and pauses engines that can load while serving only at its end. A publish that the
+learner waits for pauses the engines at once and sends each bucket as soon as it is packed. Engines hash their weights
+and score the probe while the learner still does; the results are compared when both sides have them
+(pipeline.ports.weights).
 
-A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
-tensors, so the engines are divided among its first ranks, as many as the recipe has engines; the others never keep a
-snapshot. Which engines there are is read anew by rank 0 at each publish, and told to the others with the number
-of the update. A rank sends through process groups (ProcessGroupTransport) or through memory that the engine opens
-(IpcTransport). An engine that dies or hangs delays the publish by at most its deadline. It is skipped for the rest of
+Each pipeline stage streams the tensors it holds; the stages stream at the same time. Every rank of a stage has the
+gathered tensors, so the engines are divided among its first ranks, at most one rank per engine of the recipe; the other
+ranks keep no snapshot. At each publish rank 0 reads the list of engines and sends it to the other ranks with the
+update's number. A rank sends through process groups (ProcessGroupTransport) or through memory that the engine opens
+(IpcTransport). An engine that dies or hangs delays the publish by at most its deadline; it is skipped for the rest of
 the publish, then quarantined.
 
 Engines that restart, and a collector that resyncs engines, load the policy folder. It is complete before the next
-publish begins, and before any checkpoint of a later version is written.
+publish begins and before a checkpoint of a later version is written.
 """
 
 from __future__ import annotations
@@ -77,39 +77,41 @@ _log = logging.getLogger(__name__)
 Digests = tuple[Mapping[str, str], ...]
 Ending = Future[WeightUpdateReport]
 PIECES = 8
-"""What is packed first and what is loaded last has nothing beside it: at most an eighth each."""
+"""Number of buckets of a share. Packing the first and loading the last overlap with nothing: at most an eighth each."""
 SMALLEST_BYTES = 16 << 20
-"""Each bucket costs an engine one call, but eight were faster than one. The least size is chosen, not measured: glibc
-in the engines hands out a buffer of up to 32 MiB again, and takes a larger one from the system each time, by pages."""
+"""Smallest bucket. Each bucket costs an engine one call, but eight were faster than one. The size is chosen, not
+measured: in the engines glibc reuses a buffer of up to 32 MiB, and gets a larger one from the system each time, page by
+page."""
 
 
 @dataclass
 class _Publish:
-    """One version on its way."""
+    """The state of publishing one version."""
 
     version: int
     folder: Path
     quant: QuantMap | None
     learner_waits: bool
     scored: Future[tuple[Probe, dict[str, float]]] = field(default_factory=Future)
-    """What ProbeScorer.score returned."""
+    """The result of ProbeScorer.score."""
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(("score_s", "gather_s", "quantize_s", "keep_s")))
-    """Of the learner's thread."""
+    """Times of the learner's thread."""
     paused_at: float | None = None
-    """By time.monotonic; None when every engine serves until it was sent all."""
+    """time.monotonic of the pause; None if every engine serves until all buckets are sent."""
     sent_at: float = 0.0
-    """By time.monotonic, on rank 0."""
+    """time.monotonic when all buckets were sent, on rank 0."""
 
 
 class StreamedChannel(BackgroundChannel):
-    """Sends each rank's share into the engines. Construction and every method are collective.
+    """A channel that sends each rank's share into the engines. Construction and every method are collective.
 
-    Measured: score_s, gather_s, quantize_s and keep_s (host copies) of the slowest rank: the learner's own work;
-    lock_s, pause_s (rank 0), connect_s, digest_s and transfer_s (slowest rank; with the engines' loading), of it
-    wire_s (until process groups had sent, asking the engines included; 0 for ipc), load_s and what verifying took
-    (slowest engine; stage_s and pause_s where it served until then), engines_paused_s, publish_s (total), write_s
-    (of the folder of the publish before), transfer_bytes (all engines), engines_failed, and what ProbeScorer.score
-    measures; {} but on rank 0. Raises EngineUnavailableError on every rank when no engine serves the version.
+    Metrics: score_s, gather_s, quantize_s and keep_s (host copies) are the learner thread's, of the slowest rank;
+    lock_s and pause_s are rank 0's. connect_s, digest_s and transfer_s (engines' loading included) are the slowest
+    rank's; wire_s is the part of transfer_s until process groups had sent, requests included (0 for ipc). load_s and
+    the times of verifying are the slowest engine's (stage_s and pause_s if it served until then). Also
+    engines_paused_s, publish_s (total), write_s (the previous publish's folder), transfer_bytes (all engines),
+    engines_failed, and the metrics of ProbeScorer.score. {} except on rank 0. Raises EngineUnavailableError on every
+    rank if no engine serves the version.
     """
 
     def __init__(
@@ -127,9 +129,8 @@ class StreamedChannel(BackgroundChannel):
         bucket_bytes: int,
         deadline_s: float,
     ) -> None:
-        """`num_engines` are expected: no more ranks of a stage send. `keep` older policies stay on disk beside the
-        published one. `deadline_s` bounds how long one engine may take for all tensors together, and how long the
-        folder may take."""
+        """`num_engines` engines are expected: at most as many ranks of a stage send. `keep` older policies stay on disk
+        beside the published one. `deadline_s` limits one engine's time for all tensors, and the folder's time."""
         self._learner = learner
         self._session = session
         self._run = run
@@ -139,7 +140,7 @@ class StreamedChannel(BackgroundChannel):
         self._keep = keep
         self._bucket_bytes = bucket_bytes
         self._share_bytes = 0
-        """Of the last version, as this rank sent it."""
+        """Size of the last version's share that this rank sent."""
         self._folder_deadline_s = deadline_s
         self._rank_sync = RankSync(2 * deadline_s + CONTROL_S)
         self._event_loop = EventLoopThread("weight-update")
@@ -150,11 +151,11 @@ class StreamedChannel(BackgroundChannel):
         self._stage_rank, self._senders = ranks.index(self._rank_sync.rank), min(len(ranks), num_engines)
         self._transport = new_transport(session, self._event_loop, learner.device, deadline_s)
         self._engines: list[Member] = []
-        """Those of the last publish."""
+        """The engines of the last publish."""
         on_gpu = learner.device.type == "cuda"
         self._snapshot = HostSnapshot(pinned=on_gpu)
         self._stream = torch.cuda.Stream(learner.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        """Copies of a delivery wait for no kernel of the training."""
+        """A stream of its own, so that a delivery's copies wait for no training kernel."""
         self._writer: FolderWriter | None = None
         self._write_s = 0.0
 
@@ -168,10 +169,9 @@ class StreamedChannel(BackgroundChannel):
                 name.removesuffix(".weight") for name in stage_tensors(self._learner.model, self._learner.model_config)
             )
         )
-        """The part of it that this stage holds: a module whose weight never comes is an error."""
+        """The part of the map that this stage holds: a module of the map whose weight never comes is an error."""
 
     def begin(self, version: int, *, learner_waits: bool = False) -> None:
-        """See WeightChannel."""
         self.wait_for_folder()
         publish = _Publish(version, self._run.policy_directory(version), self._quant, learner_waits)
         self._snapshot.begin()
@@ -183,7 +183,7 @@ class StreamedChannel(BackgroundChannel):
                 failure = self._take(publish.watch)
         finally:
             self._snapshot.end(failure)
-        try:  # engines need the weights first, and the probe at the end
+        try:  # scored after the weights: engines need the weights first and the probe at the end
             with publish.watch.phase("score_s"):
                 scored = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, publish.quant)
         except BaseException:
@@ -194,20 +194,21 @@ class StreamedChannel(BackgroundChannel):
             self._delivery = in_background(lambda: self._deliver(publish), "delivery")
 
     def wait_for_folder(self) -> None:
-        """See WeightChannel. Raises on every rank what stopped a writer, and DeadlineExceededError."""
+        """Wait for this rank's writer, and raise on every rank the error that stopped any, or DeadlineExceededError."""
         assert self._delivery is None, "finish comes first"
         writer, self._writer = self._writer, None
         waited = self._rank_sync.gather(lambda: writer.wait(self._folder_deadline_s) if writer else 0.0)
         self._write_s = max(waited) or self._write_s
 
     def close(self) -> None:
-        """See WeightChannel. Calls under way are cancelled."""
+        """Cancel calls under way and release the connections."""
         self._transport.close()
         self._event_loop.run(self._session.close())
         self._event_loop.close()
 
     def _take(self, watch: Stopwatch) -> Exception | None:
-        """Fill the snapshot; what failed. Every rank of the stage exhausts the gathers, whatever happens."""
+        """Fill the snapshot and return the error, if any. Every rank of the stage exhausts the gathers, also after an
+        error."""
         tensors = watch.timed("gather_s", export_stage(self._learner.model, self._learner.model_config))
         try:
             with taking(tensors):
@@ -218,12 +219,12 @@ class StreamedChannel(BackgroundChannel):
                     for name, tensor in stream:
                         with watch.phase("keep_s"):
                             self._snapshot.add(name, tensor)
-        except Exception as error:  # noqa: BLE001 (raised by finish, on every rank)
+        except Exception as error:  # noqa: BLE001 (raised by `finish` on every rank)
             return error
         return None
 
     def _deliver(self, publish: _Publish) -> dict[str, float]:
-        """On every rank, in a thread of its own: from the snapshots to PUBLISHED."""
+        """Deliver the snapshots to the engines, up to PUBLISHED. Runs on every rank, in its own thread."""
         beside_training = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with beside_training, spans.span("publish", "deliver", version=publish.version):
             hashing = in_background(self._digests, "weight-digests")
@@ -261,7 +262,7 @@ class StreamedChannel(BackgroundChannel):
                 complete_policy(temporary, publish.folder, manifest, source, publish.quant, fence)
                 prune(self._run.policies, check.version, self._keep)
 
-            if not self._stage_rank:  # of its stage; rank 0 completes the folder after its own share
+            if not self._stage_rank:  # the stage's first rank; rank 0 completes the folder after its share
                 last = None if self._rank_sync.rank else complete
                 self._writer = FolderWriter(temporary, self._stage, self._snapshot, last)
         if self._rank_sync.rank:
@@ -280,9 +281,10 @@ class StreamedChannel(BackgroundChannel):
         }
 
     def _digests(self) -> tuple[Digests, float]:
-        """What the engines should report of this stage's share, and the seconds of hashing; on its first rank."""
+        """Return the checksums that the engines should report for this stage's share, and the seconds of hashing. Only
+        the stage's first rank hashes."""
         if self._plan.new_checksums is None or self._stage_rank:
-            for _ in self._snapshot:  # to its end
+            for _ in self._snapshot:  # wait for the snapshot's end
                 pass
             return (), 0.0
         digests, watch = self._plan.new_checksums(), Stopwatch(("digest_s",))
@@ -295,7 +297,7 @@ class StreamedChannel(BackgroundChannel):
         if self._rank_sync.rank:
             return None
         num_bytes = expected_bytes(publish.folder, self._learner.model_folder, publish.quant)
-        require_space(self._run.policies, num_bytes, f"version {publish.version}")  # of its folder, before all else
+        require_space(self._run.policies, num_bytes, f"version {publish.version}")  # before engines are paused
         report = self._event_loop.run(self._session.begin_weight_update(serving=not publish.learner_waits))
         if len(report.staging) < len(report.engines) - len(report.failures):
             publish.paused_at = time.monotonic() - report.measured.get("pause_s", 0.0)
@@ -309,15 +311,15 @@ class StreamedChannel(BackgroundChannel):
         }
 
     def _send_all(self, unreachable: dict[int, str]) -> Any:
-        """Send this stage's share to the engines of this rank."""
+        """Send this stage's share to this rank's engines."""
         watch, transport = Stopwatch(("connect_s",)), self._transport
         with watch.phase("connect_s"):
             mine = [engine for engine in self._engines if engine.index % self._senders == self._stage_rank]
             transport.open(mine, unreachable)
         if transport.engines:
             try:
-                # Gathering, packing, sending and loading go on side by side; before the first publish the share is not
-                # known.
+                # Smaller buckets let gathering, packing, sending and loading overlap. Before the first publish the
+                # share's size is unknown.
                 piece, sent = max(SMALLEST_BYTES, self._share_bytes // PIECES), 0
                 most = min(self._bucket_bytes, piece) if self._share_bytes else self._bucket_bytes
                 for bucket in pack(self._snapshot, most, transport.new_buffer):
@@ -340,7 +342,8 @@ class StreamedChannel(BackgroundChannel):
         hashing: Future[tuple[Digests, float]],
         ending: Ending | None,
     ) -> list[dict[str, float]]:
-        """Give what engines are compared with, as it comes; every rank's seconds. A failure fails the engines."""
+        """Set the learner's half of the check as it becomes known; return every rank's seconds. An error fails the
+        engines' check."""
         try:
             hashed = self._rank_sync.gather(hashing.result)
             coming.digests.set_result(joined_digests(digests for digests, _ in hashed))
@@ -349,7 +352,7 @@ class StreamedChannel(BackgroundChannel):
         except Exception as error:
             coming.fail(str(error))
             if ending is not None:
-                ending.exception()  # it has let go of the engines by then
+                ending.exception()  # wait until the engines are released
             raise
         return [own | {"digest_s": digest_s} for own, (_, digest_s) in zip(seconds, hashed, strict=True)]
 
@@ -372,25 +375,25 @@ class StreamedChannel(BackgroundChannel):
 
 
 class HostSnapshot:
-    """Named tensors, in the order in which they were added. One thread adds, any number read."""
+    """Named tensors in host memory, in the order of adding. One thread adds, any number of threads read."""
 
     def __init__(self, *, pinned: bool) -> None:
         """`pinned` memory is copied to and from a GPU at full speed."""
         self._pinned = PinnedMemory(pinned)
         self._memory: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
-        """A tensor may change its format and change it back."""
+        """Memory by format too: a tensor may change its format and change back."""
         self._tensors: list[tuple[str, Tensor]] = []
         self._complete = True
         self._failure: Exception | None = None
         self._changed = threading.Condition()
 
     def begin(self) -> None:
-        """Begin another version. Nothing may read the last one any more."""
+        """Begin another version. Nothing may read the last version anymore."""
         with self._changed:
             self._tensors, self._complete, self._failure = [], False, None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor; the caller may then change it."""
+        """Copy a tensor; the caller may change it afterwards."""
         kind = (name, tensor.shape, tensor.dtype)
         if (copy := self._memory.get(kind)) is None:
             copy = self._memory[kind] = self._pinned.empty(tensor.shape, tensor.dtype)
@@ -400,13 +403,13 @@ class HostSnapshot:
             self._changed.notify_all()
 
     def end(self, failure: Exception | None = None) -> None:
-        """No more tensors come; with a failure, not all have come, and every reader raises it."""
+        """Mark the version as complete; with a `failure` it is incomplete, and every reader raises the failure."""
         with self._changed:
             self._complete, self._failure = True, failure
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, to the end; those that have not come are waited for. Do not change them."""
+        """Yield every tensor, waiting for those not yet added. Readers must not change them."""
         position = 0
         while True:
             with self._changed:
@@ -422,7 +425,7 @@ class HostSnapshot:
 
 
 class FolderWriter:
-    """One stage's share of one version, which is published already."""
+    """A thread that writes one stage's share of a published version to the policy folder."""
 
     def __init__(
         self,
@@ -431,9 +434,8 @@ class FolderWriter:
         tensors: Iterable[tuple[str, Tensor]],
         complete: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to write `tensors`, which must not change meanwhile. `temporary` is the folder that all stages write
-        into; whoever comes first makes it, and whoever fails removes it. `complete` runs in the thread after the last
-        shard (rank 0)."""
+        """Begin to write `tensors`, which must not change meanwhile. All stages write into `temporary`: the first
+        creates it, and a stage that fails removes it. On rank 0 the thread calls `complete` after the last shard."""
         self._temporary = temporary
         self._stage = stage
         self._tensors = tensors
@@ -444,7 +446,8 @@ class FolderWriter:
         self._thread.start()
 
     def wait(self, deadline_s: float) -> float:
-        """Seconds that the writing took, once it is over. Raises DeadlineExceededError, and what stopped it."""
+        """Wait for the writing to end and return its seconds. Raises DeadlineExceededError, or the error that stopped
+        it."""
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             raise DeadlineExceededError(
@@ -464,13 +467,14 @@ class FolderWriter:
             if self._complete is not None:
                 self._complete()
             self._seconds = time.monotonic() - began
-        except Exception as error:  # noqa: BLE001 (raised by wait, in the main thread)
-            shutil.rmtree(self._temporary, ignore_errors=True)  # what gets no name must not fill the disk
+        except Exception as error:  # noqa: BLE001 (raised by `wait` in the main thread)
+            shutil.rmtree(self._temporary, ignore_errors=True)  # an unnamed folder must not fill the disk
             self._failure = error
 
 
 def gather_manifests(temporary: Path, num_stages: int, deadline_s: float) -> dict[str, Any]:
-    """The manifest of all stages, removed from the folder. Raises DeadlineExceededError when one never ends."""
+    """Return the manifest of all stages and remove their parts. Raises DeadlineExceededError if a part never
+    appears."""
     ends = time.monotonic() + deadline_s
     manifest: dict[str, Any] = {}
     for stage in range(num_stages):
@@ -487,8 +491,8 @@ def gather_manifests(temporary: Path, num_stages: int, deadline_s: float) -> dic
 
 
 class MapTransition(BackgroundChannel):
-    """A run's channel, and a disk channel (which may be the same) for the versions between two quant maps. Every method
-    but `close` is collective. Also measured: quant_maps_served."""
+    """A run's usual channel, and a disk channel (possibly the same) for versions published while two quant maps are
+    served. Every method except `close` is collective. Adds the metric quant_maps_served."""
 
     def __init__(
         self,
@@ -497,14 +501,13 @@ class MapTransition(BackgroundChannel):
         quant: QuantMap | None,
         older_maps: Callable[[str], Sequence[QuantMap]],
     ) -> None:
-        """`older_maps` returns the maps that announced engines have, but for the one with the digest that it is given;
-        the same on all ranks."""
+        """`older_maps(digest)` returns the announced engines' maps with another digest, the same on all ranks."""
         self._usual = usual
         self._disk = disk
         self._quant = quant
         self._older_maps = older_maps
         self._active: DiskChannel | StreamedChannel = usual
-        """Which publishes, or did so last."""
+        """The channel of the publish under way, or of the last."""
         self._maps_served = 1.0
 
     def use_map(self, quant: QuantMap | None) -> None:
@@ -515,9 +518,8 @@ class MapTransition(BackgroundChannel):
                 channel.set_map(quant)
 
     def begin(self, version: int, *, learner_waits: bool = False) -> None:
-        """See WeightChannel."""
         older = [] if self._quant is None else self._older_maps(digest_of(self._quant.to_file()))
-        self._maps_served = 1.0 + len(older)  # some engines have these still
+        self._maps_served = 1.0 + len(older)  # maps that some engines still have
         if older:
             self._usual.wait_for_folder()
         self._active = self._disk if older else self._usual
@@ -527,20 +529,16 @@ class MapTransition(BackgroundChannel):
             self._usual.begin(version, learner_waits=learner_waits)
 
     def is_over(self, wait_s: float) -> bool:
-        """See WeightChannel."""
         return self._active.is_over(wait_s)
 
     def finish(self) -> dict[str, float]:
-        """See WeightChannel."""
         measured = self._active.finish()
         return {**measured, "quant_maps_served": self._maps_served} if measured else {}
 
     def wait_for_folder(self) -> None:
-        """See WeightChannel."""
         self._usual.wait_for_folder()
 
     def close(self) -> None:
-        """See WeightChannel."""
         self._usual.close()
         if self._disk is not self._usual:
             self._disk.close()

@@ -1,4 +1,8 @@
-"""What ProcessGroupTransport and IpcTransport have in common: they send buckets from a learner rank to its engines."""
+"""Send buckets of weights from a learner rank to its engines: packing, an event-loop thread, and process groups.
+
+In order: `WeightTransport` (also the base of IpcTransport), `pack`, `EventLoopThread`, `EngineGroup` and `connect`, and
+`ProcessGroupTransport`, which joins them.
+"""
 
 from __future__ import annotations
 
@@ -33,44 +37,43 @@ if TYPE_CHECKING:
     from rollout_sglang.weights.weight_update import FleetUpdateSession
 
 BUCKET_DEADLINE_S = 60.0
-"""An engine that takes longer for one bucket is taken to hang. The other engines of its sender wait for it."""
+"""Longest time for one bucket, after which an engine is taken to hang. The sender's other engines wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """How one engine took one bucket."""
+    """The time and outcome of one engine's load of one bucket."""
 
     seconds: float
-    """From asking the engine until it had loaded the bucket, or failed."""
+    """Time from the request until the engine has loaded the bucket or failed."""
     wire_s: float = 0.0
-    """Of these, until all bytes had been sent. 0 where nothing is sent."""
+    """Part of `seconds` until all bytes were sent; 0 for a transport that sends nothing."""
     failure: str | None = None
 
 
 @dataclass(eq=False)
 class WeightTransport(ABC):
-    """Sends buckets to some engines. One that dies or hangs delays the others by at most its deadline.
-
-    One bucket is under way at a time, and the caller packs the next one meanwhile.
-    """
+    """A sender of buckets to some engines. An engine that dies or hangs delays the others by at most its deadline. One
+    bucket is under way at a time; the caller packs the next one meanwhile."""
 
     _session: FleetUpdateSession
     _event_loop: EventLoopThread
     _device: torch.device
     _deadline_s: float
-    """What one engine may take for all buckets together; time in which it waits for others does not count."""
+    """Time that one engine may take for all buckets together; time spent waiting for the sender's other engines does
+    not count."""
     _left_s: dict[int, float] = field(init=False, default_factory=dict)
-    """What is left of that deadline, by engine."""
+    """The rest of that deadline, by engine."""
     failures: dict[int, str] = field(init=False, default_factory=dict)
-    """Engines that failed since `open`, and why; they are sent nothing more."""
+    """Engines that failed since `open`, with the reason; they get no more buckets."""
     sent_bytes: int = field(init=False, default=0)
-    """Bytes that were loaded since `open`, over all engines."""
+    """Bytes loaded since `open`, over all engines."""
     transfer_s: float = field(init=False, default=0.0)
-    """Seconds since `open` in which a bucket was under way."""
+    """Time since `open` with a bucket under way."""
     wire_s: float = field(init=False, default=0.0)
-    """Of these, until each bucket had been sent, to the slowest engine; asking the engine is in it."""
+    """Part of `transfer_s` until each bucket was sent to the slowest engine, the request included."""
     _bucket: Bucket | None = field(init=False, default=None)
-    """The one under way; its memory is not given back before that has ended."""
+    """The bucket under way, kept so that its memory is not freed before the transfer ends."""
     _under_way: dict[int, Future[Transfer]] = field(init=False, default_factory=dict)
 
     @property
@@ -79,7 +82,7 @@ class WeightTransport(ABC):
         return tuple(self._left_s)
 
     def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
-        """Begin a publish to those engines that this rank serves, but not to the unreachable ones."""
+        """Begin a publish to those of `engines` that are reachable."""
         assert not self._under_way, "finish comes first"
         reachable = [engine for engine in engines if engine.index not in unreachable]
         self._left_s = {engine.index: self._deadline_s for engine in reachable}
@@ -88,21 +91,23 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def new_buffer(self, num_bytes: int) -> Tensor:
-        """uint8 [at least num_bytes] for the next bucket. The caller may write to it until the bucket is sent."""
+        """Return uint8 [at least num_bytes] for the next bucket. The caller may write to it until the bucket is
+        sent."""
 
     def send(self, bucket: Bucket) -> None:
-        """Begin to have all engines that are left load a bucket of `new_buffer`, once the one before has ended."""
+        """Begin to send a bucket packed in `new_buffer` to all engines that have not failed, after the bucket before
+        has ended."""
         self.finish()
         self._bucket = bucket
         self._under_way = self._begin(bucket)
 
     def finish(self) -> None:
-        """Returns when each engine that has not failed has loaded the last bucket, or fails."""
+        """Wait until each engine that has not failed has loaded the last bucket, or fails."""
         under_way, bucket, self._under_way, self._bucket = self._under_way, self._bucket, {}, None
         if not under_way:
             return
         assert bucket is not None
-        wait(under_way.values())  # each has its deadline
+        wait(under_way.values())  # each transfer has its deadline
         transfers = {engine: transfer.result() for engine, transfer in under_way.items()}
         for engine, transfer in transfers.items():
             if transfer.failure is None:
@@ -115,12 +120,12 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what was kept between publishes."""
+        """Release everything kept between publishes."""
 
     @abstractmethod
     def _begin(self, bucket: Bucket) -> dict[int, Future[Transfer]]:
-        """Engine → how it takes the bucket, for all that are left. Each ends within BUCKET_DEADLINE_S, and within what
-        is left to its engine."""
+        """Start the bucket's transfer to each engine that has not failed. Each ends within BUCKET_DEADLINE_S and within
+        the rest of its engine's deadline."""
 
     def _fail(self, engine: int, why: str) -> None:
         """Send no more to an engine."""
@@ -130,27 +135,25 @@ class WeightTransport(ABC):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that are sent in one transfer."""
+    """Tensors sent in one transfer."""
 
     tensors: tuple[TensorSpec, ...]
     data: Tensor
-    """uint8 [bytes]: the tensors' bytes in C order, one after the other."""
+    """uint8 [bytes]: the tensors' bytes in C order, one tensor after another."""
 
 
 def pack(
     named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, new_buffer: Callable[[int], Tensor]
 ) -> Iterator[Bucket]:
-    """Buckets of at most `bucket_bytes`, in the order of the stream; a larger tensor has one of its own.
-
-    `new_buffer` gives uint8 [at least so many bytes] for each bucket. It may give the same again once the next bucket
-    is asked for. A tensor's bytes are copied, once, before the next tensor is asked for: an exporter may reuse its
-    memory.
-    """
+    """Pack the tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor has a bucket to itself.
+    `new_buffer` returns uint8 [at least its argument] for each bucket, possibly the same again once the next bucket is
+    requested. A tensor's bytes are copied once, before the next tensor is requested, so an exporter may reuse its
+    memory."""
     specs: list[TensorSpec] = []
     buffer, size = torch.empty(0, dtype=torch.uint8), 0
     for name, tensor in named_tensors:
         source = tensor.detach().contiguous().flatten().view(torch.uint8)
-        # The receiver views its bytes as tensors, so each must start at a multiple of its element's size.
+        # The receiver views the bytes as tensors, so each must start at a multiple of its element size.
         if specs and (size + len(source) > bucket_bytes or size % tensor.itemsize):
             yield Bucket(tuple(specs), buffer[:size])
             specs, size = [], 0
@@ -158,8 +161,8 @@ def pack(
             buffer = new_buffer(max(bucket_bytes, len(source)))
         target = buffer[size : size + len(source)]
         if source.device.type == target.device.type == "cpu":
-            # By this thread alone: torch would share each tensor out among its threads, which the engine's loading, the
-            # hashing and the probe need.
+            # NumPy copies in this thread alone. torch would split the copy over its threads, which the engine's
+            # loading, the hashing and the probe need.
             np.copyto(target.numpy(), source.numpy())
         else:
             target.copy_(source)
@@ -170,8 +173,7 @@ def pack(
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """In host memory by this thread alone: torch would share each tensor out among its threads, which the engine's
-    loading, the hashing and the probe need."""
+    """Copy bytes; in host memory by this thread alone, to leave torch's threads to other work."""
     if source.device.type == target.device.type == "cpu":
         np.copyto(target.numpy(), source.numpy())
     else:
@@ -184,33 +186,31 @@ T = TypeVar("T")
 
 
 class EventLoopThread:
-    """Runs coroutines on one event loop until `close`. The thread is a daemon: it need not finish its work when the
-    process ends."""
+    """A daemon thread that runs coroutines on one event loop until `close`. The process can end before its work
+    does."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
 
         def serve() -> None:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels, awaits and closes at its end
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels tasks and closes the loop
                 runner.run(self._ended.wait())
 
         self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin to run a coroutine; the future gets its result. Cancelling the future cancels the coroutine."""
+        """Start a coroutine; the future gets its result. Canceling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and return its result. There is no deadline here: the coroutine must have one."""
+        """Run a coroutine and return its result. The coroutine must have a deadline: there is none here."""
         return self.start(work).result()
 
     def close(self) -> None:
-        """Cancel what runs and close the loop; nothing can be started any more. A second call changes nothing.
-
-        Raises DeadlineExceededError when a coroutine does not end.
-        """
+        """Cancel all coroutines and close the loop; nothing can be started afterwards. A second call changes nothing.
+        Raises DeadlineExceededError if a coroutine does not end."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._ended.set)
@@ -230,7 +230,7 @@ _ENVIRONMENT_LOCK = threading.Lock()
 
 
 class EngineGroup:
-    """This rank is rank 0; the engine's ranks are 1, 2, …"""
+    """A process group with one engine: this rank is rank 0, the engine's ranks are 1, 2, …"""
 
     def __init__(self, name: str, backend: Any) -> None:
         self.name = name
@@ -239,11 +239,9 @@ class EngineGroup:
         """The last broadcast, once the backend has begun it."""
 
     def broadcast(self, data: Tensor, deadline_s: float) -> None:
-        """Begin to send `data`, which must not change until `done` is true. What fails here is raised by `done`.
-
-        The first broadcast over NCCL makes the communicator, and there waits for the engine without any deadline. So it
-        begins in a thread of its own, after what the present stream has been given to do.
-        """
+        """Begin to send `data`, which must not change until `done` returns True. `done` raises the errors. The first
+        broadcast over NCCL creates the communicator and waits there for the engine without a deadline. It therefore
+        begins in its own thread, after the work already queued on the current stream."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=deadline_s)
@@ -261,25 +259,26 @@ class EngineGroup:
         threading.Thread(target=begin, name=f"broadcast-{self.name}", daemon=True).start()
 
     def done(self) -> bool:
-        """Whether the last broadcast has ended. Raises EngineUnavailableError when it failed."""
+        """Return whether the last broadcast has ended. Raises EngineUnavailableError if it failed."""
         if self._begun is None or not self.idle:
             return False
         try:
             self._begun.result().wait()
-        except RuntimeError as error:  # what torch raises for a connection that broke or timed out
+        except RuntimeError as error:  # torch raises it for a broken or timed-out connection
             raise EngineUnavailableError(f"broadcast in group {self.name} broke: {_first_line(error)}") from None
         return True
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way. A gloo group dropped before that waits for it, and the interpreter with it."""
+        """Whether no broadcast is under way. Dropping a busy gloo group would block until its broadcast ends, also at
+        interpreter exit."""
         begun = self._begun
         if begun is None:
             return True
         return begun.done() and (begun.exception() is not None or bool(begun.result().is_completed()))
 
     def abort(self) -> None:
-        """Give up what is under way. The group cannot be used again."""
+        """Abort the broadcast under way. The group cannot be used again."""
         self._backend.abort()
 
 
@@ -290,16 +289,14 @@ def connect(
     invite: Callable[[ProcessGroupSpec, float], Future[None]],
     deadline_s: float,
 ) -> EngineGroup:
-    """A fresh group with the `ranks` ranks of the engine at `url`; `invite` asks the engine to join.
-
-    Fresh names and ports: an engine that was restarted, or given up half-way, never meets an old group.
-    Raises RetryableError when the engine does not join in time.
-    """
+    """Create a group with the `ranks` ranks of the engine at `url`; `invite` asks the engine to join. Names and ports
+    are new each time, so an engine that was restarted or given up midway never meets an old group. Raises
+    RetryableError if the engine does not join in time."""
     ends = time.monotonic() + min(deadline_s, ARRIVAL_DEADLINE_S)
     backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
     name = f"evenkeel-{uuid.uuid4().hex[:12]}"
-    # This machine's address as the engine sees it, and a store on a free port of that address alone: torch's own socket
-    # would listen on every address.
+    # The store listens on this machine's address as the engine sees it, and on no other: torch's own socket would
+    # listen on every address.
     parts = urlsplit(url)
     found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
@@ -320,8 +317,8 @@ def connect(
     group_spec = ProcessGroupSpec(group=name, address=address, port=store.port, backend=backend)
     invited = invite(group_spec, max(0.1, ends - time.monotonic()))
     try:
-        # Forming the group would wait out its whole deadline for an engine that refused or died; here a refusal ends
-        # the wait at once.
+        # Forming the group would wait out its whole deadline for an engine that refused or died. This loop ends at once
+        # when the engine refuses.
         while not store.num_keys():
             if invited.done():
                 invited.result()
@@ -332,7 +329,7 @@ def connect(
         prefixed = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         group = EngineGroup(name, _backend(backend, prefixed, 1 + ranks, ends))
         invited.result(max(0.1, ends - time.monotonic()))
-    except (RuntimeError, TimeoutError) as error:  # torch's and the future's
+    except (RuntimeError, TimeoutError) as error:  # from torch and from the future
         raise EngineUnavailableError(f"no process group with the engine at {url}: {_first_line(error)}") from None
     finally:
         invited.cancel()
@@ -343,9 +340,9 @@ def _backend(name: str, store: Any, size: int, ends: float) -> Any:
     if name == "gloo":
         return dist.ProcessGroupGloo(store, 0, size, timedelta(seconds=max(0.1, ends - time.monotonic())))
     options = dist.ProcessGroupNCCL.Options()
-    # Deadlines are ours: torch's own answer to a late or broken NCCL group is to end the process.
+    # Our deadlines apply: torch's response to a late or broken NCCL group is to end the process.
     options._timeout = _NEVER
-    with _ENVIRONMENT_LOCK:  # groups with several engines are made at once, and all threads have one environment
+    with _ENVIRONMENT_LOCK:  # groups with several engines are created at once, in threads that share the environment
         before = os.environ.get(_ERROR_HANDLING)
         os.environ[_ERROR_HANDLING] = "0"
         try:
@@ -363,18 +360,18 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(eq=False)
 class ProcessGroupTransport(WeightTransport):
-    """Each engine has a group of its own: one that dies or hangs breaks nothing but its own."""
+    """A transport with one process group per engine: an engine that dies or hangs breaks only its own group."""
 
     _groups: dict[int, EngineGroup] = field(init=False, default_factory=dict)
     _members: dict[int, Member] = field(init=False, default_factory=dict)
     """The engines that the groups are with."""
     _broken: list[EngineGroup] = field(init=False, default_factory=list)
     _kept: deque[Tensor] = field(init=False, default_factory=deque)
-    """Buffers, the one that was given longest ago first."""
+    """Buffers on the host, the least recently returned first."""
 
     def new_buffer(self, num_bytes: int) -> Tensor:
-        """Two take turns: one is packed while the other is sent. On a GPU torch's allocator keeps memory, for training
-        too; elsewhere fresh memory would cost as much as the copy into it."""
+        """Alternate between two buffers: one is packed while the other is sent. On a GPU, torch's caching allocator
+        reuses the memory; on the host, fresh memory would cost as much as the copy into it."""
         if self._device.type == "cuda":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         kept = self._kept.popleft() if len(self._kept) == 2 else None
@@ -384,13 +381,12 @@ class ProcessGroupTransport(WeightTransport):
         return kept
 
     def close(self) -> None:
-        """Leave all groups."""
         for engine in list(self._groups):
             self._drop(engine)
 
     def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
-        """See WeightTransport. Have a group with every engine; those that fail are in `failures` afterwards. A group
-        with an engine that has left, moved or was started again is given up."""
+        """Form a group with every engine; engines that fail are in `failures` afterwards. Groups with engines that have
+        left, moved or restarted are dropped."""
         super().open(engines, unreachable)
         self._broken = [group for group in self._broken if not group.idle]
         members = {engine.index: engine for engine in engines if engine.index in self._left_s}
@@ -406,7 +402,7 @@ class ProcessGroupTransport(WeightTransport):
         for engine, group in self._groups.items():
             deadline_s, began = min(BUCKET_DEADLINE_S, self._left_s[engine]), time.monotonic()
             call = self._event_loop.start(self._session.receive(engine, group.name, bucket.tensors, deadline_s))
-            group.broadcast(bucket.data, deadline_s)  # asked for in this thread: on a GPU after what its stream copies
+            group.broadcast(bucket.data, deadline_s)  # in this thread: on a GPU after its stream's copies
             under_way[engine] = self._event_loop.start(watch(group, call, began, deadline_s))
         return under_way
 
@@ -419,7 +415,7 @@ class ProcessGroupTransport(WeightTransport):
         try:
             group = self._groups.get(engine)
             if group is not None and not self._event_loop.run(session.is_member(engine, group.name)):
-                self._drop(engine)  # it was restarted
+                self._drop(engine)  # the engine was restarted
             if engine not in self._groups:
                 url, ranks = session.url(engine), session.ranks_per_engine
                 self._groups[engine] = connect(url, ranks, self._device, invite, self._left_s[engine])
@@ -428,7 +424,7 @@ class ProcessGroupTransport(WeightTransport):
 
     def _fail(self, engine: int, why: str) -> None:
         super()._fail(engine, why)
-        self._kept.clear()  # a broadcast that is given up may still read what it was to send
+        self._kept.clear()  # an aborted broadcast may still read its buffer
         self._drop(engine)
 
     def _drop(self, engine: int) -> None:
@@ -440,8 +436,8 @@ class ProcessGroupTransport(WeightTransport):
 
 
 async def watch(group: EngineGroup, call: Future[None], began: float, deadline_s: float) -> Transfer:
-    """See a bucket to its end: the broadcast in `group`, and the call in which the engine takes part in it. A failure
-    of one half ends both. `began` is a time.monotonic()."""
+    """Wait for a bucket's end: the broadcast in `group`, and the `call` in which the engine takes part. A failure of
+    either ends both. `began` is a time.monotonic()."""
     failure, sent = None, began
     try:
         async with asyncio.timeout(deadline_s):
