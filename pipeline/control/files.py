@@ -1,13 +1,13 @@
-"""RUN/control/000012.json: what the ESS controller saw of step 12, and what holds from then on.
+"""Keep the ESS controller's records: RUN/control/000012.json has its evidence of step 12 and the state in force after
+it.
 
-The record of a step is created exclusively, under the fence, before version step + 1 is published. That is the one
-moment at which a decision is made: whoever was killed before has decided nothing, and whoever is started again after it
-finds the record and goes by it. So each step is decided once, however often it is trained, and a replay of the run does
-what the run did.
+The learner creates a step's record exclusively, under the fence, before it publishes version step + 1. Only then is a
+decision made: a learner killed before has decided nothing, and a learner restarted afterwards finds the record and
+follows it. So each step is decided once, however often it is trained, and a replay follows the run.
 
     learner     reads the record of the step before its first one, and of every step that it trains again
     collector   reads the record of the newest published version: its lags hold for the batches that it begins
-    engines     read the newest record: which of them are to be started again
+    engines     read the newest record: it lists the engines to restart
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from precision.settings import Settings
 
 
 class ControlRecord(Settings):
-    """One step's record. What comes after `decision` follows from the state, for processes that know no ladder."""
+    """A step's record. The fields after `decision` follow from the state, for processes without the ladder."""
 
     step: int
     evidence: Evidence | None = None
-    """None: the step was skipped, as its batch was lost, or a fork begins afresh after it."""
+    """None: the step was skipped because its batch was lost, or a fork begins afresh after it."""
     state: State
     decision: Decision | None = None
     lr_by_age: bool = False
-    """Whether the learning rate is lowered by the age of each batch after this step."""
+    """Whether each batch's age lowers the learning rate after this step."""
     lags: tuple[tuple[int, int], ...] = ()
-    """(first batch, lag), ascending: every lag that was decided so far."""
+    """(first batch, lag), ascending: every lag decided so far."""
     promoted: tuple[str, ...] = ()
     """Modules of the recipe's quant map that map `state.quant_map` does not quantize."""
     restarts: Mapping[int, int] = {}
-    """Engine → the start of it that is bad: every one that was to be started again so far, the latest start of each."""
+    """Engine → its latest bad start, for every engine that was to be restarted so far."""
     first_seen: Mapping[int, tuple[int, int]] = {}
-    """Engine → (its latest start, the step after which that was first announced): its tokens in batches that had begun
-    by then may be of the start before."""
+    """Engine → (its latest start, the step after which that start was first announced). In batches that had begun by
+    then, its tokens may be of the start before."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ControlFiles:
     fence: Callable[[], None]
 
     def create(self, record: ControlRecord) -> bool:
-        """Keep the record of a step for ever. Returns whether it is this one; False: there was one already."""
+        """Create the record of a step, permanently. Returns False if the step has one already."""
         self.fence()
         make_folder(self.folder)
         try:
@@ -65,7 +65,7 @@ class ControlFiles:
         return True
 
     def read(self, step: int) -> ControlRecord | None:
-        """Return the record of a step; None where there is none. Raises StoreError when it is damaged."""
+        """Return the record of a step, or None. Raises StoreError if it is damaged."""
         path = self._path(step)
         if not path.exists():
             return None
@@ -80,19 +80,19 @@ class ControlFiles:
         return record
 
     def wait(self, step: int) -> ControlRecord:
-        """Return the record of a step that is known to be there, but that another host made."""
+        """Return the record of a step that another host has created."""
         await_visible(self._path(step))
         record = self.read(step)
         assert record is not None, step
         return record
 
     def newest(self) -> ControlRecord | None:
-        """Return the record of the last step that was decided; None before the first."""
+        """Return the record of the last decided step, or None before the first."""
         steps = numbered_files(self.folder, ".json")
         return self.read(max(steps)) if steps else None
 
     def decisions(self) -> list[ControlRecord]:
-        """Return all records with a decision, in order: for reports."""
+        """Return all records with a decision, in order, for reports."""
         records = (self.read(step) for step in numbered_files(self.folder, ".json"))
         return [record for record in records if record is not None and record.decision is not None]
 

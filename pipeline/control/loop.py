@@ -1,12 +1,12 @@
-"""The ESS controller in the learner's loop.
+"""Run the ESS controller in the learner's loop.
 
     restore          the record of the step before the first one that is trained
-    lr_factor        for a batch, by what was recorded after the step before it
-    after a step     is its record there?  yes ─▶ go by it (a step that is trained again, or a replay)
-                                           no  ─▶ evidence ─▶ decide ─▶ create the record
-                            decide may ask for a measurement first, which all ranks make
+    lr_factor        for a batch, from the record of the step before it
+    after a step     does its record exist?  yes ─▶ follow it (a step that is trained again, or a replay)
+                                             no  ─▶ evidence ─▶ decide ─▶ create the record
+                            decide may first need a measurement, which all ranks make
 
-Rank 0 decides and tells the others; they never look at the files.
+Rank 0 decides and broadcasts; the other ranks never read the files.
 """
 
 from __future__ import annotations
@@ -41,42 +41,43 @@ if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
 
 MIN_ENGINE_TOKENS = 64
-"""Tokens of an engine, and of all others, below which a batch says nothing about it alone."""
+"""Fewest tokens of an engine, and of all other engines, for which a batch is evidence about that engine alone."""
 
 
 @dataclass(kw_only=True)
 class StepController:
-    """See the module's head. All of it is the same on every rank but for what `files` and `members` say."""
+    """The controller's state in the learner loop, the same on every rank except for `files` and `members`."""
 
     settings: ControllerSettings
     ladder: Ladder
     learner: MegatronLearner
     files: ControlFiles
     measure: Callable[[str, Batch, Sequence[str]], Any]
-    """Measure on tokens of a batch, at the present weights; None where the learner cannot emulate the engines' formats.
-    Collective. `quantization`: -ln of the token ESS of the learner against itself with these formats emulated, where
-    the groups that are named are not quantized. `groups`: the same by group, each as the only one that is quantized."""
+    """Measure on tokens of a batch at the present weights; None if the learner cannot emulate the engines' formats.
+    Collective. `quantization`: -ln of the token ESS between the learner and itself with these formats emulated, except
+    in the named groups. `groups`: the same for each named group, quantized alone."""
     members: Callable[[], Sequence[Member]]
-    """The engines that are announced."""
+    """Returns the announced engines."""
     is_lost: Callable[[Member], bool]
-    """Whether an engine that is announced is gone for good, as far as one can tell: it holds up nothing."""
+    """Returns whether an announced engine seems to be gone for good, so that it holds up nothing."""
     digest: Callable[[Sequence[str]], str]
-    """Of the quant map in which these groups are promoted."""
+    """Returns the digest of the quant map with these groups promoted."""
     use_map: Callable[[int, Sequence[str]], None]
-    """Publish in the formats of this map, by its number and by the modules that it does not quantize. Collective."""
+    """Publishes in the formats of a quant map from now on, by its number and the modules that it does not quantize.
+    Collective."""
     modules_of: Callable[[Sequence[str]], tuple[str, ...]]
-    """The modules of some groups."""
+    """Returns the modules of some groups."""
     updates_per_batch: int
     event_log: EventLog
     decided_before: ControlFiles | None = None
-    """Of the run that is replayed: its decisions hold, and none is made."""
+    """The records of the run being replayed: its decisions hold, and no others are made."""
     _record: ControlRecord | None = field(init=False, default=None)
-    """Of the step before."""
+    """The record of the last step."""
     state: State = field(init=False, default_factory=State)
-    """After the step before."""
+    """The state after the last step."""
 
     def restore(self, step: int) -> None:
-        """Begin at `step`. Collective. Raises StoreError where the record of the step before is missing."""
+        """Begin at `step`. Collective. Raises StoreError if the record of the step before is missing."""
         if step == 0:
             self.use_map(0, ())
             return
@@ -94,14 +95,14 @@ class StepController:
         self._take(ControlRecord.model_validate(self.learner.tell(read)))
 
     def lr_factor(self, batch: Batch) -> float:
-        """On the learning rate of every optimizer step on this batch."""
+        """Return the learning-rate factor of every optimizer step on this batch."""
         if self._record is None or not self._record.lr_by_age:
             return 1.0
         return lr_factor(mean_age(batch, self.updates_per_batch))
 
     def after(self, batch: Batch, update: Update) -> dict[str, float]:
-        """Decide what follows from a batch that was trained on, or go by what was decided. Collective. Returns what is
-        in force, by the names of metrics."""
+        """Decide after a trained batch, or follow an existing decision. Returns the state in force, by metric name.
+        Collective."""
         known: dict[str, Any] = {}
         look = partial(self._next, batch, update, known)
         while "record" not in (told := self.learner.tell(look)):
@@ -117,8 +118,8 @@ class StepController:
         )
 
     def skip(self, step: int) -> None:
-        """A step whose batch was lost by damage. What was decided before the loss holds; without, what holds goes on.
-        Collective."""
+        """Record a step whose batch was lost by damage: a decision made before the loss holds, otherwise the state
+        stays. Collective."""
 
         def read() -> dict[str, Any]:
             record = (self.decided_before or self.files).read(step)
@@ -131,12 +132,12 @@ class StepController:
         self._take(ControlRecord.model_validate(self.learner.tell(read)))
 
     def _take(self, record: ControlRecord) -> None:
-        """What it says holds from now on."""
+        """Put a record's state in force."""
         self._record, self.state = record, record.state
         self.use_map(record.state.quant_map, record.promoted)
 
     def _next(self, batch: Batch, update: Update, known: dict[str, Any]) -> dict[str, Any]:
-        """Return the record of the step, or what must be measured for it. On rank 0."""
+        """Return the step's record, or the measurement that it needs. Runs on rank 0."""
         step, before = batch.index, self._record
         record = (self.decided_before or self.files).read(step)
         if record is None and self.decided_before is not None:
@@ -147,8 +148,8 @@ class StepController:
             if not sums.any():
                 raise StoreError(f"batch {step} has no token that was scored; the controller cannot judge it")
             wanted, to_restart = self.digest(state.promoted), {} if before is None else before.restarts
-            # Engines whose tokens in the batch are all of one start: the batch began after it was first seen. Those
-            # that the run did not start (rollout.urls) are none of them: nobody would start them again.
+            # Engines whose tokens in the batch all come from one start, because the batch began after that start was
+            # first seen. Engines that the run did not start (rollout.urls) are left out: nobody would restart them.
             starts = {
                 member.index: member.started
                 for member in members
@@ -183,7 +184,7 @@ class StepController:
         rung, lag_before = self.ladder.in_force(state), self.ladder.in_force(self.state).lag
         lags = () if before is None else before.lags
         if rung.lag != lag_before:
-            # The first batch that cannot have begun yet: it waits for the version that is published after this record.
+            # The first batch that cannot have begun yet: it waits for the version published after this record.
             lags = (*lags, (evidence.step + 1 + lag_before, rung.lag))
         restarts = {} if before is None else dict(before.restarts)
         if decision is not None and decision.engine is not None:
@@ -206,7 +207,7 @@ class StepController:
 
 
 def described(record: ControlRecord) -> dict[str, Any]:
-    """Return a record with a decision, as an event."""
+    """Return a record with a decision as an event's fields."""
     decision, evidence = record.decision, record.evidence
     assert isinstance(decision, Decision)
     assert evidence is not None, "a skipped step decides nothing"
@@ -223,14 +224,14 @@ def described(record: ControlRecord) -> dict[str, Any]:
 
 
 def mean_age(batch: Batch, updates_per_batch: int) -> float:
-    """Optimizer steps between the sampling of a token of the batch and the step on it, in the mean."""
+    """Return the mean number of optimizer steps between a token's sampling and the step on it."""
     versions = (batch.index - batch.policy_version)[batch.loss_mask]
     return float(versions.mean(dtype=np.float64)) * updates_per_batch + (updates_per_batch - 1) / 2.0
 
 
 def ratio_sums(batch: Batch, update: Update) -> NDArray[np.float64]:
-    """float64 [updates, engines, 3]: of the ratios of learner over engine, how many there are, their sum and that of
-    their squares; over the tokens that each optimizer step on the batch saw, as the metrics have it."""
+    """Return count, sum and sum of squares of the ratios learner/engine, float64 [updates, engines, 3], over the tokens
+    that each optimizer step on the batch saw, as in the metrics."""
     steps = np.zeros(batch.num_samples, np.int32) if update.mismatch is None else update.mismatch.update
     seen = looked_at(batch, update.logprobs) & np.repeat(steps >= 0, batch.response_lengths)
     step, engine = (np.repeat(of, batch.response_lengths)[seen].astype(np.int64) for of in (steps, batch.engine))
@@ -242,18 +243,18 @@ def ratio_sums(batch: Batch, update: Update) -> NDArray[np.float64]:
 
 
 def ess_loss(sums: NDArray[np.float64]) -> float:
-    """-ln of the token ESS as the metrics have it: the mean of that of each update. `sums` is [updates, 3]; updates
-    without a token say nothing."""
+    """Return -ln of the token ESS as in the metrics: the mean over updates. `sums` is [updates, 3]; updates without a
+    token are left out."""
     each = [ess_from_sums(ratio, squared, int(tokens)) for tokens, ratio, squared in sums.tolist() if tokens]
     return loss_of(float(np.mean(each)))
 
 
 def engine_evidence(sums: NDArray[np.float64], starts: dict[int, int]) -> dict[int, EngineEvidence]:
-    """Of each engine in `starts` (index → its start), where the batch has enough tokens of it and of the others. `sums`
-    as `ratio_sums` has them."""
+    """Return the evidence about each engine in `starts` (index → its start) if the batch has enough tokens of it and of
+    the others. `sums` is from `ratio_sums`."""
     tokens = sums[:, :, 0].sum(axis=0)
     engines = np.arange(len(tokens))
-    # Sums of sums: the others' as a difference would lose the digits that a large ratio of one engine takes.
+    # The others' sums are added up: a difference would lose digits to a large ratio of one engine.
     return {
         index: EngineEvidence(
             loss=ess_loss(sums[:, index]),

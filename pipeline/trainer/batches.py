@@ -1,10 +1,10 @@
-"""The batches that all ranks train on: rank 0 waits for each, looks whether to stop, and tells the others.
+"""Wait for batches on rank 0, read each rank's share, split a batch into mini-batches and merge their updates.
 
 rank 0   lists the batches every second ──"not yet" every few seconds, then "there"──▶ every rank opens the file
-                    ▲                                                                        │ reads what is counted in
-               stop requested? superseded? ── what ends the wait ends it on every rank       │ samples, deals it out,
-                                                                                             ▼ reads its own tokens
-numbers of response tokens (9 bytes each) of all samples ◀──exchanged, bit for bit────── its share
+                    ▲                                                                        │ reads the per-sample
+               stop requested? superseded? ── either ends the wait on every rank             │ arrays, deals, reads its
+                                                                                             ▼ tokens
+values per response token (9 bytes each) of all samples ◀──exchanged, bit for bit─────── its share
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
 
 STOP_FILE_VARIABLE = "EVENKEEL_STOP_FILE"
-"""Names a local file: once it is there, training ends in order."""
+"""The variable that names a local file: once the file exists, training stops in order."""
 
 Answer = Literal["there", "lost", "not yet", "stop"]
 
 
 WAITS = ("the learner", "the collector's commit (its log is in RUN/logs)")
-"""Who waits for a batch, and what would end the wait (Patience)."""
+"""Arguments of Patience: the waiting process, and the event that would end its wait."""
 
 
 def stop_file_exists() -> bool:
-    """Return whether the process that started this one has asked it to end."""
+    """Return whether the parent process has asked this one to stop."""
     name = os.environ.get(STOP_FILE_VARIABLE)
     return name is not None and Path(name).exists()
 
@@ -59,33 +59,30 @@ class BatchSource:
     learner: MegatronLearner
     contract: LogprobContract
     wait_deadline_s: float
-    """Longest wait for a batch while the collector commits and evaluates nothing."""
+    """Longest wait for a batch while the collector neither commits nor evaluates."""
     together: Callable[[Batch], Sequence[NDArray[np.bool_]]] = lambda batch: [np.ones(batch.num_samples, np.bool_)]
-    """Masks [samples] of what is run through the model together, from what is counted in samples
-    (pipeline.trainer.batches.dealt_together): each is dealt out evenly over the ranks."""
+    """Returns masks [samples] of the samples that run through the model together, from per-sample arrays alone
+    (`dealt_together`): each mask is dealt out evenly over the ranks."""
     stop_requested: Callable[[], bool] = stop_file_exists
-    """Asked on rank 0 alone."""
+    """Called only on rank 0."""
     visible_s: float = VISIBLE_S
     patience: Patience = field(default_factory=lambda: Patience(print_notice, *WAITS))
-    """Of rank 0."""
+    """Rank 0's reporter of long waits."""
 
     def is_there(self, index: int) -> bool:
-        """Whether `wait` for the batch would return at once."""
+        """Return whether `wait` for the batch would return at once."""
         return self.learner.tell(lambda: index in self.store.settled())
 
     def wait(self, index: int, meanwhile: Callable[[], None] = lambda: None) -> Batch | None:
-        """Batch `index`, once it is committed; None when it was lost by damage. A rank of several holds its share.
-        While it is not there, `meanwhile` is called every few seconds, on every rank.
-
-        Raises on every rank StoppedError when the process was asked to end, DeadlineExceededError, SupersededError, and
-        what BatchStore.read raises on any.
-        """
+        """Return batch `index` once it is committed, or None if it was lost by damage. With several ranks, each holds
+        its share. Every few seconds of waiting `meanwhile` is called on every rank. Raises on every rank StoppedError
+        after a stop request, DeadlineExceededError, SupersededError, and the errors of BatchStore.read."""
         deadline, pause_s = time.monotonic() + self.wait_deadline_s, FIRST_POLL_S
         seen: tuple[int, int] | None = None
-        """Changes while the collector gets on: it commits, and it evaluates before it commits."""
+        """Numbers of commits and evaluations, which change while the collector makes progress."""
 
         def look() -> Answer:
-            """Look for some seconds, on rank 0."""
+            """Look for the batch for some seconds, on rank 0."""
             nonlocal deadline, pause_s, seen
             ends = time.monotonic() + ANSWER_S
             self.run.fence()
@@ -94,7 +91,8 @@ class BatchSource:
                 if self.stop_requested():
                     return "stop"
                 if index in self.store.settled():
-                    # Its collector may not have come to that: what is trained on must not be gone after a power cut.
+                    # The collector may have died before its own fsync: a batch that is trained on must survive a power
+                    # cut.
                     fsync_directory(self.store.directory)
                     self.patience.progress()
                     return "there" if self.store.lost(index) is None else "lost"
@@ -127,36 +125,34 @@ class BatchSource:
         batch = found[0]
         if choose is None:
             return batch
-        # Effective sample size, quantiles and denominators are made of the numbers of all response tokens.
+        # Effective sample size, quantiles and denominators need the values of all response tokens.
         numbers: dict[str, Any] = {name: learner.sum_of_shares(getattr(batch, name)) for name in batch.numbers}
         return replace(batch, **numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
-    """What one optimizer step takes."""
+    """The input of one optimizer step."""
 
     batch: Batch
-    """Its samples alone. Tokens of samples that are left out of the loss count as not sampled."""
+    """The mini-batch's samples. Tokens of samples left out of the loss count as not sampled."""
     advantages: NDArray[np.float32]
     """[responses of the mini-batch]"""
     trained: NDArray[np.bool_] | None
-    """[samples of the mini-batch] as MegatronLearner.update takes it."""
+    """[samples of the mini-batch] the argument of MegatronLearner.update."""
     samples: NDArray[np.bool_]
-    """[samples of the whole batch] True on those of the mini-batch."""
+    """[samples of the whole batch] True for the mini-batch's samples."""
     responses: NDArray[np.bool_]
-    """[responses of the whole batch] True on those of the mini-batch."""
+    """[responses of the whole batch] True for the mini-batch's tokens."""
     counts: dict[str, float]
-    """How much of it is run through the model, by the names of metrics."""
+    """Numbers of tokens that are updated and that run through the model, by metric name."""
 
 
 def mini_batches(computer: AdvantageComputer, batch: Batch, computed: SampleAdvantages, count: int) -> list[MiniBatch]:
-    """Split a batch, with the advantages that were `computed` for it, into at most `count` mini-batches.
-
-    Each takes one optimizer step, on whole groups of its own. Advantages, and their normalization over the batch, are
-    those of the whole batch; what is averaged or counted in a step (aggregation, the loss's denominator, the ESS) is
-    that of its mini-batch. They depend on the batch alone, so every rank makes the same ones and as many.
-    """
+    """Split a batch, with the advantages `computed` for it, into at most `count` mini-batches. Each mini-batch takes
+    one optimizer step on whole groups of its own. Advantages and their normalization are the whole batch's; the step's
+    averages and counts (aggregation, the loss's denominator, the ESS) are the mini-batch's. The split depends on the
+    batch alone, so it is the same on every rank."""
     parts = []
     if computed.filtered.any():
         kept = batch.loss_mask & ~np.repeat(computed.filtered, batch.response_lengths)
@@ -164,7 +160,7 @@ def mini_batches(computer: AdvantageComputer, batch: Batch, computed: SampleAdva
     for samples in split_groups(batch.group, computed.in_loss, count):
         part = batch if samples.all() else batch.select(samples)
         through_model = computed.through_model[samples]
-        if not through_model.any():  # no sample has an advantage: the step is made of all, since it needs some token
+        if not through_model.any():  # no sample has an advantage: use all, because a step needs some token
             through_model[:] = True
         updated = part.loss_mask & np.repeat(through_model, part.response_lengths)
         parts.append(
@@ -184,8 +180,8 @@ def mini_batches(computer: AdvantageComputer, batch: Batch, computed: SampleAdva
 
 
 def dealt_together(computer: AdvantageComputer, count: int, batch: Batch) -> list[NDArray[np.bool_]]:
-    """Masks [samples] of what is run through the model together: of each mini-batch the samples that are trained on,
-    and those that are scored alone; then those that are in no mini-batch. Needs nothing that is counted in tokens."""
+    """Return masks [samples] of samples that run through the model together: for each mini-batch those that are trained
+    on and those that are only scored, then those in no mini-batch. Needs no per-token array."""
     computed = computer.compute_advantages(batch)
     inside = split_groups(batch.group, computed.in_loss, count)
     found = [part & chosen for part in inside for chosen in (computed.through_model, ~computed.through_model)]
@@ -193,10 +189,8 @@ def dealt_together(computer: AdvantageComputer, count: int, batch: Batch) -> lis
 
 
 def split_groups(group: NDArray[np.int64], in_loss: NDArray[np.bool_], count: int) -> list[NDArray[np.bool_]]:
-    """`count` masks [samples] of whole groups, of those `in_loss` [samples], in the order of the batch.
-
-    Their numbers of groups differ by at most one. Fewer groups than `count` get one mask each.
-    """
+    """Return `count` masks [samples] of whole groups, of the samples `in_loss` [samples], in the order of the batch.
+    Their numbers of groups differ by at most 1. Fewer groups than `count` get one mask each."""
     _, first, member = np.unique(group, return_index=True, return_inverse=True)
     chosen = np.flatnonzero(in_loss[first])
     chosen = chosen[np.argsort(first[chosen])]
@@ -215,14 +209,13 @@ _OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {
     "sequence_log_ratio_max": max,
     "sequence_log_ratio_min": min,
 }
-"""How a metric of several updates becomes that of the batch; the mean for all others."""
+"""The rule by which a metric of several updates becomes the batch's; other metrics are averaged."""
 
 
 def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Update:
-    """One Update for the batch. Metrics are means over the updates, but for tokens and retries, which add up, the
-    extremes, and the learning rate, which is that of the last.
-    Log-probabilities are those before the sample's own update; NaN for samples that no update looked at. Mismatch
-    statistics stay apart, by update."""
+    """Merge the updates into one Update for the batch. Metrics are means over the updates, except sums of tokens and
+    retries, extremes, and the last learning rate. Log-probabilities are those before the sample's own update, NaN for
+    samples in no update. Mismatch statistics stay apart, by update."""
     if len(updates) == 1 and parts[0].responses.all():
         return updates[0]
     logprobs = updates[0].device_logprobs.new_full((len(parts[0].responses),), np.nan)
@@ -240,10 +233,9 @@ def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Upda
 
 
 def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[str, Any]:
-    """Return reward, staleness in versions, lengths, failed verifiers, samples that an engine repeated; means of the
-    parts of the reward, over the samples that have them; of each source, where the task has several, its share of the
-    samples, and reward and solve rate where it has a reward; of a teacher the distance and the samples that it did not
-    score."""
+    """Return the batch's metrics: reward, staleness in versions, lengths, failed verifiers, repeated samples; the mean
+    of each reward part; for a task with several sources, each source's share, reward and solve rate; for a teacher, the
+    distance and the samples that it did not score."""
     lag = step - batch.policy_version
     judged = batch.judged
     told = {name: part for name, part in batch.reward_parts.items() if name not in OWN_PARTS}
@@ -275,8 +267,8 @@ def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[
 
 
 def asked_solve_rate(batch: Batch, solved_at: float = SOLVED_REWARD) -> float:
-    """Share of solved samples among all that were sampled and judged for the batch, those of dropped groups included:
-    dynamic sampling keeps only groups of mixed outcome, whose rate says little about the policy's."""
+    """Return the share of solved samples among all judged ones, dropped groups included: dynamic sampling keeps only
+    groups of mixed outcome, whose rate says little about the policy's."""
     judged = batch.judged
     samples = int(judged.sum()) + sum(group.samples for group in batch.dropped)
     solved = int(is_solved(batch.reward[judged], solved_at).sum()) + sum(group.solved for group in batch.dropped)
@@ -284,5 +276,5 @@ def asked_solve_rate(batch: Batch, solved_at: float = SOLVED_REWARD) -> float:
 
 
 def _mean(values: NDArray[Any]) -> float:
-    """0 where there is none."""
+    """Return the mean, or 0 without values."""
     return float(values.mean()) if len(values) else 0.0

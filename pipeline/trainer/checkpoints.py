@@ -1,4 +1,4 @@
-"""Checkpoints are folders that get their name when they are complete.
+"""Save and restore checkpoints: folders that get their name when they are complete.
 
     .000012.HOST-RANDOM.tmp   every rank writes and hashes its shards, from a copy in host memory, while training goes
                               on; then a thread of rank 0 adds the loop's state, makes all files durable, and adds
@@ -6,11 +6,11 @@
     000012                    the same folder, moved onto a name that must be free
     000012/versions/000010    an older version that the learner kept, as an HF folder (kept_versions)
 
-One save is under way at most. Whether it has got on is agreed by all ranks between two steps: `advance`.
+At most one save is under way. Between two steps all ranks agree on its progress: `advance`.
 
-Of two learners that save one step, one a superseded one, the first to move its folder wins and the other keeps that. A
-folder whose files do not match COMMIT is refused by name: before it is loaded, each rank compares the shards that the
-rank of its number has written, and an equal part of the other files.
+If two learners save the same step, one of them superseded, the first to move its folder wins and the other keeps that
+folder. A folder whose files do not match COMMIT is refused by name: before loading, each rank checks the shards written
+by the rank of its number, and an equal part of the other files.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ _LOOP_STATE = "loop_state.json"
 _VERSIONS = "versions"
 """Folder of the older versions within a checkpoint."""
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
-"""Megatron names a shard by the rank that wrote it."""
+"""Name of a shard, with the rank that wrote it."""
 
 
 class Saved(NamedTuple):
-    """A checkpoint that has its name; `seconds` since it was begun."""
+    """A checkpoint that has its name; `seconds` since its begin."""
 
     step: int
     seconds: float
@@ -84,9 +84,10 @@ class _Save:
     began: float
     shards: ShardSave
     commit: LongAction[None] | None = None
-    """Once all shards are written."""
+    """Set once all shards are written."""
     decided: threading.Lock = field(default_factory=threading.Lock)
-    """Taken once, and kept: by the thread of rank 0 that gives the folder its name, or by rank 0 that gives it up."""
+    """Acquired once and never released: by rank 0's thread that names the folder, or by rank 0 when it gives the folder
+    up."""
 
 
 @dataclass(frozen=True)
@@ -98,27 +99,28 @@ class Checkpoints:
     fence: Callable[[], None] = unfenced
     """Called on rank 0 before a checkpoint gets its name; raises SupersededError."""
     first_bytes: int = 0
-    """What the first checkpoint will take, as far as is known: a disk that has less is said to be too full before."""
+    """Estimated size of the first checkpoint: a disk with less free space is reported as full beforehand."""
 
     _under_way: list[_Save] = field(init=False, repr=False, compare=False, default_factory=list)
-    """One at most."""
+    """The save under way, at most one."""
 
     def save(self, learner: MegatronLearner, step: int, state: Mapping[str, float]) -> None:
-        """Collective. Once it returns, training can go on at `step`, whatever dies. `state` is what the loop itself
-        must remember."""
+        """Save a checkpoint and wait for it. Afterwards training can resume at `step`, whatever dies. `state` is the
+        loop's own state. Collective."""
         self.begin_save(learner, step, state)
         self.advance(learner, to_the_end=True)
 
     def begin_save(
         self, learner: MegatronLearner, step: int, state: Mapping[str, float], versions: KeptVersions | None = None
     ) -> None:
-        """Collective. Copy what a checkpoint of `step` needs, and begin to write it; `versions` are written at once.
-        The save before it must be over."""
+        """Copy the state for a checkpoint of `step` and begin to write it; `versions` are written at once. The previous
+        save must be over. Collective."""
         if self._under_way:
             raise ValueError(f"the checkpoint of step {self._under_way[0].step} is not written yet; advance to its end")
 
         def new_folder() -> str:
-            """On rank 0. A checkpoint takes what the newest one does; the first, what the learner thinks."""
+            """Create the folder, on rank 0, after a check for space: a checkpoint takes as much as the newest one; the
+            first, as the learner estimates."""
             expected, committed = self.first_bytes, committed_steps(self.directory)
             if committed:
                 newest = read_commit(self.directory / numbered(committed[-1]))
@@ -137,8 +139,8 @@ class Checkpoints:
         self._under_way.append(_Save(folder, step, dict(state), time.monotonic(), shards))
 
     def advance(self, learner: MegatronLearner, *, to_the_end: bool = False) -> Saved | None:
-        """Collective. What has been saved since the last look, at the end of the save that is under way or, as it is
-        now, if it is over. Raises on every rank what stopped it on any."""
+        """Return the checkpoint if its save is over, or wait for that `to_the_end`. Raises on every rank an error of
+        any rank. Collective."""
         if not self._under_way:
             return None
         save, wait_s = self._under_way[0], ANSWER_S if to_the_end else 0.0
@@ -161,18 +163,18 @@ class Checkpoints:
         except Exception:
             under_way = [*self._under_way]
             self._under_way.clear()
-            # Once rank 0 may give the folder its name, only rank 0 knows whether it still does.
+            # Once rank 0's thread may name the folder, only rank 0 knows whether it still will.
             if all(
                 save.commit is None or (learner.is_rank_zero and save.decided.acquire(blocking=False))
                 for save in under_way
             ):
-                shutil.rmtree(folder, ignore_errors=True)  # what gets no name must not fill the disk
+                shutil.rmtree(folder, ignore_errors=True)  # an unnamed folder must not fill the disk
             raise
 
     def restore(self, learner: MegatronLearner, versions: KeptVersions | None = None) -> tuple[int, dict[str, float]]:
-        """Collective. Load the newest committed checkpoint, and its `versions`; returns the step to go on at (0 when
-        there is none) and the state of the loop that was saved with it. Deletes nothing: another learner may be
-        writing there."""
+        """Load the newest committed checkpoint, and its `versions`; return the step to resume at (0 without a
+        checkpoint) and the loop's saved state. Deletes nothing, because another learner may be writing in the folder.
+        Collective."""
         newest = tell_when_done(learner, self._newest)
         if newest is None:
             return 0, {}
@@ -208,10 +210,10 @@ class Checkpoints:
             remove_folder(self.directory / numbered(old))
 
     def _newest(self) -> tuple[int, dict[str, float]] | None:
-        """Return step and state of the loop of the newest checkpoint, whose files have the sizes that COMMIT says.
-        Raises CorruptCheckpointError unless the state is numbers by name."""
-        # This host may remember a listing for a minute, and forgets it when it changes the folder itself. An older
-        # checkpoint would do as well, for twice the work.
+        """Return step and loop state of the newest checkpoint, after comparing its files' sizes with COMMIT. Raises
+        CorruptCheckpointError unless the state is numbers by name."""
+        # This host may cache a listing for a minute; changing the folder itself drops the cache. An older checkpoint
+        # would also do, at the cost of training twice.
         probe = temporary_name(self.directory / "listing")
         probe.mkdir()
         probe.rmdir()
@@ -236,8 +238,8 @@ class Checkpoints:
 
 
 def commit(folder: Path, step: int, hashed: Mapping[str, Fingerprint] | None = None) -> None:
-    """Mark a complete checkpoint folder. `hashed` are files that the ranks that wrote them have hashed and made
-    durable; all others are read and made durable here. Raises CorruptCheckpointError when a file vanishes meanwhile."""
+    """Mark a checkpoint folder as complete. The files in `hashed` are hashed and durable already; this function does
+    both for all others. Raises CorruptCheckpointError if a file vanishes meanwhile."""
     found = dict(hashed or {})
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != COMMIT)
     own = [file for file in files if str(file.relative_to(folder)) not in found]
@@ -254,8 +256,8 @@ def commit(folder: Path, step: int, hashed: Mapping[str, Fingerprint] | None = N
 
 
 def verify(folder: Path, step: int | None = None, rank: tuple[int, int] = (0, 1)) -> None:
-    """Check every file against COMMIT, and COMMIT's step against `step`; the sizes of all, the bytes of those that fall
-    to a `rank` of so many. Raises CorruptCheckpointError naming the first that differs."""
+    """Check a folder against COMMIT, and COMMIT's step against `step`: the sizes of all files, the bytes of the files
+    that fall to `rank` (number, number of ranks). Raises CorruptCheckpointError naming the first that differs."""
     committed = _commit_of_whole_files(folder, step)
     shards = {name: int(match[1]) for name in committed.files if (match := _SHARD.match(name))}
     others = sorted(committed.files.keys() - shards.keys())
@@ -270,7 +272,7 @@ def verify(folder: Path, step: int | None = None, rank: tuple[int, int] = (0, 1)
 
 
 def _commit_of_whole_files(folder: Path, step: int | None) -> Commit:
-    """COMMIT, whose step and sizes are right: to read all files may take an hour."""
+    """Return COMMIT after checking its step and the files' sizes: reading all files may take an hour."""
     committed = read_commit(folder)
     if step is not None and committed.step != step:
         raise CorruptCheckpointError(f"{folder} holds the checkpoint of step {committed.step}; {_remedy(folder)}")
@@ -287,15 +289,15 @@ def _remedy(folder: Path) -> str:
 
 
 class Commit(NamedTuple):
-    """What the file says."""
+    """The content of COMMIT."""
 
     step: int
     files: dict[str, Fingerprint]
-    """By name, which may be in a folder within the checkpoint."""
+    """Fingerprints by file name, which may include a folder within the checkpoint."""
 
 
 def read_commit(folder: Path) -> Commit:
-    """COMMIT of a checkpoint. Raises CorruptCheckpointError, and OSError when the machine fails to read it."""
+    """Read COMMIT of a checkpoint. Raises CorruptCheckpointError, and OSError if the machine fails to read it."""
     path = folder / COMMIT
     try:
         value = json.loads(unseal(read_at_most(path, MAX_BYTES)))

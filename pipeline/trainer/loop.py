@@ -1,4 +1,4 @@
-"""The learner loop, run by every rank.
+"""Train on the run's batches: the learner loop, run by every rank.
 
 store ──batch──▶ advantages ──▶ log-probabilities ──▶ learner.update ──▶ channel.publish ──▶ engines
                                        ▲     updates_per_batch times │        ▲
@@ -7,15 +7,16 @@ store ──batch──▶ advantages ──▶ log-probabilities ──▶ lear
 train     consumes: batch `step` of the store, in order
           waits for: that batch's file (pipeline.trainer.batches)
           unblocked by: the collector's commit, or a request to stop
-publish   consumes: the weights as they are after a step; then the next step may change them
-          waits for: the version before, and in sync for this one (Schedule.overlaps)
-          unblocked by: the engines; a failure is raised at the next `finish`, before anything else is published; or a
-          request to stop: engines may have been asked to end, too, and the next start publishes its checkpoint
+publish   consumes: the weights after a step; then the next step may change them
+          waits for: the version before, and in sync for its own version (Schedule.overlaps)
+          unblocked by: the engines; the next `finish` raises a failure, before anything else is published; or a request
+          to stop, which the engines may have received too: the next start publishes its checkpoint
 record    consumes: the measurements of a step, which explain a run and decide nothing. A thread writes them beside the
-          next steps; before a checkpoint, and at the end, it has written all
-after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
-trained again; versions that the engines already serve are not published a second time.
-rank 0 alone looks at the run directory and writes to it; the others do as it tells, and end as it ends (`tell`)."""
+          next steps; it has written all before a checkpoint and at the end
+after a crash: the learner loads the newest committed checkpoint and trains again on the later batches, which are still
+in the store. It does not publish again a version that the engines already serve.
+Only rank 0 reads and writes the run directory; the other ranks get its decisions and errors through `tell`.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +54,16 @@ if TYPE_CHECKING:
     from megatron_bridge.step.host_weights import KeptVersions, ReferencePolicy
 
 LAST_PUBLISH_S = 15.0
-"""For what is on its way to the engines, once the process was asked to end and everything is saved."""
+"""Time for the publish under way once the process was asked to stop and everything is saved."""
 STOP_SPREAD_S = 10.0
-"""A request to stop may reach the engines so long before the learner, where it goes to all."""
+"""Longest time by which a stop request for the whole run reaches the engines before the learner."""
 _POLL_S = 0.25
 
 
 @dataclass
 class Trainer:
-    """See the module's head for the data flow. `channel` is None when recorded batches are replayed."""
+    """The learner loop; the module's docstring shows its data flow. `channel` is None when recorded batches are
+    replayed."""
 
     run: RunDirectory
     batches: BatchSource
@@ -70,9 +72,9 @@ class Trainer:
     advantage_computer: AdvantageComputer
     scoring: Scoring
     updates_per_batch: int
-    """Optimizer steps of a batch, at most."""
+    """Most optimizer steps on a batch."""
     old_logprobs: OldLogprobs | None
-    """None when nothing divides by pi_old."""
+    """None if nothing divides by pi_old."""
     channel: WeightChannel | None
     checkpoints: Checkpoints
     checkpoint_every: int
@@ -80,28 +82,28 @@ class Trainer:
     controller: StepController | None = None
     lr_by_lag: LrByLag = "none"
     reference: ReferencePolicy | None = None
-    """Holds the policy near a frozen one, in the loss."""
+    """The frozen policy that the loss keeps the policy near."""
     _diagnostics: DiagnosticsWriter = field(init=False, default_factory=DiagnosticsWriter)
-    """Of rank 0."""
+    """Rank 0's writer of measurements."""
     _versions: KeptVersions | None = field(init=False)
-    """Older versions, where they are kept."""
+    """Older policy versions, if the run keeps them."""
     _saved: int = field(init=False, default=0)
-    """Steps that the newest checkpoint holds."""
+    """Number of steps in the newest checkpoint."""
     _save_s: float = field(init=False, default=0.0)
-    """How long steps waited for checkpoints since the last line of metrics; the rest of a save is beside them."""
+    """Time that steps waited for checkpoints since the last line of metrics; the rest of a save overlaps training."""
     _moving: int | None = field(init=False, default=None)
-    """The version that is on its way to the engines."""
+    """The version being published."""
     _refused: bool = field(init=False, default=False)
-    """Whether no engine took that version, and the process was asked to end: so were they."""
+    """Whether no engine took that version because a stop request had reached the engines too."""
     _published: dict[str, float] = field(init=False, default_factory=dict)
-    """Measurements of the version whose publish ended since the last line of metrics."""
+    """Measurements of the publish that ended since the last line of metrics."""
 
     def __post_init__(self) -> None:
         self._versions = None if self.old_logprobs is None else self.old_logprobs.versions
 
     def train(self) -> None:
-        """Train on every batch that the newest checkpoint has not seen, then export the final policy. Asked to stop, it
-        saves the steps that are trained and raises StoppedError, on every rank."""
+        """Train on every batch after the newest checkpoint, then export the final policy. On a stop request, save the
+        trained steps and raise StoppedError, on every rank."""
         for folder in (self.run.policies, self.run.mismatch, self.run.logprobs, self.run.checkpoints):
             tell_when_done(self.learner, partial(remove_leftovers, folder, self.run.fence))
         first, state = self.checkpoints.restore(self.learner, self._versions)
@@ -111,13 +113,13 @@ class Trainer:
             self.controller.restore(first)
         try:
             if first:
-                self._publish(first - 1)  # its folder, or PUBLISHED, may have been lost by damage
+                self._publish(first - 1)  # damage may have lost the version's folder or PUBLISHED
                 self._finish_publish()
             for step in range(first, self.schedule.steps):
                 try:
                     with spans.span("step", "step", step=step):
                         self._train_on(step)
-                except StoppedError:  # before the first update of this step
+                except StoppedError:  # raised before the first update of this step
                     self._advance_save(to_the_end=True)
                     if step > self._saved:
                         self._save(step)
@@ -128,7 +130,7 @@ class Trainer:
             self._advance_save(to_the_end=True)
         finally:
             self._diagnostics.close()
-        if self.learner.tell(self.batches.stop_requested):  # and then the last version may not be published
+        if self.learner.tell(self.batches.stop_requested):  # the last version may then be unpublished
             raise StoppedError("asked to end before the final policy was exported; start the run again to go on")
         self.learner.export(self.run.model, self.run.fence)
 
@@ -137,7 +139,7 @@ class Trainer:
         watch, computer = Stopwatch(lane="step", step=step), self.advantage_computer
         with watch.phase("publish"):
             if self._moving is not None and not self.batches.is_there(step):
-                self._finish_publish()  # there is nothing to do meanwhile, and a failure may be why no batch comes
+                self._finish_publish()  # nothing else to do, and a failed publish may be why no batch comes
         with watch.phase("wait"):
             batch = self.batches.wait(step, meanwhile=self._advance_save)
         if batch is None:
@@ -167,7 +169,7 @@ class Trainer:
 
         with watch.phase("publish"):
             self._finish_publish()
-            # A decision holds from the next version on, so it is made before that is published.
+            # A decision holds from the next version on, so it precedes that version's publish.
             controlled = {} if self.controller is None else self.controller.after(batch, update)
             self._publish(step)
 
@@ -177,11 +179,9 @@ class Trainer:
         self._save_if_due(step + 1)
 
     def _update(self, part: MiniBatch, old_logprobs: Tensor | None, most_lr: float, watch: Stopwatch) -> Update:
-        """Take one optimizer step on a part of a batch, with its log-probabilities before it where they are read.
-
-        `old_logprobs` [responses of the whole batch] are pi_old; None where they are those of the step itself. The
-        factor on the learning rate is at most `most_lr`. Raises NonFiniteError on a log-probability that is not finite.
-        """
+        """Take one optimizer step on a part of a batch, scored before it where the scores are used. `old_logprobs`
+        [responses of the whole batch] are pi_old, or None if pi_old is the step's own policy. The learning-rate factor
+        is at most `most_lr`. Raises NonFiniteError for a log-probability that is not finite."""
         old = None
         if old_logprobs is not None:
             old = old_logprobs[torch.from_numpy(part.responses).to(old_logprobs.device)]
@@ -213,8 +213,8 @@ class Trainer:
         return replace(update, metrics=update.metrics | measured | part.counts)
 
     def _record(self, batch: Batch, update: Update, controlled: dict[str, float], watch: Stopwatch) -> None:
-        """Have the measurements of a step written beside the next ones. Those of a version that moves beside training
-        are in the next step's line. Raises NonFiniteError, on every rank, for a metric that is not finite."""
+        """Queue a step's measurements for writing beside the next steps. A version published beside training is
+        measured in the next step's line. Raises NonFiniteError, on every rank, for a metric that is not finite."""
         for name, value in update.metrics.items():
             if not math.isfinite(value):
                 raise NonFiniteError(f"{name} is {value}, expected a finite number; find where it diverged before it")
@@ -246,13 +246,13 @@ class Trainer:
         self._diagnostics.put(write, f"step {step}")
 
     def _note(self, event: EventKind, **fields: Any) -> None:
-        """Have an event written beside training."""
+        """Queue an event for writing beside training."""
         if self.learner.is_rank_zero:
             write = partial(self.event_log.event, event, time=time.time(), **fields)
             self._diagnostics.put(write, f"event {event}")
 
     def _skip(self, step: int) -> None:
-        """Go past a step whose batch was lost by damage: the next version has the weights of this one."""
+        """Skip a step whose batch was lost by damage: the next version has the same weights."""
         self._finish_publish()
         if self._versions is not None:
             self._versions.keep(step)
@@ -264,15 +264,15 @@ class Trainer:
         self._save_if_due(step + 1)
 
     def _publish(self, step: int) -> None:
-        """Give version `step + 1` to the engines when the schedule says so and it is not published already, unless the
-        process is asked to end. The last one is waited for: no step follows to be trained meanwhile."""
+        """Publish version `step + 1` if the schedule publishes it, engines do not serve it yet, and no stop was
+        requested. The last version is waited for, because no step follows that could be trained meanwhile."""
         version = step + 1
         if self.channel is None or not self.schedule.publishes_after(step):
             return
 
         def is_needless() -> bool:
-            """Whether engines serve the version and its folder is kept for those that restart: a channel may have died
-            between the two. Or the process ends. On rank 0."""
+            """Return whether the process is stopping, or engines serve the version and its folder is kept for engines
+            that restart (a channel may have died between the two). Runs on rank 0."""
             if self.batches.stop_requested():
                 return True
             self.run.fence()
@@ -288,15 +288,15 @@ class Trainer:
             self._finish_publish()
 
     def _finish_publish(self, after_stop_s: float = 0.0) -> None:
-        """Wait for the version that is on its way, but for no longer than `after_stop_s` once the process is asked to
-        end: it stays `_moving` then. Raises on every rank what failed, unless engines were asked to end as well."""
+        """Wait for the version being published, after a stop request for at most `after_stop_s`; it then stays
+        `_moving`. Raises a failure on every rank, unless the engines were asked to stop as well."""
         if self._moving is None:
             return
         channel, after_stop = self.channel, time.monotonic() + after_stop_s
         assert channel is not None
 
         def is_over() -> bool | None:
-            """Whether the publish has ended; False when it is not waited for any more, None after a while."""
+            """Return whether the publish has ended: False if the wait is given up, None to be called again."""
             ends = time.monotonic() + ANSWER_S
             while not channel.is_over(_POLL_S):
                 if time.monotonic() >= after_stop and self.batches.stop_requested():
@@ -317,12 +317,12 @@ class Trainer:
                 raise
             self._refused = True
         else:
-            # The run's last line has room for one of its two versions; the event keeps every one.
+            # A line of metrics has room for one of the run's last two versions; events keep both.
             self._note("published", version=version, seconds=measured.get("publish_s"), measured=measured)
             self._published |= measured
 
     def _stop_comes(self) -> bool:
-        """Whether the process is asked to end within STOP_SPREAD_S, as its engines may have been before it."""
+        """Return whether a stop request arrives within STOP_SPREAD_S, as it may have reached the engines already."""
         ends = time.monotonic() + STOP_SPREAD_S
 
         def is_asked() -> bool | None:
@@ -344,12 +344,13 @@ class Trainer:
             self._save(step)
 
     def _save(self, step: int) -> None:
-        """Begin a checkpoint of the first `step` steps: it is copied now, and written while the next steps are trained.
-        The measurements of these steps are on disk first.
+        """Begin a checkpoint of the first `step` steps: copy it now, and write it while the next steps are trained. The
+        measurements of these steps are on disk first.
 
-        An older version than its own must be served and kept by then: a learner that goes on from it could not publish
-        that again. For one that is asked to end this holds within a stage alone, and without it nothing is saved:
-        elsewhere the next start publishes the checkpoint's own version."""
+        A version older than the checkpoint's must be served and kept by then, because a learner that resumes from the
+        checkpoint could not publish it again. After a stop request this holds only within a stage, and nothing is saved
+        without it; elsewhere the next start publishes the checkpoint's own version.
+        """
         within_stage = not self.schedule.publishes_after(step - 1)
         if self.channel is not None and self._moving != step:
             self._finish_publish(math.inf if within_stage else 0.0)
@@ -367,8 +368,8 @@ class Trainer:
         self._save_s = time.monotonic() - started
 
     def _advance_save(self, *, to_the_end: bool = False) -> None:
-        """Commit the checkpoint that is being written, once all of it is. Also while a batch is waited for: that may
-        take hours, and a kill in them must not cost a checkpoint that is whole."""
+        """Commit the checkpoint being written once all its files are written. Also runs while waiting for a batch: that
+        may take hours, and a kill meanwhile must not cost a complete checkpoint."""
         saved = self.checkpoints.advance(self.learner, to_the_end=to_the_end)
         if saved is not None:
             self._saved = saved.step
@@ -377,54 +378,55 @@ class Trainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What is read of a batch's scores."""
+    """Decides which scoring passes a batch needs."""
 
     prepares: bool
-    """Whether the objective is prepared from what it is trained on, scored (Facts.needs_scoring)."""
+    """Whether the objective is prepared from scores of the batch (Facts.needs_scoring)."""
     reads_step: bool
-    """Whether that needs the log-probabilities just before the step where older ones are known."""
+    """Whether that preparation reads the log-probabilities just before the step even if older ones are known."""
     reads_old: bool
     """Whether anything divides by pi_old."""
     sizes_steps: bool = False
-    """Whether the size of a step follows from how far the policy has moved since pi_old."""
+    """Whether the learning rate depends on how far the policy has moved since pi_old."""
 
     def of_step(self, *, old_known: bool) -> bool:
-        """Whether an optimizer step is scored. `old_known`: pi_old is another policy, and scored beforehand."""
+        """Return whether an optimizer step is scored. `old_known`: pi_old is another policy's, and is scored
+        beforehand."""
         if not old_known:
             return self.prepares
         return self.sizes_steps or (self.prepares and self.reads_step)
 
     def passes(self, *, older: bool) -> int:
-        """Over a batch of which pi_old is `older` than its first step, or than one of its later ones."""
+        """Return the number of passes over a batch. `older`: pi_old is older than the batch's first step, or than a
+        later one."""
         beforehand = self.reads_old and older
         return beforehand + self.of_step(old_known=beforehand)
 
 
 SHARE, LEAST = 16, 16
-"""One sample in SHARE is scored twice, and at least LEAST of them: a forward pass over 1/16 of the tokens is about 2 %
-of a training pass over all."""
+"""One sample in SHARE, and at least LEAST samples, are scored twice: a forward pass over 1/16 of the tokens costs about
+2 % of a training pass over all."""
 
 MEASURED = ("ess", "k3_kl", "log_ratio_abs_mean")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnExperts:
-    """Some samples of a batch, scored with the learner's own experts: what replaying the engine's experts changes.
+    """Some samples of a batch scored with the learner's own experts, to measure the effect of replaying the engine's.
 
         before the step   a share of the samples ──learner's own experts──▶ log-probabilities ─┐
         the step itself   all samples ─────────────the engine's experts───▶ log-probabilities ─┴▶ ESS, k3 of the same
         tokens
 
-    Both are at the weights before the step, so the difference is that of routing alone.
+    Both scores are at the weights before the step, so they differ only by routing.
     """
 
     samples: NDArray[np.bool_]
-    """[samples of the batch]"""
+    """[samples of the batch] True for the scored samples."""
     part: Batch
-    """These alone."""
+    """The scored samples as a batch."""
     own: Tensor
-    """float32 [responses of the part] log-probabilities with the learner's own experts, at the weights before the step,
-    on the learner's device."""
+    """float32 [responses of the part] log-probabilities with the learner's own experts, on the learner's device."""
 
     @staticmethod
     def score(learner: MegatronLearner, batch: Batch) -> OwnExperts | None:
@@ -432,16 +434,15 @@ class OwnExperts:
         if batch.experts is None:
             return None
         wanted = min(batch.num_samples, max(LEAST, -(-batch.num_samples // SHARE)))
-        samples = np.zeros(batch.num_samples, np.bool_)  # evenly spread: neighbors answer one prompt
+        samples = np.zeros(batch.num_samples, np.bool_)  # evenly spread, because neighbors answer the same prompt
         samples[np.linspace(0, batch.num_samples - 1, wanted).astype(np.int64)] = True
         part = batch.select(samples)
         return OwnExperts(samples=samples, part=part, own=learner.score(replace(part, experts=None)))
 
     def compared(self, batch: Batch, logprobs: Tensor) -> dict[str, float]:
-        """Metrics of the tokens that the step looked at: those of MEASURED, each `_with_replay` and `_without_replay`.
-
-        `logprobs` [responses of the batch] are the step's own, NaN where it did not look; on the learner's device.
-        """
+        """Return the metrics of MEASURED, each `_with_replay` and `_without_replay`, over the tokens of the step.
+        `logprobs` [responses of the batch] are the step's own, on the learner's device, NaN where the step ran no
+        token."""
 
         def tensor(values: NDArray[Any]) -> Tensor:
             return torch.from_numpy(values).to(logprobs.device)

@@ -1,13 +1,13 @@
-"""pi_old: the learner's own log-probabilities of a batch, at weights of before the steps that are taken on it.
+"""Find pi_old, the learner's own log-probabilities of a batch at weights before the steps that are taken on it.
 
-staged                            the weights with which the stage began. All batches of a stage are scored before
-                                  its first step that is not skipped, and kept in the run directory: a learner that is
-                                  started again in the middle of a stage has other weights by then
+staged                            the weights at the stage's begin. All batches of a stage are scored before its first
+                                  step that is not skipped, and kept in the run directory, because a learner that is
+                                  restarted within a stage has other weights by then
 sync, async; several updates      the weights before the batch's first update. The batch is scored as a whole, as
                                   trainers with mini-batches do
-sync, async; one update a batch   the weights before the step, which is what scoring the step yields anyway
-async, learner.old_logprobs_at    the weights of the version that sampled each token, of which copies are kept. In sync
-  sampling                        and staged this changes nothing: the weights above are those that sampled
+sync, async; one update a batch   the weights before the step, which scoring the step yields anyway
+async, learner.old_logprobs_at    the weights of the version that sampled each token, from kept copies. In sync and
+  sampling                        staged this changes nothing: the weights above are the sampling weights
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OldLogprobs:
-    """For objectives and corrections that divide by pi_old."""
+    """The source of pi_old for objectives and corrections that divide by it."""
 
     run: RunDirectory
     batches: BatchSource
@@ -44,19 +44,15 @@ class OldLogprobs:
     schedule: Schedule
     updates_per_batch: int
     versions: KeptVersions | None = None
-    """Where pi_old is the policy that sampled, and that may be an older one."""
+    """Kept policy versions, if pi_old is the sampling policy and that may be an older version."""
     _stage: dict[int, Tensor] = field(default_factory=dict)
-    """What this process has scored of the stage that is under way, and not used yet, in host memory; the same on every
-    rank."""
+    """This process's scores of the stage under way that are not used yet, in host memory; the same on every rank."""
 
     def of(self, batch: Batch, watch: Stopwatch, meanwhile: Callable[[], None]) -> Tensor | None:
-        """Return pi_old [responses], None where they are those of the scored step. Collective; called before the first
-        update.
-
-        The first batch of a stage that was not lost waits for all batches of the stage, and scores them; while it
-        waits, `meanwhile` is called as BatchSource.wait does. `watch` tells waiting from scoring. Raises what that
-        wait raises, and StoreError when those of a stage that is under way are missing.
-        """
+        """Return pi_old [responses], or None if it is the scored step's own. Collective; called before the first
+        update. The first batch of a stage that was not lost waits for all batches of the stage and scores them;
+        `meanwhile` is called during the wait as in BatchSource.wait. `watch` times waiting and scoring apart. Raises
+        the errors of that wait, and StoreError if scores of a stage under way are missing."""
         if self.schedule.kind != "staged":
             with watch.phase("logprobs"):
                 if self.versions is not None and (sampled := self.versions.logprobs(batch)) is not None:
@@ -64,7 +60,7 @@ class OldLogprobs:
                 return self.learner.score(batch) if self.updates_per_batch > 1 else None
         step = batch.index
         first = self.schedule.required_version(step)
-        # A batch that a step was trained on may be lost later: only one that was skipped has left the weights alone.
+        # Only a skipped step leaves the weights unchanged: a batch may also be lost after a step was trained on it.
         if step not in self._stage and self.learner.tell(lambda: {*range(first, step)} <= {*self.run.skipped_steps()}):
             self._stage.clear()
             for index in range(step, min(first + self.schedule.updates_per_stage, self.schedule.steps)):
@@ -79,7 +75,7 @@ class OldLogprobs:
             return self._stage.pop(step) if step in self._stage else self._kept(batch)
 
     def _kept(self, batch: Batch) -> Tensor:
-        """Return what an earlier start of the learner has scored."""
+        """Return the scores that an earlier start of the learner has written."""
         step = batch.index
         path = self.run.logprobs / f"{numbered(step)}-old.npy"
         if not self.learner.tell(path.exists):
@@ -100,11 +96,8 @@ class OldLogprobs:
 
 
 def require_same_reference(run: RunDirectory, learner: MegatronLearner, folder: Path) -> None:
-    """Record the digest of the reference's weights when the first learner starts; compare it at every later start.
-
-    A folder that was replaced would hold the policy near something else without a word. Collective. Raises
-    RunConflictError for other weights.
-    """
+    """Record the digests of the reference's weights at the first start; compare them at every later start. A replaced
+    folder would silently hold the policy near other weights. Collective. Raises RunConflictError for other weights."""
 
     def record_or_compare() -> None:
         files = sorted(folder.glob("*.safetensors"))
