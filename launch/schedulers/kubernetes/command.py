@@ -1,4 +1,4 @@
-"""`evenkeel launch kubernetes`: its options, and the files written."""
+"""Define the command `evenkeel launch kubernetes`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WITHOUT_GATE = (
     "RestartJob and RestartJobAndIgnoreMaxRestarts failure policy actions are not allowed when RestartJob feature gate "
     "is disabled"
 )
-"""What JobSet's webhook answers where the gate is off, as it is unless somebody turned it on."""
+"""The answer of JobSet's webhook while the feature gate RestartJob is off, which is the default."""
 _DELETE_ENGINES = "kubectl -n {} delete leaderworkerset {}-engine"
 
 

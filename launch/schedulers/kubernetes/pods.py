@@ -1,29 +1,30 @@
-"""Make the pods of a run: one JobSet, whose roles are admitted together and restarted apart.
+"""Build the pods of a run: a JobSet whose roles are admitted together and restart independently.
 
-What happens when a pod ends:
+How the end of a pod is handled:
 
-    exit 0    done. The set is done when learner and collector are, which ends router and engines too
-    exit 65   a later start has taken over: tini makes it 0
-    exit 64   nobody should try again: FailJob, and the set fails
-    exit 143  somebody asked for it; likewise a pod that was evicted: started again, not counted
-    else      counted. The learner starts again as a whole, from its checkpoint; others alone, after a while that grows
+    exit 0    success. The JobSet succeeds when learner and collector do, which also ends router and engines
+    exit 65   superseded by a later start: tini turns the status into 0
+    exit 64   fatal: FailJob, and the JobSet fails
+    exit 143  asked to stop, like an evicted pod: restarted, not counted
+    other     counted. The learner restarts as a whole from its checkpoint; other roles restart alone, with backoff
 
-A learner, or an engine of several pods, that fails is a Job that fails: it alone is made again, or with `--restart
-jobset` all of the run, which every JobSet can do. How often, the roles see to (launch.run.restarts): progress forgives
-earlier restarts, and a role that was started too often without any ends with 64. The limits that Kubernetes keeps are
-of the whole life of a run: they are only for pods that end before our program runs.
+The learner, and each engine of several pods, is a Job that fails as a whole. JobSet then recreates this Job alone, or
+with `--restart jobset` the whole run, which every JobSet supports. The roles limit their restarts themselves
+(launch.run.restarts): progress forgives earlier restarts, and a role that restarts too often without progress exits
+with 64. Kubernetes' limits count over the whole life of a run, so they only catch pods that end before our program
+runs.
 
-A pod whose node is lost has not ended, as far as Kubernetes knows: nothing takes its place before the Node is deleted
-or has the taint node.kubernetes.io/out-of-service. A learner of several pods misses it sooner, and the others exit 1.
+Kubernetes does not notice the end of a pod whose node is lost: it replaces the pod only after the Node is deleted or
+gets the taint node.kubernetes.io/out-of-service. A learner of several pods notices sooner, and the other pods exit 1.
 
 An engine is up once /health answers: after version 0 was written and the weights were read. It is ready when it also
-serves the published version, which the kubelet cannot ask for (it has no key): probe.py does, inside the container. It
-is alive while /health answers. That call samples nothing, so it is answered during a weight update and beside the
-longest prefill, and a minute of refusals means that the server is gone. Learner and collector have no liveness probe:
-every wait of theirs has a deadline, and a restart costs the work since the last checkpoint.
+serves the published version. The kubelet has no API key to ask for that, so probe.py asks inside the container. An
+engine is alive while /health answers. This route samples nothing, so it answers during a weight update and the longest
+prefill, and a minute of refusals means that the server is gone. Learner and collector have no liveness probe: all their
+waits have deadlines, and a restart costs the work since the last checkpoint.
 
-Objects are plain dicts under Kubernetes' own names; None stands for a field that is left out. The tests hold them
-against the schemas of the API server.
+Objects are plain dicts with Kubernetes' field names; None stands for an omitted field. The tests validate them against
+the schemas of the API server.
 """
 
 from __future__ import annotations
@@ -51,40 +52,34 @@ from launch.schedulers.kubernetes.run import (
 from pipeline.errors import FATAL_EXIT_CODE, STOPPED_EXIT_CODE, SUPERSEDED_EXIT_CODE
 
 COMMAND = ["tini", "-e", str(SUPERSEDED_EXIT_CODE), "--"]
-"""tini is PID 1: it reaps what roles leave behind and hands SIGTERM on. A role that was superseded is over, and the run
-goes on elsewhere: to Kubernetes that is success, so that nothing is started again."""
+"""tini, as PID 1, reaps orphans and forwards SIGTERM. It turns the status of a superseded role into 0: no restart."""
 RECIPE_FOLDER = "/etc/evenkeel/recipe"
 SECRET, SECRET_FILE, SECRET_FOLDER = "evenkeel-api-key", "api-key", "/etc/evenkeel/secret"
 RECIPE = f"--recipe {RECIPE_FOLDER}/{RECIPE_FILE}"
-"""Of every role: the learner begins the run with it, or goes on with it, and the others wait until it has."""
+"""The recipe option of every role: the learner starts or resumes the run with it, and the other roles wait for that."""
 KILL_MARGIN_S = 30
-"""Between the end of a role's own grace and the kubelet's SIGKILL."""
+"""Seconds between the end of a role's grace period and the kubelet's SIGKILL."""
 MOST_RESTARTS = 1000
-"""Of all Jobs together, and of each pod that is replaced in its Job, in the whole life of a run."""
+"""The limit on restarts in the whole life of a run: of all Jobs together, and of each pod replaced within its Job."""
 NODE, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
-"""Labels that every node has: for itself, and for nodes that are close to one another."""
 _JOB_NODE = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _JOB_INDICES = {"EVENKEEL_INDEX": "metadata.labels['jobset.sigs.k8s.io/job-index']", "EVENKEEL_NODE": _JOB_NODE}
-"""Environment variable → field of the pod that holds it."""
 _GROUP_INDICES = {
     "EVENKEEL_INDEX": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']",
     "EVENKEEL_NODE": "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']",
 }
 _PERIOD_S = 10
 _GONE_S = 60
-"""Of silence, after which an engine is started again."""
+"""Seconds of silence after which an engine is restarted."""
 _EXEC_S = 20
-"""Timeout and period of probes that run a program: it ends by itself after `probe.DEADLINE_S`, and a busy host takes
-seconds to start Python."""
+"""Timeout and period of probes that run a program: a busy host takes seconds to start Python."""
 _CONTAINER_SECURITY = dict(allowPrivilegeEscalation=False, readOnlyRootFilesystem=True, capabilities=dict(drop=["ALL"]))
 _MIB = 2**20
 
 
 def job_set(run: RunOnKubernetes) -> Object:
-    """Make all of a run's pods, but engines that a LeaderWorkerSet has.
-
-    Overlays name roles by their place in the list: what a run may do without comes last.
-    """
+    """Build the JobSet of all pods, except engines of a LeaderWorkerSet. Overlays address roles by their position in
+    the list, so optional roles come last."""
     options, needs = run.options, run.needs
     meet = dict(rendezvous=RENDEZVOUS_PORT, heartbeat=HEARTBEAT_PORT) if run.learner_nodes > 1 else {}
     learner = _pod(
@@ -98,7 +93,7 @@ def job_set(run: RunOnKubernetes) -> Object:
         ports=meet | dict(metrics=METRICS_PORT),
         needs=needs.learner,
         gpus=run.learner_gpus,
-        most_on_a_node=1,  # two on one large node would be lost together
+        most_on_a_node=1,  # on one large node, two pods would be lost together
     )
     collector = _pod(
         run,
@@ -108,7 +103,7 @@ def job_set(run: RunOnKubernetes) -> Object:
         host=f"{run.name}-collector-0-0.{run.name}",
         ports=dict(metrics=METRICS_PORT),
         needs=needs.collector,
-        probes=dict(readinessProbe=_probe(3, tcpSocket=dict(port="metrics"))),  # ready once it has begun
+        probes=dict(readinessProbe=_probe(3, tcpSocket=dict(port="metrics"))),  # ready once the collector has started
     )
     jobs = [_job("learner", learner, nodes=run.learner_nodes), _job("collector", collector)]
     if options.engines == "jobset":
@@ -125,7 +120,7 @@ def job_set(run: RunOnKubernetes) -> Object:
             host=f"{run.name}-router-0-0.{run.name}",
             ports=dict(http=ROUTER_PORT, metrics=ROUTER_METRICS_PORT),
             needs=needs.router,
-            probes=dict(  # ready with an engine behind it, and alive without one
+            probes=dict(  # ready with an engine behind the router, alive without
                 startupProbe=_probe(60, period_s=5, httpGet=alive),
                 readinessProbe=_probe(3, httpGet=dict(path="/readiness", port="http")),
                 livenessProbe=_probe(6, httpGet=alive),
@@ -133,7 +128,7 @@ def job_set(run: RunOnKubernetes) -> Object:
         )
         jobs.append(_job("router", router))
     again = "RestartJob" if options.restart == "job" else "RestartJobSet"
-    # Both ways in which a Job fails by podFailurePolicy have one reason; the message tells them apart.
+    # Job failures by podFailurePolicy share one reason; the message tells them apart.
     reasons, fatal = ["PodFailurePolicy"], f".*failed with exit code {FATAL_EXIT_CODE} matching.*"
     rules = [
         dict(name="fatal", action="FailJobSet", onJobFailureReasons=reasons, onJobFailureMessagePatterns=[fatal]),
@@ -151,7 +146,7 @@ def job_set(run: RunOnKubernetes) -> Object:
 
 
 def _job(role: str, template: Object, *, nodes: int = 1, replicas: int = 1) -> Object:
-    """Make a role's Job. Pods of several nodes end and start together; a single pod is replaced in its Job."""
+    """Build a role's Job. Pods on several nodes end and start together; a single pod is replaced within its Job."""
     together = nodes > 1 or role == "learner"
     again = "FailJob" if together else "Ignore"
 
@@ -174,8 +169,8 @@ def _job(role: str, template: Object, *, nodes: int = 1, replicas: int = 1) -> O
 
 
 def leader_worker_set(run: RunOnKubernetes) -> Object:
-    """Make all engines as a LeaderWorkerSet. It is admitted apart from the JobSet: two runs may each wait for what the
-    other one holds."""
+    """Build the LeaderWorkerSet of all engines. Kueue admits it separately from the JobSet, so two runs may each wait
+    for what the other holds."""
     name = f"{run.name}-engine"
     leader = _engine(run, f"{name}-$(EVENKEEL_INDEX).{name}", _GROUP_INDICES, restart="Always")
     worker = _engine(run, f"{name}-$(EVENKEEL_INDEX)-$(EVENKEEL_NODE).{name}", _GROUP_INDICES, restart="Always")
@@ -204,13 +199,13 @@ def _engine(run: RunOnKubernetes, host: str, indices: dict[str, str], *, restart
         return _probe(failures, period_s=_EXEC_S, timeout_s=_EXEC_S, exec=dict(command=command))
 
     def alive(for_s: int) -> Object:
-        """Fails once the engine has not answered for so long. Of several nodes only the first one answers HTTP."""
+        """Build a probe that fails after `for_s` seconds without an answer. Only an engine's first node answers."""
         if run.engine_nodes > 1:
             return ask(math.ceil(for_s / _EXEC_S), "--alive")
         return _probe(math.ceil(for_s / _PERIOD_S), httpGet=dict(path="/health", port="http"))
 
-    # An engine gives up by itself: it waits for its own name and for the recipe, and start_deadline_s bounds its wait
-    # for version 0, and then reading the weights.
+    # An engine ends by itself: it waits for its host name and the recipe, and start_deadline_s bounds first the wait
+    # for version 0 and then reading the weights.
     waits_s = NAME_DEADLINE_S + RECIPE_DEADLINE_S + 2 * run.recipe.rollout.start_deadline_s
     return _pod(
         run,
@@ -228,9 +223,9 @@ def _engine(run: RunOnKubernetes, host: str, indices: dict[str, str], *, restart
             livenessProbe=alive(_GONE_S),
         ),
         restart=restart,
-        # Engines fill nodes: half-empty ones would leave no whole node for a learner pod.
+        # Engines fill nodes: half-empty nodes would leave no whole node for a learner pod.
         near_its_own=run.engine_gpus != run.options.gpus_per_node,
-        # No more than a node of the described size holds, however large the node is.
+        # No more than a node of the described size holds, even on a larger node.
         most_on_a_node=run.options.gpus_per_node // run.engine_gpus,
     )
 
@@ -255,18 +250,15 @@ def _pod(
     near_its_own: bool = False,
     most_on_a_node: int = 0,
 ) -> Object:
-    """Make a role's pod template, of one container.
-
-    `arguments` follow `evenkeel role ROLE RUN`, by spaces, and none of them holds one; `host` is the name by which
-    other pods reach this one. A pod prefers to be near the run's others, and with `near_its_own` near those of its
-    role. Without `most_on_a_node` any number of the role's pods may be on one node.
-    """
+    """Build a role's pod template, with one container. `arguments` follow `evenkeel role ROLE RUN`, separated by
+    spaces; `host` is the pod's name for other pods. Pods prefer to be near the run's others and, with `near_its_own`,
+    near those of their role. `most_on_a_node` 0 sets no limit."""
     options = run.options
-    # CPUs, and room on the node's disk, are asked for and not limited; memory and devices are both.
+    # CPUs and disk are requested without a limit; memory and devices have both.
     fixed = dict(memory=_quantity(needs.memory_bytes))
     if gpus:
         fixed[options.gpu_resource] = str(gpus)
-        if options.rdma is not None and (found := RDMA.fullmatch(options.rdma)):  # its share of a node, at least one
+        if options.rdma is not None and (found := RDMA.fullmatch(options.rdma)):  # the pod's share, at least one
             fixed[found[1]] = str(max(1, int(found[found.re.groups]) * gpus // options.gpus_per_node))
     asked = dict(cpu=str(needs.cpus))
     if needs.replica_bytes:
@@ -278,7 +270,7 @@ def _pod(
         "EVENKEEL_GRACE_S": str(needs.stop_s),
         MAX_RESTARTS_VARIABLE: str(run.recipe.run.max_restarts),
         "HOME": "/tmp",
-        "USER": "evenkeel",  # no image need know the user's number
+        "USER": "evenkeel",  # an image need not know the user's number
     }
     volumes = _volumes(run, needs)
     container = dict(
@@ -286,7 +278,7 @@ def _pod(
         image=image,
         command=COMMAND,
         args=["evenkeel", "role", role, run.directory, *arguments.split(" ")],
-        # Fields first: $(NAME) in later values and in arguments is replaced by the kubelet.
+        # Fields first: the kubelet expands $(NAME) in later values and in arguments.
         env=[
             *(dict(name=name, valueFrom=dict(fieldRef=dict(fieldPath=path))) for name, path in fields.items()),
             *(dict(name=name, value=value) for name, value in values.items()),
@@ -324,7 +316,7 @@ def _pod(
 
 
 def _template(run: RunOnKubernetes, labels: dict[str, str], **fields: Any) -> Object:
-    """Make a template of pods that may do no more than hardened namespaces allow, by the user that was asked for."""
+    """Build a pod template that fits hardened namespaces and runs as the chosen user."""
     user, _, group = run.options.run_as.partition(":")
     security = dict(
         runAsNonRoot=True,
@@ -339,8 +331,7 @@ def _template(run: RunOnKubernetes, labels: dict[str, str], **fields: Any) -> Ob
 
 
 def _volumes(run: RunOnKubernetes, needs: HostNeeds) -> list[tuple[Object, Object]]:
-    """Make each volume of a pod, with its mount."""
-    # 256 is 0400; the kubelet adds reading by the group, since the file belongs to root.
+    # 256 is 0400; the kubelet adds read access for the group, since root owns the file.
     key = dict(secretName=SECRET, defaultMode=256, items=[dict(key=SECRET_FILE, path=SECRET_FILE)])
     sources: dict[str, tuple[str, Object]] = {
         "run": (run.options.mount, dict(persistentVolumeClaim=dict(claimName=run.claim))),
@@ -358,13 +349,12 @@ def _volumes(run: RunOnKubernetes, needs: HostNeeds) -> list[tuple[Object, Objec
 
 
 def _quantity(num_bytes: int) -> str:
-    """Write a size in whole MiB, as Kubernetes does; no fewer bytes than these."""
+    """Format a size in whole MiB for Kubernetes, rounded up."""
     return f"{-(-num_bytes // _MIB)}Mi"
 
 
 def download_job(run: RunOnKubernetes) -> Object:
-    """Make the Job that brings a model from huggingface.co to model.path. Started again, it goes on with what is
-    there."""
+    """Build the Job that downloads a model from huggingface.co to model.path. A restart resumes the download."""
     name, _, revision = str(run.options.download).partition("@")
     arguments = ["download", name, *(("--revision", revision) if revision else ())]
     token = dict(secretKeyRef=dict(name="huggingface", key="token", optional=True))

@@ -1,13 +1,12 @@
-"""Tell the kubelet whether this pod's engine is ready, in the engine's container:
+"""Check for the kubelet whether this pod's engine is ready; runs inside the engine's container:
 
     python -P -m launch.schedulers.kubernetes.probe RUN --port P [--alive]
 
-Ready: it answers, and it serves the published version or a newer one (the one that is being published). A kubelet
-cannot ask that: it has no key and knows no version. --alive asks only whether it answers.
+An engine is ready when it answers and serves the published version or a newer one (which is being published). The
+kubelet cannot check that: it has no API key and knows no version. With --alive, an answer is enough.
 
-Where the engine is comes from the environment: EVENKEEL_HOST, and EVENKEEL_NODE, since of the pods of one engine only
-the first answers. Exits 0 or 1, with one line that says why, within DEADLINE_S of its start. No secret is
-printed.
+The engine's address comes from the environment: EVENKEEL_HOST, and EVENKEEL_NODE, since only the first pod of an engine
+answers. The probe exits 0 or 1 within DEADLINE_S and prints the reason in one line, without secrets.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ from rollout_sglang.server.start import server_url
 from rollout_sglang.transport import MOST_BYTES
 
 DEADLINE_S = 15.0
-"""Of all calls and reads of one probe together: below the timeout that its pod gives it (kubernetes/probes.py)."""
+"""Seconds for all requests and reads of one probe: less than the probe's timeout (`pods._EXEC_S`)."""
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Return the exit status."""
     parser = argparse.ArgumentParser(prog="launch.schedulers.kubernetes.probe")
     parser.add_argument("run", type=Path)
     parser.add_argument("--port", type=int, required=True)
@@ -48,7 +46,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
     with deadline(DEADLINE_S):
         url = server_url(environment.get("EVENKEEL_HOST", "127.0.0.1"), given.port)
         try:
-            status, _ = _get(f"{url}/health", {})  # samples nothing, so that a weight update does not matter
+            status, _ = _get(f"{url}/health", {})  # /health samples nothing, so a weight update does not delay it
             problem = None if status == 200 else f"{url}/health answered {status}"
             if problem is None and not given.alive:
                 published, key = RunDirectory(given.run).published_version(), read_api_key(environment)
@@ -69,8 +67,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so long, whatever it waits for: a timeout of httpx bounds each connect and
-    each read for itself."""
+    """Raise TimeoutError in the block after `seconds`: httpx's timeout bounds each connect and each read separately."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError(f"no answer within {seconds:g} s")
@@ -82,11 +79,11 @@ def deadline(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *timer)  # one that was under way before goes on
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # restart a timer that was already running
 
 
 def _get(url: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
-    """Return status and body. Raises BadAnswerError for a body of more than MOST_BYTES; it is not decompressed."""
+    """Return the status and the body, not decompressed. Raises BadAnswerError for more than MOST_BYTES."""
     body = bytearray()
     with httpx.stream("GET", url, headers=headers, timeout=DEADLINE_S, trust_env=False) as answer:
         for part in answer.iter_raw():

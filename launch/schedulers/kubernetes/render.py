@@ -1,4 +1,4 @@
-"""Write a run's objects as files that `kubectl apply -k DIR` takes, and that an overlay of the user's builds on."""
+"""Write a run's objects as files for `kubectl apply -k DIR`, which a user's overlay can build on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline.errors import RecipeError
 
 Files = dict[str, list[Object]]
 KUSTOMIZATION = "kustomization.yaml"
-"""Names all other files but the model's, which is there before the run."""
+"""The file that lists all others, except the model's Job, which runs before."""
 MODEL = "model/job.yaml"
 IMMUTABLE: dict[str, tuple[tuple[str, ...], ...]] = {
     "JobSet": (
@@ -34,11 +34,10 @@ IMMUTABLE: dict[str, tuple[tuple[str, ...], ...]] = {
     "Job": (("spec",),),
     "PersistentVolumeClaim": (("spec", "accessModes"), ("spec", "storageClassName")),
 }
-"""What cannot be changed in a cluster: kind → fields."""
 
 
 def render(run: RunOnKubernetes) -> Files:
-    """Make the objects of each file; none for a file that this run does without."""
+    """Build the objects of each file; an empty list for a file that the run does not need."""
     options = run.options
     files: Files = {
         "00-recipe.yaml": [config_map(run)],
@@ -57,15 +56,14 @@ def render(run: RunOnKubernetes) -> Files:
 
 
 def _without_none(value: Any) -> Any:
-    """Leave out fields that are None."""
     if isinstance(value, dict):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def read(folder: Path, files: Files, run: str) -> list[Object]:
-    """Read the objects of an earlier rendering of the run. Raises RecipeError when a file that `write` would replace is
-    damaged, or not of this run."""
+    """Read an earlier rendering of the run. Raises RecipeError for a damaged or foreign file that `write` would
+    replace."""
     found: list[Object] = []
     for path in (path for name in files if name != KUSTOMIZATION and (path := folder / name).exists()):
         try:
@@ -89,7 +87,6 @@ def _is_of(run: str, one: Any) -> bool:
 
 
 def write(files: Files, folder: Path) -> list[Path]:
-    """Write them, and remove files of an earlier rendering that this one does without."""
     written = []
     for name, objects in files.items():
         path = folder / name
@@ -103,7 +100,7 @@ def write(files: Files, folder: Path) -> list[Path]:
 
 
 def check_changes(before: Sequence[Object], after: Sequence[Object]) -> Iterator[str]:
-    """Name the fields in which objects of one name differ, and that a cluster refuses to change."""
+    """Yield an error for each change between objects of the same name that a cluster refuses."""
     known = {(one["kind"], one["metadata"]["name"]): one for one in before}
     for one in after:
         old = known.get((one["kind"], one["metadata"]["name"]))
@@ -117,7 +114,6 @@ def check_changes(before: Sequence[Object], after: Sequence[Object]) -> Iterator
 
 
 def _difference(before: Any, after: Any, where: str) -> str | None:
-    """Find where the first difference is."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             if found := _difference(before.get(key), after.get(key), f"{where}.{key}"):
@@ -132,7 +128,7 @@ def _difference(before: Any, after: Any, where: str) -> str | None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Indents lists, and writes texts of several lines as they are."""
+    """A YAML dumper that indents lists and writes multi-line strings as blocks."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 (PyYAML's name)
         return super().increase_indent(flow, False)

@@ -1,4 +1,4 @@
-"""Describe one run on one cluster: options of the cluster, the recipe as pods see it, names, sizes and ports."""
+"""Describe a run on a Kubernetes cluster: the cluster's options, the recipe as pods see it, names, sizes and ports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RENDEZVOUS_PORT, HEARTBEAT_PORT, METRICS_PORT = 29500, 29501, 9400
 RECIPE_FILE = "recipe.yaml"
 _LONGEST_NAME = 63
 _RANDOM = "-abcde"
-"""What a pod's name ends with."""
+"""A random suffix, as long as the one that Kubernetes appends to a pod's name."""
 _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|password|secret|credentials?)$")
 _LOOKS_LIKE_ONE = re.compile(r"\b(sk-[A-Za-z0-9_-]{12,}|hf_[A-Za-z0-9]{12,}|ghp_[A-Za-z0-9]{12,}|AKIA[0-9A-Z]{12,})")
 
@@ -33,10 +33,8 @@ _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 _DOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _NAME = rf"(?=.{{1,253}}$){_DOMAIN}"
-"""Of an object."""
 _PART = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _KEY = rf"({_DOMAIN}/)?{_PART}"
-"""Of a label, or of a resource of nodes."""
 _NAMESPACE = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
 RDMA = re.compile(rf"({_KEY})=([1-9]\d*)")
@@ -48,13 +46,11 @@ _WORDS = {
 
 
 class ClusterOptions(BaseModel):
-    """Options of `evenkeel launch kubernetes`."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     namespace: str = Field("default", pattern=_NAMESPACE)
     queue: str | None = None
-    """Kueue's LocalQueue: the whole run is admitted at once or not at all."""
+    """Kueue's LocalQueue, which admits the run as a whole."""
     gpus_per_node: PositiveInt = 8
     gpu_gib: PositiveFloat = 80.0
     gpu_resource: str = "nvidia.com/gpu"
@@ -62,27 +58,27 @@ class ClusterOptions(BaseModel):
     learner_image: str
     rollout_image: str
     allow_tags: bool = False
-    """Images by tag: two pods of a run may then get different ones."""
+    """Accept images by tag, which may resolve differently for two pods of a run."""
     mount: str = Field("/evenkeel", pattern=r"^(/[A-Za-z0-9._-]+)+$")
-    """Where every pod has the shared volume. Relative paths of the recipe lie below it."""
+    """The mount path of the shared volume in every pod. Relative paths of the recipe start here."""
     pvc: str | None = None
-    """A claim that exists; otherwise one is rendered."""
+    """An existing claim; None: render one."""
     storage_class: str | None = None
     engines: Literal["jobset", "leaderworkerset"] = "jobset"
     rdma: str | None = None
     """RESOURCE=COUNT of a whole node, for example rdma/hca=8."""
     monitors: bool = False
-    """Write a ServiceMonitor and a PrometheusRule; a cluster without Prometheus' operator does not know those kinds."""
+    """Write a ServiceMonitor and a PrometheusRule, kinds that only a cluster with Prometheus' operator knows."""
     run_as: str = "1000"
-    """UID or UID:GID of all pods, and of what they write to the shared volume."""
+    """UID or UID:GID of all pods and of the files that they write to the shared volume."""
     download: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")
-    """A model of huggingface.co, ORG/NAME or ORG/NAME@REVISION, that a Job of its own brings to model.path."""
+    """A model on huggingface.co, ORG/NAME or ORG/NAME@REVISION, that a separate Job downloads to model.path."""
     restart: Literal["job", "jobset"] = "job"
-    """What starts again when a Job fails: that Job, for which JobSet has an alpha gate, or all of the run."""
+    """The unit that restarts when a Job fails: the Job, by an alpha feature gate of JobSet, or the whole run."""
 
     @model_validator(mode="after")
     def _are_allowed(self) -> Self:
-        """Refuse what Kubernetes would, once the files are applied, or what names nothing that there is."""
+        """Refuse options that Kubernetes would refuse when the files are applied."""
         for field, pattern, value in (
             *(("queue", _NAME, self.queue), ("pvc", _NAME, self.pvc), ("storage_class", _NAME, self.storage_class)),
             ("gpu_resource", _KEY, self.gpu_resource),
@@ -110,7 +106,6 @@ class ClusterOptions(BaseModel):
 
 
 def cluster_options(**given: object) -> ClusterOptions:
-    """Check options. Raises RecipeError instead of pydantic's error."""
     try:
         return ClusterOptions.model_validate(given)
     except ValidationError as error:
@@ -124,37 +119,36 @@ def cluster_options(**given: object) -> ClusterOptions:
 
 @dataclass(kw_only=True)
 class RunOnKubernetes:
-    """A recipe that was checked to fit, with everything that its objects are made from."""
+    """A recipe checked to fit the cluster, with everything needed to build its objects."""
 
     recipe: Recipe
-    """With absolute paths."""
+    """The recipe, with absolute paths."""
     options: ClusterOptions
     planner: Planner
     name: str
-    """Of the JobSet; other names begin with it."""
+    """The JobSet's name, which starts all other names."""
     learner_nodes: int
     learner_gpus: int
-    """Of each learner pod."""
+    """Per pod."""
     engine_nodes: int
-    """Of each engine."""
+    """Per engine."""
     engine_gpus: int
-    """Of each engine pod."""
+    """Per pod."""
     needs: ClusterNeeds
 
     def __post_init__(self) -> None:
         self.directory = str(self.recipe.directory)
-        """The run directory, the same in every pod."""
         self.has_router = self.recipe.rollout.starts_router
         self.claim = self.options.pvc or f"{self.name}-run"
-        # Another recipe has another name: a ConfigMap that pods have mounted never changes.
+        # Another recipe gets another name: a ConfigMap that pods have mounted never changes.
         self.config_map = f"{self.name}-recipe-{sha256(self.recipe.to_yaml().encode()).hexdigest()[:10]}"
 
     def selector(self, role: str | None = None) -> dict[str, str]:
-        """Pick the pods of a role, or all of the run."""
+        """Return the labels that select a role's pods, or all pods of the run."""
         return {RUN_LABEL: self.name} | ({} if role is None else {ROLE_LABEL: role})
 
     def object(self, api_version: str, kind: str, suffix: str = "", *, queued: bool = False, **fields: Any) -> Object:
-        """Make an object NAME or NAME-SUFFIX; `queued`: admitted by Kueue."""
+        """Build an object NAME or NAME-SUFFIX; with `queued`, Kueue admits it."""
         queue = {"kueue.x-k8s.io/queue-name": self.options.queue} if queued and self.options.queue else {}
         name = f"{self.name}-{suffix}" if suffix else self.name
         metadata = dict(name=name, namespace=self.options.namespace, labels=PROGRAM_LABEL | self.selector() | queue)
@@ -164,10 +158,8 @@ class RunOnKubernetes:
 def run_on_kubernetes(
     recipe_path: Path, recipe: Recipe, options: ClusterOptions, sizes: Path | None = None
 ) -> RunOnKubernetes:
-    """Work out names and sizes; `sizes`: a folder whose config.json is read instead of the model's.
-
-    Raises RecipeError when the recipe does not fit the cluster that was described.
-    """
+    """Choose names and sizes; `sizes` is a folder whose config.json replaces the model's. Raises RecipeError for a
+    misfit."""
     if recipe.weights.channel == "ipc":
         raise RecipeError(
             "weights.channel is ipc, which needs learner and engines in one place; on Kubernetes they have pods of "
@@ -197,7 +189,7 @@ def run_on_kubernetes(
             f"run.name is {recipe.run.name!r}, which gives the object name {name!r}; Kubernetes wants a letter first, "
             "then letters, digits and dashes: use --set run.name=…"
         )
-    # Paths that are relative in the recipe lie on the shared volume.
+    # Relative paths of the recipe lie on the shared volume.
     below = _below(PurePosixPath(options.mount), recipe.model_dump(), recipe.model_dump(mode="json"))
     run = RunOnKubernetes(
         recipe=Recipe.model_validate(below),
@@ -210,7 +202,7 @@ def run_on_kubernetes(
         engine_gpus=engine_gpus,
         needs=cluster_needs(planner, gpus_per_learner_host=learner_gpus, gpus_per_engine_host=engine_gpus),
     )
-    # Of pods, of the recipe, and of what a LeaderWorkerSet makes, as Kubernetes builds them.
+    # Names of pods, of the recipe, and of the objects that a LeaderWorkerSet creates, as Kubernetes builds them.
     engine = f"{name}-engine-{recipe.rollout.engines - 1}-{engine_nodes - 1}"
     pods = (f"{name}-learner-0-{learner_nodes - 1}", engine, f"{name}-collector-0-0")
     longest = max(*(f"{pod}{_RANDOM}" for pod in pods), run.config_map, f"{name}-engine-0123456789", key=len)
@@ -234,7 +226,7 @@ def _split(gpus: int, options: ClusterOptions, what: str) -> tuple[int, int]:
 
 
 def _below(mount: PurePosixPath, value: Any, plain: Any) -> Any:
-    """Return `plain`, the JSON form of `value`, with each path that is relative below `mount`."""
+    """Return `plain`, the JSON form of `value`, with each relative path placed below `mount`."""
     if isinstance(value, PurePath):
         return str(mount / value)
     if isinstance(value, dict):
@@ -245,8 +237,7 @@ def _below(mount: PurePosixPath, value: Any, plain: Any) -> Any:
 
 
 def _secret_in(value: Any, name: str = "") -> str | None:
-    """Find the key of a value that has a name that secrets have, looks like one, or is an argument that gives one.
-    Prose may speak of them."""
+    """Return the key of a value that seems to hold a secret, by its key, its form or an argument in it."""
     if isinstance(value, dict):
         return next((found for key, one in value.items() if (found := _secret_in(one, str(key)))), None)
     if isinstance(value, list):

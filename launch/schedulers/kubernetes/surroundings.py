@@ -1,9 +1,11 @@
-"""Make what the pods of a run need around them: the recipe, the shared volume, services, rules of traffic and drains,
-and what Prometheus reads.
+"""Build the objects around the pods of a run: recipe, shared volume, services, network policies, disruption budgets and
+Prometheus monitors.
+
+Allowed traffic:
 
 collector ──▶ router ──▶ engine          requests
-collector, learner ──▶ router            which engines there are
-collector, learner ──▶ engine            weights and admin routes: the engine's port, which needs the key too
+collector, learner ──▶ router            the list of engines
+collector, learner ──▶ engine            weights and admin routes: the engine's port, which also needs the API key
 learner ◀──▶ learner, engine             NCCL, which picks its ports
 monitoring ──▶ learner, collector, router
 """
@@ -28,20 +30,20 @@ from launch.schedulers.kubernetes.run import (
 
 _FIRST_POD = {"batch.kubernetes.io/job-completion-index": "0"}
 _TRAJECTORY_BYTES = 16
-"""Of a token in a batch: id, log-probability, version and what the learner keeps of it."""
+"""Bytes of one token in a batch: id, log-probability, version and the learner's files."""
 _ANY_PORT = dict(port=1024, endPort=65535)
 
 
 def config_map(run: RunOnKubernetes) -> Object:
-    """Hold the recipe, resolved. The learner's first pod freezes it into the run directory."""
+    """Build the ConfigMap of the resolved recipe. The learner's first pod freezes it into the run directory."""
     found = run.object("v1", "ConfigMap", immutable=True, data={RECIPE_FILE: run.recipe.to_yaml()})
     found["metadata"]["name"] = run.config_map
     return found
 
 
 def volume_claim(run: RunOnKubernetes) -> Object:
-    """Claim the shared volume: room for what a run leaves, with one checkpoint and one policy being written, and the
-    model twice. `weights.keep` are kept beside the published policy."""
+    """Claim the shared volume: room for the run's files, a checkpoint and a policy in the making, and the model
+    twice."""
     recipe, planner = run.recipe, run.planner
     samples = recipe.run.steps * recipe.rollout.prompts_per_batch * recipe.rollout.group_size
     needed = (
@@ -59,10 +61,8 @@ def volume_claim(run: RunOnKubernetes) -> Object:
 
 
 def services(run: RunOnKubernetes) -> list[Object]:
-    """Show the router to people and other programs, and metrics. The pods of a run find one another by JobSet's names.
-
-    Only the learner's first pod has metrics: rank 0 runs there.
-    """
+    """Build the services of router and metrics; the run's pods find each other by JobSet's host names. Only the
+    learner's first pod, which runs rank 0, serves metrics."""
 
     def service(role: str, further: dict[str, str], **ports: int) -> Object:
         shown = [dict(name=name, port=port, targetPort=name) for name, port in ports.items()]
@@ -78,7 +78,7 @@ def services(run: RunOnKubernetes) -> list[Object]:
 
 
 def network_policies(run: RunOnKubernetes) -> list[Object]:
-    """Let nothing come in but what is listed."""
+    """Build the policies that refuse all incoming traffic except the listed."""
 
     def policy(role: str | None, *rules: Object) -> Object:
         selector = dict(matchLabels=run.selector(role))
@@ -115,12 +115,9 @@ def network_policies(run: RunOnKubernetes) -> list[Object]:
 
 
 def disruption_budgets(run: RunOnKubernetes) -> list[Object]:
-    """Let a drain take one engine pod at a time, and one learner pod, after which the learner saves and starts
-    elsewhere.
-
-    Collector and router are single pods that lose nothing: they need no budget. Pods of a Job have no scale, so that
-    Kubernetes takes a whole number of pods that stay, and nothing else.
-    """
+    """Build the budgets that let a drain take one learner pod, whereupon the learner saves and starts elsewhere, and
+    one engine pod at a time. Collector and router lose nothing, so they need no budget. For pods of a Job, the API
+    server accepts only a number as minAvailable."""
     pods = dict(learner=run.learner_nodes, engine=run.recipe.rollout.engines * run.engine_nodes)
     return [
         run.object(
@@ -134,9 +131,8 @@ def disruption_budgets(run: RunOnKubernetes) -> list[Object]:
 
 
 def monitors(run: RunOnKubernetes) -> list[Object]:
-    """Make Prometheus' operator read our metrics, and the engines' own through the router, whose ports stay closed to
-    everybody else; and give it the alerts of all runs. Where several runs bring them, they are the same, and told once.
-    """
+    """Let Prometheus' operator scrape our metrics, and the engines' through the router, and add the alert rules. Rules
+    of several runs are identical, so each alert fires once."""
     endpoints = [dict(port="metrics", path="/metrics", interval="15s")]
     if run.has_router:
         endpoints.append(dict(port="http", path="/engine_metrics", interval="15s"))

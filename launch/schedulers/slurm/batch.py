@@ -1,14 +1,14 @@
 """Supervise one attempt of a run: the program in the batch script of `evenkeel launch slurm`.
 
-    run finished                                  exit 0
-    SIGUSR1, the time limit is near               roles end in order, the job is submitted again, exit 0
-    SIGTERM, or roles that Slurm asked to end     roles end in order, exit 0
-    … because the job is preempted                roles end in order, the job requeues itself
-    too few nodes are up                          roles are ended, the job requeues itself, so often without progress
-    Slurm has started the job again               exit 65; this node was cut off, and the other attempt goes on
-    fatal                                         exit 64, with the reason
+    run finished                                    exit 0
+    SIGUSR1: the time limit is near                 roles end in order, the job is submitted again, exit 0
+    SIGTERM, or Slurm asked the roles to end        roles end in order, exit 0
+    … because the job is preempted                  roles end in order, the job requeues itself
+    too few nodes are up                            roles end, the job requeues itself; limited without progress
+    Slurm has started the job again                 exit 65: this node was cut off, and the later attempt goes on
+    fatal error                                     exit 64, with the reason
 
-The batch shell has become this process, so that signals of Slurm's for the batch script reach it.
+This process replaces the batch shell, so it receives Slurm's signals for the batch script.
 """
 
 from __future__ import annotations
@@ -55,52 +55,49 @@ from pipeline.resume import changes_to, nothing_left, reopen
 from pipeline.tasks.data import with_digest
 
 REQUEUED_S = 120
-"""Longest wait for Slurm to end this process after it was told to requeue the job."""
+"""Longest wait for Slurm to end this process after requeueing the job."""
 REQUEUES = "requeues.json"
-"""In the job's folder: how often it has requeued itself in a row without progress."""
+"""The file in the job's folder that counts requeues in a row without progress."""
 OWN_S = 20
-"""Of the notice before the time limit, what this program keeps for itself; the roles get the rest, or half."""
+"""Seconds of the notice before the time limit that this program keeps; the roles get the rest, but at least half."""
 NO_ROOM_S = 1800.0
-"""Longest time in which Slurm's controller is asked to requeue a job that too few nodes are left of: nothing ends it
-meanwhile."""
+"""Longest time spent asking Slurm to requeue a job with too few nodes: nothing else ends the job meanwhile."""
 T = TypeVar("T")
 
 
 @dataclass
 class Signals:
-    """What Slurm has asked this process to do."""
+    """Slurm's requests to this process."""
 
     end: bool = False
     time_limit: bool = False
     first_at: float | None = None
-    """When the first of them came, by time.monotonic."""
+    """The time of the first signal, by time.monotonic."""
 
     def install(self) -> Signals:
-        """Take over SIGUSR1 and SIGTERM."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self.note)
         return self
 
     def note(self, number: int, _: object = None) -> None:
-        """Note a signal, and say so."""
-        # Noted first: the output may lie on a disk that is full.
+        # Recorded first: the output may lie on a full disk.
         if number == signal.SIGUSR1:
             self.time_limit = True
         else:
             self.end = True
         self.first_at = time.monotonic() if self.first_at is None else self.first_at
-        with suppress(OSError, RuntimeError):  # RuntimeError: the signal came amid another print
+        with suppress(OSError, RuntimeError):  # RuntimeError: the signal interrupted another print
             reason = "the time limit is near" if number == signal.SIGUSR1 else "asked to end"
             print(f"{reason}: ending in order", flush=True)
 
     def left_s(self, grace_s: float) -> float:
-        """Return what is left of a notice of `grace_s`; what this program keeps of it where only the roles had it."""
+        """Return the seconds left of a notice of `grace_s`; without a signal, this program's part of the notice."""
         return OWN_S if self.first_at is None else max(0.0, self.first_at + grace_s - time.monotonic())
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What the rendering says to the batch script, under the names of its options."""
+    """The program's arguments, named like the options of `evenkeel launch slurm`."""
 
     folder: Path
     gpus_per_node: int
@@ -134,12 +131,8 @@ class BatchJob:
 
 @contextmanager
 def api_key(job: BatchJob, name: str) -> Iterator[Path]:
-    """Give the file with the API key of this attempt: the user's own, or a new one for this user alone, removed at the
-    end.
-
-    A role that was cut off in an earlier attempt has another key, so that no engine of this one listens to it. Raises
-    FatalError where no file can be written.
-    """
+    """Yield the file with this attempt's API key: the user's, or a new one, which keeps an earlier attempt's roles, cut
+    off but alive, away from this attempt's engines. Raises FatalError when no file can be written."""
     if job.api_key_file is not None:
         yield job.api_key_file.expanduser()
         return
@@ -158,7 +151,7 @@ def api_key(job: BatchJob, name: str) -> Iterator[Path]:
 
 
 def role_environment(key: Path) -> dict[str, str]:
-    """Make the environment of the roles: it names the file with the key, and never holds the key."""
+    """Return the environment of the roles, which names the key's file and never holds the key."""
     environment = {name: value for name, value in child_environment().items() if name != API_KEY_VARIABLE}
     return {**environment, API_KEY_FILE_VARIABLE: str(key.absolute())}
 
@@ -166,8 +159,8 @@ def role_environment(key: Path) -> dict[str, str]:
 def role_program(
     job: BatchJob, run: RunDirectory, shape: Shape, address_of: Callable[[str], str]
 ) -> Callable[[Unit, str], list[str]]:
-    """Make the command of a unit on a node. The learner begins the run with the rendered recipe, for which others
-    wait."""
+    """Return a function that builds a unit's command on a node. The learner starts the run; the other roles wait for
+    that."""
 
     def command(unit: Unit, host: str) -> list[str]:
         options = ["--recipe", str(job.folder / RECIPE), "--host", address_of(host)]
@@ -176,21 +169,21 @@ def role_program(
         if unit.role == "engine" and shape.engine_nodes > 1:
             options += ["--nodes", str(shape.engine_nodes), "--node", str(unit.node)]
         options += metrics_options(unit, job.metrics_port)
-        return [job.python, *role_command(run, unit, *options)[1:]]  # that interpreter is this node's
+        return [job.python, *role_command(run, unit, *options)[1:]]  # role_command starts with this node's interpreter
 
     return command
 
 
 def attempt(job: BatchJob, allocation: Allocation, signals: Signals, key: Path) -> Outcome:
-    """Supervise the roles until the run is `finished`, or until they were `stopped`. Raises NoRoomError, FatalError."""
+    """Supervise the roles until the run is `finished` or the roles were `stopped`. Raises NoRoomError, FatalError."""
     recipe = load_recipe(job.folder / RECIPE)
     run = RunDirectory(recipe.directory.absolute())
     logs = run.logs / allocation.name
     if run.is_finished():
         if nothing_left(run, recipe):
             return "finished"
-        changes_to(run, with_digest(recipe, run))  # what is refused leaves the run finished
-        reopen(run)  # this supervisor would end
+        changes_to(run, with_digest(recipe, run))  # a refused change leaves the run finished
+        reopen(run)  # otherwise this supervisor would end at once
     shape = Shape.of(recipe, job.gpus_per_node, job.learner_nodes)
     images = Images(job.container_image, job.rollout_image or job.container_image, job.container_mounts)
     program = role_program(job, run, shape, allocation.address)
@@ -225,8 +218,8 @@ def attempt(job: BatchJob, allocation: Allocation, signals: Signals, key: Path) 
 
 
 def run_job(job: BatchJob, allocation: Allocation, signals: Signals) -> int:
-    """Run one attempt, and what follows from how it ended; returns the exit status of the batch script."""
-    recipe = load_recipe(job.folder / RECIPE)  # once: at the end the file system may not answer
+    """Run one attempt, then requeue or resubmit as its outcome demands; return the batch script's exit status."""
+    recipe = load_recipe(job.folder / RECIPE)  # loaded once: at the end the file system may not answer
     before = progress(RunDirectory(recipe.directory))
     try:
         with api_key(job, allocation.name) as key:
@@ -239,8 +232,8 @@ def run_job(job: BatchJob, allocation: Allocation, signals: Signals) -> int:
         (job.folder / REQUEUES).unlink(missing_ok=True)
     if outcome == "finished":
         return 0
-    # By SIGTERM to the roles, or by the signal for the time limit. Half of what is left of the notice is for asking,
-    # the rest for submitting the next job where Slurm does not say.
+    # Stopped by SIGTERM to the roles, or by the signal for the time limit. Half of the remaining notice is for this
+    # question, the rest for submitting the next job.
     try:
         preempted = answered(allocation.is_preempted, signals.left_s(job.grace) / 2)
     except SlurmError as error:
@@ -252,7 +245,7 @@ def run_job(job: BatchJob, allocation: Allocation, signals: Signals) -> int:
         return 0
     try:
         moved = progress(RunDirectory(recipe.directory)) != before
-    except OSError as error:  # the next job finds out
+    except OSError as error:  # the next job will tell
         print(f"warning: {os_error_line(error)}; the run is taken to have come further", file=sys.stderr, flush=True)
         moved = True
     if not moved:
@@ -260,15 +253,14 @@ def run_job(job: BatchJob, allocation: Allocation, signals: Signals) -> int:
             "the time limit came before the run had sampled a batch, saved a checkpoint or published a version, so the "
             "job is not submitted again; raise --time"
         )
-    # One that Slurm took without saying so is submitted twice: whichever is started second is refused.
+    # A submission that Slurm accepts without answering is repeated: the job that starts second is refused.
     following = answered(lambda: allocation.submit_next(job.folder / SCRIPT), signals.left_s(job.grace))
     print(f"submitted job {following}, which goes on", flush=True)
     return 0
 
 
 def answered(order: Callable[[], T], within_s: float) -> T:
-    """Return what Slurm answers. Its controller may be away for a moment, for a restart: it is asked again, for
-    `within_s` at most. Raises SlurmError."""
+    """Return Slurm's answer, retrying for at most `within_s` while its controller may restart. Raises SlurmError."""
     ends = time.monotonic() + within_s
     while True:
         try:
@@ -281,12 +273,12 @@ def answered(order: Callable[[], T], within_s: float) -> T:
 
 
 def count_requeue(job: BatchJob, recipe: Recipe, before: tuple[int, ...], reason: str) -> None:
-    """Raise FatalError once the job has requeued itself `run.max_restarts` times in a row without progress: nodes that
-    fail whatever is started there would come back with every attempt."""
+    """Raise FatalError after `run.max_restarts` requeues in a row without progress, as on nodes that fail every
+    program."""
     path, now, most = job.folder / REQUEUES, progress(RunDirectory(recipe.directory)), recipe.run.max_restarts
     count = 0 if now != before else 1 + in_a_row(path, now)
     if count > most:
-        path.unlink(missing_ok=True)  # who submits it again has seen to it
+        path.unlink(missing_ok=True)  # resubmitting by hand starts the count again
         raise FatalError(
             f"{reason}; the job has requeued itself {most} times in a row without progress (run.max_restarts): see why "
             "nodes fail (`sinfo -R`), then submit it again"
@@ -295,8 +287,7 @@ def count_requeue(job: BatchJob, recipe: Recipe, before: tuple[int, ...], reason
 
 
 def requeue(allocation: Allocation, reason: str, within_s: float) -> int:
-    """Queue the job again, for other nodes or another time; Slurm ends this process meanwhile. It is asked for
-    `within_s`."""
+    """Requeue the job, trying for `within_s`, and wait for Slurm to end this process. Return 1 if it does not."""
     print(f"{reason}: the job requeues itself", flush=True)
     answered(allocation.requeue, within_s)
     time.sleep(REQUEUED_S)
@@ -305,7 +296,6 @@ def requeue(allocation: Allocation, reason: str, within_s: float) -> int:
 
 
 def main() -> None:
-    """Run the batch script."""
     append_working_folder_to_path()
     signals = Signals().install()
     job = BatchJob.parse(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""`evenkeel launch slurm`: its options, and the files written."""
+"""Define the command `evenkeel launch slurm`."""
 
 from __future__ import annotations
 
@@ -130,8 +130,7 @@ def slurm(
 
 
 def submitted(script: Path) -> str:
-    """Give the script to sbatch and return what that prints; Slurm does not get to store the API key. Raises
-    RecipeError."""
+    """Submit the script and return sbatch's output; Slurm does not store the API key. Raises RecipeError."""
     from launch.schedulers.slurm.srun import SlurmError, run_slurm
 
     if shutil.which("sbatch") is None:

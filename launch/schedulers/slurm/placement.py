@@ -1,7 +1,7 @@
-"""Place roles on nodes: pure functions of the recipe and of the nodes that are up.
+"""Place roles on nodes, by pure functions of the recipe and of the nodes that are up.
 
-A *unit* is what one job step runs: a node's share of the learner, an engine (or a node's share of one), the collector,
-the router. Placing is first fit in the order of the units, so the same nodes give the same places.
+A *unit* is the work of one job step: a node's share of the learner, an engine (or a node's share of one), the
+collector, the router. Placement is first fit in the order of the units, so the same nodes give the same places.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pipeline.errors import RecipeError
 
 @dataclass(frozen=True)
 class Shape:
-    """How a run is cut into units. GPUs of a unit are 0 on nodes without GPUs."""
+    """The division of a run into units. Units have 0 GPUs on nodes without GPUs."""
 
     gpus_per_node: int
     learner_nodes: int
     learner_gpus: int
-    """On each of its nodes."""
+    """Per node."""
     engines: int
     engine_nodes: int
-    """Of each engine."""
+    """Per engine."""
     engine_gpus: int
-    """On each of its nodes."""
+    """Per node."""
     router: bool
 
     @staticmethod
     def of(recipe: Recipe, gpus_per_node: int, learner_nodes: int | None = None) -> Shape:
-        """Raises RecipeError when the recipe's sizes do not divide among nodes of so many GPUs, or these cannot serve
-        it."""
+        """Divide a recipe into units. Raises RecipeError when its sizes do not divide among such nodes, or they cannot
+        serve it."""
         ranks, rollout = recipe.learner.num_processes, recipe.rollout
         if recipe.weights.channel == "ipc":
             raise RecipeError(
@@ -67,19 +67,18 @@ class Shape:
         )
 
     def units(self) -> list[Unit]:
-        """List all units, the learner first: its first node shares its fate with the batch script."""
+        """Return all units, the learner first: its first node shares its fate with the batch script."""
         learner = [Unit("learner", node=node) for node in range(self.learner_nodes)]
         spans = range(self.engine_nodes)
         engines = [Unit("engine", index, node) for index in range(self.engines) for node in spans]
         return [*learner, Unit("collector"), *([Unit("router")] if self.router else []), *engines]
 
     def gpus(self, unit: Unit) -> int:
-        """Return the GPUs of one unit."""
         return dict(learner=self.learner_gpus, engine=self.engine_gpus).get(unit.role, 0)
 
     @property
     def num_nodes(self) -> int:
-        """The fewest nodes on which all units have room."""
+        """The smallest number of nodes with room for all units."""
         nodes: list[str] = []
         while True:
             nodes.append(f"{len(nodes):06d}")
@@ -91,10 +90,8 @@ class Shape:
 
 
 def place(shape: Shape, up: Sequence[str], kept: Mapping[Unit, str]) -> dict[Unit, str]:
-    """Give each unit a node of `up`. A unit of `kept` stays where it is, if that node is up; the others move.
-
-    Units that span several nodes have a node each, so that no node's end takes two of them. Raises NoRoomError.
-    """
+    """Assign each unit a node of `up`; a unit of `kept` stays on its node while that is up. Parts of one learner or
+    engine get separate nodes, so a lost node takes only one of them. Raises NoRoomError."""
     places = {unit: node for unit, node in kept.items() if node in up}
     for unit in shape.units():
         if unit not in places:
@@ -103,7 +100,7 @@ def place(shape: Shape, up: Sequence[str], kept: Mapping[Unit, str]) -> dict[Uni
 
 
 def moved(shape: Shape, unit: Unit, nodes: Sequence[str], places: Mapping[Unit, str]) -> dict[Unit, str]:
-    """Move a unit to one of `nodes`, if one has room for it; otherwise `places` stay as they are."""
+    """Return `places` with the unit moved to a node of `nodes` that has room, or unchanged."""
     others = {other: node for other, node in places.items() if other != unit}
     try:
         return {**others, unit: _first_with_room(shape, unit, nodes, others)}
@@ -112,12 +109,12 @@ def moved(shape: Shape, unit: Unit, nodes: Sequence[str], places: Mapping[Unit, 
 
 
 def _first_with_room(shape: Shape, unit: Unit, up: Sequence[str], places: Mapping[Unit, str]) -> str:
-    """Find a node for a unit. Without GPUs, room is where fewest units of the role are, on nodes that are in use
-    already where there are any; with GPUs, on the first node that has as many left."""
+    """Return the first node with enough free GPUs; without GPUs, the node with the fewest units of the role, preferably
+    one in use."""
     used = Counter[str]()
     for other, node in places.items():
         used[node] += shape.gpus(other)
-    # Parts of one learner, or of one engine, have a node each.
+    # Parts of one learner or one engine get separate nodes.
     group = (unit.role, unit.index)
     siblings = {node for other, node in places.items() if (other.role, other.index) == group and other != unit}
     free = [node for node in up if node not in siblings and used[node] + shape.gpus(unit) <= shape.gpus_per_node]

@@ -1,7 +1,7 @@
-"""Render the files of `evenkeel launch slurm`: text that depends on the recipe and the options alone.
+"""Render the files of `evenkeel launch slurm`, which depend on the recipe and the options alone.
 
-DIR/job.sbatch     what is submitted      DIR/recipe.yaml   the recipe, every default spelled out
-DIR/setup.sh       lines of the user's, sourced first
+DIR/job.sbatch     the batch script      DIR/recipe.yaml   the recipe with every default
+DIR/setup.sh       the user's shell lines, sourced first
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ONE_LINE = re.compile(r"[^\s'\"\\$`]+")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What a user of Slurm says beside the recipe. Every path is absolute: the job may be submitted from anywhere."""
+    """The user's options for Slurm. Every path is absolute: the job may be submitted from any folder."""
 
     workdir: Path
-    """Where the roles run: relative paths of the recipe begin here, on every node."""
+    """The roles' working folder on every node, where relative paths of the recipe start."""
     python: str
-    """Interpreter of the batch script and of the roles."""
+    """The interpreter of the batch script and of the roles."""
     gpus_per_node: int = 8
     learner_nodes: int | None = None
     spare: int = 1
@@ -40,7 +40,7 @@ class SlurmOptions:
     partition: str | None = None
     account: str | None = None
     metrics_port: int | None = None
-    """Of the supervisor; the roles have the ports after it."""
+    """The supervisor's port; the roles use the next ports."""
     resubmit: bool = True
     key_dir: str = "~/.evenkeel"
     api_key_file: str | None = None
@@ -48,7 +48,6 @@ class SlurmOptions:
     rollout_image: str | None = None
     container_mounts: str | None = None
     sbatch: tuple[str, ...] = ()
-    """Further options of sbatch, such as `--qos=high`."""
 
     def __post_init__(self) -> None:
         check_path("--workdir", self.workdir)
@@ -86,9 +85,7 @@ class SlurmOptions:
 
 
 def check_path(option: str, path: Path) -> None:
-    """Check a path that stands in #SBATCH lines, where Slurm splits at spaces and fills in what follows a %.
-
-    Raises RecipeError."""
+    """Raise RecipeError for a path that Slurm would misread in #SBATCH lines: it splits at spaces and expands %."""
     if not _PATH.fullmatch(str(path)):
         raise RecipeError(
             f"{option} is {str(path)!r}; Slurm would misread it: use a folder without space, line break, quote, $, % "
@@ -97,10 +94,8 @@ def check_path(option: str, path: Path) -> None:
 
 
 def check_mounts(recipe: Recipe, options: SlurmOptions, folder: Path) -> None:
-    """Check that roles in containers see what they need. Raises RecipeError: otherwise they fail after the queue.
-
-    Where the batch script uses a folder too, it must be mounted where the node has it.
-    """
+    """Raise RecipeError when containers lack a path that the roles need, since the roles would fail after the queue. A
+    folder that the batch script uses too must have the same path inside and outside of containers."""
     if options.container_image is None and options.rollout_image is None:
         return
     key = ("--api-key-file", options.api_key_file) if options.api_key_file else ("--key-dir", options.key_dir)
@@ -124,7 +119,6 @@ def check_mounts(recipe: Recipe, options: SlurmOptions, folder: Path) -> None:
 
 
 def _paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
-    """Yield all paths that a recipe names, with their keys."""
     if isinstance(value, PurePath):
         yield key, Path(value)
     elif isinstance(value, dict):
@@ -136,7 +130,7 @@ def _paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
 
 
 def render(recipe: Recipe, options: SlurmOptions, folder: Path, setup: str = "") -> dict[str, str]:
-    """Render name → text of each file. `folder` is the absolute path under which every node will find them."""
+    """Render the text of each file by name. `folder` is its absolute path on every node."""
     check_path("--out", folder)
     check_mounts(recipe, options, folder)
     shape = Shape.of(recipe, options.gpus_per_node, options.learner_nodes)
@@ -148,7 +142,7 @@ def render(recipe: Recipe, options: SlurmOptions, folder: Path, setup: str = "")
 
 
 def batch_script(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Path) -> str:
-    """Render one ordinary job. The supervisor replaces the shell, so that Slurm's signals reach it."""
+    """Render the batch script. The supervisor replaces its shell, so Slurm's signals reach the supervisor."""
     nodes = f"{shape.num_nodes} nodes and {options.spare} to spare, {shape.learner_nodes} of them for the learner"
     directives = [
         "--job-name=" + re.sub(r"[^\w.-]", "-", recipe.run.name),
@@ -162,7 +156,7 @@ def batch_script(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Pa
     directives += [f"--{name}={value}" for name, value in chosen.items() if value is not None]
     directives += options.sbatch
 
-    # Each option with its value, on a line of its own.
+    # Each option with its value on a separate line.
     supervisor = [[options.python, "-P", "-m", "launch.schedulers.slurm.batch", str(folder)]]
     supervisor += [["--gpus-per-node", str(options.gpus_per_node)]]
     if options.learner_nodes is not None:

@@ -1,14 +1,14 @@
-"""Run roles as job steps, each one `srun` on one node of the allocation, and ask Slurm about the job.
+"""Run each role as a job step, one `srun` on one node, and ask Slurm about the job.
 
-A step is named after its unit, attempt and start (`learner-1.0.2`), which is how it is found again for a signal: srun
-itself would answer SIGTERM by killing the step. Nothing is ever found by the name of a program.
+A step is named after its unit, attempt and start (`learner-1.0.2`), and signals find it by this name: srun itself would
+answer SIGTERM by killing the step.
 
-A job keeps its number when it is requeued, and its steps are numbered from 0 again. What was cut off must not end its
-successor's steps, so the attempt is part of the name, and srun never ends a step by number: it is killed with SIGKILL,
-which it cannot answer, and it does not look at how its task ended.
+A requeued job keeps its number, and its steps are numbered from 0 again. An attempt that was cut off must not end its
+successor's steps, so step names contain the attempt, and srun never ends a step by number: it is ended by SIGKILL,
+which it cannot handle, and runs with --kill-on-bad-exit=0.
 
-Slurm's controller may be away for minutes, for a restart or an upgrade, and the run goes on meanwhile. So questions are
-answered with what was last known, and only orders that the run depends on fail.
+Slurm's controller may be away for minutes, for a restart or an upgrade, while the run goes on. Questions are then
+answered from the last known state, and only orders that the run depends on fail.
 """
 
 from __future__ import annotations
@@ -33,46 +33,43 @@ from pipeline.child_process import ChildProcess
 from pipeline.errors import STOPPED_EXIT_CODE, FatalError, RetryableError, SupersededError
 
 NODE_DIED = 128 + signal.SIGKILL
-"""Exit status of a step whose node died, as if the node had killed it; srun has none of its own for that."""
+"""Exit status of a step whose node died, as if SIGKILL had ended it; srun has no such status."""
 KILL_S = 15
-"""How long a killed step may take to disappear. One on a node that is gone stays listed until Slurm notices."""
+"""Longest wait for a killed step to disappear. A step on a lost node stays listed until Slurm notices."""
 AT_ONCE_S = 600
-"""Within which all roles end that were asked to at the same moment: some save first."""
+"""Seconds within which roles end that were asked at the same moment: some save first."""
 _POLL_S = 0.5
 DEADLINE_S = 60
 ASK_PAUSE_S = 5.0
-"""Before Slurm's controller, which gave no answer, is asked again."""
+"""Seconds before an unanswered question to Slurm's controller is repeated."""
 _GONE = ("down", "fail", "*", "unknown", "powered", "powering", "reboot")
-"""In the state of a node on which nothing can be started; `*`: it does not answer."""
+"""Words in the state of a node that cannot start a step; `*` means that the node does not answer."""
 _OF_THE_USER = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 class SlurmError(RetryableError):
-    """A command of Slurm's failed."""
+    """A Slurm command failed."""
 
 
 @dataclass
 class Allocation:
-    """The nodes of this job, and orders about it."""
-
     job: str
     restart: int
     """How often Slurm has requeued the job."""
     batch_host: str
     cpus_per_node: int
-    """Of the node with the fewest."""
+    """The fewest of any node."""
     threads_per_core: int = 2
-    """The most of any node, once Slurm has said it: steps are charged whole cores."""
+    """Most threads per core of any node, updated from Slurm: steps are charged whole cores."""
     draining: frozenset[str] = frozenset()
-    """Of the nodes that are up, those that are to get no further job: by an administrator, or by a health check that
-    found a fault."""
+    """Nodes that are up but get no further job, by an administrator or by a failed health check."""
     _last_known: list[str] = field(default_factory=list)
     _node_addresses: dict[str, str] = field(default_factory=dict)
-    """NodeAddr of each, a name or an address."""
+    """A name or an address, by node."""
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Allocation:
-        """Read what Slurm gives to a batch script. Raises FatalError outside of one."""
+        """Read Slurm's environment of a batch script. Raises FatalError outside of one."""
         try:
             job, host = environment["SLURM_JOB_ID"], environment["SLURMD_NODENAME"]
         except KeyError as error:
@@ -86,17 +83,17 @@ class Allocation:
             )
         restart = int(environment.get("SLURM_RESTART_COUNT") or 0)
         counts = environment.get("SLURM_JOB_CPUS_PER_NODE") or environment.get("SLURM_CPUS_ON_NODE") or "1"
-        # Nodes alike stand together, as in 190(x3),128.
+        # Equal nodes are grouped, as in 190(x3),128.
         return Allocation(job, restart, host, min(int(count.partition("(")[0]) for count in counts.split(",")))
 
     @property
     def name(self) -> str:
-        """Name this attempt: `slurm-1234-0`."""
+        """The attempt's name, such as `slurm-1234-0`."""
         return f"slurm-{self.job}-{self.restart}"
 
     def up(self) -> list[str]:
-        """List the nodes of the job on which something can be started: the batch script's first, those that are
-        draining last. Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
+        """Return the nodes that can start steps: the batch script's first, draining nodes last. Raises SupersededError
+        when Slurm has started the job again, to which the nodes now belong."""
         try:
             nodes = run_slurm("scontrol", "show", "hostnames", self._current()["NodeList"])
             states = run_slurm("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T %Z %o")
@@ -109,7 +106,7 @@ class Allocation:
         said = {node: word for node, word, _, _ in lines}
         self.threads_per_core = max((int(threads) for _, _, threads, _ in lines), default=self.threads_per_core)
         self._node_addresses = {node: address for node, _, _, address in lines}
-        # One that sinfo does not list is of a partition that it hides from this user, and is the job's all the same.
+        # sinfo omits nodes of partitions hidden from this user; such a node still belongs to the job.
         state = {node: said.get(node, "idle") for node in nodes.split()}
         up = [node for node, word in state.items() if not any(sign in word for sign in _GONE)]
         self.draining = frozenset(node for node in up if "drain" in state[node])
@@ -117,7 +114,7 @@ class Allocation:
         return self._last_known
 
     def _current(self) -> dict[str, str]:
-        """Ask Slurm about this job. Raises SupersededError, SlurmError."""
+        """Return Slurm's fields about this job. Raises SupersededError, SlurmError."""
         words = run_slurm("scontrol", "--oneliner", "show", "job", self.job).split()
         fields = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
         if int(fields["Restarts"]) != self.restart:
@@ -128,11 +125,9 @@ class Allocation:
         return fields
 
     def address(self, node: str) -> str:
-        """Find where the other nodes reach a node: what its name leads to, or else its NodeAddr.
-
-        Not the name itself, which a node may have at 127.0.1.1 in its own /etc/hosts. Of a node that is known by no
-        better name here, the address from which it reaches another one; a job on one node needs loopback alone.
-        """
+        """Return the address at which other nodes reach a node: by its name, or else by its NodeAddr. The name itself
+        does not do: a node's /etc/hosts may map it to 127.0.1.1. When only loopback is found for this node, return the
+        address from which it reaches another node; a job on one node uses loopback."""
         for name in (node, self._node_addresses.get(node, node)):
             with suppress(OSError):
                 if not is_loopback(address := first_address(name)):
@@ -146,32 +141,31 @@ class Allocation:
         return LOOPBACK if self._last_known == [node] else node
 
     def is_preempted(self) -> bool:
-        """Ask whether Slurm has told this job to make room, and ends it after its grace time. Raises SupersededError,
-        SlurmError."""
-        return self._current().get("PreemptTime", "None") != "None"  # no such field where nothing is ever preempted
+        """Return whether Slurm preempts this job. Raises SupersededError, SlurmError."""
+        return self._current().get("PreemptTime", "None") != "None"  # Slurm without preemption omits the field
 
     def step(self, name: str) -> str | None:
-        """Find JOBID.STEP of the step of that name; None before srun has made it, and when it is gone."""
+        """Return JOBID.STEP of the step with this name, or None before srun has created it and after it ends."""
         listed = run_slurm("squeue", "-a", "-h", "--steps", "-j", self.job, "-o", "%i %j")
         return next((words[0] for words in map(str.split, listed.splitlines()) if words[1:] == [name]), None)
 
     def signal(self, step: str, signal: str) -> None:
-        """Send a signal to all processes of one step. The controller is asked: straight to a node, scancel of Slurm
-        22.05 delivers SIGTERM and then reports an error."""
+        """Send a signal to a step's processes, through the controller: without it, scancel of Slurm 22.05 reports an
+        error."""
         run_slurm("scancel", "--ctld", f"--signal={signal}", step)
 
     def requeue(self) -> None:
-        """End this job and queue it again; Slurm ends this process. Raises SupersededError when it already was."""
+        """Requeue this job; Slurm ends this process. Raises SupersededError when the job was already requeued."""
         self._current()
         run_slurm("scontrol", "requeue", self.job)
 
     def submit_next(self, script: Path) -> str:
-        """Submit the same script as a job that begins when this one has ended; returns its id."""
+        """Submit the script as a job that starts after this one, and return its id."""
         return run_slurm("sbatch", "--parsable", f"--dependency=afterany:{self.job}", str(script)).strip()
 
     def step_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Leave out what Slurm told the batch script: srun would read the job's GPUs, tasks and memory as wishes for
-        each step."""
+        """Remove the batch script's variables, which srun would read as requests for GPUs, tasks and memory of each
+        step."""
         kept = {
             name: value
             for name, value in environment.items()
@@ -181,8 +175,8 @@ class Allocation:
 
 
 def run_slurm(*command: str) -> str:
-    """Run a command of Slurm's to its end; returns its output. Raises SlurmError."""
-    # A job that is submitted from within a job must not inherit the first one's wishes.
+    """Run a Slurm command to its end and return its output. Raises SlurmError."""
+    # A job submitted from within a job must not inherit its requests.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in _OF_THE_USER}
     environment.pop(API_KEY_VARIABLE, None)  # Slurm stores the environment
     try:
@@ -200,14 +194,11 @@ def run_slurm(*command: str) -> str:
 
 @dataclass(frozen=True)
 class Images:
-    """Container images of the roles, by pyxis."""
-
     learner: str | None = None
     rollout: str | None = None
     mounts: str | None = None
 
     def options(self, unit: Unit) -> list[str]:
-        """Return options of srun."""
         image = self.rollout if unit.role in ("engine", "router") else self.learner
         if image is None:
             return []
@@ -216,14 +207,14 @@ class Images:
 
 
 class Srun(ChildProcess):
-    """The client of a step. When this program dies, Slurm ends the steps together with the batch script."""
+    """The srun process of a step. When this program dies, Slurm ends the steps together with the batch script."""
 
     when_parent_dies = signal.SIGKILL
 
 
 @dataclass
 class Step:
-    """A role that runs as a job step; the client srun is a child of this process."""
+    """A role running as a job step; its srun process is a child of this process."""
 
     allocation: Allocation
     name: str
@@ -231,19 +222,18 @@ class Step:
     client: Srun
     on_end: Callable[[Step], None]
     asked: bool = False
-    """To end, by us."""
     status: int | None = None
     _ask_at: float = math.inf
-    """When it is asked again to end, where Slurm's controller did not answer."""
+    """When to repeat an unanswered request to end."""
 
     @property
     def log(self) -> Path | None:
         return self.client.log
 
     def poll(self) -> int | None:
-        """Return the exit status of the role, None while it runs."""
+        """Return the role's exit status, or None while it runs."""
         if self.status is None and (status := self.client.poll()) is not None:
-            # srun ends with 0 when the node of its step dies.
+            # srun exits with 0 when the node of its step dies.
             self.status = NODE_DIED if status == 0 and self.host not in self.allocation.up() else status
             self.on_end(self)
         elif self.status is None and time.monotonic() >= self._ask_at:
@@ -251,7 +241,7 @@ class Step:
         return self.status
 
     def terminate(self) -> None:
-        """Ask the role to end in order; returns at once. A step that Slurm has not made yet is given up."""
+        """Ask the role to end in order, without waiting. A step that Slurm has not created yet is killed."""
         if self.poll() is not None:
             return
         self.asked = True
@@ -264,12 +254,11 @@ class Step:
                 self.client.kill()
             else:
                 self.allocation.signal(step, "TERM")
-        except SlurmError as error:  # its controller may be started again just now; `poll` asks once more
+        except SlurmError as error:  # the controller may be restarting; `poll` asks again
             print(f"warning: {error}; {self.name} is asked to end again", file=sys.stderr, flush=True)
             self._ask_at = time.monotonic() + ASK_PAUSE_S
 
     def kill(self) -> None:
-        """End the step; returns once it is gone, or after KILL_S."""
         self.asked = True
         give_up = time.monotonic() + KILL_S
         with suppress(SlurmError):
@@ -281,24 +270,24 @@ class Step:
 
 @dataclass
 class SrunStarter:
-    """Starts units on nodes that are up. A unit stays on its node as long as that is up. It leaves one that is draining
-    when it is started again, if another node has room: a fault of the node may be what it died of."""
+    """A starter of units on nodes that are up. A unit stays on its node while that is up. A restarted unit leaves a
+    draining node if another has room, since a fault of the node may have ended it."""
 
     allocation: Allocation
     shape: Shape
     command: Callable[[Unit, str], list[str]]
-    """The program of a unit on a host."""
+    """Returns the command of a unit on a host."""
     environment: Mapping[str, str]
     images: Images = Images()
     places: dict[Unit, str] = field(default_factory=dict)
     starts: Counter[Unit] = field(default_factory=Counter)
     _orderly: list[tuple[float, str]] = field(default_factory=list)
-    """When and where roles ended in order that were not asked to."""
+    """Times and hosts of orderly ends that this program did not ask for."""
 
     def asked_from_outside(self) -> bool:
-        """Tell whether roles ended in order that this program did not ask, on all nodes at once: `scancel --signal=TERM
-        JOB`, and Slurm before it preempts a job, reach the steps and not the batch script. On one node of several that
-        was a node that shut down."""
+        """Return whether roles on several nodes ended in order without our request: `scancel --signal=TERM JOB`, and
+        Slurm before a preemption, signal the steps but not the batch script. Ends on one node of several mean that the
+        node shut down."""
         now = time.monotonic()
         self._orderly = [(when, host) for when, host in self._orderly if now - when < AT_ONCE_S]
         return len({host for _, host in self._orderly}) >= min(2, len(set(self.places.values())) or 1)
@@ -308,7 +297,7 @@ class SrunStarter:
             self._orderly.append((time.monotonic(), step.host))
 
     def start(self, unit: Unit, log: Path) -> Step:
-        """Start a unit, on another node if its own is gone. Raises NoRoomError when the nodes are too few."""
+        """Start a unit, on another node if its node is gone. Raises NoRoomError when too few nodes are up."""
         before, up, draining = self.places, self.allocation.up(), self.allocation.draining
         if before.get(unit) not in up:
             self.places = place(self.shape, up, before)
@@ -326,9 +315,9 @@ class SrunStarter:
         return Step(self.allocation, name, host, client, self._ended)
 
     def srun_options(self, unit: Unit, host: str, name: str) -> list[str]:
-        """Ask for one task on one node. With GPUs a step has its own, and its share of the CPUs in whole cores: Slurm
-        rounds up, and a node's last step would wait for ever. Other steps share what there is. `--mem=0`: no step waits
-        for the memory of another."""
+        """Return srun's options for one task on one node. With GPUs a step gets whole cores in proportion: Slurm rounds
+        up, so a node's last step would wait forever. Other steps share the node. With `--mem=0` no step waits for
+        another's memory."""
         gpus, threads = self.shape.gpus(unit), self.allocation.threads_per_core
         if gpus:
             share = self.allocation.cpus_per_node * gpus // self.shape.gpus_per_node
@@ -357,14 +346,12 @@ done
 """
 GUARD_POLL_S = 10
 GUARD_LOOK_S = 30
-"""Between two attempts to start the guard."""
+"""Seconds between attempts to start the guard."""
 
 
 class Guard:
-    """A step on another node that requeues the job when the node of the batch script is gone.
-
-    With --no-kill Slurm takes a dead node out of the job and leaves the job running, even without its batch script.
-    """
+    """A step on another node that requeues the job when the batch script's node is lost: with --no-kill, Slurm takes a
+    dead node out of the job and leaves the job running, even without its batch script."""
 
     def __init__(self, allocation: Allocation, log: Path) -> None:
         self._allocation, self._log = allocation, log
@@ -377,13 +364,13 @@ class Guard:
         return self._client is not None and self._client.poll() is None
 
     def keep(self) -> None:
-        """Start it, or start it again elsewhere when its node died. Call it now and then."""
+        """Start the guard, or restart it elsewhere when its node died. Call this regularly."""
         if self.running or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + GUARD_LOOK_S
         others = [node for node in self._allocation.up() if node != self._allocation.batch_host]
         if not others:
-            return  # Slurm requeues a job by itself when its only node dies
+            return  # Slurm itself requeues a job whose only node dies
         self._starts += 1
         job, batch_host = self._allocation.job, self._allocation.batch_host
         command = [
@@ -400,6 +387,6 @@ class Guard:
         self._client = Srun(command, self._log, environment, own_session=True)
 
     def stop(self) -> None:
-        """End it with the run; the step itself ends with the job."""
+        """Stop the guard's srun process; the step itself ends with the job."""
         if self._client is not None:
             self._client.kill()
