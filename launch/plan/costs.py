@@ -1,10 +1,10 @@
-"""Estimate the seconds of each phase by roofline, and play the two loops with them. Loads no torch.
+"""Estimate each phase's seconds by roofline, and simulate the loops of collector and learner. Loads no torch.
 
-    learner    matrix work ÷ (peak · MFU) · (1 + pipeline bubble) + communication that nothing hides
-    rollout    tokens ÷ (engine GPUs · tokens a second of each)
+    learner    matrix work ÷ (peak · MFU) · (1 + pipeline bubble) + exposed communication
+    rollout    tokens ÷ (engine GPUs · tokens per second of each)
     publish    bytes ÷ bandwidth of the channel
 
-Every speed is an assumption, printed with the plan and to be replaced by what was measured on the cluster.
+Every speed is an assumption, printed with the plan, to be replaced by measurements on the cluster.
 """
 
 from __future__ import annotations
@@ -27,62 +27,61 @@ from rollout_sglang.server.capacity import Capacity, EngineModel, weight_bytes
 
 GPUS_PER_NODE = 8
 NVLINK_BYTES_S = 300e9
-"""Reached by collectives between GPUs of a node; NVLink 4 is 450 GB/s each way on paper."""
+"""Bandwidth that collectives reach within a node; NVLink 4 is 450 GB/s each way on paper."""
 NETWORK_BYTES_S = 40e9
-"""Reached by each GPU between nodes, with a 400 Gbit/s port of its own."""
+"""Bandwidth that each GPU reaches between nodes, with its 400 Gbit/s port."""
 HBM_BYTES_S = 3.35e12
-"""H100 SXM on paper."""
+"""HBM bandwidth of an H100 SXM on paper."""
 DECODE_EFFICIENCY = 0.2
-"""Of HBM bandwidth, over a whole batch with its long tail. Set so that Qwen3-32B's published one-step-off run (NeMo RL
-v0.4: 2048 samples of 3,206 tokens on 32 H100 in 215 s a step) comes out; a fit to one number, not a law."""
+"""Share of HBM bandwidth that decoding reaches, over a whole batch with its long tail. Fitted to one published run:
+Qwen3-32B, one step off (NeMo RL v0.4: 2048 samples of 3,206 tokens on 32 H100 in 215 s a step)."""
 
 
 HOST_COPY_BYTES_S = 20e9
-"""Reached between a GPU and pinned host memory over PCIe 5; 64 GB/s each way on paper."""
+"""Bandwidth reached between a GPU and pinned host memory over PCIe 5; 64 GB/s each way on paper."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What the caller may replace."""
+    """The speeds, lengths and shares that a plan assumes."""
 
     mean_response_tokens: float
     mean_prompt_tokens: float
     mfu: float = 0.4
-    """Of peak, in the learner's matrix work, without bubbles and communication."""
+    """Share of the peak that the learner's matrix work reaches, without bubbles and communication."""
     peak_tflops: float = 989.0
-    """Dense bfloat16 of one GPU: H100 SXM."""
+    """Dense bfloat16 peak of one GPU: H100 SXM."""
     rollout_tokens_per_gpu_s: float | None = None
-    """Response tokens a second of one engine GPU; None: by roofline."""
+    """Response tokens per second of one engine GPU; None: by roofline."""
     disk_gb_s: float = 2.0
-    """Shared file system, for writing and for each engine's reading."""
+    """Bandwidth of the shared file system, for writing and for each engine's reads."""
     delta_share: float = 0.05
-    """Bytes of what one version changes ÷ all of its bytes: docs/precision.md has measured ones."""
+    """Share of the published bytes that one version changes; docs/precision.md has measurements."""
     local_gb_s: float = 4.0
-    """What an engine reads of its own host's files."""
+    """Bandwidth at which an engine reads files of its host."""
     broadcast_gb_s: float = 3.6
-    """Learner to engines, gathering included: Qwen2.5-32B in bfloat16 over NCCL took verl 18 s."""
+    """Bandwidth from learner to engines, gathering included: Qwen2.5-32B in bfloat16 over NCCL took verl 18 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerTime:
-    """Seconds of one step."""
+    """The learner's seconds for one batch."""
 
     compute_s: float
-    """Forward and backward, and what is computed again."""
+    """Forward and backward, with recomputation."""
     bubble_s: float
     tensor_s: float
     pipeline_s: float
     context_s: float
     expert_s: float
     data_s: float
-    """Not hidden behind the backward pass."""
+    """Gradient communication that the backward pass does not hide."""
     score_s: float
-    """A log-probability pass over the batch, all of it."""
+    """One log-probability pass over the batch, with bubble and communication."""
 
 
 def forward_flops(config: ModelConfig, context: float) -> float:
-    """FLOPs of one position in a sequence of `context` tokens: 2 for each parameter, and 4·q·context/2 of causal
-    attention."""
+    """Return the FLOPs per position of `context` tokens: 2 per parameter, and 4·q·context/2 of causal attention."""
     attention = 2.0 * config.num_layers * config.num_heads * config.head_dim * context
     return 2.0 * active_parameters(config) + attention
 
@@ -95,11 +94,8 @@ def num_micro_batches(recipe: Recipe, learner: LearnerSection, assumed: Assumpti
 
 
 def learner_time(config: ModelConfig, recipe: Recipe, learner: LearnerSection, assumed: Assumptions) -> LearnerTime:
-    """Estimate the seconds of the busiest stage for all optimizer steps of a batch of the recipe, with a layout that
-    may be another than the recipe's; padding and uneven loads are left out.
-
-    Each optimizer step fills and drains the pipeline and reduces gradients anew.
-    """
+    """Estimate the busiest stage's seconds for all optimizer steps of a batch, with the layout of `learner`. Each
+    optimizer step fills and drains the pipeline and reduces gradients. Padding and uneven loads are left out."""
     layout, size = Layout.of(learner), learner.parameter_bytes
     length = assumed.mean_prompt_tokens + assumed.mean_response_tokens
     tokens = recipe.rollout.prompts_per_batch * recipe.rollout.group_size / layout.data * length
@@ -112,7 +108,7 @@ def learner_time(config: ModelConfig, recipe: Recipe, learner: LearnerSection, a
     passes = 3.0 + dict(none=0.0, selective=mlp_share, full=1.0)[learner.recompute]
     compute = passes * forward
 
-    # Communication of a forward pass; backward sends as much.
+    # Communication of a forward pass; the backward pass sends as much.
     layers = config.num_layers / layout.pipeline
     here = tokens / layout.context
     row = here * size * config.hidden_size
@@ -153,12 +149,12 @@ def learner_time(config: ModelConfig, recipe: Recipe, learner: LearnerSection, a
 
 
 def bubble_share(layout: Layout, num_micro_batches: int) -> float:
-    """Divide idle by busy time of a pipeline: (PP - 1) / (VPP · micro-batches)."""
+    """Return idle ÷ busy time of a pipeline: (PP - 1) / (VPP · micro-batches)."""
     return (layout.pipeline - 1) / (layout.virtual * num_micro_batches)
 
 
 def _link(span: int) -> float:
-    """Return the bytes a second between ranks of a group that spans `span` adjacent ranks."""
+    """Return the bytes per second between ranks of a group that spans `span` adjacent ranks."""
     return NVLINK_BYTES_S if span <= GPUS_PER_NODE else NETWORK_BYTES_S
 
 
@@ -167,11 +163,9 @@ def _others(ranks: int) -> float:
 
 
 def rollout_tokens_per_gpu_s(config: ModelConfig, capacity: Capacity, recipe: Recipe, assumed: Assumptions) -> float:
-    """Estimate the response tokens a second of one engine GPU: as given, or by memory traffic at assumed efficiency.
-
-    A decoding step reads the weights (of experts, those that some sample takes) and the keys and values of every
-    sample under way, half of its response there on average.
-    """
+    """Return the response tokens per second of one engine GPU: as assumed, or by memory traffic. A decoding step reads
+    the weights (of the experts, those that some sample uses) and the keys and values of every running sample, whose
+    response is half complete on average."""
     if assumed.rollout_tokens_per_gpu_s is not None:
         return assumed.rollout_tokens_per_gpu_s
     rollout = recipe.rollout
@@ -195,12 +189,12 @@ def durations(
     assumed: Assumptions,
     learner: LearnerSection,
 ) -> Durations:
-    """Estimate the phases of the recipe, with a layout of the learner that may be another than its own.
+    """Estimate the phases of the recipe, with the layout of `learner`.
 
-    A publish by disk: the folder is written once, then read by all engines at once. delta: so is what changed, and each
-    engine loads its replica. broadcast: one stream goes to all of them. ipc is assumed to be as fast as broadcast,
-    since most of either is gathering the weights. The learner waits until the folder is written; else until the weights
-    are copied into host memory, by all pipeline stages at once.
+    A disk publish writes the folder once, then all engines read it at once. delta moves the changes likewise, and each
+    engine loads its replica. broadcast is one stream to all engines; ipc is assumed as fast, since both mostly gather
+    weights. The learner waits for the folder or, by other channels, until all stages have copied the weights to the
+    host.
     """
     rollout, channel = recipe.rollout, recipe.weights.channel
     time = learner_time(config, recipe, learner, assumed)
@@ -225,58 +219,54 @@ def durations(
 
 
 _PUBLISH_PRIORITY = -1
-"""Before every batch: batch b asks for the engines with priority b."""
+"""Ahead of all batches: batch b requests the engines with priority b."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds of the phases of a step."""
-
     rollout_s: float
-    """All samples of one batch, by all engines."""
+    """All samples of one batch, on all engines."""
     score_s: float
     """Log-probabilities before the update; 0 when the objective needs none."""
     update_s: float
     publish_s: float
-    """Export, transfer and load; in sync, engines are paused and the learner waits."""
+    """Export, transfer and load. In a sync run, engines are paused and the learner waits."""
     take_s: float = 0.0
-    """Of these, the first ones: the weights are taken from the learner, which waits under every schedule. Engines
-    generate meanwhile, if they have a batch."""
+    """The part of publish_s in which the weights are copied and the learner always waits. Engines go on generating."""
 
 
 @dataclass(kw_only=True)
 class Simulated:
-    """What happened; lists are by batch = step."""
+    """The events of a simulation; lists are indexed by batch, which is the step."""
 
     started_versions: list[int] = field(default_factory=list)
-    """Version that the engines served when the batch was started."""
+    """The version that engines served when each batch started."""
     trained_s: list[float] = field(default_factory=list)
-    """When the step was trained, and nothing of it published."""
+    """The time when each step was trained, before its publish."""
     finished_s: list[float] = field(default_factory=list)
-    """When the learner was done with the step, and with what it waits for of the step's publish."""
+    """The time when the learner finished each step, with its wait for the publish."""
     engines_busy_s: float = 0.0
     learner_waited_s: float = 0.0
-    """For batches."""
+    """Seconds of waiting for batches."""
     num_publishes: int = 0
 
 
 def steady_seconds_per_step(schedule: Schedule, durations: Durations) -> float:
-    """Simulate the seconds a step when the run is long enough, whatever the schedule's own number of steps: over the
-    second half of six stages, from step to like step, since only the last publish of a run is waited for under every
-    schedule."""
+    """Return the seconds per step of a long run: over the second half of six stages, between trained steps, since a
+    run's last publish is always waited for."""
     stage = schedule.updates_per_stage if schedule.kind == "staged" else max(8, 2 * schedule.batches_in_flight)
     trained = simulate(replace(schedule, steps=6 * stage), durations).trained_s
     return (trained[-1] - trained[3 * stage - 1]) / (3 * stage)
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Simulated:
-    """Play the whole run: the collector's loop and the learner's, which meet in committed batches and versions."""
+    """Simulate a whole run of collector and learner, which meet in committed batches and versions."""
     world = simpy.Environment()
     engines = simpy.PreemptiveResource(world)
     under_way = simpy.Container(world, schedule.batches_in_flight, schedule.batches_in_flight)
     committed = [world.event() for _ in range(schedule.steps)]
     next_version = world.event()
-    delivered = world.event().succeed()  # the publish under way has ended
+    delivered = world.event().succeed()  # the running publish has ended
     result = Simulated()
     published = 0
 
@@ -286,7 +276,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulated:
             world.process(produce(batch))
 
     def produce(batch: int) -> Generator[Any, Any, None]:
-        """Hold the engines for rollout_s in all. A publish interrupts that, and it goes on afterwards."""
+        """Hold the engines for rollout_s in all; a publish interrupts and resumes this."""
         while published < schedule.required_version(batch):
             yield next_version
         result.started_versions.append(published)
@@ -301,7 +291,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulated:
                     result.engines_busy_s += left
                     generating = False
                 except simpy.Interrupt:
-                    # A turn can be taken away in the very moment in which it is given: then nothing was done.
+                    # A turn can be taken away at the moment it is granted: then nothing was done.
                     done = 0.0 if begin is None else world.now - begin
                     result.engines_busy_s += done
                     left -= done
@@ -322,7 +312,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulated:
         next_version = world.event()
 
     def publish(version: int) -> Generator[Any, Any, None]:
-        """Go on until the learner does."""
+        """Deliver a version, and return when the learner may go on."""
         nonlocal delivered
         if schedule.overlaps and version < schedule.steps:
             yield world.timeout(durations.take_s)

@@ -1,22 +1,22 @@
 """Count the bytes that a learner rank needs, from sizes alone. Loads neither torch nor Megatron.
 
-    static      parameters + gradients + optimizer state                        there all the time
-    buckets     of a weight channel that sends while the next step trains, or keeps them
-    training    + activations in flight + the head + what a backward step works on
+    static      parameters + gradients + optimizer state
+    buckets     of a weight channel that sends while the next step trains, or keeps its buffer
+    training    + activations in flight + the head + working memory of the backward pass
     scoring     + one layer at a time + the head (forward only)
     publishing  + whole tensors being gathered + the buckets of the weight channel
 
-A rank needs static + buckets + the largest of the other three + an allowance. Every pipeline stage is worked out,
-because the first holds the embedding and the most micro-batches, and the last holds the head.
+A rank needs static + buckets + the largest of the other three + an allowance. Every pipeline stage is counted: the
+first holds the embedding and the most micro-batches, and the last holds the head.
 
-Bytes a parameter: bfloat16 2, gradients always float32 4, and float32 main copy and two moments 12 in bfloat16 or the
-two moments alone 8 in float32, the last part divided by the data parallel ranks with the distributed optimizer. In
-bfloat16 that is 18, or 6 + 12/DP: the same as Megatron-LM's theoretical memory usage with its default gradients. FP8
-training adds 2 for each number in a layer's matrices: TE keeps them quantized by rows and by columns from one step to
-the next. Emulated FP8 keeps a rounded copy of them, as wide as they are.
+Bytes per parameter in bfloat16: 2, float32 gradients 4, float32 main copy and two moments 12. In float32: 4, gradients
+4, two moments 8. The distributed optimizer divides the last part by the data parallel ranks. In bfloat16 that is 18, or
+6 + 12/DP, as in Megatron-LM's theoretical memory usage with default gradients. FP8 training adds 2 per number in a
+layer's matrices: TE keeps them quantized by rows and by columns between steps. Emulated FP8 keeps a rounded copy of
+them in the parameters' dtype.
 
-Activations count every tensor that autograd keeps: see `kept_by_layer`. What is not counted: uneven loads of
-experts, NCCL's and cuBLAS's own buffers and fragmentation (the allowance stands for these).
+Activations are all tensors that autograd keeps: see `kept_by_layer`. The allowance stands for the rest: uneven loads of
+experts, buffers of NCCL and cuBLAS, and fragmentation.
 """
 
 from __future__ import annotations
@@ -37,34 +37,33 @@ CHUNK_BYTES = 3 * (16 << 20)
 """Full-precision scratch of log-probabilities: three chunks of `logprobs_torch`."""
 
 Kernels = Literal["fused", "local"]
-"""fused: Transformer Engine with flash attention, as on a GPU. local: Megatron's own layers, as on a CPU."""
+"""fused: Transformer Engine with flash attention, as on a GPU. local: Megatron's layers, as on a CPU."""
 
 
 RUNTIME_BYTES = 3 * GIB
 """CUDA context, NCCL channels and cuBLAS workspaces of one process: assumed, not measured."""
 FRAGMENTATION = 0.1
-"""Of what comes and goes above static, the share that the caching allocator cannot hand out again: likewise."""
+"""Share of the transient memory that the caching allocator cannot reuse: assumed, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Everything beside model and layout that memory depends on."""
+    """The inputs of a footprint besides model and layout."""
 
     tokens: int
-    """Positions of one micro-batch of a data parallel rank (its context parallel ranks together)."""
+    """Positions of one micro-batch of a data parallel rank, its context parallel ranks together."""
     count: int
-    """Micro-batches of a step: no more than these are ever in flight."""
+    """Micro-batches of a step: the most that are ever in flight."""
     kernels: Kernels = "fused"
     repeated_keys: bool = False
-    """Whether every query head keeps keys and values of its own: float32 on a GPU (model.packed_attention)."""
+    """Whether every query head keeps a copy of its keys and values: float32 on a GPU (model.packed_attention)."""
     fp32_lm_head: bool = False
     bucket_bytes: int = 0
-    """Of the weight channel; 0 for the disk channel."""
+    """Bucket size of the weight channel; 0 for the disk channel."""
     buckets_stay: bool = False
-    """Whether there are buckets while a step trains: the channel sends beside training, or keeps its buffer."""
+    """Whether buckets exist while a step trains: the channel sends beside training, or keeps its buffer."""
     emulates_at_publish: bool = False
-    """Whether each publish rounds all matrices once more as engines hold them, to measure what that does
-    (megatron_bridge.weight_sync.disk)."""
+    """Whether each publish rounds all matrices as engines hold them, to measure the effect (weight_sync.disk)."""
     runtime_bytes: int = RUNTIME_BYTES
     fragmentation: float = FRAGMENTATION
 
@@ -75,15 +74,15 @@ class HeldParameters:
 
     total: int
     dense: int
-    """All but the experts: optimizer state spread over data × context parallel ranks."""
+    """Parameters outside of experts: optimizer state spread over data × context parallel ranks."""
     expert: int
-    """In experts: optimizer state spread over the ranks that hold the same experts."""
+    """Parameters of experts: optimizer state spread over the ranks that hold the same experts."""
     matrices: int
-    """In the matrices of layers, which FP8 training multiplies in e4m3; counted in `dense` or `expert` as well."""
+    """The part of `dense` and `expert` in the layers' matrices, which FP8 training multiplies in e4m3."""
     largest: int
-    """In the largest matrix of a layer, whose gradient exists once more for a moment."""
+    """The largest matrix of a layer; its gradient briefly exists twice."""
     outer: int
-    """In the embedding or head, if this stage has one: likewise."""
+    """The embedding or head of this stage; its gradient briefly exists twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,27 +97,25 @@ class Footprint:
     gradients: int
     optimizer: int
     buckets: int
-    """Of the weight channel, where they are there while a step trains."""
     activations: int
-    """Kept for the backward pass, all micro-batches in flight."""
+    """Tensors kept for the backward pass, of all micro-batches in flight."""
     head: int
-    """Final norm, logits and what taking their logarithms and gradient needs; last stage only."""
+    """Final norm, logits, and scratch of their logarithms and gradient; last stage only."""
     working: int
-    """Gradients of activations and of one matrix while a layer is differentiated, and the layer computed again. By
-    then the head is done with."""
+    """Gradients of activations and of one matrix, and the recomputed layer, in a layer's backward pass, after the
+    head's."""
     scoring: int
-    """Above static in the log-probability pass."""
+    """Memory above static in the log-probability pass."""
     publishing: int
-    """Above static while weights are exported."""
+    """Memory above static while weights are exported."""
     allowance: int
     static: int
-    """Parameters, gradients and optimizer state: there all the time."""
     training: int
-    """Above static in a training step."""
+    """Memory above static in a training step."""
     total: int
 
     def items(self) -> dict[str, int]:
-        """Name the parts that add up to `total`."""
+        """Return the parts that add up to `total`, by name."""
         busy = "head" if self.head > self.working else "working"
         parts = dict(parameters=self.parameters, quantized=self.quantized, gradients=self.gradients)
         parts |= dict(optimizer=self.optimizer, buckets=self.buckets)
@@ -137,7 +134,7 @@ def footprints(config: ModelConfig, learner: LearnerSection, work: Workload) -> 
     tokens = -(-work.tokens // layout.context)
     attention, mlp = kept_by_layer(config, learner, work)
     each = layer_activations(config, learner, work)
-    # Numbers a position around an MLP: gate and up, and the hidden states before and after, gathered.
+    # Numbers per position around an MLP: gate and up, and the hidden states before and after, gathered.
     if config.experts is None:
         inner = 2 * config.ffn_size // layout.tensor
     else:
@@ -161,9 +158,9 @@ def footprints(config: ModelConfig, learner: LearnerSection, work: Workload) -> 
         layers = config.num_layers // (layout.pipeline * layout.virtual)
         activations = int(tokens * layers * chunks_in_flight(layout, stage, work.count) * each)
         head = _head_bytes(config, layout, work, size) if stage == layout.pipeline - 1 else 0
-        # While a layer is differentiated; or, where other micro-batches are in flight, the embedding's gradient.
+        # While a layer is differentiated; or the embedding's gradient, where other micro-batches are in flight.
         working = max(around + held.largest * size + again, held.outer * size if layout.pipeline > 1 else 0)
-        # A whole tensor is put together from its shards, so that both exist; likewise a bucket.
+        # A tensor or bucket is assembled from its shards, so both exist.
         publishing = 2 * largest + (0 if work.buckets_stay else buckets)
         publishing += held.matrices * size if work.emulates_at_publish else 0
         parameters, quantized, gradients = held.total * size, held.matrices * copies, held.total * 4
@@ -196,12 +193,11 @@ def footprints(config: ModelConfig, learner: LearnerSection, work: Workload) -> 
 
 
 def worst_footprint(config: ModelConfig, learner: LearnerSection, work: Workload) -> Footprint:
-    """Return the footprint of the stage that needs most."""
     return max(footprints(config, learner, work), key=lambda one: one.total)
 
 
 def held_parameters(config: ModelConfig, layout: Layout, stage: int) -> HeldParameters:
-    """Count the numbers in each rank of a stage, exactly: a shared embedding lives on the first and on the last one."""
+    """Count the numbers in each rank of a stage, exactly: a tied embedding lives on the first and the last stage."""
     first, last = stage == 0, stage == layout.pipeline - 1
     embedding = config.vocabulary_rows(layout.tensor) * config.hidden_size
     outer: dict[str, int] = {"final_norm": config.hidden_size} if last else {}
@@ -231,7 +227,7 @@ def held_parameters(config: ModelConfig, layout: Layout, stage: int) -> HeldPara
 
 
 def chunks_in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
-    """Count the model chunks whose activations a stage holds at once: 1F1B, or Megatron's interleaved schedule."""
+    """Count the model chunks whose activations a stage holds at once, by 1F1B or Megatron's interleaved schedule."""
     if layout.pipeline == 1:
         return 1
     if layout.virtual == 1:
@@ -241,10 +237,8 @@ def chunks_in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
 
 
 def layer_activations(config: ModelConfig, learner: LearnerSection, work: Workload) -> float:
-    """Count the bytes a position that autograd keeps of one decoder layer, on one rank.
-
-    The selective mode computes the MLP again, the full one the whole layer, from its input.
-    """
+    """Count the bytes per position that autograd keeps of one decoder layer, on one rank. Selective recomputation
+    repeats the MLP; full recomputation repeats the whole layer from its input."""
     if learner.recompute == "full":
         layout = Layout.of(learner)
         return learner.parameter_bytes * config.hidden_size / (layout.tensor if layout.sequence else 1)
@@ -253,16 +247,16 @@ def layer_activations(config: ModelConfig, learner: LearnerSection, work: Worklo
 
 
 def kept_by_layer(config: ModelConfig, learner: LearnerSection, work: Workload) -> tuple[float, float]:
-    """Count the bytes a position of (norms and attention, the MLP) of a layer when nothing is computed again.
+    """Return the bytes per position of (norms and attention, the MLP) of a layer without recomputation.
 
-    fused (h hidden, q and k widths of all query and key heads, d of one, f ffn; 2 bytes each in bfloat16):
+    fused (h hidden, q and k widths of all query and key heads, d of one head, f ffn; 2 bytes each in bfloat16):
         4h   input and output of both norms      2q + 2k   rotated queries and keys, values, attention's output
-        q + k more, raw, where they are normed   3f        gate, up and their product
+        q + k more, raw, with query and key norms          3f   gate, up and their product
     local, where nothing is fused, counted tensor by tensor for rows of one length: norms 6h; 5q + 5k of attention, and
     4d for rotations; 2q + k more with query and key norms; 2q - 2k more with repeated keys; 5f.
-    In FP8 training what a matrix is multiplied by is kept in one byte: both norms' outputs, the product, and what is
-    sent to experts; attention's output stays in two.
-    Split over tensor parallel ranks, but the norms' part only with sequence parallelism.
+
+    FP8 training keeps the inputs of matrix products in one byte: both norms' outputs, the product, and the tokens sent
+    to experts. Tensor parallel ranks share all of it, but the norms' part only with sequence parallelism.
     """
     layout, size = Layout.of(learner), learner.parameter_bytes
     residual_split = layout.tensor if layout.sequence else 1
@@ -285,8 +279,7 @@ def kept_by_layer(config: ModelConfig, learner: LearnerSection, work: Workload) 
 
 
 def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int) -> int:
-    """Count final norm, gathered hidden states, logits (their gradient is written over them), and the larger of:
-    scratch of their logarithms, the gradient of the matrix."""
+    """Count final norm, gathered hidden states, logits (overwritten by their gradient) and the head's scratch."""
     tokens = -(-work.tokens // layout.context)
     width = config.vocabulary_rows(layout.tensor) // layout.tensor
     matrix = width * config.hidden_size

@@ -1,12 +1,11 @@
-"""Say what a host needs beside GPU memory, and how long an orderly end takes: launchers ask here, so that no number of
-a job file is typed by hand. Loads no torch.
+"""Compute the host memory, disk and grace period that a role needs, for schedulers' job files. Loads no torch.
 
-    learner host   what its ranks put into host memory while they save + weights that are being published + processes
+    learner host   copies of its ranks' shards during a save + weights being published + processes
     engine host    its weights while they are read + processes; on its disk, by delta, a replica of what is published
 
-Bytes are counted; what is assumed is named in `HostAllowance`. A scheduler that ends a job gives notice of so many
-seconds (Slurm's `--signal`, Kubernetes' termination grace period): a learner needs the rest of its step, a publish and
-a save that are under way, and a checkpoint of what was trained meanwhile.
+The constants below are assumptions; all else is counted. A scheduler that ends a job gives notice (Slurm's `--signal`,
+Kubernetes' termination grace period). In that time a learner ends its step, a running publish and a running save, and
+saves a checkpoint of what it trained meanwhile.
 """
 
 from __future__ import annotations
@@ -25,71 +24,66 @@ from pipeline.config.recipe import Recipe
 from pipeline.errors import ModelError, RecipeError
 
 SAFETY = 2.0
-"""The durations are guesses by roofline; notice that is too short costs the steps since the last checkpoint."""
+"""Factor on estimated durations: notice that is too short costs the steps since the last checkpoint."""
 FIXED_S = 60
-"""For what depends on no size: signals, process groups that close, metadata of the shared file system."""
+"""Seconds that depend on no size: signals, closing process groups, metadata of the shared file system."""
 
 
-# What no formula gives: assumed, not measured.
+# No formula gives these: assumed, not measured.
 PROCESS_BYTES = 6 * GIB
-"""Of each process that has a GPU: Python, CUDA's and NCCL's pinned memory, the unused end of blocks of our own."""
+"""Host memory of each process with a GPU: Python, pinned memory of CUDA and NCCL, unused ends of our pinned blocks."""
 SHM_BYTES_PER_PROCESS = 2 * GIB
-"""NCCL's and SGLang's buffers between the processes of a host."""
+"""Buffers of NCCL and SGLang between the processes of a host."""
 VERIFIER_BYTES = GIB
-"""Of each process that checks answers."""
+"""Host memory of each reward verifier process."""
 COLLECTOR_BYTES = 8 * GIB
-"""The collector itself: tokenizer, a batch being built, a batch being written."""
+"""Host memory of the collector: tokenizer, a batch being built, a batch being written."""
 ROUTER_BYTES = 2 * GIB
 TMP_BYTES = 64 * GIB
-"""Temporary files of any role at the most: compiled kernels, what libraries cache."""
+"""Largest size of a role's temporary files: compiled kernels and library caches."""
 CPUS_PER_GPU = 8
 DRAIN_S = 60
-"""How long an engine that was asked to end lets requests go on; what is cut off is asked again."""
+"""Longest time that an ending engine serves its requests; requests cut off are issued again."""
 MARGIN_S = 60
-"""Added to every other wait: starting programs, creating folders, saying good-bye."""
+"""Seconds added to every wait: starting programs, creating folders, shutting down."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeeds:
-    """Of one host (or pod) of a role."""
-
     cpus: int
     memory_bytes: int
-    """/dev/shm included."""
+    """Host memory, /dev/shm included."""
     shm_bytes: int = 0
     tmp_bytes: int
-    """What temporary files may take, `replica_bytes` included."""
+    """The most that temporary files take, `replica_bytes` included."""
     replica_bytes: int = 0
-    """Of these, what is sure to be there: weights that `weights.channel: delta` keeps on an engine's host."""
+    """The weights that `weights.channel: delta` keeps on an engine's host."""
     stop_s: int
-    """From being asked to end until everything worth keeping is on the disk."""
+    """Seconds from the request to end until everything worth keeping is on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNeeds:
-    """Of all roles of a recipe."""
-
     learner: HostNeeds
     engine: HostNeeds
     collector: HostNeeds
     router: HostNeeds
     checkpoint_bytes: int
     first_policy_s: int
-    """Seconds until version 0 is written: engines wait for it."""
+    """Seconds until version 0 is written, for which engines wait."""
 
 
 def cluster_needs(planner: Planner, *, gpus_per_learner_host: int, gpus_per_engine_host: int) -> ClusterNeeds:
-    """Work out what hosts with so many GPUs of a role need.
+    """Compute the needs of hosts with the given numbers of GPUs.
 
-    A learner's save copies the shard of each rank to host memory before it writes it, and gathers nothing
-    (megatron_bridge.checkpoint.training_state). Every rank that sends to an engine keeps its stage's share of a version
-    there too (megatron_bridge.weight_sync.streaming), as many of them as can be on one host; by disk, one process reads
-    or writes the whole policy. An engine's weights pass through host memory once while they are read; a replica holds
-    two versions, the one that is served and the next one (rollout_sglang.weights).
+    A save copies each rank's shard to host memory and gathers nothing (checkpoint.training_state). Every rank that
+    sends to an engine also keeps its stage's share of a version there (weight_sync.streaming); by disk, one process
+    handles the whole policy. An engine's weights pass through host memory once; a replica holds two versions, the
+    served one and the next.
     """
     recipe, published = planner.recipe, planner.engine_model_bytes
     learner, rollout, workers = recipe.learner, recipe.rollout, recipe.reward.workers
-    # Host copies of the reference's share, and of that of older versions (megatron_bridge.step).
+    # Host copies of the rank's shares of the reference and of older versions (megatron_bridge.step).
     copies = (recipe.reference is not None) + recipe.num_kept_versions
     stages = footprints(planner.config, learner, planner.workload(learner))
     shard = max(one.parameters * (1 + copies) + one.optimizer for one in stages)
@@ -130,7 +124,7 @@ def cluster_needs(planner: Planner, *, gpus_per_learner_host: int, gpus_per_engi
 
 
 def check_gpu_hosts_serve(recipe: Recipe) -> None:
-    """Raises RecipeError for a format that no GPU serves, and for a teacher beside the collector, which has none."""
+    """Raise RecipeError for a format that no GPU serves, and for a teacher on the collector's host without GPUs."""
     if recipe.started_teacher is not None:
         raise RecipeError(
             f"distillation.path is {recipe.started_teacher.path}: the teacher would be served beside the collector, "
@@ -147,8 +141,7 @@ def planner_that_fits(
     disk_gb_s: float | None = None,
     sizes: Path | None = None,
 ) -> Planner:
-    """Plan a recipe on exactly as many GPUs as it asks for; `sizes` as `Planner` takes it. Raises RecipeError
-    when it does not fit them."""
+    """Plan a recipe on exactly the GPUs that it asks for; `sizes` as for `Planner`. Raises RecipeError for a misfit."""
     check_gpu_hosts_serve(recipe)
     gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
     assumed = default_assumptions(recipe, dict(disk_gb_s=disk_gb_s))
@@ -161,7 +154,7 @@ def planner_that_fits(
 
 
 def grace_s(planner: Planner) -> int:
-    """Return the seconds of notice to ask of the scheduler for a learner, in whole tens."""
+    """Return the seconds of notice to request from the scheduler for a learner, rounded up to tens."""
     timed = planner.durations(planner.recipe.learner)
     save_s = checkpoint_bytes(planner.config, planner.recipe) / (planner.assumed.disk_gb_s * 1e9)
     planned = SAFETY * (timed.score_s + timed.update_s + timed.publish_s + 2 * save_s) + FIXED_S
@@ -169,11 +162,9 @@ def grace_s(planner: Planner) -> int:
 
 
 def sizes_folder(recipe_path: Path, model_path: Path, given: Path | None) -> Path | None:
-    """Find the folder with the config.json to plan with: `given` (--model-config), or that of a shipped recipe when an
-    absolute model.path is not on this machine, which is said on stderr. None: wherever `model_path` leads.
-
-    Raises ModelError when there is none.
-    """
+    """Return the folder whose config.json to plan with, or None for `model_path`: `given` (--model-config), or a
+    shipped recipe's folder, with a note on stderr, when an absolute model.path is not on this machine. Raises
+    ModelError."""
     if given is not None:
         if not (given / "config.json").is_file():
             raise ModelError(

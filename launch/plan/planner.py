@@ -1,9 +1,9 @@
-"""Plan a recipe on some GPUs: does it fit, which learner layouts would, and how long will a step take?
+"""Plan a recipe on some GPUs: whether it fits, which learner layouts would fit, and how long a step takes.
 
     recipe + config.json ──▶ footprint (learner) · capacity (engines) · roofline ──▶ simulated schedule ──▶ plan
 
-Layouts are ranked by seconds a step under the recipe's schedule, then by the learner's seconds, both by roofline
-(launch.plan.costs). Nothing here loads torch, Megatron or SGLang, and no weights are read: config.json is enough.
+Layouts are ranked by seconds per step under the recipe's schedule, then by the learner's seconds (launch.plan.costs).
+Planning loads no torch, Megatron or SGLang, and reads no weights: config.json is enough.
 """
 
 from __future__ import annotations
@@ -48,22 +48,20 @@ from pipeline.schedule import Schedule
 from rollout_sglang.server.capacity import Capacity, EngineModel, engine_capacity, weight_bytes
 
 STAGED_EXAMPLE = 8
-"""mu of the staged schedule that is shown for comparison when the recipe has another."""
+"""µ of the staged schedule that is shown for comparison."""
 LEAST, MOST = 1e-6, 1e9
-"""Of a number that a user gives, wider than anything that a machine or a run could have: a plan multiplies and divides
-by them, and an infinite one, or one next to nothing, would end it amid its arithmetic."""
+"""Bounds of a user's numbers, wider than any machine or run: with an infinite or tiny number, arithmetic would fail."""
 MIN_CONTEXT_SHARE = 8192
-"""Tokens: context parallelism is tried only while each rank keeps that many of the longest sample."""
+"""Tokens of the longest sample that each rank must keep for context parallelism to be tried."""
 VIRTUAL = (1, 2, 4)
 
 
 def gib(num_bytes: float) -> float:
-    """Convert bytes to GiB, rounded."""
     return round(num_bytes / GIB, 3)
 
 
 def check_given(numbers: Mapping[str, float | None]) -> None:
-    """Raise RecipeError for a number outside the bounds, or for none (NaN); the names are those of options."""
+    """Raise RecipeError for a number outside the bounds or NaN; the names are option names."""
     for name, value in numbers.items():
         if value is not None and not LEAST <= value <= MOST:
             option = f"--{name.replace('_', '-')}"
@@ -71,8 +69,8 @@ def check_given(numbers: Mapping[str, float | None]) -> None:
 
 
 def config_for(recipe_path: Path, model_path: Path) -> dict[str, Any]:
-    """Read config.json of the model: `model_path` as training would find it, or else the sizes that lie beside the
-    recipe or the shipped ones, for a model that has yet to be made or fetched. Raises ModelError."""
+    """Read the model's config.json at `model_path`, or else beside the recipe or the shipped recipes. Raises
+    ModelError."""
     places = [model_path]
     if not model_path.is_absolute():
         for folder in (recipe_path.parent, SHIPPED):
@@ -85,7 +83,7 @@ def config_for(recipe_path: Path, model_path: Path) -> dict[str, Any]:
 
 
 def engine_model(config: ModelConfig) -> EngineModel:
-    """Count what an engine's memory depends on: FP8 rollouts quantize the projections of the layers."""
+    """Return the sizes that an engine's memory depends on: FP8 rollouts quantize the projections of the layers."""
     linear = config.num_layers * sum(size for name, size in layer_sizes(config).items() if name.endswith("proj.weight"))
     return EngineModel(
         num_layers=config.num_layers,
@@ -97,7 +95,7 @@ def engine_model(config: ModelConfig) -> EngineModel:
 
 
 def shortage(footprint: Footprint, gpu_bytes: float) -> str:
-    """Say in one line why a rank does not fit; empty when it does."""
+    """Return in one line why a rank does not fit, or "" if it does."""
     over = footprint.total - gpu_bytes
     if over <= 0:
         return ""
@@ -109,8 +107,6 @@ def shortage(footprint: Footprint, gpu_bytes: float) -> str:
 
 
 class Planner:
-    """One recipe on so many GPUs of `gpu_gib` GiB."""
-
     def __init__(
         self,
         recipe_path: Path,
@@ -121,10 +117,7 @@ class Planner:
         gpu_gib: float,
         sizes: Path | None = None,
     ) -> None:
-        """`sizes`: a folder whose config.json is read instead of the model's.
-
-        Raises ModelError, LayoutError (the recipe's own layout does not divide the model) or RecipeError.
-        """
+        """`sizes` is a folder whose config.json replaces the model's. Raises ModelError, LayoutError or RecipeError."""
         check_given(dict(gpus=gpus, gpu_gib=gpu_gib))
         self.recipe, self.assumed, self.gpus, self.gpu_gib = recipe, assumed, gpus, gpu_gib
         self.hf_config = read_config(sizes) if sizes else config_for(recipe_path, recipe.model.path)
@@ -134,10 +127,10 @@ class Planner:
         rollout, served = recipe.rollout, recipe.started_teacher
         self.engine_model = engine_model(self.config)
         self.engine_model_bytes = weight_bytes(self.engine_model, rollout)
-        """All weights as engines hold them: a published version."""
+        """Bytes of a published version: all weights as engines hold them."""
         self.capacity: Capacity = engine_capacity(self.engine_model, rollout, gpu_gib * GIB)
         self.teacher: Capacity | None = None
-        """Of the teacher's server, where the run starts one, and the sizes of its model are on this machine."""
+        """The teacher's server, where the run starts one and its model's sizes are known."""
         if served is not None:
             assert served.path is not None  # else it would not be started
             changes = dict(precision="bf16", tensor_parallel=served.tensor_parallel, extra_args=served.extra_args)
@@ -147,18 +140,16 @@ class Planner:
         self.teacher_gpus = 0 if served is None else served.tensor_parallel
         self.engine_gpus = rollout.engines * rollout.tensor_parallel
         self.shared = recipe.weights.channel == "ipc"
-        """Whether learner and engines run on the same GPUs."""
         both = recipe.learner.num_processes, self.engine_gpus
         self.needed_gpus = (max(both) if self.shared else sum(both)) + self.teacher_gpus
         engine = self.capacity.gpu_bytes + RUNTIME_BYTES if self.shared else 0.0
         self.learner_bytes = gpu_gib * GIB - engine
-        """Of each GPU: what engines on the same one leave."""
+        """Memory of each GPU that engines on the same GPU leave."""
 
     def workload(self, learner: LearnerSection) -> Workload:
-        """Describe the learner's work on GPUs. Micro-batches are as full as they can get: memory is planned for the
-        longest samples."""
+        """Describe the learner's work on GPUs. Micro-batches are full: memory is planned for the longest samples."""
         recipe, channel = self.recipe, self.recipe.weights.channel
-        # Emulation and float32 are computed in Megatron's own layers, on a GPU too (megatron_bridge.model.build).
+        # Emulation and float32 run in Megatron's own layers, on a GPU too (megatron_bridge.model.build).
         local = learner.fp8_emulation or learner.precision == "fp32"
         return Workload(
             tokens=learner.micro_batch_tokens,
@@ -172,11 +163,9 @@ class Planner:
         )
 
     def durations(self, learner: LearnerSection) -> Durations:
-        """Estimate the phases of the recipe with this layout of the learner."""
         return durations(self.config, self.engine_model, self.capacity, self.recipe, self.assumed, learner)
 
     def plan(self) -> dict[str, Any]:
-        """Work out everything, as plain data."""
         recipe, capacity, assumed = self.recipe, self.capacity, self.assumed
         learner, rollout, channel = recipe.learner, recipe.rollout, recipe.weights.channel
         stages = footprints(self.config, learner, self.workload(learner))
@@ -253,7 +242,7 @@ class Planner:
         )
 
     def misfit(self) -> list[str]:
-        """Say why the recipe cannot run on the GPUs; empty when it can."""
+        """Return the reasons why the recipe cannot run on the GPUs."""
         learner, rollout, needed = self.recipe.learner, self.recipe.rollout, self.needed_gpus
         reasons = [*map(str, refusals(self.hf_config, self.recipe))]
         worst = worst_footprint(self.config, learner, self.workload(learner))
@@ -271,7 +260,7 @@ class Planner:
                 f"{self.teacher.kv_tokens} tokens of keys and values where one sample may need "
                 f"{rollout.context_tokens} (rollout.context_tokens); raise distillation.tensor_parallel"
             )
-        # The largest quant map that the ESS controller may give an engine quantizes nothing.
+        # The ESS controller may at most give engines a quant map that quantizes nothing.
         unquantized = rollout
         if self.recipe.controller is not None and rollout.quantized_format is not None and not rollout.urls:
             unquantized = rollout.model_copy(update=dict(precision="bf16"))
@@ -290,7 +279,7 @@ class Planner:
         return reasons
 
     def _schedules(self, timed: Durations) -> list[dict[str, Any]]:
-        """Compare the recipe's schedule with the others, at the same durations."""
+        """Compare the recipe's schedule with others, at the same durations."""
         others = [
             Schedule(kind="sync", steps=1),
             Schedule(kind="async", lag=1, steps=1),
@@ -311,11 +300,8 @@ class Planner:
         return rows
 
     def _layouts(self) -> dict[str, Any]:
-        """Judge every layout of the learner on the GPUs left for it: those that fit, fastest first, and the others.
-
-        Each has the least recomputation that fits. Where the engines set the pace the seconds a step are equal: then
-        the learner's seconds decide.
-        """
+        """Rate every layout of the learner on the GPUs left for it, each with the least recomputation that fits: those
+        that fit, fastest first, and the misfits. Where the engines set the pace, the learner's seconds decide."""
         gpus, teacher, engines = self.gpus, self.teacher_gpus, self.engine_gpus
         beside = f" and {teacher} for its teacher" if teacher else ""
         share, counted = gpus - engines - teacher, f"{gpus} GPUs less {engines} for the recipe's engines{beside}"
@@ -366,8 +352,8 @@ class Planner:
         return ""
 
     def _candidates(self, num_gpus: int) -> Iterator[LearnerSection]:
-        """Yield the layouts that use exactly `num_gpus`: tensor parallel within a node and always with sequence
-        parallelism; what the recipe says elsewhere stays."""
+        """Yield the layouts that use exactly `num_gpus`: tensor parallel within a node, always with sequence
+        parallelism."""
         longest, layers, experts = self.recipe.rollout.context_tokens, self.config.num_layers, self.config.experts
         for tensor in (size for size in _powers(GPUS_PER_NODE) if num_gpus % size == 0):
             for context in _powers(num_gpus // tensor):
@@ -413,7 +399,7 @@ def _memory(one: Footprint) -> dict[str, Any]:
 def make_plan(
     recipe_path: Path, overrides: list[str], chosen: Mapping[str, float | None], *, gpus: int, gpu_gib: float
 ) -> dict[str, Any]:
-    """Read the recipe and plan it; `chosen` holds Assumptions by name, None for the default."""
+    """Read a recipe and plan it; `chosen` holds Assumptions by name, None for the default."""
     recipe_path = find_recipe(recipe_path)
     recipe = load_recipe(recipe_path, overrides)
     check_gpu_serves(recipe.rollout.quantized_format)
@@ -421,7 +407,7 @@ def make_plan(
 
 
 def default_assumptions(recipe: Recipe, chosen: Mapping[str, float | None]) -> Assumptions:
-    """Take what was chosen, by name, and the defaults for the others. Raises RecipeError."""
+    """Build Assumptions from `chosen`, with defaults for the others. Raises RecipeError."""
     check_given(chosen)
     rollout = recipe.rollout
     guesses: dict[str, Any] = dict(

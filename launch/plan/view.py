@@ -1,4 +1,4 @@
-"""Draw a plan as tables."""
+"""Render a plan as tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 SHOWN = 12
-"""Layouts and misfits printed; --json holds all."""
+"""The most layouts and misfits that are printed; --json holds all."""
 
 _ASSUMED = {
     "mean_response_tokens": "tokens of a response, on average (--mean-response-tokens)",
@@ -39,7 +39,6 @@ _CAVEATS = (
 
 
 def render(plan: Mapping[str, Any]) -> RenderableType:
-    """Draw the plan as tables: the verdict, its reasons, the alternatives, and what was assumed."""
     model, gpus, counted = plan["model"], plan["gpus"], plan["layouts_for"]
     engines, publish, step = plan["engines"], plan["publish"], plan["step"]
     active = f", {model['active_parameters'] / 1e9:.2f} B at work for each token"
