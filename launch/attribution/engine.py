@@ -1,4 +1,4 @@
-"""The engine's part of an attribution: it samples, scores again what was sampled, and shows what it loaded."""
+"""Run the engine's part of an attribution: sample, score the samples, and audit the loaded weights."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ from rollout_sglang.client import EngineClient
 from rollout_sglang.weights.update_lease import fresh_number
 
 LARGEST_TEMPERED_VOCABULARY = 4096
-"""SGLang scores a prompt at temperature 1 over the whole vocabulary alone. For anything else it must answer whole
-distributions, which are large."""
+"""Largest vocabulary scored with kept sets or a temperature, for which SGLang returns whole distributions."""
 ROWS_AT_ONCE = 64
 
 
 class MeasuredEngine(OneEngine):
-    """An engine whose weights are compared with what it was given, and which goes on whatever comes out."""
+    """An engine that compares its weights with the published ones, and goes on whatever the result."""
 
     audit = EngineCheck(compared=0, differing=(), misheld=())
-    """What was found so far: how many parameters were compared, those that it holds otherwise than they were written,
-    as it names them (none of either if that is not known), and modules in another format, or with other scales or
-    values, than the quant map and the published folder say (precision.formats.audit)."""
+    """The number of compared parameters (0 if unknown), those that differ from the published ones, and modules whose
+    format, scales or values differ from the quant map and the published folder (precision.formats.audit)."""
 
     async def verify(self) -> None:
-        """Compare and note. The engine is named verified all the same: what it does is to be measured."""
+        """Compare the weights and record the findings. The engine counts as verified anyway: its behavior is to be
+        measured."""
         version = self.run.newest_policy(self.run.published_version())
         client = self.client()
         client.take_part(fresh_number())
@@ -51,7 +50,7 @@ class MeasuredEngine(OneEngine):
             await client.close()
 
     def serve(self, version: int) -> None:
-        """Take the weights of another version of the run."""
+        """Load another version of the run's weights."""
 
         async def load() -> None:
             client = self.client()
@@ -71,7 +70,7 @@ class MeasuredEngine(OneEngine):
         asyncio.run(load())
 
     def sample_task(self, num_prompts: int) -> SampledRows:
-        """Sample the task's first prompts as the recipe says, all at once."""
+        """Sample the task's first prompts by the recipe, all at once."""
         prompts = build_prompts(self.recipe, build_tokenizer(self.recipe))
         asked, sampling = [prompts.prompt(group) for group in range(num_prompts)], build_sampling(self.recipe)
 
@@ -99,12 +98,12 @@ class MeasuredEngine(OneEngine):
         )
 
     def score(self, rows: SampledRows, temperature: float) -> NDArray[np.float64] | None:
-        """Return [responses] prefill log-probabilities, over kept sets where there are any; None where the vocabulary
-        is too large to have them over those, or at another temperature than 1, and for mixtures: a prefill chooses
-        experts anew, and what it chooses otherwise would look like a fault of decoding."""
+        """Return [responses] prefill log-probabilities, over kept sets where there are any. None: the vocabulary is too
+        large for kept sets or for another temperature than 1, or the model is a mixture, whose prefill routes tokens
+        anew: other experts would look like a fault of decoding."""
         if rows.experts is not None:
             return None
-        # The model's: it may have more rows than the tokenizer has tokens, and give them some probability.
+        # From the model: it may have more rows than the tokenizer has tokens, and give them some probability.
         vocab_size, kept = int(read_hf_config(self.recipe.model.path)["vocab_size"]), rows.kept_by_row()
         plain = temperature == 1.0 and kept is None
         if not plain and vocab_size > LARGEST_TEMPERED_VOCABULARY:
@@ -133,7 +132,7 @@ class MeasuredEngine(OneEngine):
         held = await client.checksums(deadline_s=deadline_s)
         check = WeightCheck.load(self.run.policy_directory(version), version)
         await client.name(version)
-        with suppress(EngineVersionError):  # an engine that cannot tell
+        with suppress(EngineVersionError):  # an engine that cannot report its formats
             misheld = await audit_engine(
                 client,
                 build_quant_map(self.recipe),
@@ -159,12 +158,11 @@ async def audit_engine(
     emulated: dict[str, Held] | None = None,
     deadline_s: float = 600.0,
 ) -> list[Misheld]:
-    """Name what is wrong with an engine that should serve `quant_map` and compute in `dtype` ("bfloat16").
+    """Return the faults of an engine that should serve `quant_map` and compute in `dtype` ("bfloat16").
 
-    `published`: the policy folder that it serves, read whole. `emulated`: what `weight_statistics.emulated_modules`
-    makes of the learner's weights at that version. The engine's client must take part in a weight update
-    (rollout_sglang.weights.update_lease): engines tell nobody else. Raises EngineVersionError when the engine cannot
-    tell.
+    `published` is the served policy folder, read whole. `emulated` holds `weight_statistics.emulated_modules` of the
+    learner's weights at that version. The client must take part in a weight update (weights.update_lease), else engines
+    refuse to answer. Raises EngineVersionError when the engine cannot report its formats.
     """
     ranks = await engine.formats(deadline_s=deadline_s, statistics=True)
     if ranks is None:

@@ -1,12 +1,12 @@
-"""Attribute the mismatch of learner and engine, of fresh rollouts or of a recorded batch: `evenkeel mismatch`.
+"""Attribute the mismatch of learner and engine, for fresh rollouts or a recorded batch: `evenkeel mismatch`.
 
-RECIPE: an engine samples the task's prompts, and learner and engine score what it sampled.
+RECIPE: an engine samples the task's prompts, and learner and engine score the samples.
 
     model.path ─▶ version 0 in the rollout's format ─▶ engine: sample, prefill, checksums
          └──────▶ learner: plain, with the formats layer by layer, with known faults; with the weights of --now
 
-RUN: a batch that a run recorded. What the learner says now is what it said when it trained on the batch; the run keeps
-that. Training again is bit-identical for the layout and machine that trained. The run itself is only read.
+RUN: a recorded batch of a run. The learner's scores are those that the run kept when it trained on the batch. Training
+again is bit-identical for the layout and machine that trained. The run itself is only read.
 
     checkpoint ─▶ train again up to each version that sampled the batch ─▶ its weights in full precision
     weights    ─▶ learner: plain, with the formats layer by layer, with known faults
@@ -67,17 +67,16 @@ _STEP = re.compile(NUMBER)
 
 @dataclass
 class Recorded:
-    """One batch, with what the learner said before it trained on it."""
+    """A batch with the learner's scores from before it trained on the batch."""
 
     index: int
     batch: Batch
     now: NDArray[np.float64]
-    """[responses] NaN where the learner never looked, and in rows that are left out."""
+    """[responses] NaN where the learner did not score, and in rows that are left out."""
     rows_left_out: int = 0
-    """Of a large batch only some rows are attributed, evenly spread."""
 
     counts: NDArray[np.bool_] = field(init=False)
-    """[responses] tokens that an engine sampled and the learner scored."""
+    """[responses] True for tokens that an engine sampled and the learner scored."""
     versions: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,8 +104,8 @@ def measure(
     batch: int | None,
     locate: bool,
 ) -> dict[str, Any]:
-    """Attribute fresh rollouts of a recipe, or a recorded batch of a run, into the folder `out`: mismatch.json
-    and mismatch.html. Raises FatalError."""
+    """Attribute fresh rollouts of a recipe, or a recorded batch of a run; write both reports into `out`. Raises
+    FatalError."""
     is_run = (source / "recipe.yaml").is_file()
     of_recipes = {"--prompts": num_prompts, "--now": now, "--set": list(overrides) or None}
     belongs_to = "a recipe" if is_run else "a run directory"
@@ -143,19 +142,19 @@ def assembled(
     learner: Mapping[str, Flat],
     job: ScoringJob,
 ) -> Measured:
-    """Put together what was scored, for the tokens that count; all arrays are over the response tokens of all rows.
+    """Combine the scores of the tokens that count; all arrays are over the response tokens of all rows.
 
     version    the version that sampled each token
-    counts     False for tokens that no engine sampled, or that the learner never scored
-    now        by the learner at the weights that are trained; None: those that sampled
-    prefill    by the engine, at the version that sampled; None: not to be had
-    learner    what launch.attribution.score_ranks wrote for `job`
+    counts     False for tokens that no engine sampled or the learner never scored
+    now        the learner's scores at the trained weights; None: at those that sampled
+    prefill    the engine's scores at the version that sampled; None: not available
+    learner    the arrays that launch.attribution.score_ranks wrote for `job`
     """
     newest, row = job.versions[-1].number, rows.row
     names = {name.removeprefix(f"{newest}.") for name in learner if name.startswith(f"{newest}.")}
 
     def scored(name: str) -> Flat:
-        """Collect the learner's values of each token at the version that sampled it, NaN where none did."""
+        """Return the learner's values of each token at the version that sampled it, else NaN."""
         values = np.full(len(version), np.nan)
         for part in job.versions:
             here = np.isin(row, part.rows)
@@ -197,12 +196,12 @@ def assembled(
 
 
 def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate: bool) -> Measured:
-    """Sample `num_prompts` prompts and attribute. `now` is an HF folder of the weights that are trained, by default
-    those that the engine serves; `locate` tries known faults. Raises FatalError."""
+    """Sample `num_prompts` prompts and attribute their mismatch. `now` is an HF folder of the trained weights, by
+    default those that the engine serves; `locate` tries known faults. Raises FatalError."""
     preflight(recipe)
     check_engines(recipe)
     with tempfile.TemporaryDirectory(prefix="evenkeel-mismatch-") as scratch:
-        # Engines of a mixture say where they send tokens, whatever the learner trains with.
+        # Engines of a mixture report their experts, whatever the learner trains with.
         mixture = ModelConfig.from_hf(read_hf_config(recipe.model.path)).experts is not None
         local = moved(recipe, Path(scratch), replay_experts=mixture)
         run = RunDirectory(local.directory)
@@ -237,18 +236,18 @@ def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate
 
 
 def moved(recipe: Recipe, root: Path, **rollout: Any) -> Recipe:
-    """Make the same recipe for a run below another folder, with other settings of rollouts."""
+    """Return the recipe for a run below another folder, with other rollout settings."""
     data = recipe.model_dump(mode="json")
     changed = dict(run={**data["run"], "root": str(root)}, rollout={**data["rollout"], **rollout})
     return recipe_from({**data, **changed}, source="mismatch")
 
 
 def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
-    """Attribute batch `batch` of a run, by default the last that was trained on. Raises FatalError."""
+    """Attribute batch `batch` of a run, by default the newest trained one. Raises FatalError."""
     source = RunDirectory(path)
-    recipes = all_recipes(path)  # first, for it refuses a run of another format
+    recipes = all_recipes(path)  # first, since it refuses a run of another format
     recorded = read(source, batch)
-    sampled_by = [one for one in recipes if one.first_batch <= recorded.index][-1]  # of a fork, perhaps its parent's
+    sampled_by = [one for one in recipes if one.first_batch <= recorded.index][-1]  # for a fork, possibly its parent's
     recipe = sampled_by.recipe
     check_engines(recipe)
     require_first_map(source, recorded, sampled_by)
@@ -296,7 +295,7 @@ def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
 
 
 def read(source: RunDirectory, index: int | None) -> Recorded:
-    """Read the batch, and what the learner said. Raises StoreError when it is not trained yet."""
+    """Read a batch and the learner's scores. Raises StoreError before it is trained."""
     store = BatchStore(source.batches)
     lost = {batch.index for batch in store.all_lost()}
     trained = sorted({int(path.stem) for path in source.logprobs.glob("*.npy") if _STEP.fullmatch(path.stem)} - lost)
@@ -318,7 +317,6 @@ def read(source: RunDirectory, index: int | None) -> Recorded:
 
 
 def bounded(recorded: Recorded) -> Recorded:
-    """Keep at most MOST_ROWS rows that have tokens to attribute."""
     row = np.repeat(np.arange(recorded.batch.num_samples), np.diff(recorded.batch.response_offsets))
     every = np.unique(row[recorded.counts])
     chosen = searched_rows(every, MOST_ROWS)
@@ -328,15 +326,15 @@ def bounded(recorded: Recorded) -> Recorded:
 
 def require_first_map(source: RunDirectory, recorded: Recorded, sampled_by: RecipeInForce) -> None:
     """Raise StoreError when the ESS controller may have changed the engines' formats before the batch was sampled:
-    engines change over one by one, so that the formats of a token are not known afterwards."""
+    engines change one by one, so a token's formats are unknown."""
     if sampled_by.recipe.controller is None:
-        return  # records that a fork has are its parent's
+        return  # the records of a fork are its parent's
     control = ControlFiles(source.control, source.fence)
     changed = [record for record in control.decisions() if record.state.quant_map > 0]
     begun = control.read(sampled_by.first_step - 1) if sampled_by.first_step else None
-    if begun is not None and begun.state.quant_map == 0:  # a fork's controller began afresh
+    if begun is not None and begun.state.quant_map == 0:  # a fork's controller started anew
         changed = [record for record in changed if record.step >= sampled_by.first_step]
-    first = changed[0].step + 1 if changed else math.inf  # the version that the decision came with
+    first = changed[0].step + 1 if changed else math.inf  # the decision's version
     if max(recorded.versions) >= first:
         raise StoreError(
             f"batch {recorded.index} of {source.path} was sampled by versions {min(recorded.versions)} to "
@@ -349,7 +347,7 @@ def require_first_map(source: RunDirectory, recorded: Recorded, sampled_by: Reci
 def refuse_learned_otherwise(
     source: RunDirectory, recorded: Recorded, recipes: Sequence[RecipeInForce], sampled_by: RecipeInForce
 ) -> None:
-    """Raise RunConflictError when steps would be trained again by a recipe that they were not trained by."""
+    """Raise RunConflictError when the needed steps were trained by another recipe than the one to train them again."""
     if not (wanted := [version for version in recorded.versions if version > 0]):
         return
     first = checkpoint_before(source, min(wanted)) or 0
@@ -362,7 +360,7 @@ def refuse_learned_otherwise(
 
 
 def weights_of(source: RunDirectory, run: RunDirectory, recipe: Recipe, versions: tuple[int, ...]) -> dict[int, Path]:
-    """Return version → HF folder in full precision: the model that the run began with, or trained again into `run`."""
+    """Return the HF folder of each version in full precision: the run's first model, or trained again into `run`."""
     found = {version: run.path / WEIGHTS / numbered(version) for version in versions if version > 0}
     if found:
         run.set_published(0)
@@ -375,14 +373,14 @@ def weights_of(source: RunDirectory, run: RunDirectory, recipe: Recipe, versions
 
 
 def checkpoint_before(source: RunDirectory, version: int) -> int | None:
-    """Return the step of the newest checkpoint that is not after `version`; None: all is trained again."""
+    """Return the step of the newest checkpoint up to `version`, or None without one."""
     return max((step for step in source.saved_steps() if step <= version), default=None)
 
 
 def _prefill(
     run: RunDirectory, recipe: Recipe, job: ScoringJob, recorded: Recorded, temperature: float
 ) -> tuple[NDArray[np.float64] | None, EngineCheck]:
-    """Score [responses] by the engine with the weights of the version that sampled each token, and audit it."""
+    """Score [responses] on the engine with the version that sampled each token, and audit the engine."""
     for part in job.versions:
         maker = checksums_maker(recipe)
         digests = None if maker is None else maker()
@@ -415,7 +413,7 @@ def _prefill(
 
 
 def searched_rows(candidates: NDArray[np.int64], most: int = MOST_SEARCHED_ROWS) -> tuple[int, ...]:
-    """Choose at most `most` of `candidates`, ascending, evenly spread: neighbors answer one prompt."""
+    """Choose at most `most` of `candidates`, ascending, evenly spread since neighbors answer one prompt."""
     count = min(most, len(candidates))
     places = np.linspace(0, len(candidates) - 1, count).astype(np.int64)
     return tuple(candidates[places].tolist())
@@ -424,7 +422,7 @@ def searched_rows(candidates: NDArray[np.int64], most: int = MOST_SEARCHED_ROWS)
 def describe(
     recipe: Recipe, source: str, kind: str, versions: tuple[int, ...], *, rows: SampledRows, prefilled: bool
 ) -> Setting:
-    """Describe the setting, and what could not be compared in it."""
+    """Describe the comparison, with remarks on what it lacks."""
     temperature = recipe.learner.temperature or recipe.rollout.temperature
     remarks = []
     if rows.experts is not None:

@@ -1,6 +1,6 @@
-"""One rank of a learner that trains again on recorded batches, to export the weights of some versions.
+"""Train again on recorded batches, as one learner rank, to export the weights of some versions.
 
-python -m launch.attribution.replay_ranks RUN SOURCE VERSION,VERSION      RUN: where to write, SOURCE: only read
+python -m launch.attribution.replay_ranks RUN SOURCE VERSION,VERSION      RUN: written to, SOURCE: only read
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from pipeline.trainer.checkpoints import Checkpoints
 
 
 class AllExportedError(Exception):
-    """Ends the training."""
+    """Raised when all wanted versions are exported, to end the training."""
 
 
 class ExportChannel:
-    """A WeightChannel that gives versions to nobody, and writes those that are wanted. Collective."""
+    """A WeightChannel that exports the wanted versions to disk, and publishes to no engine. Collective."""
 
     def __init__(self, learner: MegatronLearner, folder: Path, wanted: set[int]) -> None:
         self._learner, self._folder, self._wanted = learner, folder, wanted
 
     def publish(self, version: int) -> dict[str, float]:
-        """See `begin`."""
         self.begin(version)
         return self.finish()
 
     def begin(self, version: int, *, learner_waits: bool = False) -> None:  # noqa: ARG002
-        """Write the version if it is wanted. Raises AllExportedError after the last."""
+        """Export the version if it is wanted. Raises AllExportedError after the last."""
         if version in self._wanted:
             self._learner.export(self._folder / numbered(version))
             self._wanted.discard(version)
@@ -47,27 +46,25 @@ class ExportChannel:
             raise AllExportedError
 
     def is_over(self, wait_s: float) -> bool:  # noqa: ARG002
-        """`begin` has done everything."""
         return True
 
     def finish(self) -> dict[str, float]:
-        """`begin` has done everything."""
         return {"publish_s": 0.0} if self._learner.is_rank_zero else {}
 
     def wait_for_folder(self) -> None:
-        """Nothing is written behind anybody's back."""
+        """Do nothing: no folder is written in the background."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
-    """Export the versions into RUN/weights. Collective. Raises StoreError and what training raises."""
+    """Export the versions into RUN/weights. Collective. Raises StoreError and the trainer's errors."""
     recipe = run.recipe()
     learner = build_learner(recipe)
     learner.rates = build_rates(source)
     checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep)
-    tell_when_done(learner, lambda: _bring_checkpoint(source, run, min(wanted)))  # all of it is copied
+    tell_when_done(learner, lambda: _bring_checkpoint(source, run, min(wanted)))  # the whole checkpoint is copied
     channel = ExportChannel(learner, run.path / "weights", wanted)
     event_log, store = EventLog(run.path, "replay"), BatchStore(source.batches, limits=build_limits(recipe))
     trainer = build_trainer(
@@ -92,7 +89,7 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
 
 
 def _bring_checkpoint(source: RunDirectory, run: RunDirectory, version: int) -> None:
-    """Copy the newest checkpoint that is not after `version`, and what the learner kept of the stages before it."""
+    """Copy the newest checkpoint up to `version`, and the old log-probabilities of the stages before it."""
     if (step := checkpoint_before(source, version)) is None:
         return
     shutil.copytree(source.checkpoints / numbered(step), run.checkpoints / numbered(step))

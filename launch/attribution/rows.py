@@ -1,4 +1,4 @@
-"""Describe the rows that are compared, of which an engine sampled the responses, and have a learner score them."""
+"""Describe the compared rows, whose responses an engine sampled, and have a learner score them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ from pipeline.errors import FatalError
 
 @dataclass(kw_only=True)
 class SampledRows:
-    """Rows, and what the engine said as it sampled."""
+    """Sampled rows with the engine's log-probabilities."""
 
     tokens: list[list[int]]
-    """Prompt and response of each row."""
     prompt_lengths: list[int]
     decode: NDArray[np.float64]
     """[responses] log-probabilities under the run's contract, row after row."""
     kept: KeptSets | None = None
-    """[responses] what every score is renormalized over; None: the whole vocabulary."""
+    """[responses] kept sets over which every score is renormalized; None: the whole vocabulary."""
     experts: RoutedExperts | None = None
-    """[tokens of all rows] where the engine sent each; None: not known, or a dense model."""
+    """[tokens of all rows] the experts that the engine chose; None: unknown, or a dense model."""
 
     lengths: list[int] = field(init=False)
-    """Of the responses, in tokens."""
     row: NDArray[np.int64] = field(init=False)
     """[responses] the row of each token."""
 
@@ -44,7 +42,6 @@ class SampledRows:
         self.row = np.repeat(np.arange(len(self.tokens)), self.lengths)
 
     def part(self, rows: Sequence[int]) -> SampledRows:
-        """Pick some rows, ascending."""
         here = np.flatnonzero(np.isin(self.row, rows))
         return SampledRows(
             tokens=[self.tokens[row] for row in rows],
@@ -55,7 +52,7 @@ class SampledRows:
         )
 
     def kept_by_row(self) -> list[list[NDArray[np.int32]]] | None:
-        """Give tokens 1 … n-1 of each row the set that each is renormalized over; empty: the whole vocabulary."""
+        """Return the kept sets of tokens 1 … n-1 of each row; an empty set means the whole vocabulary."""
         if self.kept is None:
             return None
         sets, whole = np.split(self.kept.tokens, self.kept.offsets[1:-1]), np.zeros(0, np.int32)
@@ -67,17 +64,17 @@ class SampledRows:
 
 
 def tokens_of(tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> NDArray[np.bool_]:
-    """Mark [tokens of all rows] those of some rows, which are in ascending order."""
+    """Return the mask [tokens of all rows] of the tokens in `rows`, which are ascending."""
     return np.repeat(np.isin(np.arange(len(tokens)), rows), [len(row) for row in tokens])
 
 
 JOB_FILE, EXPERTS_FILE, SCORES_FILE = "job.json", "experts.npz", "scores.npz"
 MOST_SEARCHED_ROWS = 32
-"""A fault moves all rows alike, and each suspect takes a pass."""
+"""The most rows on which faults are searched: a fault affects all rows alike, and each candidate takes a pass."""
 MOST_ROWS = 256
-"""Of a recorded batch: each layer takes a pass over them."""
+"""The most rows of a recorded batch that are scored: each layer takes a pass over them."""
 MOST_MODULES = 64
-"""Models with more are searched layer by layer."""
+"""The most modules that are searched one by one; larger models are searched layer by layer."""
 
 
 class VersionRows(BaseModel):
@@ -87,7 +84,6 @@ class VersionRows(BaseModel):
 
     number: int
     weights: Path
-    """HF folder, full precision."""
     rows: tuple[int, ...]
 
 
@@ -99,19 +95,18 @@ class ScoringJob(BaseModel):
     tokens: list[list[int]]
     prompt_lengths: list[int]
     kept: list[list[int]] | None = None
-    """[responses] what each response token is renormalized over; None: the whole vocabulary."""
+    """[responses] kept sets over which each token is renormalized; None: the whole vocabulary."""
     replayed: bool = False
-    """Whether the learner trains with the engine's experts: all its scores are with them, and routing is no term."""
+    """Whether the learner trains with the engine's experts: all its scores use them, and there is no routing term."""
     versions: tuple[VersionRows, ...] = ()
     now: Path | None = None
-    """HF folder of the weights that are trained; None: not to be scored."""
+    """HF folder of the trained weights; None: not scored."""
     former: Path | None = None
-    """HF folder of a version before the last of `versions`, which engines may hold by mistake."""
+    """HF folder of the version before the last of `versions`, which engines may hold by mistake."""
     searched: tuple[int, ...] = ()
     """Rows of the last of `versions` on which faults are tried."""
 
     def part(self, rows: Sequence[int]) -> ScoringJob:
-        """Pick some rows, without what is asked of them."""
         lengths = [len(row) - prompt for row, prompt in zip(self.tokens, self.prompt_lengths, strict=True)]
         ends = np.cumsum([0, *lengths])
         return ScoringJob(
@@ -122,13 +117,12 @@ class ScoringJob(BaseModel):
         )
 
     def most_passes(self, num_layers: int) -> int:
-        """Count the passes over rows, at most: one a layer of each version, and two a module that is searched."""
+        """Return the most passes over rows: one per layer of each version, and two per searched module."""
         search = 2 * max(MOST_MODULES, num_layers) + 8 if self.searched else 0
         return len(self.versions) * (num_layers + 4) + search + 1
 
 
 def responses_of(rows: SampledRows) -> dict[str, Any]:
-    """Give a ScoringJob what it takes of rows."""
     kept = None if rows.kept is None else np.split(rows.kept.tokens, rows.kept.offsets[1:-1])
     return dict(
         tokens=rows.tokens,
@@ -140,8 +134,8 @@ def responses_of(rows: SampledRows) -> dict[str, Any]:
 def score_in_ranks(
     run: RunDirectory, recipe: Recipe, job: ScoringJob, experts: RoutedExperts | None = None
 ) -> dict[str, NDArray[np.float64]]:
-    """Return the arrays that launch.attribution.score_ranks describes, by a learner of the recipe's layout. `experts`
-    are those of all tokens of the job's rows."""
+    """Score a job by a learner of the recipe's layout; return the arrays that launch.attribution.score_ranks describes.
+    `experts` are those of all tokens of the job's rows."""
     (run.path / JOB_FILE).write_text(job.model_dump_json(), encoding="utf-8")
     if experts is not None:
         write_experts(run.path, experts)
@@ -158,12 +152,12 @@ def score_in_ranks(
 
 
 def write_experts(folder: Path, experts: RoutedExperts) -> None:
-    """Store experts for `read_experts` in the ranks; JSON would be many times as large."""
+    """Write experts for `read_experts`, much smaller than JSON."""
     np.savez(folder / EXPERTS_FILE, ids=experts.ids, known=experts.known)
 
 
 def read_experts(folder: Path) -> RoutedExperts | None:
-    """Read [tokens of all rows of the job]; None: a dense model, or they are not known."""
+    """Read the experts [tokens of all rows of the job]; None: unknown, or a dense model."""
     if not (folder / EXPERTS_FILE).is_file():
         return None
     with np.load(folder / EXPERTS_FILE, allow_pickle=False) as stored:

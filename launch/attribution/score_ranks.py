@@ -1,22 +1,22 @@
-"""Score rows in one rank: with the weights of each version, plainly, with the rollout's formats, with known faults.
+"""Score rows in one learner rank: with the weights of each version, plain, in the rollout's formats, with known faults.
 
-Reads RUN/job.json (launch.attribution.rows.ScoringJob), writes RUN/scores.npz: float64 arrays, each over the response
-tokens of the rows of its version.
+Reads RUN/job.json (launch.attribution.rows.ScoringJob), writes RUN/scores.npz: float64 arrays over the response tokens
+of their version's rows.
 
     VERSION.then        the learner                  VERSION.layer.N   … with the formats of layers 0 to N
     VERSION.quantized   … with all formats           VERSION.entropy   of the learner's distribution, nats
-    VERSION.routed      … and the engine's experts   (of mixtures, where the engine said which)
-    now                 … with the weights that are trained, over all rows
-    effect.FAULT        what a known fault of engines, made in the learner, would do to each token of the rows that are
-                        searched: log pi_right - log pi_faulty, nats. It is what the kernels term is when the engine has
-                        that fault (precision.mismatch.localization)
+    VERSION.routed      … and the engine's experts   (mixtures whose engine reported them)
+    now                 … with the trained weights, over all rows
+    effect.FAULT        the effect of a known engine fault, made in the learner, on each token of the searched rows:
+                        log pi_right - log pi_faulty, nats. The kernels term equals it when the engine has that fault
+                        (precision.mismatch.localization)
 
-    full:GROUP      the engine holds these stacked modules without quantizing them, though the map says it does
-    quantized:GROUP the other way round
+    full:GROUP      the engine does not quantize these stacked modules, which the map quantizes
+    quantized:GROUP the engine quantizes these stacked modules, which the map does not
     full:all        nothing is quantized
     format:FORMAT   … all are in the other FP8 format that engines serve
-    weights_only    the weights are quantized, what they are multiplied with is not
-    scale:MODULE    the module's weights are all too large, or too small, by one factor
+    weights_only    the weights are quantized, their inputs are not
+    scale:MODULE    the module's weights are all off by one factor
     bf16:MODULE     the module's weights are rounded to bfloat16
     former          the engine holds the weights of an earlier version
 """
@@ -61,10 +61,10 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 def score(run: RunDirectory) -> None:
-    """Write the scores of the job. Collective."""
+    """Score the job, write the results. Collective."""
     recipe = run.recipe()
     job = ScoringJob.model_validate_json((run.path / JOB_FILE).read_text(encoding="utf-8"))
-    # Formats are emulated in Megatron's own layers, also where there are others. Only those of TE train in FP8.
+    # Formats are emulated in Megatron's own layers only; TE's layers are needed to train in FP8.
     learner = build_learner(recipe, layers=None if is_fp8(recipe.learner.precision) else "megatron")
     quant = build_quant_map(recipe) if learner.layers == "megatron" else None
     experts = read_experts(run.path)
@@ -78,7 +78,7 @@ def score(run: RunDirectory) -> None:
     if job.now is not None:
         _load(learner, job.now)
         found["now"], _ = _scored(learner, job, experts if job.replayed else None)
-    _keep(run, learner, found)  # the search needs more memory than all before it
+    _keep(run, learner, found)  # the search needs more memory than everything before
     if job.searched:
         if job.now is not None:
             _load(learner, job.versions[-1].weights)
@@ -89,7 +89,7 @@ def score(run: RunDirectory) -> None:
 
 
 def _keep(run: RunDirectory, learner: MegatronLearner, found: Arrays) -> None:
-    """Write the scores whole or not at all. Collective."""
+    """Write the scores atomically. Collective."""
     if learner.is_rank_zero:
         path = run.path / SCORES_FILE
         with path.with_suffix(".part").open("wb") as file:
@@ -106,7 +106,7 @@ def version_scores(
     then, entropy = _scored(learner, job, told)
     found = {"then": then, "entropy": entropy}
     formats = quant if quant is not None and quant.formats else None
-    if formats is not None and learner.emulation is not None:  # the learner trains with them: they are no difference
+    if formats is not None and learner.emulation is not None:  # trained with the formats: no difference
         found["quantized"] = found["then"]
     elif formats is not None:
         below: list[str] = []
@@ -116,7 +116,7 @@ def version_scores(
                 found[f"layer.{layer.name.rpartition('.')[2]}"] = found["quantized"] = _scored(learner, job, told)[0]
     if experts is None:
         return found
-    if job.replayed:  # the learner trains with them, too
+    if job.replayed:  # the learner trains with the experts, too
         return found | {"routed": found.get("quantized", found["then"])}
     with nullcontext() if formats is None or learner.emulation is not None else emulated(learner, formats):
         return found | {"routed": _scored(learner, job, experts)[0]}
@@ -140,8 +140,8 @@ def _load(learner: MegatronLearner, folder: Path) -> None:
 
 
 def effects(learner: MegatronLearner, score: Score, quant: QuantMap | None, former: Path | None) -> dict[str, Scores]:
-    """Return fault → [tokens] its effect; `score()` gives log-probabilities [tokens] of the learner as it is at that
-    moment. `former` is an HF folder of an earlier version. Collective."""
+    """Return the effect [tokens] of each fault. `score()` returns the current learner's log-probabilities [tokens];
+    `former` is an HF folder of an earlier version. Collective."""
 
     def score_as_engine(served: QuantMap | None = quant) -> Scores:
         with emulated(learner, served if served is not None and served.formats else None):
@@ -152,7 +152,7 @@ def effects(learner: MegatronLearner, score: Score, quant: QuantMap | None, form
             return right - score_as_engine()
 
     right = score_as_engine()
-    # Each linear module of the whole model; each layer where there are many.
+    # Every linear module, or every layer in a model with many modules.
     sizes = NameMap(learner.model_config).tensors
     modules = [name.removesuffix(".weight") for name, size in sizes.items() if len(size) > 1]
     modules = [module for module in modules if module != EMBEDDING]
@@ -173,7 +173,7 @@ def effects(learner: MegatronLearner, score: Score, quant: QuantMap | None, form
 
 
 def other_maps(quant: QuantMap, usual: RolloutFormat) -> Iterator[tuple[str, QuantMap]]:
-    """Yield the maps of known faults: with everything, or one group, in full precision or in another format."""
+    """Yield the maps of known faults: everything or one group in full precision, or in another format."""
     yield "full:all", quant.only(())
     by_layer = len(quant.fused_groups) > MOST_MODULES
     groups = {layer.name: layer.modules for layer in whole_layers(quant)} if by_layer else quant.groups
@@ -182,7 +182,7 @@ def other_maps(quant: QuantMap, usual: RolloutFormat) -> Iterator[tuple[str, Qua
             yield f"full:{name}", quant.promoted(modules)
         else:
             yield f"quantized:{name}", quant.promoted(modules, to=usual)
-    for other in RolloutFormat:  # in one order on all ranks: a set has another in each process
+    for other in RolloutFormat:  # an enumeration has the same order on all ranks, a set does not
         if other.is_served and not other.is_emulated and other is not usual:
             yield f"format:{other}", quant.promoted(quant.formats, to=other)
 

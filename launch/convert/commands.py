@@ -1,4 +1,4 @@
-"""The `evenkeel convert` commands. Each imports what it needs when it runs."""
+"""Define the `evenkeel convert` commands. Each imports its modules when it runs."""
 
 from __future__ import annotations
 

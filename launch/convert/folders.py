@@ -1,15 +1,15 @@
-"""Convert model folders between Hugging Face, Megatron and FP8, and compare what was written with the source.
+"""Convert model folders between Hugging Face, Megatron and FP8, and compare the output with the source.
 
     check the source's headers ──▶ write OUT.tmp-PID ──▶ read it back, compare ──▶ rename to OUT
 
-A conversion that finds any difference between what it read and what lies on disk raises, and leaves no OUT behind. With
---verify both sides compute log-probabilities of the same random token rows, in float32:
+A conversion that finds any difference raises, and leaves no OUT behind. With --verify, both sides compute
+log-probabilities of the same random token rows, in float32, with the model loaded whole:
 
     HF ⇄ Megatron  transformers on the HF folder | the learner on the checkpoint: at most 1e-3 nats apart
     FP8            transformers on the dequantized folder, activations quantized as the engine does | the learner on
                    the source, emulating the formats: a mean gap of at most 10 % of the plain learner's
 
-An activation on the border of two e4m3 values may fall either way, hence the mean for FP8. Loads the model whole.
+The FP8 gap is a mean, since an activation between two e4m3 values may round either way.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ Fp8Layout = Literal["block128", "tensor"]
 
 SAFETENSORS_DTYPES = {"bf16": "BF16", "fp32": "F32"}
 SLOWEST_BYTES_S = 5e6
-"""Ranks that are slower than this, after ten minutes of grace, have hung."""
+"""Lowest rate of ranks that are not hung, after ten minutes of grace."""
 NUM_ROWS, ROW_TOKENS = 4, 48
 LARGEST_GAP_NATS = 1e-3
-"""A tensor in the wrong place costs tenths of a nat; float32 in another order about 1e-5."""
+"""A misplaced tensor costs tenths of a nat; another summation order in float32 about 1e-5."""
 OPEN_SHARE = 0.1
 
 Scores = list[NDArray[np.float32]]
@@ -101,7 +101,7 @@ def hf_to_megatron(
 
 
 def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dict[str, Any]:
-    """Write a checkpoint of `hf_to_megatron`, or of a run, as an HF folder, one tensor after another."""
+    """Write a checkpoint of `hf_to_megatron`, or of a run, as an HF folder, tensor by tensor."""
     from megatron_bridge.checkpoint.dcp import CheckpointIndex, stored_dtype, stream_hf_tensors
     from megatron_bridge.hf.tensor_files import check_written, whole_tensors, write_shards
 
@@ -157,12 +157,9 @@ def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bo
 
 
 def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]]:
-    """Return (config.json, ModelConfig, names that are not carried over) of an HF folder whose headers are as they
-    should be.
-
-    Raises ModelError naming every tensor that is missing, misshapen or not part of the architecture, and for an LM head
-    that a tied model stores as well and that is not its embedding.
-    """
+    """Check an HF folder's headers; return (config.json, ModelConfig, names of unused tensors). Raises ModelError
+    naming every missing, misshapen or unknown tensor, and for a tied model whose stored LM head differs from its
+    embedding."""
     from megatron_bridge.hf.tensor_files import TensorFolder
 
     hf_config = read_hf_config(source)
@@ -181,7 +178,7 @@ def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]
 
 
 def chosen_dtype(source: Path, dtype: Number) -> str:
-    """Return BF16 or F32. Raises ModelError when `keep` has nothing to keep."""
+    """Return BF16 or F32. Raises ModelError for `keep` when the source has another dtype or several."""
     if dtype != "keep":
         return SAFETENSORS_DTYPES[dtype]
     kinds = {header.dtype for header in tensor_headers(source).values()}
@@ -194,7 +191,7 @@ def chosen_dtype(source: Path, dtype: Number) -> str:
 
 
 def fp8_map(hf_config: dict[str, Any], config: ModelConfig, layout: Fp8Layout) -> QuantMap:
-    """Say which weights are quantized. Raises ModelError for widths that blocks cannot cut."""
+    """Return the map of the quantized weights. Raises ModelError for widths that blocks do not divide."""
     from precision.formats.quant_map import QuantMap
     from rollout_sglang.server.capacity import check_block_shapes
 
@@ -206,7 +203,7 @@ def fp8_map(hf_config: dict[str, Any], config: ModelConfig, layout: Fp8Layout) -
 
 
 def description_of(checkpoint: Path) -> Path:
-    """Find the folder with config.json and tokenizer of a checkpoint: itself, or the model that its run began with."""
+    """Return the folder with a checkpoint's config.json and tokenizer: itself, or its run's first model."""
     if not checkpoint.is_dir():
         raise CorruptCheckpointError(
             f"{checkpoint} is not a folder; name one, for example runs/demo/checkpoints/000012"
@@ -223,7 +220,7 @@ def description_of(checkpoint: Path) -> Path:
 
 
 def check_committed(checkpoint: Path) -> None:
-    """Raise CorruptCheckpointError unless every file is as its COMMIT says."""
+    """Raise CorruptCheckpointError unless every file matches COMMIT."""
     if not (checkpoint / COMMIT).exists():
         raise CorruptCheckpointError(f"{checkpoint} has no {COMMIT}: it was never completed; use another checkpoint")
     verify(checkpoint)
@@ -232,7 +229,7 @@ def check_committed(checkpoint: Path) -> None:
 def learner_section(
     config: ModelConfig, hf_config: dict[str, Any], tensor: int, pipeline: int, expert: int
 ) -> LearnerSection:
-    """Make the smallest layout with these sizes. Raises LayoutError."""
+    """Return the smallest layout with these sizes. Raises LayoutError."""
     section = LearnerSection(
         precision="fp32",
         tensor_parallel=tensor,
@@ -253,7 +250,7 @@ def learner_section(
 
 
 def compare_with_source(index: Any, config: ModelConfig, source: Path, advance: Callable[[int], None]) -> None:
-    """Read a checkpoint back and compare every HF tensor, bit by bit, with the source in the checkpoint's dtype."""
+    """Compare every HF tensor of a written checkpoint, bit by bit, with the source in the checkpoint's dtype."""
     import torch
 
     from megatron_bridge.checkpoint.dcp import stream_hf_tensors
@@ -271,7 +268,6 @@ def compare_with_source(index: Any, config: ModelConfig, source: Path, advance: 
 
 
 def require_same_names(expected: set[str], found: set[str]) -> None:
-    """Raise ModelError unless the tensors map one to one."""
     if expected != found:
         raise ModelError(f"missing {sorted(expected - found)[:5]}, left over {sorted(found - expected)[:5]}")
 
@@ -283,7 +279,7 @@ def run_job(
     num_bytes: int,
     watch: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Run `module` on a job in ranks, or (None) in one plain process; returns what it left in result.json."""
+    """Run `module` on a job in ranks, or in one plain process for None; return its result.json."""
 
     with tempfile.TemporaryDirectory(prefix="evenkeel-convert-") as scratch:
         run = RunDirectory(Path(scratch))
@@ -300,7 +296,7 @@ def run_job(
 
 @contextmanager
 def bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of `total` bytes in percent. Call what it yields with the bytes that were added."""
+    """Show the progress of `total` bytes in percent; yield a function that adds bytes."""
     advanced = 0
     with counted(f"{name}, percent:", 100) as show:
 
@@ -324,7 +320,7 @@ def _counts(config: ModelConfig, num_bytes: int, ignored: list[str], started: fl
 
 
 def verify_megatron(hf: Path, checkpoint: Path) -> dict[str, Any]:
-    """Compare an HF folder with a checkpoint of the same weights. Raises ModelError when they disagree."""
+    """Compare an HF folder with a checkpoint of the same weights. Raises ModelError when they differ."""
     gaps = _gaps_of(dict(kind="megatron", hf=str(hf.resolve()), checkpoint=str(checkpoint.resolve())))
     if gaps["max_gap_nats"] > LARGEST_GAP_NATS:
         raise ModelError(
@@ -335,7 +331,7 @@ def verify_megatron(hf: Path, checkpoint: Path) -> dict[str, Any]:
 
 
 def verify_fp8(source: Path, folder: Path, layout: str) -> dict[str, Any]:
-    """Compare an FP8 folder with the learner that emulates its formats. Raises ModelError when they disagree."""
+    """Compare an FP8 folder with the learner that emulates its formats. Raises ModelError when they differ."""
     if ModelConfig.from_hf(read_config(source)).experts is not None:
         raise ModelError("--verify of an FP8 folder knows dense models only; the folder was written and compared")
     gaps = _gaps_of(dict(kind="fp8", hf=str(source.resolve()), folder=str(folder.resolve()), layout=layout))
@@ -354,7 +350,7 @@ def _gaps_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def transformers_scores(folder: Path, quant: Any, rows: Sequence[Sequence[int]]) -> Scores:
-    """Compute [n - 1] log-probabilities of each row of n tokens; with a quant map, of a stored FP8 folder."""
+    """Compute [n - 1] log-probabilities of each row of n tokens; with a quant map, for a stored FP8 folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -396,7 +392,6 @@ def _gaps(ours: Scores, theirs: Scores) -> NDArray[np.float64]:
 
 
 def write_share(job: dict[str, Any]) -> None:
-    """Load this rank's share of the HF folder, and save it with the other ranks."""
     import torch
 
     from megatron_bridge.checkpoint.training_state import save_weights
@@ -413,7 +408,7 @@ def write_share(job: dict[str, Any]) -> None:
 
 
 def score_both(job: dict[str, Any]) -> dict[str, Any]:
-    """Score the same random rows by the learner and by transformers; return how far they are apart."""
+    """Score the same random rows by the learner and by transformers; return their gaps."""
     import torch
 
     from megatron_bridge.checkpoint.training_state import load_weights
@@ -431,7 +426,7 @@ def score_both(job: dict[str, Any]) -> dict[str, Any]:
         chunks = [chunk.module for chunk in learner.model]
         with torch.no_grad():
             for parameter in (p for chunk in chunks for p in chunk.parameters()):
-                parameter.fill_(float("nan"))  # what the checkpoint does not fill must not go unnoticed
+                parameter.fill_(float("nan"))  # so that a parameter missing in the checkpoint is noticed
         load_weights(Path(job["checkpoint"]), chunks)
         gaps = _gaps(learner.score_tokens(rows), transformers_scores(hf, None, rows))
         return dict(max_gap_nats=float(gaps.max()), tokens=len(gaps))
@@ -450,8 +445,7 @@ def score_both(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def do_job(run: RunDirectory) -> None:
-    """Do what job.json names, in one rank: write this rank's share of a checkpoint, or score rows by both sides, into
-    result.json."""
+    """Do the job of job.json in one rank: write a share of a checkpoint, or compare scores into result.json."""
     job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
     if job["kind"] == "write":
         write_share(job)

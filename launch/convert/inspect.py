@@ -1,4 +1,4 @@
-"""Say what a model folder is and what it holds, from headers and indexes alone: `evenkeel convert inspect`."""
+"""Describe a model folder from headers and indexes alone: `evenkeel convert inspect`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
-"""Name → shape and dtype, as safetensors names it."""
+"""Shape and safetensors dtype of each tensor, by name."""
 
 
 def inspect_folder(folder: Path) -> dict[str, Any]:
-    """Return kind, architecture, counts and the distinct shapes. Raises ModelError or CorruptCheckpointError for a
-    folder that is unknown or damaged."""
+    """Return kind, architecture, counts and distinct shapes. Raises ModelError or CorruptCheckpointError."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give a model folder, a policy, or a checkpoint")
     is_checkpoint = (folder / ".metadata").exists() or (folder / COMMIT).exists()
@@ -43,7 +42,7 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
         sizes[dtype] += math.prod(shape) * bits // 8
     parameters = sum(math.prod(shape) for shape, _ in weights.values())
     quantized = sum(math.prod(shape) for shape, dtype in weights.values() if dtype in _EIGHT_BITS_OR_LESS)
-    # One row for all tensors that differ in layer or expert only.
+    # One row for all tensors that differ only in layer or expert.
     rows = Counter((_NUMBER.sub("*", name), *header) for name, header in tensors.items())
     return dict(
         kind=kind,
@@ -59,8 +58,7 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
 
 
 def _read_model(folder: Path) -> tuple[str, dict[str, Any], Tensors, int, list[str]]:
-    """Return kind, config.json, tensors, number of files, and what the folder's own index and manifest say that its
-    files do not."""
+    """Return kind, config.json, tensors, number of files, and differences from the folder's index and manifest."""
     if not (folder / "config.json").exists():
         raise ModelError(
             f"{folder} holds neither config.json (a model) nor .metadata (a distributed checkpoint); give the folder "
@@ -134,7 +132,7 @@ def _read_checkpoint(folder: Path) -> tuple[str, dict[str, Any], Tensors, int, l
     try:
         config = read_config(description_of(folder))
     except EvenKeelError:
-        config = {}  # a checkpoint that was copied out of its run says nothing about its architecture
+        config = {}  # outside of its run, a checkpoint does not tell its architecture
     if not (folder / COMMIT).exists():
         return kind, config, weights, len(files), [f"{COMMIT} is missing: it was never completed"]
     committed = read_commit(folder).files  # contents are compared when the checkpoint is used

@@ -1,8 +1,8 @@
-"""Quantize a model by NVIDIA ModelOpt in a process of its own, store what comes out, and check every scale.
+"""Quantize a model with NVIDIA ModelOpt in a child process, store the result, and check every scale.
 
     transformers model ─▶ insert quantizers ─▶ run the calibration rows ─▶ export_hf_checkpoint ─▶ OUT
 
-Importing ModelOpt patches torch and transformers, hence the process.
+The child process is needed since importing ModelOpt patches torch and transformers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pipeline.tasks.tokenizer import Tokenizer
 from precision.text import one_line, parse_object
 
 CALIBRATION_ROWS, ROW_TOKENS = 32, 128
-"""Random rows when no prompts are given; prompts are cut to 16 times that length."""
+"""Number and length of random rows when no prompts are given; prompts are cut to 16 times the length."""
 
 
 def hf_to_modelopt(source: Path, out: Path, *, calibration: Path | None) -> dict[str, Any]:
-    """Write an HF folder as an FP8 one with calibrated, static scales. Raises ModelError."""
+    """Write an HF folder as an FP8 folder with calibrated, static scales. Raises ModelError."""
     from megatron_bridge.hf.modelopt import SCALES, check_scales, store_export
     from megatron_bridge.hf.tensor_files import check_written
     from precision.formats.quant_map import QuantMap
@@ -73,7 +73,7 @@ def hf_to_modelopt(source: Path, out: Path, *, calibration: Path | None) -> dict
 
 
 def calibration_rows(source: Path, hf_config: dict[str, Any], path: Path | None) -> list[list[int]]:
-    """Choose token rows to calibrate on: the prompts of a JSONL file, or random ones. Raises ModelError."""
+    """Return token rows for the calibration: prompts of a JSONL file, or random tokens. Raises ModelError."""
     longest = int(hf_config["max_position_embeddings"])
     if path is None:
         generator = random.Random(0)
@@ -96,7 +96,7 @@ def calibration_rows(source: Path, hf_config: dict[str, Any], path: Path | None)
 
 
 def calibrate(run: RunDirectory) -> None:
-    """Do what job.json names, in the child process: source, export and rows."""
+    """Do the job of job.json (source, export and rows) in the child process."""
     from megatron_bridge.hf.modelopt import export_quantized
     from precision.formats.quant_map import QuantMap
 

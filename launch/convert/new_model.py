@@ -1,8 +1,8 @@
-"""Make a random Qwen3 or Qwen3-MoE HF checkpoint: no transformers, no download.
+"""Write a random Qwen3 or Qwen3-MoE HF checkpoint, without transformers or a download.
 
-Made for models that learn a toy task in minutes, so weights start larger than the usual 0.02 of large models: each
-matrix keeps unit variance (std fan_in^-0.5), and the two that write into the residual stream are divided by
-sqrt(2 · layers), as in GPT-2 (Radford et al. 2019, section 2.3).
+The models learn a toy task in minutes, so weights start larger than the 0.02 of large models: each matrix keeps unit
+variance (std fan_in^-0.5), and the two that write into the residual stream are divided by sqrt(2 · layers), as in GPT-2
+(Radford et al. 2019, section 2.3).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 VOCABULARY_MULTIPLE = 16
-"""The vocabulary is padded to this, so that tensor parallelism up to 16 divides it."""
+"""The vocabulary is padded to a multiple of this, so that tensor parallelism up to 16 divides it."""
 
 EMBEDDING_STD, HEAD_STD = 0.5, 0.02
-"""A small head starts the policy near uniform. A tied embedding is the head as well and starts with HEAD_STD."""
+"""A small head starts the policy near uniform. A tied embedding is also the head and starts with HEAD_STD."""
 
 DEFAULT_CHARACTERS = "0123456789+-*=,;:abcdefghijklmnopqrstuvwxyz "
 
@@ -49,9 +49,9 @@ def new_model(
 ) -> None:
     """Write config, weights, generation config and character tokenizer into `directory`, which must be new or empty.
 
-    With `experts`, every layer is a mixture of so many, `experts_per_token` (default 2) of width `expert_ffn` (default
-    `ffn`) at a time. Raises ModelError when the folder is taken, the sizes do not fit together, or the alphabet is
-    empty or repeats.
+    With `experts`, every layer is a mixture that uses `experts_per_token` (default 2) of width `expert_ffn` (default
+    `ffn`) per token. Raises ModelError for a taken folder, contradictory sizes, and an alphabet that is empty or
+    repeats.
     """
     sizes = dict(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn)
     sizes["max_position"] = max_position
@@ -88,7 +88,7 @@ def new_model(
         )
     if head_dim % 2:
         raise ModelError(f"head_dim is {head_dim}, but rotary embedding turns pairs; use an even number")
-    rows = -(-(len(characters) + 2) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE  # with end and padding
+    rows = -(-(len(characters) + 2) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE  # with end and padding tokens
     config = dict(
         **family,
         vocab_size=rows,
@@ -102,7 +102,7 @@ def new_model(
         max_position_embeddings=max_position,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0),  # for readers from transformers 5 on
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),  # read by transformers from version 5 on
         attention_bias=False,
         attention_dropout=0.0,
         use_sliding_window=False,
@@ -114,11 +114,9 @@ def new_model(
 
 
 def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_CHARACTERS, seed: int = 0) -> None:
-    """Make a random model of the sizes, vocabulary and dtype of the `config.json` in the folder `config`, with a
-    character tokenizer: its tokens are the first rows of the vocabulary.
-
-    Raises ModelError when the config is none of a Qwen3 or Qwen3-MoE model, and for what `new_model` refuses.
-    """
+    """Write a random model with the sizes, vocabulary and dtype of `config`/config.json, and a character tokenizer,
+    whose tokens are the first rows. Raises ModelError for another model than Qwen3 or Qwen3-MoE, and as `new_model`
+    does."""
     hf_config = read_config(config)
     model = ModelConfig.from_hf(hf_config)
     if not model.qk_norm:
@@ -128,8 +126,7 @@ def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_C
 
 
 def _write(directory: Path, hf_config: dict[str, Any], characters: str, seed: int) -> None:
-    """Fill a folder that gets the name once all of it is written. Raises ModelError when the name is taken, and for
-    weights that do not fit into this machine's memory, where they are made."""
+    """Write the folder atomically. Raises ModelError for a taken name, and weights that do not fit into free memory."""
     dtype = str(hf_config.get("torch_dtype", hf_config.get("dtype", "float32")))
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype is {dtype!r}, expected float32 or bfloat16")
@@ -141,7 +138,7 @@ def _write(directory: Path, hf_config: dict[str, Any], characters: str, seed: in
     taken = f"{directory} exists and is not an empty folder; choose another name or delete it"
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ModelError(taken)
-    # Before the sizes become a list of tensors, which may be long.
+    # Checked before the sizes become a list of tensors, which may be long.
     hidden, layers, experts = hf_config["hidden_size"], hf_config["num_hidden_layers"], hf_config.get("num_experts")
     heads, kv_heads = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
     attention = 2 * (heads + (kv_heads or heads)) * (hf_config.get("head_dim") or hidden // heads)
@@ -172,14 +169,14 @@ def _write(directory: Path, hf_config: dict[str, Any], characters: str, seed: in
 
 
 def _write_weights(path: Path, config: ModelConfig, seed: int, dtype: str) -> None:
-    # torch is imported here, not above, so that the command line starts without it.
+    # Imported here, so that the command line starts without torch.
     import torch
     from safetensors.torch import save_file
 
     generator, residual = torch.Generator().manual_seed(seed), (2 * config.num_layers) ** -0.5
     tensors = {}
     for name, size in config.tensors().items():
-        if len(size) == 1:  # of a norm
+        if len(size) == 1:  # a norm's
             tensors[name] = torch.ones(size).to(getattr(torch, dtype))
             continue
         rows, columns = size

@@ -1,4 +1,4 @@
-"""The `evenkeel quant-map` commands. Each imports what it needs when it runs."""
+"""Define the `evenkeel quant-map` commands. Each imports its modules when it runs."""
 
 from __future__ import annotations
 

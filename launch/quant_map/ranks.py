@@ -1,6 +1,6 @@
-"""Work for `quant-map suggest` in processes of their own: sample rows by transformers, or score them as one rank.
+"""Run the child processes of `quant-map suggest`: sample rows with transformers, or score rows as a learner rank.
 
-Rows are scored under many maps. Ranks have the same scores, so they decide alike.
+All ranks have the same scores, so they decide alike.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from precision.formats.quant_map import QuantMapFile
 from precision.mismatch.sensitivity import layer_groups
 
 FP8_BYTES = 1
-"""Of a weight. Scales, a few per thousand, are left out."""
+"""Bytes of an FP8 weight. Scales, a few per thousand, are left out."""
 
 
 def rank_groups_of(run: RunDirectory) -> None:
-    """Write the keys of `judged`, and version (of the run's checkpoint), into result.json. Collective."""
+    """Write the result of `judged`, and the checkpoint's version, into result.json. Collective."""
     recipe, job = run.recipe(), json.loads((run.path / "job.json").read_text(encoding="utf-8"))
-    # Formats are emulated in Megatron's own layers, also where there are others.
+    # Formats are emulated in Megatron's own layers only.
     learner = build_learner(recipe, layers="megatron")
     version, rows = 0, [ScoredRow(**row) for row in job["rows"]]
     scored = token_rows(rows)
@@ -47,7 +47,7 @@ def rank_groups_of(run: RunDirectory) -> None:
             recorded = RecordedRows(batch=job["batch"], samples=job["samples"], rows=rows)
             scored = recorded.token_rows(BatchStore(source.batches))
     quant = quant_map_of(recipe, QuantMapFile(base=recipe.rollout.precision))
-    # What an engine holds more when a group is not quantized.
+    # The additional bytes of an engine that leaves a group unquantized.
     full = 4 if recipe.learner.precision == "fp32" else 2
     shapes = learner.model_config.tensors()
     costs = {
@@ -61,8 +61,8 @@ def rank_groups_of(run: RunDirectory) -> None:
 
 
 def sample_rows(run: RunDirectory) -> None:
-    """Sample a response to each prompt of job.json, which names source, prompts, row_tokens and temperature, into
-    result.json. A process of its own, since transformers' model is loaded whole."""
+    """Sample a response to each prompt of job.json (source, prompts, row_tokens, temperature) into result.json, in a
+    separate process, since transformers loads the model whole."""
     from transformers import AutoModelForCausalLM
 
     job = json.loads((run.path / "job.json").read_text(encoding="utf-8"))
@@ -72,13 +72,13 @@ def sample_rows(run: RunDirectory) -> None:
 
 
 def sampled(model: Any, prompts: Sequence[list[int]], row_tokens: int, temperature: float) -> list[ScoredRow]:
-    """Sample a response to each prompt from the whole vocabulary, up to the end token, to `row_tokens` tokens of it,
-    or to the model's context. Raises ModelError for a prompt that fills that."""
+    """Sample a response to each prompt, up to the end token, `row_tokens` tokens or the context. Raises ModelError
+    without room for a response."""
     from transformers import GenerationConfig
 
     torch.manual_seed(0)
-    # The rest of the folder's generation_config.json, such as a repetition penalty, would change the distribution:
-    # transformers takes from there whatever a call leaves open.
+    # transformers takes unset arguments from the folder's generation_config.json, where a repetition penalty, for
+    # example, would change the distribution.
     own = model.generation_config
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
     context = model.config.max_position_embeddings

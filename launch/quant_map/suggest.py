@@ -1,4 +1,4 @@
-"""Suggest which layers engines should not quantize: rank layer groups by emulation, promote the worst, write the map.
+"""Suggest layers that engines should not quantize: rank layer groups by emulation, promote the worst, write the map.
 
 rows      a run's newest batch, or sampled from the model by transformers    one child process (launch.quant_map.ranks)
 ranking   learner in ranks, Megatron's own layers, formats emulated          torchrun          (launch.quant_map.ranks)
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_bridge.step.micro_batches import TokenRows
 
 PROMPT_TOKENS = 16
-"""Of random prompts, when there is nothing but a model."""
+"""Length of random prompts, for a model without a recipe."""
 
 
 def suggest(
@@ -50,8 +50,8 @@ def suggest(
     row_tokens: int,
     overrides: Sequence[str],
 ) -> dict[str, Any]:
-    """See the module's head; the keys are those of `launch.quant_map.ranks.measure`, `rows` and `out`. Raises
-    RecipeError or ModelError."""
+    """Return the result of `judged` with version, rows and out, and write the map to `out`. Raises RecipeError,
+    ModelError."""
     if out is not None and out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another file")
     if out is not None and not out.parent.is_dir():
@@ -78,7 +78,7 @@ def suggest(
 
 
 def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, overrides: Sequence[str]) -> Recipe:
-    """Read or make a recipe whose rollouts are in the format to start from, without a map. Raises RecipeError."""
+    """Load or build a recipe whose rollouts have the format to start from, without a map. Raises RecipeError."""
     is_model = (source / "config.json").exists()
     if overrides and (is_model or run is not None):
         raise RecipeError(f"--set changes a recipe, but {source} is a {'model' if is_model else 'run'}; leave it out")
@@ -95,14 +95,14 @@ def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, ove
     own = recipe.rollout.quantized_format
     chosen = precision or ("fp8_block" if own is None else own.value)
     rollout = recipe.rollout.model_copy(update=dict(precision=chosen, quant_map=None))
-    # The reference is the learner without FP8 of its own.
+    # The reference is the learner without FP8.
     plain = dict(fp8_emulation=False, precision="fp32" if recipe.learner.precision == "fp32" else "bf16")
     return recipe.model_copy(update=dict(rollout=rollout, learner=recipe.learner.model_copy(update=plain)))
 
 
 def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> RecordedRows | None:
-    """Take samples of the newest batch, of long responses the beginning; None: nothing is committed yet. Raises
-    RecipeError for a batch with sampled tokens of fewer than two prompts."""
+    """Return samples from all over the newest batch, responses cut to `row_tokens`; None without a batch. Raises
+    RecipeError when the sampled tokens belong to fewer than two prompts."""
     store = BatchStore(run.batches)
     committed = store.committed()
     if not committed:
@@ -114,7 +114,7 @@ def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> Recorded
         tokens = batch.sample_tokens(sample)[: batch.prompt_lengths[sample] + row_tokens].tolist()
         if any(sampled):
             rows[sample] = ScoredRow(tokens=tokens, sampled=sampled, group=int(batch.group[sample]))
-    # Samples of one prompt are adjacent: take them from all over the batch.
+    # Samples of one prompt are adjacent, so take them from all over the batch.
     samples, places = list(rows), {index * len(rows) // num_rows for index in range(num_rows)} if rows else set[int]()
     chosen = {samples[place]: rows[samples[place]] for place in sorted(places)}
     if (count := len({row.group for row in chosen.values()})) < 2:
@@ -126,7 +126,7 @@ def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> Recorded
 
 
 def prompts_of(source: Path, recipe: Recipe, num_rows: int) -> list[list[int]]:
-    """Take the first prompts of the recipe's run; of a model alone, random tokens."""
+    """Return the first prompts of the recipe's run, or random tokens for a model without a recipe."""
     if (source / "config.json").exists():
         vocabulary = int(read_hf_config(recipe.model.path)["vocab_size"])
         generator = random.Random(0)
@@ -136,7 +136,7 @@ def prompts_of(source: Path, recipe: Recipe, num_rows: int) -> list[list[int]]:
 
 
 def in_ranks(recipe: Recipe, job: dict[str, Any]) -> dict[str, Any]:
-    """Run `launch.quant_map.ranks` in the recipe's layout."""
+    """Run `rank_groups_of` (launch.quant_map.ranks) in the recipe's layout, and return its result."""
     with tempfile.TemporaryDirectory(prefix="evenkeel-quant-map-") as scratch:
         run = RunDirectory(Path(scratch))
         run.logs.mkdir()
@@ -151,7 +151,7 @@ def in_ranks(recipe: Recipe, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def commented(result: dict[str, Any], source: Path) -> str:
-    """Write the map's file, with what was measured as comments."""
+    """Format the map's file, with the measurements as comments."""
     start, held = result["start"], result["rows"]
     lines = [
         f"# Suggested by `evenkeel quant-map suggest {source} --ess-floor {result['ess_floor']:g}`.",
@@ -165,8 +165,8 @@ def commented(result: dict[str, Any], source: Path) -> str:
 def judged(
     score: Score, quant: QuantMap, rows: Sequence[ScoredRow], *, costs: Mapping[str, int], ess_floor: float
 ) -> dict[str, Any]:
-    """Rank and promote groups. Keys: ess_floor, reached, start and gap (a Gap), ranking and path (one entry a group,
-    with its damage or cost), quant_map (as its file). `costs` are bytes by group."""
+    """Rank and promote groups. The result has ess_floor, reached, start and gap (a Gap), ranking and path (an entry per
+    group, with its damage or cost), quant_map (as its file). `costs` are bytes by group."""
     chosen, held_out = halves(rows)
     ranked = rank_groups(score, quant, chosen=chosen)
     found = promote_greedily(score, quant, ranked, ess_floor=ess_floor, extra_bytes=costs, held_out=held_out)
@@ -192,29 +192,26 @@ def judged(
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRow:
-    """One sample, or the beginning of one, as it goes through JSON."""
+    """A sample, or its beginning, as sent through JSON."""
 
     tokens: list[int]
-    """Prompt, then response."""
     sampled: list[bool]
-    """[response tokens] False for those that no engine sampled."""
+    """[response tokens] False for tokens that no engine sampled."""
     group: int
-    """The same for all rows of one prompt."""
+    """The prompt: equal for all rows of one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRows:
-    """The beginnings of some samples of a batch that a run recorded. Ranks read the batch for what it has beside the
-    tokens, kept sets and experts, which are many numbers for JSON."""
+    """Beginnings of samples of a run's batch. Ranks read kept sets and experts from the batch: too many numbers for
+    JSON."""
 
     batch: int
     samples: list[int]
-    """Of each row, ascending."""
     rows: list[ScoredRow]
 
     def token_rows(self, store: BatchStore) -> TokenRows:
-        """Make rows whose responses are predicted, over the kept sets and with the experts that the learner trains
-        with."""
+        """Build rows whose responses are scored, with the kept sets and experts that the learner trains with."""
         from megatron_bridge.step.micro_batches import TokenRows
 
         batch = store.read(self.batch, None)
@@ -223,7 +220,6 @@ class RecordedRows:
 
 
 def token_rows(rows: Sequence[ScoredRow]) -> TokenRows:
-    """Make rows whose responses are predicted."""
     from megatron_bridge.step.micro_batches import TokenRows
 
     return TokenRows(
@@ -233,8 +229,8 @@ def token_rows(rows: Sequence[ScoredRow]) -> TokenRows:
 
 
 def halves(rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor]:
-    """Make two sets of sampled tokens, bool [response tokens of all rows] each: those of every other prompt, and those
-    that are held out. No prompt is in both."""
+    """Split the sampled tokens, bool [response tokens of all rows], into those of every other prompt and the held-out
+    rest."""
     prompts = sorted({row.group for row in rows})
     second = torch.tensor([prompts.index(row.group) % 2 == 1 for row in rows for _ in row.sampled])
     sampled = torch.tensor([*chain.from_iterable(row.sampled for row in rows)])
@@ -242,12 +238,12 @@ def halves(rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor]:
 
 
 SHOWN = 12
-"""Groups of a ranking."""
+"""The most groups of a ranking that are printed."""
 
 
 def read_map(file: Path, model: Path | None) -> dict[str, Any]:
-    """Return base, exceptions and, with a model, quantized_share and bytes of its linear layers, also as stored in
-    BF16. Raises RecipeError when the file does not say a map or names what the model does not have."""
+    """Return a map's base and exceptions; with a model also quantized_share and the bytes of its linear layers, as
+    mapped and in BF16. Raises RecipeError for a damaged map and for modules that the model lacks."""
     try:
         read = QuantMapFile.read(file)
         result: dict[str, Any] = dict(base=read.base, exceptions=dict(read.exceptions))
@@ -269,7 +265,6 @@ def read_map(file: Path, model: Path | None) -> dict[str, Any]:
 
 
 def print_map(result: dict[str, Any]) -> None:
-    """Print one line a fact and an exception."""
     print(f"base: {result['base']}")
     for module, name in result["exceptions"].items():
         print(f"  {module}: {name}")
@@ -282,13 +277,12 @@ def print_map(result: dict[str, Any]) -> None:
 
 
 def print_suggestion(result: dict[str, Any]) -> None:
-    """Print the ranking, the path, and what came of it."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     table = Table(title="Each group: KL (nats) and ESS when it alone is quantized; ESS without it", box=None)
-    # The names fill what 80 columns leave.
+    # The names fill the rest of 80 columns.
     for title in ("group", "KL", "ESS", "ESS without", "MiB more"):
         table.add_column(title, justify="left" if title == "group" else "right", no_wrap=True)
     for one in result["ranking"][:SHOWN]:
