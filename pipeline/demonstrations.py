@@ -1,17 +1,17 @@
-"""Make tokens of the rows that `evenkeel sft` trains on, and say which of them are learned.
+"""Tokenize the rows that `evenkeel sft` trains on, and mark the learned tokens.
 
 {"prompt": text, "response": text}     the response and the end-of-sequence token are learned
 {"messages": [{"role", "content"}]}    through the chat template; every answer of the assistant is learned, with the
-                                       mark that ends its turn
+                                         mark that ends its turn
 
-A template writes a conversation as one text. What it writes before an answer is what it writes for the messages before
-it, ready for an answer: exactly what an engine reads when it is to answer. From there on the text is the model's, up to
-the mark that ends its turn. The end is found by writing the conversation once more, with a mark behind the answer: its
-text alone may stand elsewhere too, in what the template puts before it.
+A template writes a conversation as one text. The text before an answer is what the template writes for the earlier
+messages when it asks for an answer: exactly the engine's prompt. The text from there to the mark that ends the turn is
+the model's. The answer's end is found by writing the conversation again with a mark behind the answer, since the
+answer's text may also occur elsewhere, in the template's words.
 
-Base models come with the template of their chat models. That of Qwen ends an answer by <|im_end|>, and the end of
-sequence of the base is <|endoftext|>: a model that has learned such answers goes on up to the longest answer allowed. A
-server stops at what config.json, generation_config.json and the tokenizer name together.
+Base models come with the template of their chat models. Qwen's ends an answer by <|im_end|>, but the base's end of
+sequence is <|endoftext|>: a model trained on such answers samples up to the longest answer allowed. A server stops at
+all ends in config.json, generation_config.json and the tokenizer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipeline.tasks.tokenizer import Tokenizer, check_written, unused_mark
 from precision.text import listed, one_line, quoted
 
 Piece = tuple[str, bool]
-"""Text, and whether the model says it."""
+"""Text, and whether it is the model's."""
 _AS_TEXT = (
     "give the row as prompt and response, with all that the template writes before the answer in the prompt, and set "
     "task.chat_template=false"
@@ -44,9 +44,8 @@ _AS_TEXT = (
 
 
 def pieces_of(messages: Sequence[Mapping[str, Any]], template: Tokenizer, where: str) -> list[Piece]:
-    """The conversation, whose last message is an answer, in pieces that add up to the template's text. What it writes
-    after the last answer is left out. Raises RecipeError, with `where`, for an answer that the template changes and for
-    a message that it leaves out."""
+    """Split a conversation into pieces of the template's text, up to its last answer. Raises RecipeError, with `where`,
+    for a message that the template changes or omits."""
     whole = template.conversation(messages, to_answer=False)
     check_written(messages, whole, template, where)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -85,8 +84,8 @@ def _start(whole: str, messages: Sequence[Mapping[str, Any]], number: int, templ
 def _end(
     whole: str, start: int, messages: Sequence[Mapping[str, Any]], number: int, template: Tokenizer, where: str
 ) -> int:
-    """Where the answer ends. It begins at `start`; or later, where the template puts something first; or before, where
-    the template has opened its thoughts when it asked for it."""
+    """Return the answer's end. It begins at `start`, later after text of the template, or earlier with opened
+    thoughts."""
     mark = unused_mark(whole)
     content, thoughts = str(messages[number]["content"]), messages[number].get("reasoning_content")
     text = content.rstrip()
@@ -107,30 +106,30 @@ def _end(
 
 
 def _letters(text: str) -> str:
-    """Without white space: templates write the blank lines around thoughts as the model was trained on them."""
+    """Remove white space: templates normalize the blank lines around thoughts."""
     return "".join(text.split())
 
 
 def _closing(tail: str, eos_token: str) -> str:
-    """What ends a turn: up to the end-of-sequence token, or all but white space where the template has another mark."""
+    """Return the end of a turn: up to the end-of-sequence token, or up to trailing white space where there is none."""
     found = tail.find(eos_token) if eos_token else -1
     return tail.rstrip() if found < 0 else tail[: found + len(eos_token)]
 
 
 _SHOWN = 400
-"""Characters of the first row that are shown of each piece."""
+"""Characters of each piece of the first row that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Demonstration:
-    """One row as tokens: the model reads `prompt`, then `response`. Arrays, since every rank holds all rows."""
+    """A row as tokens: `prompt`, then `response`. Arrays, since every rank holds all rows."""
 
     prompt: NDArray[np.int32]
-    """[prompt tokens] ids."""
+    """[prompt tokens]"""
     response: NDArray[np.int32]
-    """[response tokens] ids."""
+    """[response tokens]"""
     learned: NDArray[np.bool_]
-    """[response tokens] the first is True; False for what others say in between."""
+    """[response tokens] True for the model's tokens, such as the first; False for those of other speakers."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
@@ -138,13 +137,11 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How rows become text."""
-
     tokenizer: Tokenizer
     chat_template: bool
-    """Whether a prompt that is text is put through the chat template; messages always are."""
+    """Whether the chat template is applied to a text prompt; it always is to messages."""
     system_prompt: str | None
-    """Before each conversation that does not begin with a system message itself."""
+    """The system prompt of conversations that do not start with a system message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +150,13 @@ class Demonstrations:
 
     rows: tuple[Demonstration, ...]
     first: str
-    """The first row as the model reads it, what is learned between » and «."""
+    """The first row as the model reads it, with learned text between » and «."""
     notes: tuple[str, ...]
-    """What to say about the data before training begins."""
     keys: tuple[str, ...]
-    """A digest of each row's first prompt: rows that share it, but for case and white space, are not to be parted over
-    training and held out."""
+    """A digest of each row's first prompt, equal for prompts that differ in case and white space alone."""
 
     def split(self, share: float) -> tuple[Demonstrations, Demonstrations]:
-        """To train on, and the `share` held out, by the digest of the prompt. Raises RecipeError when one is empty."""
+        """Split into (training, held-out `share`) by the prompt's digest. Raises RecipeError when one part is empty."""
         out = [int(key, 16) < share * 16 ** len(key) for key in self.keys]
         training, held_out = self._of([not one for one in out]), self._of(out)
         if not training.rows or not held_out.rows:
@@ -178,12 +173,10 @@ class Demonstrations:
 
 
 def read_demonstrations(path: Path, form: Form, *, longest: int) -> Demonstrations:
-    """All rows of a file or folder (pipeline.tasks.rows) of at most `longest` tokens; the others are counted.
-
-    Raises RecipeError, with file and row, for a row that is no demonstration, and when none is left.
-    """
+    """Read the rows of a file or folder (pipeline.tasks.rows) of at most `longest` tokens, and count the others. Raises
+    RecipeError, with file and row, for a row that is no demonstration, and when no row is left."""
     rows, keys, first, too_long, most = [], [], "", 0, 0
-    spelt: dict[str, str] = {}  # normalized → the first prompt that reads so, by which all of them are split
+    spelt: dict[str, str] = {}  # normalized → the first such prompt, by whose digest all of them are split
     for row in read_rows(path):
         pieces, ends = _pieces(row, form)
         found = _tokens(pieces, ends, form.tokenizer, row.where)
@@ -204,9 +197,9 @@ def read_demonstrations(path: Path, form: Form, *, longest: int) -> Demonstratio
 
 
 def _pieces(row: Row, form: Form) -> tuple[list[Piece], bool]:
-    """The row's text, and whether the end-of-sequence token ends it (otherwise the template has ended it)."""
+    """Return the row's pieces, and whether to append the end-of-sequence token (a template ends its own text)."""
     prompt, response, messages = (row.values.get(key) for key in ("prompt", "response", "messages"))
-    whole = isinstance(messages, list) and response is None  # whatever else is called prompt
+    whole = isinstance(messages, list) and response is None  # whatever `prompt` is then
     if isinstance(prompt, str) and isinstance(response, str):
         if not form.chat_template:
             if not prompt or not response:
@@ -247,7 +240,7 @@ def _checked(messages: object, form: Form, where: str) -> list[Mapping[str, Any]
 
 
 def _tokens(pieces: Sequence[Piece], ends: bool, tokenizer: Tokenizer, where: str) -> Demonstration:
-    """Every piece by itself, as engines get prompts and give responses."""
+    """Tokenize each piece separately, as engines tokenize prompts and responses."""
     try:
         ids = [tokenizer.encode(text) for text, _ in pieces]
     except ModelError as error:
@@ -275,8 +268,9 @@ _GENERATION_FILE = "generation_config.json"
 
 
 def unstopped_end(tokenizer: Tokenizer) -> int | None:
-    """The id of that token; None: a server stops, or what ends an answer is no token of its own, or the template writes
-    no plain question and answer. Raises ModelError for a file of the folder that cannot be read."""
+    """Return the token that ends the template's answers but at which no server stops. None also for an end that is no
+    single special token, and a template that fails on a plain question and answer. Raises ModelError for an unreadable
+    file."""
     said = "Yes, ten."
     asked = [dict(role="user", content="Is it ten?"), dict(role="assistant", content=said)]
     stops = {tokenizer.eos_token_id, *named_ends(tokenizer.folder)}
@@ -291,20 +285,19 @@ def unstopped_end(tokenizer: Tokenizer) -> int | None:
 
 
 def learned_end(rows: Iterable[Demonstration], tokenizer: Tokenizer) -> int | None:
-    """As `unstopped_end`, where one of the rows ends so."""
     end = unstopped_end(tokenizer)
     return end if end is not None and any(row.response[-1] == end for row in rows) else None
 
 
 def write_with_end(tokenizer: Tokenizer, end: int, folder: Path) -> None:
-    """Write the tokenizer's generation_config.json into `folder`, with `end` beside all at which servers stop."""
+    """Write generation_config.json into `folder`, with `end` added to the tokens at which servers stop."""
     stops = {tokenizer.eos_token_id, *named_ends(tokenizer.folder)}
     named = read_object(tokenizer.folder / _GENERATION_FILE) | dict(eos_token_id=[*sorted(stops), end])
     (folder / _GENERATION_FILE).write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
 
 
 def named_ends(folder: Path) -> set[int]:
-    """The ids at which a model folder says that a text ends. Raises ModelError for a file that cannot be read."""
+    """Return the end-of-sequence ids in a model folder. Raises ModelError for an unreadable file."""
     named = [read_object(folder / name).get("eos_token_id") for name in ("config.json", _GENERATION_FILE)]
     each = [one for value in named for one in (value if isinstance(value, list) else [value])]
     return {one for one in each if isinstance(one, int)}

@@ -1,35 +1,35 @@
-"""The one exception tree.
+"""Define the exception tree.
 
 EvenKeelError
-├── FatalError                 starting again with the same input fails again: the supervisor stops
-│   ├── RecipeError            unknown key, bad value, keys that contradict one another
+├── FatalError                 the same input fails again, so the supervisor stops
+│   ├── RecipeError            an unknown key, a bad value, or contradictory keys
 │   ├── ModelError             a checkpoint folder, its tokenizer or its shapes cannot be used
-│   ├── MachineError           this machine lacks what the recipe asks for: a package, a GPU, a folder to write in
+│   ├── MachineError           this machine lacks a package, a GPU or a writable folder that the recipe needs
 │   ├── LayoutError            parallel sizes that do not divide the model or the machine
 │   ├── RunConflictError       resumed with another recipe, or the run is already being trained
 │   ├── StoreError             a file of the run directory is missing, damaged or foreign
 │   │   ├── CorruptBatchError
 │   │   ├── CorruptCheckpointError
 │   │   └── ContractMismatchError   the batch was sampled under another logprob contract
-│   ├── DiskFullError          a disk is full, or too full for what is to be written
-│   ├── PromptsExhaustedError  every problem of the task is solved: nothing is left to ask
-│   ├── RewardError            the reward function fails, or does not accept the task's own answers
+│   ├── DiskFullError          a disk is full, or too full for the next write
+│   ├── PromptsExhaustedError  every problem of the task is solved
+│   ├── RewardError            the reward function fails, or rejects the task's own answers
 │   ├── ExpertReplayError      recorded routes do not fit the model, or were not used exactly once
 │   ├── NonFiniteError         a NaN or infinity was about to reach the optimizer
 │   ├── SupersededError        a later start of the same role has taken over
 │   ├── PortInUseError
 │   └── EngineStartError       an engine never came up (carries the end of its log)
-├── StoppedError               asked to end before the run was finished; started again, it goes on
+├── StoppedError               stopped on request before the end of the run, which can be resumed
 └── RetryableError             the same call may succeed later
-    ├── EngineUnavailableError an engine refused, dropped or never answered a request
-    │   ├── BadAnswerError     it answered, but something that cannot be
-    │   ├── RequestFailedError it ended this request with an error of its own
-    │   └── EngineHungError    its server hangs: nobody waits for it, and its role ends it
-    ├── EngineVersionError     an engine does not serve the version it should
-    ├── AlreadyCommittedError  another process was first; started again, this one goes on after it
-    └── DeadlineExceededError  a bounded wait ran out
+      ├── EngineUnavailableError an engine refused, dropped or never answered a request
+      │   ├── BadAnswerError     an engine gave an impossible answer
+      │   ├── RequestFailedError an engine failed this request with an error status
+      │   └── EngineHungError    an engine's server hangs, and its role ends it
+      ├── EngineVersionError     an engine does not serve the required version
+      ├── AlreadyCommittedError  another process committed first; a restarted process continues after its batch
+      └── DeadlineExceededError  a bounded wait ran out
 
-Every message says what was expected, what was found, and what to do next, on one line.
+Every message names in one line the expectation, the finding, and the next action.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from __future__ import annotations
 from precision.text import MESSAGE_CHARACTERS, one_line
 
 FATAL_EXIT_CODE = 64
-"""Exit status of a process that met a FatalError: it must not be started again, the run has failed."""
+"""Exit status of a process that met a FatalError: the run has failed and must not be restarted."""
 SUPERSEDED_EXIT_CODE = 65
-"""Exit status of a process that found a later start of its role: it must not be started again, the run goes on."""
+"""Exit status of a process superseded by a later start of its role: the run goes on, without this process."""
 STOPPED_EXIT_CODE = 143
-"""Exit status of a role that was asked to end (SIGTERM) before the run was finished: started again, it goes on."""
+"""Exit status of a role stopped by SIGTERM before the run was finished: restarted, it goes on."""
 
 
 class EvenKeelError(Exception):
-    """Root of every error that this project raises on purpose. Whatever it quotes (a path, a value, a log), its text is
-    one line that can be printed, of 2,000 characters at most."""
+    """The root of this project's errors. The text is one printable line of at most 2,000 characters, whatever it
+    quotes."""
 
     def __str__(self) -> str:
         return one_line(super().__str__(), MESSAGE_CHARACTERS)
 
 
 class FatalError(EvenKeelError):
-    """Trying again with the same input cannot help."""
+    """An error that the same input causes again."""
 
 
 class RecipeError(FatalError):
-    """The recipe is wrong; the message names the key, the value found and what is allowed."""
+    """The recipe is wrong; the message names the key, its value and the allowed values."""
 
 
 class ModelError(FatalError):
@@ -65,7 +65,7 @@ class ModelError(FatalError):
 
 
 class MachineError(FatalError):
-    """This machine lacks what the recipe asks for: a package, a GPU, a folder that can be written."""
+    """This machine lacks a package, a GPU or a writable folder that the recipe needs."""
 
 
 class LayoutError(FatalError):
@@ -89,23 +89,23 @@ class CorruptCheckpointError(StoreError):
 
 
 class ContractMismatchError(StoreError):
-    """The batch was sampled under a logprob contract that is not the learner's."""
+    """The batch was sampled under another logprob contract than the learner's."""
 
 
 class DiskFullError(FatalError):
-    """A disk is full, or too full for what is to be written. What is committed stays."""
+    """A disk is full, or too full for the next write. Committed files stay."""
 
 
 class PromptsExhaustedError(FatalError):
-    """Every problem of the task is solved (prompts.solved_pass_rate): nothing is left to ask."""
+    """Every problem of the task is solved (prompts.solved_pass_rate)."""
 
 
 class RewardError(FatalError):
-    """The reward function fails on too many samples, or does not accept the answers of its own task."""
+    """The reward function fails on too many samples, or rejects the task's own answers."""
 
 
 class ExpertReplayError(FatalError):
-    """Routed experts of a batch do not fit the model, or a pass did not use each of them exactly once."""
+    """Routed experts of a batch do not fit the model, or a pass did not use each exactly once."""
 
 
 class NonFiniteError(FatalError, FloatingPointError):
@@ -113,7 +113,7 @@ class NonFiniteError(FatalError, FloatingPointError):
 
 
 class SupersededError(FatalError):
-    """A later start of the same role has taken over; this process must write nothing more."""
+    """A later start of the same role has taken over; this process must not write any more."""
 
 
 class PortInUseError(FatalError):
@@ -125,11 +125,11 @@ class EngineStartError(FatalError):
 
 
 class StoppedError(EvenKeelError):
-    """The process was asked to end, and did so in order: what it had is saved. Nothing failed."""
+    """The process stopped in order on request, with its state saved."""
 
 
 class RetryableError(EvenKeelError):
-    """The same call may succeed later."""
+    """An error that the same call may not meet later."""
 
 
 class EngineUnavailableError(RetryableError):
@@ -137,23 +137,23 @@ class EngineUnavailableError(RetryableError):
 
 
 class BadAnswerError(EngineUnavailableError):
-    """An engine answered something that cannot be: it is at fault, however well it seems."""
+    """An engine gave an impossible answer, so it is faulty even if it seems healthy."""
 
 
 class RequestFailedError(EngineUnavailableError):
-    """A server ended one request with an error of its own (5xx). It may be well: others may fare better."""
+    """A server failed one request with a 5xx status; other requests may succeed."""
 
 
 class EngineHungError(EngineUnavailableError):
-    """The server of an engine hangs. It need not be told anything: it would not hear it."""
+    """An engine's server hangs, so no further request is sent to it."""
 
 
 class EngineVersionError(RetryableError):
-    """An engine does not serve the policy version that it should."""
+    """An engine does not serve the required policy version."""
 
 
 class AlreadyCommittedError(RetryableError):
-    """Another process committed this batch first; what it committed counts."""
+    """Another process committed this batch first; that commit counts."""
 
 
 class DeadlineExceededError(RetryableError):

@@ -1,4 +1,4 @@
-"""How many GPUs a run takes: a pure function of its recipe."""
+"""Count the GPUs of a run, from its recipe alone."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from pipeline.errors import RecipeError
 
 @dataclass(frozen=True, kw_only=True)
 class GpuNeeds:
-    """How many GPUs a run takes, and whose they are."""
+    """The GPUs of a run, by role."""
 
     learner: int
     engines: int
-    """Engines that are started with the run."""
+    """The number of engines started with the run."""
     engine: int
-    """Of one of them."""
+    """Per engine."""
     teacher: int
     shared: bool
-    """Whether learner and engines have the same ones."""
 
     @staticmethod
     def of(recipe: Recipe) -> GpuNeeds:
@@ -35,7 +34,6 @@ class GpuNeeds:
         )
 
     beside: int = field(init=False)
-    """Of learner and engines together."""
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,13 +54,13 @@ class GpuNeeds:
 
 DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
 PIPELINE_PARALLEL = ("--pp", "--pp-size", "--pipeline-parallel-size")
-"""Names of the arguments by which a server takes several times its tensor parallel GPUs."""
+"""Arguments by which a server takes several times its tensor parallel GPUs."""
 OWN_PLACES = ("--base-gpu-id", "--gpu-id-step")
-"""Names of those that say on which GPUs a server runs. They are the same for all engines of a recipe."""
+"""Arguments that choose a server's GPUs. All engines of a recipe have the same arguments."""
 
 
 def gpus_of_server(tensor_parallel: int, extra_args: Sequence[str]) -> int:
-    """Of all its replicas and pipeline stages."""
+    """Count the GPUs of a server with all its replicas and pipeline stages."""
     within = "--enable-dp-attention" in extra_args  # then data parallel ranks are the tensor parallel ones
     multipliers = (PIPELINE_PARALLEL,) if within else (PIPELINE_PARALLEL, DATA_PARALLEL)
     copies = [next((found for name in names if (found := option(extra_args, name))), "1") for names in multipliers]
@@ -70,7 +68,7 @@ def gpus_of_server(tensor_parallel: int, extra_args: Sequence[str]) -> int:
 
 
 def option(extra_args: Sequence[str], name: str) -> str | None:
-    """The value of `--name value` or `--name=value`; the last one wins, as with argparse. RecipeError without one."""
+    """Return the last value of `--name value` or `--name=value`, as argparse does. Raises RecipeError for none."""
     found: str | None = None
     for place, argument in enumerate(extra_args):
         if argument.startswith(f"{name}="):

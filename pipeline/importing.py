@@ -1,6 +1,6 @@
-"""Other packages: how to install one that is missing, and how to import a function that a recipe names.
+"""Say how to install a missing package, and import the function that a recipe names.
 
-On PyPI the name `evenkeel` is another project's, so no message gives that name to pip.
+On PyPI, the name `evenkeel` belongs to another project, so no message passes this name to pip.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _OURS = "evenkeel"
 
 
 def pip_install(*distributions: str) -> str:
-    """`pip install 'torch>=2.11' einops`: each as the core or the first extra of pyproject.toml asks for it. By its
-    name alone where none does, or where our package's metadata are not at hand."""
+    """Return `pip install 'torch>=2.11' einops`, with the requirements of our package's core or first extra, if
+    known."""
     known = _requirements()
     return " ".join(["pip install", *(shlex.quote(known.get(canonicalize_name(one), one)) for one in distributions)])
 
 
 @cache
 def _requirements() -> dict[str, str]:
-    """Name → requirement, without what it says about extras of ours."""
+    """Return the requirement of each distribution, without markers for our extras."""
     try:
         lines = metadata.requires(_OURS) or []
     except metadata.PackageNotFoundError:
@@ -56,7 +56,7 @@ EXTRA_OF = {
     "tensorboard": "export",
     "wandb": "export",
 }
-"""What a machine that only plans and reads runs need not have."""
+"""The extra of each package that a machine for planning and reading runs does not need."""
 LEARNER = tuple(package for package, extra in EXTRA_OF.items() if extra == "learner")
 DISTRIBUTIONS = {
     "megatron": ("megatron-core",),
@@ -65,27 +65,26 @@ DISTRIBUTIONS = {
     "modelopt": ("nvidia-modelopt",),
     "transformer_engine": ("transformer-engine",),
 }
-"""What to install for a package where that has another name, or is not all."""
+"""The distributions to install for a package, where they differ from its name."""
 
 
 REBUILD = "in the source folder `make clean install` builds the environment anew; elsewhere install the package again"
 
 
 def absent(packages: tuple[str, ...]) -> list[str]:
-    """Those that are not installed. Nothing is imported."""
     return [package for package in packages if find_spec(package) is None]
 
 
 def how_to_install(*packages: str) -> str:
-    """`pip install 'torch>=2.11'`, and what a CPU takes instead."""
+    """Return `pip install 'torch>=2.11'`, with the alternative for a CPU."""
     by_make = {EXTRA_OF[package] for package in packages} & {"learner", "rollout"}
     on_cpu = " (on a CPU: `make install` in the source folder)" if by_make else ""
     return pip_install(*(name for package in packages for name in DISTRIBUTIONS.get(package, (package,)))) + on_cpu
 
 
 def own_function(key: str, name: str, given: Collection[str]) -> tuple[Callable[..., Any], frozenset[str]]:
-    """The function `package.module:function` of a recipe's key, and the names among `given` that it takes: all of them
-    with **rest. Raises RecipeError for what cannot be imported, and for one that needs something else."""
+    """Import the function `package.module:function` of a recipe's key; return it and the names in `given` that it
+    accepts. Raises RecipeError for a failed import and for other required parameters."""
     module, _, function_name = name.partition(":")
     try:
         function = getattr(import_module(module), function_name)
@@ -103,8 +102,8 @@ def own_function(key: str, name: str, given: Collection[str]) -> tuple[Callable[
 
 
 def truth_of(said: object) -> bool | None:
-    """What a function has said that says true or false, NumPy's too; None: something else, such as an array."""
+    """Return a function's result as a truth value, NumPy's included; None for anything else, such as an array."""
     try:
         return bool(said) if said in (True, False) else None
-    except Exception:  # noqa: BLE001 - an object whose comparison is somebody else's
+    except Exception:  # noqa: BLE001 - the object's comparison may raise anything
         return None

@@ -1,20 +1,20 @@
-"""Find damage to a run directory, decide what becomes of it, and carry that out.
+"""Find damage to a run directory, plan the repair, and carry it out.
 
-The one list of what is checked is `find_damage`, for `evenkeel repair`, `verify history` and `fork`. A file that
-decides something is read by what reads it in a run, and is bound to the run, to the number that it is named by and to
-what it was made from: it may be whole and lie in another's place. Names that are not ours are passed over, and so is
-what explains a run: logs, metrics, events, spans, mismatch, the learner's log-probabilities, pages.
+`find_damage` is the single list of checks, for `evenkeel repair`, `verify history` and `fork`. Each file that a run
+depends on is read by the run's own reader, and checked to belong to the run, to its number and to its sources, since an
+intact file may lie in another's place. Foreign names are skipped, and so are files that only explain a run: logs,
+metrics, events, spans, mismatch, the learner's log-probabilities, pages.
 
     batch        set aside, and the collector makes it again; recorded as lost where a checkpoint, or the version that
                  engines serve, has learned from it
-    checkpoint   set aside: the learner goes on from the newest whole one. Whole is one with what its next step needs:
-                 the controller's record, and old log-probabilities of its stage
+    checkpoint   set aside: the learner goes on from the newest intact checkpoint, which has all that its next step
+                 needs: the controller's record, and old log-probabilities of its stage
     policy       set aside: the learner publishes it again, or the version is history
-    PUBLISHED    the newest whole policy; without any, the run begins again with that of the model folder
-    others       set aside: decided, scored, evaluated or written again where that can be
+    PUBLISHED    the newest intact policy; without any, the run restarts from the model folder's
+    others       set aside: decided, scored, evaluated or written again where possible
 
-What is set aside goes to RUN/damaged/000001/, never deleted, and RUN/repairs/000001.json says why: made last,
-exclusively. A repair that is killed can be done again: what is set aside already is found to be missing.
+Files are set aside in RUN/damaged/000001/, never deleted. RUN/repairs/000001.json gives the reasons and is created
+last, exclusively. A killed repair can be repeated: files already set aside are then missing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from pipeline.trainer.checkpoints import verify
 
 Kind = Literal["batch", "lost", "checkpoint", "policy", "published", "old_logprobs", "foreign", "model", "record"]
 _MANY = 4
-"""Files of a kind that fail alike by chance are fewer."""
+"""The fewest similar failures of a kind that are no coincidence."""
 _FOLDERS = (
     *("batches", "checkpoints", "policy", "policy/PUBLISHED", "logprobs", "mismatch", "evaluations", "control"),
     *("quant_maps", "recipes", "epochs", "engines", "finished", "model", "skipped", "events", "metrics", "spans"),
@@ -78,41 +78,36 @@ _BECOMES: dict[Kind, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """One file or folder that fails its checks, or is missing."""
-
     kind: Kind
     path: Path
     problem: str
     number: int = -1
-    """The batch, step or version that the file is named by; -1 where it has none."""
+    """The batch, step or version in the file's name, else -1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """One file or folder, and what becomes of it."""
-
     path: Path
     problem: str
     becomes: str
-    """For people."""
+    """The outcome, in words."""
     lost: LostBatch | None = None
-    """Written once the file is set aside."""
+    """The record to write once the file is set aside."""
     text: str | None = None
-    """What the file holds from then on, where it is a small one that can be written anew."""
+    """The new content of a small file that can be rewritten."""
 
 
 @dataclass
 class Plan:
-    """`repairs` in the order in which they are made; `after` says how the run goes on."""
+    """`repairs` in order of execution; `after` tells how the run goes on."""
 
     repairs: list[Repair] = field(default_factory=list)
     after: str = ""
 
 
 def find_damage(run: RunDirectory) -> list[Damage]:
-    """Read everything. Raises StoreError or RecipeError for what no run can be read without: FORMAT, recipe.yaml, and
-    folders that are folders. Raises OSError when the machine fails to read something: that is no damage, and a whole
-    file must not be set aside for it."""
+    """Check the whole run. Raises StoreError or RecipeError when FORMAT, recipe.yaml or a folder is unusable, and
+    OSError when the machine fails to read: an intact file must not be set aside for that."""
     run.recipe()
     for folder in _FOLDERS:
         path = run.path / folder
@@ -131,18 +126,18 @@ def _judged(kind: Kind, path: Path, number: int, read: Callable[[], object]) -> 
         read()
     except MemoryError:
         raise
-    except (EvenKeelError, OSError, ValueError, LookupError, RecursionError) as error:  # others are faults of software
+    except (EvenKeelError, OSError, ValueError, LookupError, RecursionError) as error:  # others are bugs
         if (failure := machine_failure(error)) is not None:
             raise failure from None
         if not os.path.lexists(path):
-            return  # deleted since it was listed, as old policies are while a run is at work
+            return  # deleted since it was listed, as old policies are during a run
         said = " ".join(str(error).split()).rstrip("; ") or type(error).__name__
         yield Damage(kind=kind, path=path, problem=said.removeprefix(f"{path} ").split("; ")[0], number=number)
 
 
 def own_recipes(run: RunDirectory) -> set[str]:
-    """Return the digests of the files of all recipes by which batches of the run were sampled: its own, and those of
-    the runs that it was forked from. Raises as `all_recipes` does."""
+    """Return the digests of all recipes by which the run's batches were sampled, before a fork too. Raises as
+    `all_recipes`."""
     found = {one.sha256 for one in all_recipes(run.path)}
     with suppress(FileNotFoundError):
         found |= {*read_sealed_json(run.parent_file, "put back a copy, or fork the parent again")["recipes"]}
@@ -150,7 +145,7 @@ def own_recipes(run: RunDirectory) -> set[str]:
 
 
 def _damaged_batches(run: RunDirectory) -> Iterator[Damage]:
-    """Yield batches and old log-probabilities; the latter may be of another batch."""
+    """Yield damaged batches and old log-probabilities, and those of another run or batch."""
     recipes, store, steps = own_recipes(run), BatchStore(run.batches), run.recipe().run.steps
     responses = dict[int, int]()
 
@@ -178,7 +173,7 @@ def _damaged_batches(run: RunDirectory) -> Iterator[Damage]:
 
 
 def _damaged_checkpoints(run: RunDirectory) -> Iterator[Damage]:
-    """Finds also a checkpoint that is whole itself, and lacks what its next step needs."""
+    """Yield damaged checkpoints, and intact ones that lack what their next step needs."""
     recipes, schedule = all_recipes(run.path), run.recipe().build_schedule()
     control, lost = ControlFiles(run.control, run.fence), numbered_files(run.batches, LOST_SUFFIX)
 
@@ -238,7 +233,7 @@ def _damaged_policies(run: RunDirectory) -> Iterator[Damage]:
 
 
 def _damaged_records(run: RunDirectory) -> Iterator[Damage]:
-    """Finds what is damaged of the small files that carry their own checksum, and of the final model."""
+    """Yield damaged small files with a checksum, and a damaged final model."""
     control, maps = ControlFiles(run.control, run.fence), NumberedMaps(run.quant_maps, run.fence)
     for step, path in numbered_files(run.control, ".json").items():
         yield from _judged("record", path, step, partial(control.read, step))
@@ -265,9 +260,9 @@ def _damaged_records(run: RunDirectory) -> Iterator[Damage]:
 
 
 def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
-    """Decide what becomes of damage, from the files that are whole, before anything is changed. `recorded` says when
-    and by whom, for records of losses. Raises RunConflictError for a fork that has no whole checkpoint of its own to go
-    on from, and where most files of a kind fail alike, and as BatchStore.read does."""
+    """Plan the repair from the intact files. `recorded` gives time and process for records of losses. Raises as
+    BatchStore.read does, and RunConflictError for a fork without an intact checkpoint or where most files of a kind
+    fail alike."""
     _refuse_alike(found)
     if not found:
         return Plan()
@@ -315,8 +310,8 @@ def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
 
 
 def _refuse_alike(found: list[Damage]) -> None:
-    """Raise RunConflictError where most files of a kind fail alike: no disk does that, but a version of the software
-    that cannot read them does, and a repair would throw them away."""
+    """Raise RunConflictError where most files of a kind fail alike: then software, not damage, fails to read them, and
+    a repair would discard them."""
     alike = Counter[tuple[Kind, Path, str]]()
     for damage in found:
         if os.path.lexists(damage.path) and damage.kind not in (
@@ -337,8 +332,8 @@ def _refuse_alike(found: list[Damage]) -> None:
 
 
 def _can_go_on(run: RunDirectory, step: int, published: int, whole: Collection[int]) -> bool:
-    """Return whether the batches that are still to be collected can be sampled once the learner goes on from a whole
-    checkpoint: engines serve the version that they need, or the next start publishes it."""
+    """Return whether the remaining batches can be sampled if the learner resumes at `step`: engines serve the required
+    version, or the next start publishes it."""
     schedule = run.recipe().build_schedule()
     settled = (index for index in BatchStore(run.batches).settled() if index < schedule.steps)
     missing = max(settled, default=-1) + 1
@@ -351,7 +346,7 @@ def _can_go_on(run: RunDirectory, step: int, published: int, whole: Collection[i
 def _repaired_batches(
     run: RunDirectory, found: list[Damage], recorded: str, *, resume: int, published: int
 ) -> Iterator[Repair]:
-    """Ascending: what is known of one batch rests on the one before it."""
+    """Yield the repairs of batches, ascending, since each rests on the batch before."""
     store, recipe = BatchStore(run.batches), run.recipe()
     entries: dict[int, Entry] = {}
     gone = {one.number: one for one in found if one.kind in ("batch", "lost")}
@@ -396,14 +391,14 @@ def _repaired_batches(
 
 
 def stamp() -> str:
-    """Return when, UTC, and by which process."""
+    """Return the UTC time and this process, for records."""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return f"{when} by process {os.getpid()} on {socket.gethostname()}"
 
 
 def apply(run: RunDirectory, plan: Plan) -> Path:
-    """Carry out a plan; return the folder of what is set aside. Raises OSError, and FileExistsError when another repair
-    is under way."""
+    """Carry out a plan, and return the folder of the damaged files. Raises OSError, FileExistsError beside another
+    repair."""
     number = _next_number(run)
     for repair in plan.repairs:
         set_aside(run, [repair.path])
@@ -423,11 +418,11 @@ def apply(run: RunDirectory, plan: Plan) -> Path:
 
 
 def set_aside(run: RunDirectory, paths: Iterable[Path]) -> None:
-    """Move files and folders to where the next repair puts them; those that are missing are left out."""
+    """Move files and folders to the next repair's folder; missing paths are skipped."""
     folder = run.path / "damaged" / numbered(_next_number(run))
     for path in filter(os.path.lexists, paths):
         target = folder / path.relative_to(run.path)
-        while os.path.lexists(target):  # of a repair that was killed
+        while os.path.lexists(target):  # left by a killed repair
             target = target.with_name(f"{target.name}.again")
         make_folder(target.parent)
         path.rename(target)
@@ -436,7 +431,7 @@ def set_aside(run: RunDirectory, paths: Iterable[Path]) -> None:
 
 
 def repaired_paths(run: RunDirectory) -> set[str]:
-    """Return every path, relative to the run, that a repair has set aside or written anew. Raises StoreError."""
+    """Return all paths, relative to the run, that repairs have set aside or rewritten. Raises StoreError."""
     remedy = "remove it: it only records what was repaired"
     records = (read_sealed_json(path, remedy) for path in numbered_files(run.path / "repairs", ".json").values())
     return {str(one["path"]) for record in records for one in record["repairs"]}

@@ -1,20 +1,20 @@
-"""Go on with a run: with the recipe that it has, or with one that changes what is safe.
+"""Resume a run, with its recipe or with one that changes only safe keys.
 
-    look       which keys differ, and whether a run that holds what this one holds may change them
-    fence      every start that works by the old recipe is superseded: the next one of each role reads the new one
-    clear      marks that nothing is left to do, where steps were added; what was made for version 0, where the run has
-               no batch and may change everything
+    look       the changed keys, and whether the run's contents allow the changes
+    fence      supersede every start with the old recipe: the next start of each role reads the new recipe
+    clear      marks of a finished run, where steps were added; the files of version 0, where a run without a batch
+               changes more than free keys
     record     one file, created exclusively: recipes/000001.yaml (pipeline.data.run_recipes)
-    note       one event a change, for people
+    note       one event per change, for people
 
-A start that is killed between two of these leaves a run that goes on with either recipe; the next one notes its change.
+A start that is killed in between leaves a run that resumes with either recipe; the next start notes its change.
 
-Which keys may change is said by each section of the recipe (pipeline.config.sections.Section.on_resume): `free` ones
-at any start, `fork` ones in a fork, `never` ones in neither. A run without a batch may change everything.
+Each section of the recipe classifies its keys (pipeline.config.sections.Section.on_resume): `free` keys may change at
+any start, `fork` keys in a fork, `never` keys in neither. A run without a batch may change everything.
 
-What a run reads that lies outside of its directory, the weights that it begins with and the code of its rewards, may
-be another thing at its next start. RUN/outside.json says what there was, from which step on. A change is no error: it
-is told once, noted, and marks where the numbers of a curve begin to be of another reward.
+The run also depends on files outside of its directory, its first weights and the code of its rewards, which may differ
+at its next start. RUN/outside.json records them by step. A change is no error: it is reported once, noted, and marks
+where a curve's numbers begin to belong to another reward.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CUTS_MICRO_BATCHES = (
     *("learner.pipeline_parallel", "learner.virtual_pipeline", "learner.context_parallel", "learner.expert_parallel"),
     "learner.expert_tensor_parallel",
 )
-"""Keys that say which samples are in a micro-batch together."""
+"""The keys that decide which samples share a micro-batch."""
 _REMEDY = "remove it: what there is now is then taken for what the run began with"
 _CHANGED = {
     "weights": "the weights that the run began with were changed since its last start ({files}): what a start without "
@@ -68,7 +68,7 @@ _CHANGED = {
 
 
 def change_of(recipe: Recipe, key: str) -> Change:
-    """Return which class of change a recipe key is, as the innermost section that says so."""
+    """Return a key's class of change, as the innermost section that classifies it says."""
     node: Any = recipe
     found: Change = "fork"
     for part in key.split("."):
@@ -81,8 +81,8 @@ def change_of(recipe: Recipe, key: str) -> Change:
 
 
 def refuse_changes(run: str, before: Recipe, changes: Mapping[str, str], *, fork: bool = False) -> None:
-    """Raise RunConflictError when a run that has a batch, or a `fork` of it, may not go on with these changes (key →
-    `old → new`)."""
+    """Raise RunConflictError when a run with a batch, or a `fork` of it, may not change these keys (key → `old →
+    new`)."""
     classes = {key: change_of(before, key) for key in changes}
     refused = [
         f"{key}: {change} ({_WHY[classes[key]]})"
@@ -109,10 +109,12 @@ def refuse_impossible(
     optimizer_steps: int,
     num_promoted: int = 0,
 ) -> None:
-    """Raise RunConflictError for free keys whose new value does not fit what the run holds: `settled` steps that are
-    sampled, trained or published, of which the engines serve version `published`. The newest checkpoint holds `scored`
-    steps; 0 where the batches of a stage are not scored at its beginning. Up to its last step by `before`, the run
-    takes `optimizer_steps`. The ESS controller has the engines hold `num_promoted` modules unquantized."""
+    """Raise RunConflictError for free keys whose new value does not fit the run's contents.
+
+    `settled` steps are sampled, trained or published, and engines serve version `published`. The newest checkpoint
+    holds `scored` steps, or 0 where stages are not scored at their beginning. `optimizer_steps` is their number up to
+    the last step of `before`. The ESS controller keeps `num_promoted` modules unquantized.
+    """
     old, new, changed = before.run.steps, after.run.steps, changed_keys(before, after)
     fork = f"`evenkeel fork {run} NEW --at"
     if new < settled:
@@ -121,7 +123,7 @@ def refuse_impossible(
         )
     stage = before.schedule.updates_per_stage if before.schedule.kind == "staged" else 1
     last = old // stage * stage
-    if new > old and last < max(published, scored):  # the stage would have batches that nobody scored at its beginning
+    if new > old and last < max(published, scored):  # batches of the stage would lack old log-probabilities
         raise RunConflictError(
             f"run.steps: {old} → {new}, but the last stage of {run}, which ends at step {old}, is under way or over, "
             f"and {old} is no multiple of schedule.updates_per_stage {stage}; {fork} {last}` goes on from before it"
@@ -156,8 +158,8 @@ def refuse_impossible(
 
 
 def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
-    """Return what the recipe would change of the run, key → `old → new`; nothing for a run that has not begun. Raises
-    RunConflictError for what the run cannot go on with, and StoreError for a fork without its checkpoint."""
+    """Return the recipe's changes, key → `old → new`; {} before the run has begun. Raises RunConflictError for changes
+    that the run cannot resume with, and StoreError for a fork without its checkpoint."""
     if not recipe_file(run.path).exists():
         return {}
     if (forked_at := run.forked_at()) > max(run.saved_steps(), default=0) and not nothing_left(run, recipe):
@@ -189,29 +191,28 @@ def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
 
 
 def nothing_left(run: RunDirectory, recipe: Recipe) -> bool:
-    """Return whether the run is finished, and the recipe adds nothing to it."""
+    """Return whether the run is finished and the recipe adds no steps."""
     return run.is_finished() and run.recipe().run.steps == recipe.run.steps
 
 
 def reopen(run: RunDirectory) -> None:
-    """Make a finished run one that has steps to train: roles that find it finished would end. Its model is that of
-    fewer steps, and is believed no more."""
+    """Mark a finished run as unfinished, since roles would end at once, and invalidate its final model."""
     _remove_files(run.path / "finished")
     remove_listed(run.model, run.model_manifest.name)
 
 
 def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
-    """Begin the run with the recipe, or go on with it; return what it changes. Raises as `changes_to` does."""
+    """Begin or resume the run with the recipe, and return its changes. Raises as `changes_to` does."""
     begin_recipe(run.path, recipe)
     if changes := changes_to(run, recipe):
         run.fence()
         _end_other_starts(run, recipe)
         before = run.recipe()
-        changes_to(run, recipe)  # again: one of them may have committed the first batch meanwhile
+        changes_to(run, recipe)  # again: a superseded start may have committed the first batch meanwhile
         if before.run.steps != recipe.run.steps:
             reopen(run)
         if run.num_settled() == 0 and any(change_of(before, key) != "free" for key in changes):
-            _remove_files(run.published)  # first: what is announced must be there
+            _remove_files(run.published)  # first, since an announced version must exist
             _remove_files(run.evaluations)
             for began_with in (run.sandbox_file, run.reference_file):
                 began_with.unlink(missing_ok=True)
@@ -220,15 +221,15 @@ def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
             fsync_present(run.policies, run.path)
         add_recipe(run.path, recipe, first_step=run.num_learned(), first_batch=run.num_settled())
     if newest_recipe_file(run.path) != recipe_file(run.path):
-        # Those that began meanwhile and read the old one; also if the start that changed it was killed before this.
+        # Those that started meanwhile with the old recipe, or before a start that was killed after changing the recipe.
         _end_other_starts(run, recipe)
     run.make_folders()
     return changes
 
 
 def _end_other_starts(run: RunDirectory, recipe: Recipe) -> None:
-    """Supersede every start that samples, serves or learns by another recipe: it is started again. A role that has
-    waited for this one goes by it at once, and to engines and router no data matters."""
+    """Supersede every start by another recipe, which is then restarted. Changes of the data do not affect engines or
+    router."""
     epochs = run.path / "epochs"
     changes = {one.path.name: changed_keys(one.recipe, recipe).keys() for one in all_recipes(run.path)}
     for folder in sorted(epochs.iterdir()) if epochs.is_dir() else ():
@@ -245,12 +246,11 @@ def _remove_files(folder: Path) -> None:
 
 
 def note_changes(run: RunDirectory, event_log: EventLog) -> None:
-    """Write an event for every change of the recipe that has none: a start that was killed after its change wrote
-    none."""
+    """Write an event for every change of the recipe without one: a killed start may have written none."""
     recipes, noted = all_recipes(run.path), set[str]()
     if len(recipes) == 1:
         return
-    with suppress(StoreError):  # nothing goes by events, and one that is there twice does no harm
+    with suppress(StoreError):  # no process acts on events, and a duplicate does no harm
         noted = {str(event.get("recipe")) for event in read_events(run.path, "recipe_changed")}
     for before, after in pairwise(recipes):
         if after.path.name not in noted:
@@ -259,14 +259,14 @@ def note_changes(run: RunDirectory, event_log: EventLog) -> None:
 
 
 def changes_in_words(run: RunDirectory, changes: Mapping[str, str]) -> str:
-    """Return the changes in one line, for whoever started the run."""
+    """Return the changes in one line, for the user who started the run."""
     listed_changes = "; ".join(f"{key}: {change}" for key, change in changes.items())
     return f"{run.path} goes on from step {run.num_learned()} with {listed_changes}"
 
 
 def note_outside(run: RunDirectory, recipe: Recipe, event_log: EventLog) -> list[str]:
-    """Record what the run reads outside of its directory; return a sentence for each kind of which something has
-    changed since the last start, which is noted as an event, too. Raises StoreError when the record is damaged."""
+    """Record the outside files; return a sentence, also noted as an event, for each kind changed since the last start.
+    Raises StoreError for a damaged record."""
     path = run.outside_file
     notes = read_sealed_json(path, _REMEDY)["notes"] if path.exists() else []
     known = notes[-1] if notes else {}
@@ -279,7 +279,7 @@ def note_outside(run: RunDirectory, recipe: Recipe, event_log: EventLog) -> list
         if before is None or (
             kind == "reward" and {name.partition("/")[0] for name in before} != {name.partition("/")[0] for name in now}
         ):
-            continue  # with another recipe other files are meant: that is told as a change of the recipe
+            continue  # another recipe names other files, which is reported as a change of the recipe
         names = sorted(n for n in now.keys() | before.keys() if now.get(n, [None])[-1] != before.get(n, [None])[-1])
         if names:
             changed[kind] = names
@@ -292,7 +292,7 @@ def note_outside(run: RunDirectory, recipe: Recipe, event_log: EventLog) -> list
 
 
 def reward_code(run: RunDirectory) -> str:
-    """Return a digest of the code of the run's rewards; empty where they are our own, or not known."""
+    """Return a digest of the code of the run's custom rewards; "" for built-in rewards and without a record."""
     if not run.outside_file.exists():
         return ""
     files = read_sealed_json(run.outside_file, _REMEDY)["notes"][-1]["reward"]
@@ -300,8 +300,7 @@ def reward_code(run: RunDirectory) -> str:
 
 
 def _weights(folder: Path, known: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return file → bytes, time of its last change and SHA-256. A file of which the first two are as they were `known`
-    is not read again."""
+    """Return each file's bytes, modification time and SHA-256; unchanged bytes and time save reading it again."""
     found = dict[str, list[Any]]()
     for file in sorted(folder.glob("*.safetensors")):
         stat = file.stat()
@@ -314,8 +313,7 @@ def _weights(folder: Path, known: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _reward(recipe: Recipe) -> dict[str, list[Any]]:
-    """Return `package.module:function/file` → SHA-256 of each file of the code of a reward and of a filter of groups
-    that are not our own; of a package all of its files."""
+    """Return the SHA-256 of each file, as `package.module:function/file`, of custom rewards and group filters."""
     task = recipe.task
     rewards = [task.reward, *(source.reward for source in task.sources)] if isinstance(task, DataTask) else []
     found = dict[str, list[Any]]()
@@ -327,7 +325,7 @@ def _reward(recipe: Recipe) -> dict[str, list[Any]]:
 
 
 def _files(module: str) -> Iterator[Path]:
-    """Yield the files of a module, found without importing anything."""
+    """Yield a module's files, without importing anything."""
     places, spec, above = list[str](sys.path), None, ""
     for part in module.split("."):
         spec = PathFinder.find_spec(f"{above}{part}", places)

@@ -1,15 +1,15 @@
-"""When each process of a run did what, for `evenkeel trace`; and where the seconds of a step went, by phase.
+"""Record when each process of a run did what, for `evenkeel trace`, and measure the seconds of a step's phases.
 
-    RUN/spans/learner-000002.rank-0003.jsonl          what this process noted last, a line a span
-    RUN/spans/learner-000002.rank-0003.older.jsonl    what it noted before that
+    RUN/spans/learner-000002.rank-0003.jsonl          the newest spans of this process, one per line
+    RUN/spans/learner-000002.rank-0003.older.jsonl    the spans before
 
-    with spans.recorded(run, "collector-000003"):      once a process; without it, nothing is kept
+    with spans.recorded(run, "collector-000003"):      once per process; without it, no span is kept
         with spans.span("engine 0/requests", "request", samples=8):
             …
 
-A span lies on a lane, which is a row of the trace; a lane with a slash belongs to another part of the run, named before
-the slash. Lines are written by a thread, a second late: a process that is killed loses that second. A disk that is full
-costs spans, nothing else. A file never has more than MAX_BYTES, and of a role only the newest STARTS starts are kept.
+A span lies on a lane, a row of the trace. A lane with a slash belongs to the part of the run named before the slash. A
+thread writes the lines up to a second later, which a killed process loses. A full disk costs spans, nothing else. A
+file has at most MAX_BYTES, and only the newest STARTS starts of a role are kept.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ FLUSH_S = 1.0
 FOLDER = "spans"
 _OLDER = ".older"
 _MOST_WAITING = 100_000
-"""Spans in memory, should the disk take none."""
+"""The most spans in memory while the disk takes none."""
 
 _recorder: _Recorder | None = None
 
 
 def note(lane: str, name: str, began: float, ended: float, **facts: Any) -> None:
-    """A span that is over; `began` and `ended` are of time.monotonic. May be called from any thread."""
+    """Record a finished span; `began` and `ended` are from time.monotonic. Thread-safe."""
     if _recorder is not None:
         _recorder.note(lane, name, began, ended, facts)
 
 
 @contextmanager
 def span(lane: str, name: str, **facts: Any) -> Iterator[None]:
-    """The time of the `with` block, however it ends."""
+    """Record the time of the `with` block, however it ends."""
     began = time.monotonic()
     try:
         yield
@@ -57,7 +57,7 @@ def span(lane: str, name: str, **facts: Any) -> Iterator[None]:
 
 @contextmanager
 def recorded(run: Path, source: str) -> Iterator[None]:
-    """Within the block, this process keeps its spans in files that are named by `source`: Epoch.name, and the rank."""
+    """Keep this process's spans of the block, in files named by `source`: Epoch.name, and the rank."""
     global _recorder
     before, recorder = _recorder, _Recorder(run / FOLDER, source)
     _recorder = recorder
@@ -71,8 +71,8 @@ def recorded(run: Path, source: str) -> Iterator[None]:
 def read_spans(
     run: Path, damage: list[str] | None = None, begin: float = -math.inf, end: float = math.inf
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the lines of each source whose spans overlap the time from `begin` to `end`, seconds since 1970. `damage`
-    as of pipeline.data.event_log.read_lines."""
+    """Return each source's lines that overlap `begin` to `end`, in seconds since 1970; `damage` as of
+    event_log.read_lines."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((run / FOLDER).glob("*.jsonl")):
         lines = found.setdefault(path.stem.removesuffix(_OLDER), [])
@@ -83,18 +83,16 @@ def read_spans(
 
 
 class _Recorder:
-    """Of one process."""
-
     def __init__(self, folder: Path, source: str) -> None:
         self._path = folder / f"{source}.jsonl"
         self._waiting: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
         self._since_1970 = time.time() - time.monotonic()
-        """Fixed: spans of a process lie to each other as its stopwatches say, whatever is done to its clock."""
+        """Fixed at the start, so that spans keep their distances when the wall clock is adjusted."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._write_now_and_then, name="spans", daemon=True)
         with suppress(OSError):
             make_folder(folder)
-            # Older starts of this process. `source` is ROLE-NUMBER, or ROLE-NUMBER.rank-NUMBER.
+            # Delete older starts of this process. `source` is ROLE-NUMBER, or ROLE-NUMBER.rank-NUMBER.
             start, dot, rank = source.partition(".")
             role = start.rpartition("-")[0]
             for ending in ("", _OLDER):
@@ -132,7 +130,7 @@ class _Recorder:
                 with self._path.open("ab") as file:
                     file.write(data)
             except OSError:
-                os.truncate(self._path, before)  # half a line would spoil those that follow
+                os.truncate(self._path, before)  # half a line would spoil the next
                 raise
 
 
@@ -140,12 +138,11 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Measures `seconds` by name of a phase. Phases are measured as blocks of code, or as laps that follow one
-    another."""
+    """A stopwatch that sums `seconds` by phase; phases are blocks of code, or consecutive laps."""
 
     def __init__(self, phases: Iterable[str] = (), *, lane: str | None = None, **facts: Any) -> None:
-        """Starts now. `phases` are in `seconds` from the beginning, with 0. With a `lane`, blocks and laps are also
-        noted there (pipeline.spans), with these `facts`."""
+        """Start now, with the `phases` at 0. With a `lane`, blocks and laps are also recorded there as spans, with
+        `facts`."""
         self._lane, self._facts = lane, facts
         self.seconds = dict.fromkeys(phases, 0.0)
         self._started = self._mark = time.monotonic()
@@ -153,12 +150,11 @@ class Stopwatch:
 
     @property
     def total_s(self) -> float:
-        """Seconds since the stopwatch was made."""
         return time.monotonic() - self._started
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time of the `with` block belongs to `name`, but for the phases inside it, which keep their own."""
+        """Count the time of the `with` block for `name`, except for inner phases, which count separately."""
         before, started = self._inner, time.monotonic()
         yield
         ended = time.monotonic()
@@ -167,7 +163,7 @@ class Stopwatch:
         self._inner = before + spent
 
     def timed(self, name: str, stream: Iterable[T]) -> Iterator[T]:
-        """The same stream. The time that it takes to make its items belongs to `name`."""
+        """Yield the stream's items, and count the time to produce them for `name`."""
         items, end = iter(stream), object()
         while True:
             with self.phase(name):
@@ -177,7 +173,7 @@ class Stopwatch:
             yield item  # type: ignore[misc]
 
     def lap(self, name: str) -> None:
-        """The time since the last lap (or since the stopwatch was made) belongs to `name`."""
+        """Count the time since the last lap (or the start) for `name`."""
         now = time.monotonic()
         self._add(name, self._mark, now, now - self._mark)
         self._mark = now
