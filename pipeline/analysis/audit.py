@@ -1,14 +1,13 @@
-"""The audit of a run. From its batches alone: nothing lost, nothing trained twice, nothing staler than agreed, no value
-that cannot be, and problems left out when, and only when, their pass rate says so. And which steps and versions lack a
-record that they should have left:
+"""Audit the batches of a run, and find the steps and versions that lack a record.
 
-metrics, consumed, logprobs, mismatch, control
-                                         of each step that a checkpoint holds; they are written before it
-checkpoints                              the newest that was saved
-evaluations                              of each version that was due before a batch that is committed
+In the batches, no group may be lost or trained twice, no token staler than the schedule allows, and no value invalid; a
+problem is left out when, and only when, its pass rate says so. The records are:
 
-Which were due, and whether a controller left a record, says the recipe that the batch was sampled by, or the step
-trained by: a fork may have another schedule and another controller than the run that it comes from.
+    metrics, consumed, logprobs, mismatch, control   of each step that a checkpoint holds: they are written before it
+    checkpoints                                      the newest that was saved
+    evaluations                                      of each version that was due before a committed batch
+
+The recipe in force at a batch or a step decides: a fork may have another schedule and controller than its parent.
 """
 
 from __future__ import annotations
@@ -30,43 +29,37 @@ from pipeline.rollout.batch_builder import SolvedPromptFilter, SolvedPromptRule
 from pipeline.schedule import Schedule
 
 MOST_LOST = 1_000_000
-"""Lost groups that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What was found in the batches of a run."""
-
     sound: bool
-    """Whether nothing is wrong."""
     missing: tuple[int, ...]
     """Batches below `steps` that are not committed."""
     damaged: tuple[LostBatch, ...]
-    """Batches below `steps` that are recorded as lost by damage: nobody can say more of them than their record does. A
-    history with them is sound, if nothing else is wrong."""
+    """Batches below `steps` that are recorded as lost by damage. They alone do not make a history unsound."""
     lost: tuple[int, ...]
-    """Groups below the last batch's next_group that are in no batch, lost ones included, in no dropped list, and not
-    open for a later one."""
+    """Groups below the last batch's next_group that are in no batch (lost or not), not dropped and not open."""
     duplicated: tuple[int, ...]
-    """Groups that are in more than one batch or dropped list, or that the last batch leaves open all the same."""
+    """Groups in more than one batch or dropped list, or in one of them and still open after the last batch."""
     version_violations: int
     """Response tokens of a version that the schedule does not allow in their batch."""
     solved_violations: tuple[int, ...]
     """Groups passed over although their problem was not solved, and groups asked although it was."""
     value_faults: tuple[str, ...]
-    """The first value of each kind, in each batch, that cannot be (pipeline.data.batch_values), and its sample."""
+    """The first invalid value of each kind in each batch, with its sample (pipeline.data.batch_values)."""
     batches: int
     groups: int
-    """Groups trained on or dropped."""
+    """Groups trained on, dropped, or lost with a damaged batch."""
     dropped: int
-    """Groups dropped: the next three kinds, and those that the user's filter did not keep."""
+    """Dropped groups: those of the next three fields, and those that the user's filter rejected."""
     unfit: int
     zero_variance: int
     solved: int
     tokens: int
-    """Response tokens, those that no engine sampled included."""
+    """Response tokens, including tokens that no engine sampled."""
     lags: dict[int, int]
-    """batch - version → response tokens, ascending."""
+    """Lag (batch - version) → response tokens, ascending."""
 
 
 def verify_history(
@@ -77,8 +70,8 @@ def verify_history(
     limits: Limits = UNKNOWN,
     first: int = 0,
 ) -> Audit:
-    """Read and verify the first `steps` batches of a run. Batches before `first` are those of the run that it was
-    forked from, which may have had another schedule and other rules. Raises CorruptBatchError."""
+    """Read and check the first `steps` batches of a run. Batches before `first` come from the run that it was forked
+    from, which may have had another schedule and other rules. Raises CorruptBatchError."""
     store, solved = BatchStore(RunDirectory(run_dir).batches), SolvedPromptFilter(solved_rule)
     damaged = {batch.index: batch for batch in store.all_lost() if batch.index < steps}
     there = set(store.committed()) - damaged.keys()
@@ -145,9 +138,8 @@ def verify_history(
 
 
 def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> dict[str, list[int]]:
-    """Return the steps and versions that lack a record, ascending, by what they lack: the keys are those of this
-    module's table, and one that nothing lacks is not there. `repaired` names files, relative to the run, that a repair
-    has set aside: their record says so, and they are no gaps."""
+    """Return the steps and versions that lack a record, by kind of record as in this module's table, without complete
+    kinds. Files in `repaired`, relative to the run, were set aside by a repair that recorded them: they are no gaps."""
     known, recipes = set(repaired), all_recipes(run.path)
     finished = run.path / "finished"
     steps = recipes[-1].recipe.run.steps if (finished / "learner").exists() else max(run.saved_steps(), default=0)

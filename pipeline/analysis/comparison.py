@@ -1,5 +1,5 @@
-"""How several runs differ: what they reached, which recipe keys differ, and, as one HTML page, their curves over steps,
-samples and seconds. In the page nothing is fetched, and no script runs."""
+"""Compare runs: their summaries, the recipe keys in which they differ, and an HTML page of their curves over steps,
+samples and seconds. The page fetches nothing and runs no script."""
 
 from __future__ import annotations
 
@@ -25,20 +25,16 @@ CURVES = (
     ("response_tokens_mean", "Response length, tokens"),
     ("lr", "Learning rate"),
 )
-"""Metric and title; the first is of evaluations."""
+"""Metric and title of each figure; pass_at_1 is a metric of evaluations, the others of steps."""
 AXES = dict(steps="steps", samples="samples", seconds="seconds since the start of the run")
-"""What the curves are drawn over, and what the axis says."""
 MISSING = "–"
-"""The value of a key that the recipe's choice of an algorithm or a task does not have."""
+"""Shown for a key that a run's recipe does not have."""
 _COLORS = ("blue", "orange", "green", "violet", "pink", "teal", "sand", "gray")
 
 
 def compare_runs(paths: Sequence[Path], page: Path | None = None) -> dict[str, Any]:
-    """Return the summaries of `paths` in their order, and each recipe key in which two of them differ, with one value a
-    run. With `page`, write the page too.
-
-    Raises RecipeError (fewer than two runs, or one of them twice) and StoreError (no run directory).
-    """
+    """Return the summary of each run, and each recipe key in which two runs differ, with its value in every run; with
+    `page`, write the page. Raises RecipeError (fewer than two runs, or one of them twice) and StoreError."""
     if len(paths) < 2:
         raise RecipeError(f"{len(paths)} run was given, expected at least two; give more, or use `evenkeel runs show`")
     if len({path.resolve() for path in paths}) < len(paths):
@@ -77,7 +73,7 @@ def compare_runs(paths: Sequence[Path], page: Path | None = None) -> dict[str, A
 
 
 def _flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return `section.key` and its value, for every key that holds no mapping, or an empty one."""
+    """Return `section.key` → value for every leaf of a section. An empty mapping is a leaf."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
@@ -88,8 +84,8 @@ def _flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def positions(run_log: RunLog) -> dict[str, dict[int, float]]:
-    """Return of each axis: steps done → the place on it. Samples are those of the batches trained, up to the first
-    whose number is not known; seconds count from the first line of the logs, with the pauses between two starts."""
+    """Return, for each axis, steps done → position on the axis. Samples are those trained on, up to the first batch of
+    unknown size. Seconds count from the first log line and include the pauses between two starts."""
     steps = steps_of(run_log)
     begin = min((float(line["time"]) for line in (*run_log.events, *run_log.metrics)), default=0.0)
     ended = [begin, *(begin if step.ended is None else step.ended for step in steps)]
@@ -101,7 +97,7 @@ def positions(run_log: RunLog) -> dict[str, dict[int, float]]:
 
 
 def series(run_log: RunLog, metric: str, over: str) -> tuple[list[float], list[float]]:
-    """Return places on the axis `over`, and values; steps without a value are left out."""
+    """Return the points of a metric: positions on the axis `over`, and values. Steps without a value are left out."""
     lines: list[tuple[int, Mapping[str, Any]]] = [(int(line["step"]) + 1, line) for line in run_log.metrics]
     if metric == "pass_at_1":
         lines = [(int(event["version"]), event) for event in run_log.evaluations]

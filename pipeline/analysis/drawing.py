@@ -1,8 +1,8 @@
-"""How the figures of a page are drawn: numbers in, inline SVG out.
+"""Draw the figures of a page: numbers in, inline SVG out.
 
-Colors are drawn as placeholders and replaced by CSS variables, so that the page decides between light and dark. Text
-stays text (searchable, in the page's font). Points that cannot be seen tell their values where the pointer rests:
-titles in the SVG, without a script. A figure without data is None.
+Colors are placeholders that become CSS variables, so that the page chooses light or dark. Text stays text: searchable,
+and in the page's font. Invisible points with SVG titles show values under the pointer without a script. A figure
+without data is None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-# A machine without TeX-like fonts is told so for each of them, though nothing here is set in one.
+# Matplotlib warns of each missing TeX-like font, although no figure uses them.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 COLORS = {
@@ -34,7 +34,7 @@ COLORS = {
         ("ink", "muted", "grid", "surface", "blue", "orange", "green", "violet", "pink", "teal", "gray", "sand")
     )
 }
-"""Placeholder of each CSS variable `--NAME`."""
+"""Color → its placeholder in the drawing; the page has a CSS variable `--NAME` for each."""
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -66,25 +66,24 @@ STYLE: dict[Any, Any] = {
 }
 
 SMALL, WIDE = (3.7, 2.1), (11.4, 3.0)
-"""Inches; in the page three small ones and their gaps are as wide as a wide one, so text has one size."""
+"""Sizes in inches. Three small figures and their gaps are as wide as a wide one, so their text has the same size."""
 LOG_FROM_RATIO = 20.0
-"""A curve that may be logarithmic is, once its largest value is this many times its smallest."""
+"""A curve that may be logarithmic is so once its largest value exceeds this many times its smallest."""
 LOG_DECADES = 5
-"""That a logarithmic axis shows at most."""
 MOST_DRAWN = 600
-"""Points of a curve: more than a screen shows."""
+"""Most points drawn of a curve: more than a screen shows."""
 SMOOTH_FROM = 40
-"""Curves of at least this many points get a running mean over 1/20 of them in front of the raw values."""
+"""Fewest points of a curve that is drawn as a running mean over 1/20 of them, in front of the raw values."""
 _MOST_TOLD = 100
-"""Points of a line that tell their values: a page stays small, and a finger's width has one."""
+"""Most points of a line that show their values; the limit keeps pages small."""
 _MARK, _BETWEEN = "hover|", "|"
 
 Line = tuple[Sequence[float], Sequence[float], str, str]
-"""Places, values, label and color of a curve."""
+"""Positions, values, label and color of a curve."""
 
 
 def page(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
-    """Return an HTML page of pipeline/analysis/pages, in the style of every page; all texts are escaped."""
+    """Return an HTML page from a template in pipeline/analysis/pages, in the common style. All texts are escaped."""
     folder = resources.files("pipeline.analysis").joinpath("pages")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(filters)
@@ -94,7 +93,7 @@ def page(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -
 
 @dataclass
 class Picture:
-    """One pair of axes; `svg` is there once the picture is drawn."""
+    """One pair of axes. `svg` is empty until the picture is drawn."""
 
     axes: Axes
     svg: str = ""
@@ -102,7 +101,7 @@ class Picture:
 
 @contextmanager
 def picture(name: str, size: tuple[float, float], *, left_in: float = 0.62) -> Iterator[Picture]:
-    """Yield a picture to draw into, and make it an <svg> element whose colors are CSS variables. `size` and `left_in`,
+    """Yield a picture to draw into, then make it an <svg> element whose colors are CSS variables. `size` and `left_in`,
     the room for the labels of the y axis, are inches."""
     width, height = size
     with mpl.rc_context(STYLE | {"svg.hashsalt": name}):
@@ -115,10 +114,9 @@ def picture(name: str, size: tuple[float, float], *, left_in: float = 0.62) -> I
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
 
     def titled(found: re.Match[str]) -> str:
-        """Put a <title> into each point of `add_values`."""
         told = unescape(found[1]).split(_BETWEEN)
         points = re.findall(r"<use ([^>]*)/>", found[2])
-        if len(points) != len(told):  # some lie outside the picture: it cannot be told which
+        if len(points) != len(told):  # points outside the picture are missing, and it is unknown which
             return ""
         uses = (f"<use {at}><title>{escape(text)}</title></use>" for at, text in zip(points, told, strict=True))
         return f'<g class="values">{"".join(uses)}</g>'
@@ -146,11 +144,12 @@ def curve(
     legend: bool = True,
     more: Callable[[Axes], None] | None = None,
 ) -> str | None:
-    """Draw curves of [n] points each. `floor` is the lowest end of the y axis; `marks` are places of dotted lines.
-    Without `smooth`, what was set rather than measured is drawn as it was. `more` draws onto the same axes.
+    """Draw curves of [n] points each. `floor` is the lower limit of the y axis, `marks` are positions of dotted lines,
+    and `more` draws onto the same axes. Values that were set rather than measured are drawn without `smooth`.
 
-    A logarithmic axis is chosen where the values need one. What is below its beginning, such as the gradient of a step
-    without any advantage, is drawn there, and tells its value: it must not flatten the rest."""
+    With `log`, the y axis is logarithmic where the values need it. A value below its lower end, such as the gradient
+    norm of a step without any advantage, must not flatten the rest: it is drawn at that end and shows its true value.
+    """
     known = [line for line in lines if len(line[0])]
     if not known:
         return None
@@ -164,7 +163,7 @@ def curve(
         for place, (xs, ys, label, color) in enumerate(known):
             heights = np.asarray(ys, float) if lowest is None else np.maximum(ys, lowest)
             add_values(axes, xs, heights, label, color, told=ys)
-            # Each is drawn over a wider one: where two are the same, both can be seen.
+            # Each line is thinner than the one below it, so that equal lines can both be seen.
             style: dict[str, Any] = dict(color=COLORS[color], linewidth=1.7 + 1.2 * (len(known) - 1 - place))
             if len(xs) == 1:
                 axes.plot(xs, heights, label=f"{label} {ys[0]:.4g}", marker="o", clip_on=False, **style)
@@ -199,8 +198,8 @@ def add_values(
     *,
     told: Sequence[float] | None = None,
 ) -> None:
-    """Put points over a line that cannot be seen and say `label`, x and y, or what is `told` instead of y. With several
-    labels, each point says its own instead of x."""
+    """Draw invisible points over a line. Under the pointer each shows `label`, x and y, or its `told` instead of y;
+    with several labels, each shows its label instead of x."""
     values = ys if told is None else told
     chosen = np.unique(np.linspace(0, len(xs) - 1, min(len(xs), _MOST_TOLD)).astype(int)).tolist()
     names = [f"{label}, {xs[i]:.6g}" if isinstance(label, str) else label[i] for i in chosen]
@@ -220,8 +219,7 @@ def add_values(
 
 
 def extremes(values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the places of the points of a long curve that are drawn: of each of MOST_DRAWN / 2 parts the lowest and
-    the highest, and the two ends."""
+    """Return the indices of both ends of a long curve and of the extremes in each of its MOST_DRAWN / 2 parts."""
     if len(values) <= MOST_DRAWN:
         return np.arange(len(values))
     parts = np.array_split(np.asarray(values), MOST_DRAWN // 2)
@@ -231,7 +229,6 @@ def extremes(values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.int64]
 
 
 def running_mean(values: Sequence[float] | NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Return the mean of the last `window` values, of fewer at the start."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(0, ends - window)
@@ -239,8 +236,8 @@ def running_mean(values: Sequence[float] | NDArray[np.float64], window: int) -> 
 
 
 def steps_axis(axes: Axes, label: str = "step") -> None:
-    """Put whole numbers below; where there is a single one it is in the middle. The y axis has at most six digits a
-    label; a range that six digits cannot tell apart is widened: a curve that differs by rounding is drawn flat."""
+    """Label the x axis with whole numbers, and the y axis with at most six digits. A single x is centered. A y range
+    that six digits cannot resolve is widened, so that a curve that differs only by rounding is drawn flat."""
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     if axes.dataLim.width < 1.0:
@@ -256,10 +253,8 @@ def steps_axis(axes: Axes, label: str = "step") -> None:
 
 
 def legend_above(axes: Axes) -> None:
-    """Put the legend in one row over a wide figure."""
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=10, columnspacing=1.1, fontsize=8, borderaxespad=0.2)
 
 
 def percent_label(share: float, _: object = None) -> str:
-    """Return the label of a tick: 12.5 %."""
     return f"{100 * share:.6g} %"

@@ -1,16 +1,16 @@
-"""The figures of a report, by section: the few curves that a run is judged by, and what neither TensorBoard nor W&B
-shows. Every other metric over steps is for `evenkeel export`.
+"""Draw the figures of a report, by section.
 
-Speeds, in response tokens a second:
+A report has the curves by which a run is judged and the figures that neither TensorBoard nor W&B shows; `evenkeel
+export` writes every other metric over steps. Speeds are in response tokens a second:
 
-    generated    tokens of a batch ÷ seconds in which it was generated, from when the batch that was done before it was
-                 done: batches of async and staged runs are under way together
+    generated    tokens of a batch ÷ seconds of its generation; time before the end of an earlier batch is left out,
+                 since batches of async and staged runs overlap
     updated      tokens that the updates ran through the model ÷ seconds of log-probabilities and updates
-    trained      the same ÷ seconds of the whole step, waiting and publishing included
+    trained      the same tokens ÷ seconds of the whole step, waiting and publishing included
     MFU          6 · parameters · tokens of these samples, prompts included ÷ (seconds of updates · ranks · GPU's peak)
 
-MFU is that of PaLM (arXiv 2204.02311, appendix B) without the products of attention, which makes it a little too low.
-Of a mixture, parameters are those that a token visits.
+MFU is that of PaLM (arXiv 2204.02311, appendix B) without the products of attention, so it is slightly too low. For a
+mixture of experts, parameters are those that a token visits.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ from precision.mismatch.statistics import SPLITS
 from precision.ratios import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 
 LAST_STEPS = 10
-"""Over which the tokens of a bucket are counted together."""
+"""Number of last steps whose tokens are counted together in the buckets."""
 NUM_POINTS = 201
-"""Solve rates at which weight curves are drawn."""
 _MOST_VALUES, _BINS = 12, 24
-"""Of a histogram of rewards: values that are drawn one by one, and else bins."""
 _FIRST_TO_LAST = ("orange", "teal", "blue")
 PHASE_COLORS = {
     "wait": "gray",
@@ -59,7 +57,7 @@ PHASE_COLORS = {
 SPLIT_COLORS = dict(zip((split.name for split in SPLITS), ("violet", "blue", "teal", "orange"), strict=True))
 
 Curves = dict[str, tuple[tuple[str, str, str], ...]]
-"""Title → metric, label and color of each line."""
+"""Title of a figure → metric, label and color of each line."""
 _SFT: Curves = {
     "Loss, nats a token": (("loss", "loss", "blue"), ("held_out_loss", "held out", "orange")),
     "Gradient norm": (("grad_norm", "norm", "orange"),),
@@ -80,7 +78,7 @@ _LOGARITHMIC = ("Gradient norm", "KL from engine to learner, nats a token")
 
 @dataclass(frozen=True)
 class Figure:
-    """An <svg> with its title; `wide`: it takes the whole width of the page."""
+    """An <svg> with its title. A `wide` figure takes the whole width of the page."""
 
     title: str
     svg: str
@@ -89,16 +87,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page."""
-
     title: str
     text: str
     figures: tuple[Figure, ...]
 
 
 def sections(run_log: RunLog) -> list[Section]:
-    """Draw the parts of a page that have a figure. Dotted lines mark the first step that ended after each restart, and
-    those from which another recipe holds."""
+    """Draw the sections of a page that have a figure. Dotted lines mark the first step that ended after each restart,
+    and the first step of each changed recipe."""
     times = {int(line["step"]): float(line["time"]) for line in run_log.metrics}
     marks = {int(event["step"]) for event in run_log.of_kind("recipe_changed") if event.get("step") in times}
     for event in run_log.of_kind("restarted"):
@@ -177,14 +173,13 @@ def held_out(run_log: RunLog) -> list[Figure]:
 
 
 def line_of(points: Iterable[tuple[int, float | None]], label: str, color: str) -> drawing.Line:
-    """Return a line without the points that have no value."""
     known = [(x, y) for x, y in points if y is not None]
     return [x for x, _ in known], [y for _, y in known], label, color
 
 
 def reward_histogram(run_log: RunLog) -> list[Figure]:
-    """Draw the share of samples by their reward, of the first, the middle and the newest batch that is still there.
-    Samples without a reward, and damaged batches, are left out. Few values are drawn one by one, many in bins."""
+    """Draw the share of samples by reward, in the first, the middle and the newest batch that still exists. Samples
+    without a reward, and damaged batches, are left out. Few values are drawn one by one, many in bins."""
     folder = RunDirectory(run_log.run_dir).batches
     store = BatchStore(folder)
     there = [index for index in store.committed() if index < run_log.num_steps] if folder.is_dir() else []
@@ -222,8 +217,8 @@ def reward_histogram(run_log: RunLog) -> list[Figure]:
 
 
 def mean_by_bucket(run_log: RunLog) -> list[tuple[str, str, float, float]]:
-    """Return (split, bucket, share of all tokens, ESS) of the buckets that hold tokens of the last steps, in the order
-    of the splits. The ESS is the tokens' mean of the steps' ESS, since each step is reweighted by itself."""
+    """Return (split, bucket, share of all tokens, ESS) of each bucket that holds tokens of the last steps, in the order
+    of the splits. The ESS is the token-weighted mean over the steps, since each step is reweighted by itself."""
     lines = [line for line in run_log.metrics[-LAST_STEPS:] if isinstance(line.get("mismatch"), dict)]
     total = sum(number(line, "num_tokens") or 0.0 for line in lines)
     found = []
@@ -242,7 +237,7 @@ def mean_by_bucket(run_log: RunLog) -> list[tuple[str, str, float, float]]:
 
 
 def buckets(run_log: RunLog) -> list[Figure]:
-    """Draw 1 - ESS by what the token is."""
+    """Draw 1 - ESS of each bucket of tokens."""
     found = mean_by_bucket(run_log)
     if not found:
         return []
@@ -275,10 +270,8 @@ def buckets(run_log: RunLog) -> list[Figure]:
 
 
 def log_ratio_histogram(run_log: RunLog) -> list[Figure]:
-    """Draw the share of tokens in each log-ratio bin for the first, middle and last step that counted them.
-
-    Bins are drawn equally wide, so the x axis is logarithmic on both sides of zero; the y axis is logarithmic too.
-    """
+    """Draw the share of tokens in each log-ratio bin for the first, middle and last step that counted them. Bins are
+    equally wide, so the x axis is logarithmic on both sides of zero; the y axis is logarithmic too."""
     counted = [line for line in run_log.metrics if len(line.get("log_ratio_histogram") or ()) == NUM_LOG_RATIO_BINS]
     lines = [line for line in counted if sum(line["log_ratio_histogram"]) > 0]
     if not lines:
@@ -298,7 +291,7 @@ def log_ratio_histogram(run_log: RunLog) -> list[Figure]:
         ticks = [(NUM_LOG_RATIO_BINS / 2, "0")]
         for place, edge in enumerate(LOG_RATIO_EDGES, start=1):
             decade = math.log10(abs(edge))
-            # A power of ten; the smallest would run into the 0.
+            # Only powers of ten; the smallest would overlap the 0.
             if abs(edge) >= 2.0 * min(map(abs, LOG_RATIO_EDGES)) and abs(decade - round(decade)) < 1e-6:
                 ticks.append((place, f"{edge:.0e}".replace("e-0", "e-") if abs(edge) < 0.01 else f"{edge:g}"))
         axes.set_xticks([at for at, _ in ticks], [text for _, text in ticks])
@@ -310,8 +303,8 @@ def log_ratio_histogram(run_log: RunLog) -> list[Figure]:
 
 
 def floors(run_log: RunLog, steps: Sequence[int]) -> list[tuple[float, int, int]]:
-    """Return (floor, first step, last step) of each stretch of steps whose controllers had one floor. A fork may have
-    another floor than its parent, or the controller that its parent lacked."""
+    """Return (floor, first step, last step) of each stretch of steps with the same ESS floor. A fork may have another
+    floor than its parent, or a controller where its parent had none."""
     controllers = [(step, run_log.recipe_of(step).controller) for step in steps]
     by_floor = groupby(controllers, key=lambda one: None if one[1] is None else one[1].ess_floor)
     stretches = [(floor, [step for step, _ in own]) for floor, own in by_floor]
@@ -319,7 +312,7 @@ def floors(run_log: RunLog, steps: Sequence[int]) -> list[tuple[float, int, int]
 
 
 def controller(run_log: RunLog) -> tuple[str, list[Figure]]:
-    """Tell each decision of the ESS controller, and draw the ESS of each batch against the floor that held for it."""
+    """Return the ESS controller's decisions in words, and a figure of each batch's ESS against its floor."""
     steps, values = run_log.series("ess")
     held = floors(run_log, steps)
     if run_log.recipe.controller is None and not held:
@@ -348,7 +341,7 @@ def controller(run_log: RunLog) -> tuple[str, list[Figure]]:
 
 
 def weights_by_solve_rate(run_log: RunLog) -> Figure:
-    """Draw m_S and m_F over the solve rate of a prompt; one line where they are the same. FADE's are its latest."""
+    """Draw m_S and m_F over the solve rate of a prompt, as one line where they are equal; FADE's are its latest."""
     advantage, p = run_log.recipe.advantage, np.linspace(0.0, 1.0, NUM_POINTS)
     alpha, delta = run_log.last("advantage_alpha"), run_log.last("advantage_delta")
     if isinstance(advantage, FADE) and alpha is not None and delta is not None:
@@ -368,8 +361,7 @@ def weights_by_solve_rate(run_log: RunLog) -> Figure:
 
 
 def times_and_speeds(run_log: RunLog, marks: Sequence[int]) -> tuple[str, list[Figure]]:
-    """Say why the newest step has no MFU, if it has none; draw the seconds of each learner phase, stacked over steps,
-    and the speeds."""
+    """Return the reason for a missing MFU, if any, and figures of the learner's seconds by phase and of the speeds."""
     noted = [event for event in run_log.of_kind("environment") if event["role"] == "learner"]
     why = ""
     if not noted:
@@ -417,8 +409,7 @@ def times_and_speeds(run_log: RunLog, marks: Sequence[int]) -> tuple[str, list[F
 
 
 def speeds(run_log: RunLog) -> list[dict[str, Any]]:
-    """Return of each step `generated`, `updated` and `trained`, response tokens a second, and `mfu`; None where it is
-    not known."""
+    """Return each step's `generated`, `updated` and `trained`, response tokens a second, and `mfu`, or None."""
     committed = {event["batch"]: event for event in run_log.of_kind("committed")}
     ends = sorted(
         (started + spent, started, batch)

@@ -1,9 +1,8 @@
-"""Where the mismatch of learner and engine comes from: scores of tokens as an attribution of plain values, ready for
-JSON; then findings, the most urgent first, one paragraph that a person can act on, and an HTML page with figures.
+"""Explain the mismatch of learner and engine: an attribution as plain values, findings, a verdict, and an HTML page.
 
-A fault is a term that is larger than the precision of both sides explains. How large that is rests on the formats: two
-float32 programs differ by rounding, 16-bit ones by more, and where formats are emulated, activations that lie between
-two FP8 values are rounded to different sides now and then.
+A fault is a term that is larger than the precision of both sides explains. The bound depends on the formats: two
+float32 programs differ by rounding, 16-bit programs differ more, and where formats are emulated, activations between
+two FP8 values are sometimes rounded to different sides.
 """
 
 from __future__ import annotations
@@ -41,63 +40,63 @@ MOST_SUSPECTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What was compared, in words that the page prints."""
+    """A description of the comparison, in words that the page prints."""
 
     source: str
     kind: str
-    """fresh or recorded"""
+    """`fresh` or `recorded`."""
     rollout_precision: str
     learner_precision: str
     engine_dtype: str
     temperature: float
-    """Of the learner's policy."""
+    """The learner's."""
     sampled_at: float
     """The engine's."""
     versions: tuple[int, ...]
     trains_formats: bool = False
-    """Whether the learner trains with the rollout's formats emulated: the quantization term is 0 by construction."""
+    """Whether the learner trains with the rollout's formats emulated, which makes the quantization term 0."""
     remarks: tuple[str, ...] = ()
-    """What could not be compared, and why."""
+    """Sentences about comparisons that were not possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck:
-    """Whether the engine holds what it was given."""
+    """The result of checking the weights that an engine holds."""
 
     compared: int
-    """Parameters, by their checksums."""
+    """Parameters whose checksums were compared."""
     differing: tuple[str, ...]
-    """Those of them whose checksums are others."""
+    """Parameters whose checksums differ."""
     misheld: tuple[Misheld, ...] = ()
-    """By formats, scales and values."""
+    """Modules with other formats, scales or values than they should have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Everything about one set of sampled tokens; arrays are float64 [tokens] where not said."""
+    """All measurements of one set of sampled tokens. Arrays are float64 [tokens] unless stated otherwise."""
 
     setting: Setting
     scores: TokenScores
     position: NDArray[np.int64]
-    """[tokens] place in the response, from 0."""
+    """[tokens] index in the response, from 0."""
     entropy: NDArray[np.float64]
-    """Of the learner's distribution at the version that sampled, nats."""
+    """Entropy of the learner's distribution at the version that sampled, nats."""
     layer_steps: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
-    """Layer, ascending → log-probabilities with it and those before it in the rollout's formats."""
+    """Layer, ascending → log-probabilities with this layer and all before it in the rollout's formats."""
     searched: NDArray[np.bool_] | None = None
-    """[tokens] those on which faults were tried."""
+    """[tokens] whether faults were tried on a token."""
     effects: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Fault → [searched tokens] what it does (launch.attribution.score_ranks)."""
+    """Fault → [searched tokens] its effect (launch.attribution.score_ranks)."""
     audit: EngineCheck
 
     def result(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the attribution as JSON values."""
         attribution, scores, terms = attribute(self.scores), self.scores, self.scores.terms()
         layers: list[dict[str, Any]] = []
         if self.layer_steps and scores.then is not None:
             steps = [scores.then, *map(_tensor, self.layer_steps.values())]
-            # With none, the first, the first two, … all of the layers quantized: a layer's term is what it adds to
-            # those below it, and the terms add up to the whole of the quantization term.
+            # Step n has the first n layers quantized. A layer's term is what it adds to the layers below it, so the
+            # terms add up to the quantization term.
             layers = [
                 dict(layer=layer, **asdict(term_statistics(before - after, steps[0] - steps[-1])))
                 for layer, (before, after) in zip(self.layer_steps, pairwise(steps), strict=True)
@@ -122,7 +121,7 @@ class Measured:
             explained["decoding"] = suspects(terms["decoding"], tempered, {"temperature": -1.0})
         if self.searched is not None and self.effects:
             kernels = terms["kernels"]
-            if scores.prefill is None:  # then the decoding term holds them
+            if scores.prefill is None:  # then the decoding term includes kernels
                 kernels = kernels + terms["decoding"]
             tried = {name: _tensor(effect) for name, effect in self.effects.items()}
             least = {name: LEAST_SCALE for name in tried if name.startswith("scale:")}
@@ -132,7 +131,7 @@ class Measured:
             num_tokens=attribution.num_tokens,
             total=asdict(attribution.total),
             terms={name: asdict(term) for name, term in attribution.terms.items()},
-            # Which terms were taken, and are not 0 for want of a score.
+            # Terms that were measured; the others are 0 because a score is missing.
             measured=dict(
                 staleness=scores.then is not None,
                 quantization=scores.quantized is not None,
@@ -153,18 +152,18 @@ def _tensor(values: NDArray[np.float64]) -> Tensor:
 
 
 ROUNDING_NATS = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Mean |term| that the rounding of two implementations may cause, by the coarser dtype of activations."""
+"""Mean |term| that rounding in two implementations may cause, by the coarser dtype of activations."""
 ROUNDING_LUCK = 0.25
-"""Of the quantization term's mean |term|, what may be left in the terms after it."""
+"""Share of the quantization term's mean |term| that later terms may have without a fault."""
 EMULATED_LUCK_NATS = 5e-3
-"""The same where the learner trains with the formats and has no quantization term: twice the largest luck that an FP8
-engine alone was measured with, 2.4e-3 with 16 layers (docs/precision.md)."""
+"""The same in nats, where a learner that trains with the formats has no quantization term: twice the largest value
+measured with an FP8 engine alone, 2.4e-3 with 16 layers."""
 EXPLAINED = 0.4
-"""A fault is named when it alone accounts for so much of a term's sum of squares; chance gives below a hundredth."""
+"""Least share of a term's sum of squares that a fault must explain alone to be named; chance explains below 0.01."""
 TIED = 0.02
-"""Suspects that explain so little less than the best are named beside it."""
+"""Suspects that explain at most this much less than the best suspect are named beside it."""
 ESS_FINE, ESS_LOW = 0.98, 0.9
-"""From the first on nothing need be done. Below the second a tenth of the batch is lost to reweighting."""
+"""ESS from which on nothing need be done, and ESS below which a tenth of the batch is lost to reweighting."""
 
 MEANING = {
     "staleness": "weights moved since",
@@ -201,25 +200,22 @@ _FAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that the attribution says."""
-
     term: str
     kind: Literal["fault", "expected"]
     cause: str
-    """Short and stable, for programs: `checksums`, `audit`, a fault of launch.attribution.score_ranks, `temperature`,
-    the term, or `kernels or decoding`."""
+    """Short and stable name for programs: `checksums`, `audit`, a fault of launch.attribution.score_ranks,
+    `temperature`, the term, or `kernels or decoding`."""
     where: tuple[str, ...]
     """Modules, layers or the engine's parameters."""
     text: str
 
 
 def findings(result: Mapping[str, Any]) -> list[Finding]:
-    """Return the findings of `Measured.result()`: what the engine itself says about what it loaded, then faults, then
-    terms by their share of the total."""
+    """Return findings on a `Measured.result()`: wrong weights in the engine, faults, then other terms by share."""
     terms, measured, audit = result["terms"], result["measured"], result["audit"]
     exact = result["engine_dtype"] == "float32" and result["learner_precision"] == "fp32"
     rounding = ROUNDING_NATS["float32" if exact else "bfloat16"]
-    # What formats whose emulation is not exact may leave.
+    # The gap that inexact emulation of formats may leave.
     luck = EMULATED_LUCK_NATS if result["trains_formats"] else ROUNDING_LUCK * float(terms["quantization"]["mean_abs"])
     luck = max(rounding, luck)
 
@@ -296,7 +292,7 @@ def findings(result: Mapping[str, Any]) -> list[Finding]:
 
 
 def verdict(result: Mapping[str, Any], found: list[Finding]) -> str:
-    """Return one paragraph: how large, from what, and what to do."""
+    """Return a paragraph with the size of the mismatch, its causes, and the remedy."""
     total = result["total"]
     size = (
         f"Learner and engine differ by {total['mean_abs']:.2g} nats a token in the mean, over {result['num_tokens']:,} "
@@ -314,11 +310,9 @@ def verdict(result: Mapping[str, Any], found: list[Finding]) -> str:
 
 
 def tied_suspects(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the best suspects of the kernels term, or of kernels and decoding where they are one term: those that
-    explain it equally well; none where none explains enough.
-
-    Some faults are the same function: attention is linear in v, so that a scale of v_proj is one of o_proj.
-    """
+    """Return the best suspects of the kernels term (or of kernels and decoding as one term), none where they explain
+    too little. Some faults are the same function: attention is linear in v, so a scale of v_proj is a scale of
+    o_proj."""
     every = result["suspects"].get("kernels") or [{"explained": 0.0}]
     if every[0]["explained"] < EXPLAINED:
         return []
@@ -333,15 +327,14 @@ TERM_COLORS = dict(
     staleness="violet", quantization="orange", routing="teal", kernels="blue", decoding="pink", total="ink"
 )
 SMALLEST_SHARE = 1e-5
-"""Of the largest total of a bucket; a term that stays below it has no line."""
+"""Share of the largest bucket's total; a term that stays below it has no line."""
 NOTHING_NATS = 1e-9
-"""What is drawn as 0: smaller numbers are rounding of float64."""
+"""Size up to which a value is rounding of float64 and is not drawn."""
 _SIZE = (5.5, 2.6)
-"""Inches; two stand side by side."""
 
 
 def write_page(result: Mapping[str, Any], folder: Path) -> Path:
-    """Write mismatch.html, with its figures inside, into `folder` and return its path."""
+    """Write mismatch.html, with its figures inside, into `folder`; return its path."""
 
     def percent(value: float) -> str:
         return f"{round(100 * value, 1) + 0.0:.1f} %"  # never -0.0

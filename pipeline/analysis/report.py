@@ -1,7 +1,5 @@
-"""One HTML page that tells a run: nothing to install, nothing to fetch, light or dark as the reader's system is.
-
-`write_report` works at any moment: on a run that goes on, that died, or that has not begun.
-"""
+"""Write the HTML report of a run, under way or not: one self-contained page, light or dark as the reader's system
+is."""
 
 from __future__ import annotations
 
@@ -24,13 +22,12 @@ from pipeline.analysis.samples import write_samples
 from pipeline.data.files import write_atomically
 
 NOTEWORTHY = ("restarted", "dropped", "retried")
-"""Event kinds that a reader wants to see one by one."""
 MAX_LISTED_EVENTS = 200
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html`, and `samples.html` beside it, into the run directory; return the first one's path. Raises
-    StoreError (no run directory)."""
+    """Write `report.html`, and `samples.html` once a batch is committed, into the run directory; return the path of the
+    report. Raises StoreError (no run directory)."""
     run_log = RunLog.read(run_dir)
     samples = write_samples(run_log)
     path = run_dir / "report.html"
@@ -39,8 +36,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def write_last_report(run_dir: Path) -> Path | None:
-    """Write the report of a run that has ended. What goes wrong is printed: it explains the run, and must not fail
-    it."""
+    """Write the report of a run that has ended; return its path, or print the error: it must not fail the run."""
     try:
         return write_report(run_dir)
     except Exception as error:  # noqa: BLE001 - whatever it is, the run has ended well
@@ -49,10 +45,9 @@ def write_last_report(run_dir: Path) -> Path | None:
 
 
 def render_page(run_log: RunLog, *, samples: bool = False) -> str:
-    """Return the page as text; `samples`: there is a page of samples that it leads to."""
+    """Return the report as HTML. With `samples`, it links to the page of samples."""
 
     def code(text: str) -> Markup:
-        """Put what stands between backticks into <code>."""
         return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
     histories, listed, shares = summary.alarm_history(run_log), event_rows(run_log), summary.newest_shares(run_log)
@@ -74,8 +69,8 @@ def render_page(run_log: RunLog, *, samples: bool = False) -> str:
 
 
 def event_rows(run_log: RunLog) -> list[dict[str, str]]:
-    """Say when (since the first event) an event was, its kind, and the rest of it in words; neighbors of one kind and
-    reason become one row with their number."""
+    """Return a row for each noteworthy event: time since the first event, kind, and details in words. Neighbors of the
+    same kind and reason become one row with their number."""
     rows = []
     for _, run in groupby(run_log.of_kind(*NOTEWORTHY), key=lambda event: (event["kind"], event.get("reason"))):
         same = list(run)
@@ -89,8 +84,7 @@ def event_rows(run_log: RunLog) -> list[dict[str, str]]:
 
 
 def environment_rows(run_log: RunLog) -> list[tuple[str, str]]:
-    """Say what a run was made with: hosts, devices, packages and commits, as its roles noted them at each start; what
-    several starts agree on is said once. Empty for runs that noted nothing."""
+    """Return the hosts, devices, packages and commits that a run's roles noted at each start, each value once."""
 
     def all_of(texts: Iterable[str]) -> str:
         return ", then ".join(dict.fromkeys(texts))

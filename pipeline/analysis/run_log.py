@@ -1,11 +1,11 @@
-"""A run as its logs tell it: steps, what they cost, evaluations and what went wrong. Reads files only; needs no torch.
+"""Read a run from its logs: steps and their cost, evaluations, trouble. Needs no torch.
 
-What a step cost comes from
+The cost of a step comes from
 
-    metrics       its tokens, its seconds, and when it ended
-    committed     the samples of its batch; where a killed collector left no such event, the batch's file
-    skipped/      its batch was lost by damage: it cost nothing, and the next version has the weights of this one
-    recipes       on how many accelerators: a later start may have another layout
+    metrics       its tokens, its seconds, and the time of its end
+    committed     the samples of its batch; the batch's file where a killed collector left no such event
+    skipped/      its batch was lost by damage: it cost nothing, and the next version keeps the weights of this one
+    recipes       the number of accelerators: a later start may have another layout
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from pipeline.gpu_needs import GpuNeeds
 from precision.mismatch.alarms import FRESH
 
 SFT_FILE = "sft.json"
-"""What a run of `evenkeel sft` is trained on beside its recipe."""
+"""File of a run of `evenkeel sft` that names the data it is trained on."""
 MOST_DETAILED = 4000
-"""Steps of which a RunLog holds the groups of numbers, such as `mismatch`: more than a figure can show."""
+"""Most steps whose groups of numbers, such as `mismatch`, a RunLog holds: more than a figure can show."""
 _NEWEST = 50
-"""Steps of which it holds them in any case."""
+"""Newest steps whose groups of numbers a RunLog always holds."""
 _ROUTINE = ("issued", "sampled", "consumed")
-"""Kinds of events that come with every step and that no report reads."""
+"""Event kinds that come with every step and that no report reads."""
 
 
 @dataclass(kw_only=True)
 class RunLog:
-    """`metrics` holds one mapping a step, sorted; `events` are in the order in which they were written. Of a long run
-    the groups of a step (`mismatch`, histograms) are there at some MOST_DETAILED steps; `seconds`, and what alarms look
-    at, at every step."""
+    """The logs of a run. `metrics` holds one mapping a step, sorted; `events` are in the order of writing. In a long
+    run only about MOST_DETAILED steps have groups (`mismatch`, histograms), but for `seconds` and the values that
+    alarms read."""
 
     run_dir: Path
     recipes: list[RecipeInForce]
-    """Every one that the run went by, in order: the steps of a fork, or of a run that was changed, went by several."""
+    """Every recipe that the run went by, in order: a fork, or a run that was changed, has several."""
     metrics: list[dict[str, Any]]
     events: list[dict[str, Any]]
     damage: tuple[str, ...] = ()
-    """A sentence for each log of which damaged lines were passed over."""
+    """A sentence for each log in which damaged lines were skipped."""
     skipped: list[int] = field(init=False)
-    """Steps that were skipped because their batch was lost by damage, ascending."""
+    """Steps skipped because their batch was lost by damage, ascending."""
     num_steps: int = field(init=False)
-    """Steps trained so far, or skipped."""
+    """Steps trained or skipped so far."""
     _by_kind: dict[str, list[dict[str, Any]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +73,6 @@ class RunLog:
         metrics = read_metrics(run_dir, damage, prepare=_Thinned())
 
         def prepare(event: dict[str, Any]) -> dict[str, Any]:
-            """Keep of an event what reports read."""
             if event["kind"] in _ROUTINE:
                 return dict(kind=intern(event["kind"]), time=event["time"])
             return {intern(key): value for key, value in event.items() if key != "measured"}
@@ -83,16 +82,15 @@ class RunLog:
 
     @property
     def recipe(self) -> Recipe:
-        """The one that the run goes by now."""
+        """The recipe that the run goes by now."""
         return self.recipes[-1].recipe
 
     def recipe_of(self, step: int) -> Recipe:
-        """The one that a step was trained by, or will be."""
+        """Return the recipe by which a step was or will be trained."""
         return recipe_of_step(self.recipes, step)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the steps and values of one metric, without the steps in which it is missing or not finite; `a/b` is b
-        in a."""
+        """Return the steps and the finite values of one metric. The key `a/b` means b in the group a."""
         group, _, name = key.rpartition("/")
         steps, values = list[int](), list[float]()
         for line in self.metrics:
@@ -103,26 +101,25 @@ class RunLog:
         return steps, values
 
     def last(self, key: str) -> float | None:
-        """The newest finite value of one metric."""
+        """Return the newest finite value of one metric, or None."""
         values = self.series(key)[1]
         return values[-1] if values else None
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
-        """Events of the given kinds."""
         if len(kinds) == 1:
             return list(self._by_kind.get(kinds[0], ()))
         return [event for event in self.events if event["kind"] in kinds]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """`evaluated` events by version; when a version was evaluated twice, the later one."""
+        """`evaluated` events by version; the later event where a version was evaluated twice."""
         by_version = {int(event["version"]): event for event in self.of_kind("evaluated")}
         return [by_version[version] for version in sorted(by_version)]
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first line of the logs to the last, without the pauses between two starts of the run: what
-        lies before a process is started for which no process was started or restarted just before."""
+        """Seconds from the first log line to the last, without pauses. A pause is the gap before a `started` or
+        `recipe_changed` event that does not follow a start, a change or a restart."""
         lines = sorted((float(line["time"]), str(line.get("kind", ""))) for line in (*self.events, *self.metrics))
         begins, within = ("started", "recipe_changed"), ("started", "recipe_changed", "restarted")
         return sum(
@@ -139,26 +136,25 @@ def recipes_of(run_dir: Path) -> list[RecipeInForce]:
 
 
 COMPUTE_AXES = ("samples", "tokens", "hours")
-"""Compute of a run: samples trained on; response tokens trained on; accelerator-hours of its steps."""
+"""Measures of a run's compute: samples trained on, response tokens trained on, accelerator-hours of its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step, trained or skipped. What no file tells any more is None."""
+    """The cost of one step, trained or skipped. A value that no file holds is None."""
 
     samples: int | None
     tokens: float | None
-    """Of responses."""
+    """Response tokens."""
     hours: float | None
-    """Every accelerator of the run, of learner, engines and a teacher that it starts, over all phases of the step,
-    waiting included; start-up and the pauses between two sessions are not. With weights.channel ipc learner and engines
-    have the same ones. On a CPU machine a process is one."""
+    """Accelerator-hours over all phases of the step, waiting included; start-up and pauses are not. Counts the
+    accelerators of learner, engines and a started teacher, where learner and engines share them (weights.channel ipc)
+    once. On a CPU machine each process counts as one."""
     ended: float | None
     """Seconds since 1970."""
 
 
 def steps_of(run_log: RunLog) -> list[Step]:
-    """Return every step so far, from step 0 on."""
     lines = {int(line["step"]): line for line in run_log.metrics}
     samples = samples_of_batches(run_log)
     skipped_at = {int(event["step"]): float(event["time"]) for event in run_log.of_kind("skipped")}
@@ -171,7 +167,7 @@ def steps_of(run_log: RunLog) -> list[Step]:
             steps.append(Step(samples=samples.get(step), tokens=None, hours=None, ended=None))
         else:
             hours, recipe = None, run_log.recipe_of(step)
-            if "seconds" in line:  # engines that the run did not start (rollout.urls) work for it, too
+            if "seconds" in line:  # engines that the run did not start (rollout.urls) count, too
                 gpus = replace(GpuNeeds.of(recipe), engines=recipe.rollout.engines).total
                 hours = gpus * sum(map(float, line["seconds"].values())) / 3600.0
             tokens, ended = number(line, "num_tokens"), float(line["time"])
@@ -180,8 +176,8 @@ def steps_of(run_log: RunLog) -> list[Step]:
 
 
 def spent_by_version(steps: Sequence[Step], x: str) -> list[float]:
-    """Return of one of COMPUTE_AXES what was spent when version v had been trained, [versions]: from version 0, which
-    cost nothing, to the last one of which all is known."""
+    """Return the compute spent up to each version, [versions], in one of COMPUTE_AXES. Version 0 cost nothing; the list
+    ends before the first step of unknown cost."""
     spent = [0.0]
     for step in steps:
         if (cost := getattr(step, x)) is None:
@@ -191,8 +187,7 @@ def spent_by_version(steps: Sequence[Step], x: str) -> list[float]:
 
 
 def samples_of_batches(run_log: RunLog) -> dict[int, int]:
-    """Return batch → its samples, for every batch that was committed; one of which neither the event nor a file that
-    can be read is left is missing."""
+    """Return batch → number of samples, for every committed batch that has an event or a readable file."""
     found = {int(event["batch"]): int(event["samples"]) for event in run_log.of_kind("committed")}
     batches = RunDirectory(run_log.run_dir).batches
     if untold := numbered_files(batches, ".zarr.zip").keys() - found.keys():
@@ -205,7 +200,7 @@ def samples_of_batches(run_log: RunLog) -> dict[int, int]:
 
 @dataclass
 class _Thinned:
-    """Make the lines of a long run small: their groups stay at every k-th step, and at the newest."""
+    """A filter for the lines of a long run: groups of numbers stay at every k-th step and at the newest steps."""
 
     every: int = 1
     detailed: list[dict[str, Any]] = field(default_factory=list)
@@ -235,14 +230,14 @@ class _Thinned:
 
 
 def _within(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The mapping that holds the last part of a key; an empty one where there is none."""
+    """Return the mapping that holds the last part of a key, or an empty mapping."""
     for part in key.split("/")[:-1]:
         line = line[part] if isinstance(line.get(part), Mapping) else {}
     return line
 
 
 def number(line: Mapping[str, Any], key: str) -> float | None:
-    """A finite number, or None."""
+    """Return a finite number, or None."""
     value = line.get(key)
     if type(value) is float:  # as nearly all are
         return value if math.isfinite(value) else None
@@ -252,7 +247,7 @@ def number(line: Mapping[str, Any], key: str) -> float | None:
 
 
 def numbers(line: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a line of a log, at any depth, by name: `seconds/update`."""
+    """Yield the finite numbers of a log line, at any depth, by name: `seconds/update`."""
     for name, value in line.items():
         if isinstance(value, Mapping):
             yield from numbers(value, f"{above}{name}/")

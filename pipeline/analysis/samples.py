@@ -1,7 +1,7 @@
-"""What was sampled, for people and for tables: rows of plain values, text for a terminal, and one HTML page.
+"""Show the samples of a run as rows of plain values, as text for a terminal, and as one HTML page.
 
-The page shows some batches of a run, of each some groups, siblings of a group side by side, each token colored by how
-learner and engine differ. Texts of a run may hold anything. The template escapes all of them, and the page's policy
+The page shows some groups of some batches, the samples of a group side by side, each token colored by the difference
+between learner and engine. Texts of a run may hold anything: the template escapes all of them, and the page's policy
 lets a browser run nothing and fetch nothing.
 """
 
@@ -37,14 +37,14 @@ SAMPLE_COLUMNS = (
     *("truncated", "prompt_tokens", "response_tokens", "version_min", "version_max", "engine", "generated_s"),
     *("log_ratio_mean", "log_ratio_abs_max"),
 )
-"""The keys of a row of `sample_rows`, in their order."""
+"""The keys of a row of `sample_rows`, in order."""
 MOST_METADATA = 2_000
 _SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 class Background:
-    """What a run knows of its samples beside its batches: reference answers and metadata, by its task, and advantages,
-    by its recipe. `missing` says why there are no answers, where the task cannot be built here."""
+    """A run's task and recipes, which give answers, metadata and advantages that its batches do not hold. `missing`
+    says why there are no answers, where the task cannot be built here."""
 
     def __init__(self, run_dir: Path) -> None:
         self._recipes = all_recipes(run_dir)
@@ -57,14 +57,12 @@ class Background:
             self.missing = f"reference answers are not shown: {one_line(error, 300)}"
 
     def problem(self, number: int) -> Problem | None:
-        """Return a problem that was asked; None where it is not known."""
         if self._task is None or not 0 <= number < self._task.num_prompts:
             return None
         return self._task.problem(number)
 
     def advantages(self, batch: Batch) -> NDArray[np.float64] | None:
-        """Return what the samples of a whole batch are trained with, [samples]; None where that depends on more than
-        the batch."""
+        """Return a whole batch's advantages, [samples], or None where they depend on more than the batch."""
         recipe = recipe_of_step(self._recipes, batch.index)
         by_tokens = recipe.distillation is not None and recipe.distillation.judges_alone
         if recipe.advantage.moving_parts or by_tokens:
@@ -73,9 +71,8 @@ class Background:
 
 
 def tokenizer_of(run: RunDirectory, model: Path, sha256: str) -> Tokenizer:
-    """Return the tokenizer that batches with this digest were sampled with: from `model`, where the recipe names it, or
-    from a model of the run. Raises ModelError where neither has it, for example where the run was copied from another
-    machine."""
+    """Return the tokenizer with this digest, from `model`, where the recipe names it, or from a model of the run.
+    Raises ModelError where neither has it, for example in a run copied from another machine."""
     policies = sorted(run.policies.glob("[0-9]*"), reverse=True)
     for folder in (model, run.model, *policies[:1]):
         with suppress(ModelError):
@@ -98,12 +95,11 @@ def sample_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield one mapping a sample, of plain values that JSON and Parquet can hold.
 
-    `answer` and `metadata` are the task's, `advantage` what the sample is trained with (of a part of a batch, what
-    `advantages` says); None where they are not known. `prompt` and `response` are decoded with special tokens, and
-    empty without a tokenizer. `reward` is None for a sample whose verifier failed. `log_ratio_mean` and
-    `log_ratio_abs_max` are of learner minus engine, nats, over the tokens that an engine sampled and the learner looked
-    at; None without `learner_logprobs` ([responses], natural log, under the batch's contract), or where there is no
-    such token.
+    `answer` and `metadata` come from the task; `advantage` from `advantages`, or from the recipe for a whole batch.
+    Unknown values are None. `prompt` and `response` are decoded with special tokens, and empty without a tokenizer.
+    `reward` is None for a sample whose verifier failed. `log_ratio_mean` and `log_ratio_abs_max` are of learner minus
+    engine, nats, over the tokens that an engine sampled and the learner scored; None without such a token, or without
+    `learner_logprobs` ([responses], natural log, under the batch's contract).
     """
     if learner_logprobs is not None and learner_logprobs.shape != batch.rollout_logprobs.shape:
         raise ValueError(f"learner_logprobs is {learner_logprobs.shape}, expected {batch.rollout_logprobs.shape}")
@@ -154,9 +150,8 @@ def render_batch(
     learner_logprobs: NDArray[np.float32] | None = None,
     limit: int | None = None,
 ) -> Iterator[str]:
-    """Yield lines of text, without line ends: of each of the first `limit` samples what its row of `sample_rows` holds;
-    with `learner_logprobs` also one line a token with learner minus rollout. A token that no engine sampled has
-    neither, and one that the learner did not look at has no gap."""
+    """Yield lines of text, without line ends, with the rows of `sample_rows` of the first `limit` samples and, with
+    `learner_logprobs`, a line for each token with its gap, learner minus rollout."""
     unfit = [drop for drop in batch.dropped if drop.kind != "solved"]
     dropped = "".join(f"; group {drop.group} dropped: {visible(drop.reason)}" for drop in unfit)
     if solved := sum(drop.kind == "solved" for drop in batch.dropped):
@@ -192,28 +187,26 @@ def render_batch(
 
 
 def responses_of(batch: Batch, sample: int) -> slice:
-    """Return where the response tokens of a sample are in the arrays [responses]."""
+    """Return the slice of a sample's response tokens in the arrays [responses]."""
     offsets = batch.response_offsets
     return slice(int(offsets[sample]), int(offsets[sample + 1]))
 
 
 def metadata_text(metadata: dict[str, Any] | None) -> str:
-    """Return what the data says beside prompt and answer, as JSON of at most MOST_METADATA characters; empty for
-    none."""
+    """Return a problem's metadata as JSON of at most MOST_METADATA characters; empty without metadata."""
     text = json.dumps(metadata, ensure_ascii=False, default=str) if metadata else ""
     return text if len(text) <= MOST_METADATA else f"{text[:MOST_METADATA]}…"
 
 
 def span_text(low: int | None, high: int | None) -> str:
-    """Return `3`, `3 to 4`, or a dash."""
+    """Return a range as text: `3`, `3 to 4`, or a dash."""
     if low is None:
         return "–"
     return f"{low}" if low == high else f"{low} to {high}"
 
 
 def visible(text: str, line_end: str = "⏎") -> str:
-    """Return a text that shows what it holds: line ends and tabs as symbols, other unprintable characters as
-    escapes."""
+    """Return a text with line ends and tabs as symbols, and other unprintable characters as escapes."""
 
     def shown(character: str) -> str:
         if character.isprintable():
@@ -227,19 +220,19 @@ def visible(text: str, line_end: str = "⏎") -> str:
 
 
 MOST_TOKENS = 48_000
-"""Response tokens on a page: some 3 MB."""
+"""Most response tokens on a page: about 3 MB."""
 MOST_PROMPT_CHARACTERS = 2_000
 MOST_BATCHES, MOST_GROUPS, MOST_SAMPLES = 6, 4, 8
-"""Of a run, of a batch, of a group: siblings fit beside one another, and a page can be looked through."""
+"""Most batches of a run, groups of a batch and samples of a group on a page."""
 BOUNDS = (0.01, 0.05, 0.2, 1.0)
-"""Where the colors of |learner - engine| begin, nats: fixed, so that pages of two runs can be compared."""
+"""Lower bounds of the colors of |learner - engine|, nats: fixed, so that pages of two runs can be compared."""
 _LINES = "⏎\n"
 
 Pieces = Callable[[Sequence[int]], list[str]]
 
 
 class Token(NamedTuple):
-    """A token as it is shown: its color, what it says where the pointer rests, and its text."""
+    """A token as the page shows it: its color, the text under the pointer, and its own text."""
 
     color: str
     said: str
@@ -247,8 +240,7 @@ class Token(NamedTuple):
 
 
 def write_samples(run_log: RunLog) -> Path | None:
-    """Write `samples.html` into the run directory and return its path; None where no batch is committed yet. Reads one
-    batch at a time, and keeps what is shown of it."""
+    """Write `samples.html` and return its path, or None without a committed batch. Holds one whole batch at a time."""
     from pipeline.analysis.drawing import page
 
     run = RunDirectory(run_log.run_dir)
@@ -311,8 +303,7 @@ def write_samples(run_log: RunLog) -> Path | None:
 
 
 def _held_out(run: RunDirectory, unread: list[str]) -> list[dict[str, Any]]:
-    """Return what some evaluations kept of their answers, the newest first; note in `unread` those that cannot be
-    read."""
+    """Return the kept answers of some evaluations, newest first; add a sentence to `unread` for each unreadable one."""
     versions, shown = sorted(run.evaluated_versions()), []
     for version in reversed(spread_over(versions)) if versions else ():
         try:
@@ -331,7 +322,7 @@ def _held_out(run: RunDirectory, unread: list[str]) -> list[dict[str, Any]]:
 
 
 def _shown_group(batch: Batch, members: list[dict[str, Any]], pieces: Pieces) -> dict[str, Any]:
-    """Return what the template shows of a group beside its samples: of a long prompt its two ends."""
+    """Return the template's values for a group, without its samples. A long prompt is cut to its two ends."""
     first = members[0]
     ids = batch.sample_tokens(first["sample"])[: first["prompt_tokens"]].tolist()
     prompt = visible("".join(pieces(ids)), _LINES)
@@ -350,9 +341,8 @@ def _shown_group(batch: Batch, members: list[dict[str, Any]], pieces: Pieces) ->
 def _shown_sample(
     batch: Batch, learner: NDArray[np.float32] | None, row: dict[str, Any], pieces: Pieces, most: int
 ) -> dict[str, Any]:
-    """Return what the template shows of a sample: of a long response its two ends, and how many tokens are left out
-    between them. `worst` is the largest gap and which token of the response that is, from 1; it may be one that is left
-    out."""
+    """Return the template's values for a sample. A long response is cut to its two ends. `worst` is the largest gap and
+    the position of its token in the response, from 1, shown or not."""
     span, oldest, newest = responses_of(batch, row["sample"]), row["version_min"], row["version_max"]
     ids = batch.sample_tokens(row["sample"])[row["prompt_tokens"] :].tolist()
     before, after = ends_of(len(ids), most)
@@ -394,8 +384,7 @@ def _shown_sample(
 
 
 def color_of(gap: float) -> str:
-    """Return `more2`, for example, where the learner finds the token likelier, in the second color; empty below the
-    first."""
+    """Return the CSS class of a gap, such as `more2` where the learner's probability is higher, or an empty text."""
     if not np.isfinite(gap):
         return "broken"
     level = int(np.searchsorted(BOUNDS, abs(gap), side="right"))
@@ -403,12 +392,12 @@ def color_of(gap: float) -> str:
 
 
 def ends_of(length: int, most: int) -> tuple[int, int]:
-    """Return how much is shown of the beginning and of the end: all, or two thirds of `most` and one."""
+    """Return how many items of the beginning and of the end are shown: all, or two thirds and one third of `most`."""
     return (length, 0) if length <= most else (most - most // 3, most // 3)
 
 
 def spread_over(indices: Sequence[int]) -> list[int]:
-    """Return at most MOST_BATCHES of them at equal distances, with the first and the last."""
+    """Return at most MOST_BATCHES of the indices at equal distances, with the first and the last."""
     places = np.linspace(0, len(indices) - 1, min(len(indices), MOST_BATCHES)).round().astype(int)
     return [indices[place] for place in places.tolist()]
 
@@ -416,11 +405,10 @@ def spread_over(indices: Sequence[int]) -> list[int]:
 def choose(
     batch: Batch, learner_logprobs: NDArray[np.float32] | None
 ) -> tuple[NDArray[np.bool_], dict[int, dict[str, Any]]]:
-    """Choose groups by worst token, spread of rewards and truncated responses, then the first ones; of their samples
-    those with the worst token, the highest and the lowest reward and the truncated ones, then the first. Return which
-    samples are shown, [samples], and of each group that is shown: its number of samples and of truncated ones, highest
-    minus lowest reward (0 where fewer than two samples have one), and its largest |learner - engine| of a token, nats
-    (None where the learner looked at none)."""
+    """Choose groups by worst token, spread of rewards, truncated responses and position, and samples of each group by
+    worst token, highest reward, lowest reward, truncation and position. Return a mask, [samples], and facts of each
+    group: its numbers of samples and of truncated samples, its highest minus lowest reward (0 for fewer than two
+    rewards), and its largest |learner - engine|, nats (None where the learner scored none)."""
     worst = np.full(batch.num_samples, -np.inf)
     if learner_logprobs is not None:
         looked = looked_at(batch, learner_logprobs)
@@ -454,8 +442,8 @@ def choose(
 
 
 def pick(measures: Sequence[Sequence[float]], size: int, most: int) -> list[int]:
-    """Return the places of `most` of `size` items, ascending. In turn each measure takes its highest, and the last turn
-    of a round takes the first item that is left. What is -inf is never taken for its measure."""
+    """Return the indices of `most` of `size` items, ascending. In round r each measure takes its r-th highest item, and
+    then item r is taken; items already taken are skipped. An item at -inf is never taken for its measure."""
     ranked = []
     for values in measures:
         order = np.argsort(-np.array(values, np.float64), kind="stable").tolist()
@@ -469,15 +457,14 @@ def pick(measures: Sequence[Sequence[float]], size: int, most: int) -> list[int]
 
 
 def token_gaps(batch: Batch, learner_logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return [responses] |learner - engine|, nats: 0 for a token that no engine sampled or that the learner did not
-    look at, inf where it is not finite."""
+    """Return |learner - engine|, [responses], nats: 0 where one of them did not score, inf where it is not finite."""
     with np.errstate(invalid="ignore"):
         gaps = np.abs(learner_logprobs.astype(np.float64) - batch.rollout_logprobs)
     return np.where(looked_at(batch, learner_logprobs), np.where(np.isfinite(gaps), gaps, np.inf), 0.0)
 
 
 def shares_of(lengths: Sequence[int], most: int) -> int:
-    """Return how much of each may be shown so that it is `most` in all: short ones leave their rest to long ones."""
+    """Return the limit on each length that keeps the total within `most`; short texts leave their rest to others."""
     left = most
     for count, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
         if length * count > left:

@@ -1,5 +1,4 @@
-"""Scaling curves of run directories, and of JSONL files of any origin: a fit with forecasts, or a comparison, as plain
-values ready for JSON, and a picture of points, fit, 95 % band and C_mid."""
+"""Fit and compare the scaling curves of runs and JSONL files, as plain values ready for JSON, and plot them."""
 
 from __future__ import annotations
 
@@ -31,23 +30,21 @@ from pipeline.errors import RecipeError, StoreError
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Score over compute as read, sorted by compute."""
+    """Measured scores [n] over compute [n], sorted by compute, which is at least 0."""
 
     name: str
     x: str
     y: str
     compute: Floats
-    """[n] ≥ 0."""
     score: Floats
-    """[n]"""
 
 
 def read_curve(source: Path, x: str | None, y: str | None) -> Curve:
     """Read a run directory or a JSONL file.
 
     A run: `x` is one of COMPUTE_AXES (default samples) and `y` a field of its `evaluated` events (default pass_at_1).
-    JSONL: `x` and `y` name fields; lines that lack either are passed over, as a log mixes kinds of line. Raises
-    StoreError when the source cannot be read or holds no point, RecipeError when a field must be chosen first.
+    JSONL: `x` and `y` name fields; lines that lack either are skipped, since a log mixes kinds of lines. Raises
+    StoreError when the source cannot be read or holds no point, RecipeError when `x` or `y` must be chosen first.
     """
     if source.is_dir():
         x, y = x or "samples", y or "pass_at_1"
@@ -107,7 +104,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What the user says about R_0, the points and the grid; None: from the data."""
+    """The user's bounds on R_0, points and grid; those that are None come from the data."""
 
     r0: float | None = None
     skip: float = 0.0
@@ -117,10 +114,10 @@ class Bounds:
     c_mid_max: float | None = None
 
     def points(self, curves: Sequence[Curve]) -> Points:
-        """Return the points to fit: all those above `skip` (and above zero) of all curves, which are repeats of one
-        setting. `r0` is taken as exact. Otherwise the point of least compute of each curve measures R_0 (of a run:
-        version 0), is no point of the fit, and counts as one measurement with noise; `skip` does not touch it. Raises
-        StoreError for too few points, or a score that no A of the grid can reach."""
+        """Return the points to fit: those of all curves, which are repeats of one setting, at positive compute of at
+        least `skip`. A given `r0` is exact. Otherwise the point of least compute of each curve (of a run: version 0)
+        measures R_0 with noise: it is not fitted, and `skip` does not affect it. Raises StoreError for too few points,
+        or a score above the grid of A."""
         compute = np.concatenate([curve.compute for curve in curves])
         score = np.concatenate([curve.score for curve in curves])
         keep = (compute > 0.0) & (compute >= self.skip)
@@ -138,7 +135,6 @@ class Bounds:
         return points
 
     def grid(self, points: Points) -> Grid:
-        """Return the grid, what is not given from the data."""
         return Grid.derived(
             points, a_min=self.a_min, a_max=self.a_max, c_mid_min=self.c_mid_min, c_mid_max=self.c_mid_max
         )
@@ -153,7 +149,7 @@ def fit_report(
     at: Sequence[float] = (),
     plot_path: Path | None = None,
 ) -> dict[str, Any]:
-    """Return a joint fit of repeats, with `at` forecasts: A, B, C_mid, R_0, their intervals, identifiable, …"""
+    """Return a joint fit of repeats: A, B and C_mid with intervals, R_0, `identifiable`, forecasts `at` compute."""
     if any(compute <= 0.0 for compute in at):
         raise RecipeError(f"--at {min(at):g} is no compute to forecast for, expected more than 0")
     curves = _read(sources, x, y)
@@ -183,13 +179,13 @@ def compare_report(
     *,
     plot_path: Path | None = None,
 ) -> dict[str, Any]:
-    """Return a fit of each source, and another of each at a common A, at which B and C_mid can be compared."""
+    """Return a fit of each source, and a second fit of each at a common A, where B and C_mid can be compared."""
     if len(sources) < 2:
         raise RecipeError("--compare needs at least two sources; leave it out for one")
     curves = _read(sources, x, y)
     all_fitted, reports = zip(*(_fit([curve], bounds) for curve in curves), strict=True)
     all_points = [fitted.points for fitted in all_fitted]
-    # From a grid that is above every curve's R_0.
+    # The grid starts above every curve's R_0.
     least = max(float(bounds.grid(points).asymptotes[0]) for points in all_points)
     common_a = common_asymptote([(points, replace(bounds, a_min=least).grid(points)) for points in all_points])
     for curve, report in zip(curves, reports, strict=True):
@@ -248,13 +244,11 @@ def _fit(curves: Sequence[Curve], bounds: Bounds, fixed: float | None = None) ->
 
 _NUM_PLACES = 120
 _BEYOND = 4.0
-"""The curve is drawn up to this many times the largest compute."""
+"""A curve is drawn up to this many times the largest compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """One curve and all that is known of it."""
-
     name: str
     points: Points
     fit: Fit
@@ -262,7 +256,7 @@ class Fitted:
 
 
 def plot(fitted: Sequence[Fitted], path: Path, *, x: str, y: str, marks: Sequence[float] = ()) -> None:
-    """Write `path`; `marks` are forecasts of the first curve. Raises RecipeError unless it ends in .png or .svg."""
+    """Write a plot; `marks` are forecasts of the first curve. Raises RecipeError unless `path` ends in .png or .svg."""
     if path.suffix not in (".png", ".svg"):
         raise RecipeError(f"--plot {path} ends in {path.suffix or 'nothing'!r}, expected .png or .svg")
     if not path.parent.is_dir():

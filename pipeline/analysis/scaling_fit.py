@@ -1,15 +1,15 @@
-"""The sigmoid law of RL compute, fitted as ScaleRL fits it (arXiv 2510.13786, equation 1 and appendix A.5).
+"""Fit the sigmoid law of RL compute as ScaleRL does (arXiv 2510.13786, equation 1 and appendix A.5).
 
     R_C = R_0 + (A - R_0) / (1 + (C_mid / C)^B)
 
-Here A is `asymptote`, B `exponent`, C_mid `midpoint`, R_0 `start`, and 1 / (1 + (C_mid / C)^B) is the `progress`.
-R_0 is measured, not fitted: exactly, as in the paper, or by points that have noise too (`Points.start_weight`). C may
-be counted in anything that adds up: samples, tokens, accelerator-hours.
+Here A is `asymptote`, B `exponent`, C_mid `midpoint`, R_0 `start`, and 1 / (1 + (C_mid / C)^B) is the `progress`. R_0
+is measured, not fitted: it is exact, as in the paper, or has noise as the points have (`Points.start_weight`). C is any
+measure of compute that adds up: samples, tokens, accelerator-hours.
 
-What the points leave open are profile-likelihood intervals. Given B and C_mid the best A has a closed form,
-A = R_0 + sum f·(y - R_0) / sum f^2 with f the progress (Moments: also for an R_0 with noise), and the sum of squares
-around it is a parabola. So every curve that fits well enough is found on a mesh over B and C_mid alone, each cell with
-the range of A that fits there; each interval is then the largest and smallest value over those cells.
+Intervals are profile-likelihood intervals. Given B and C_mid, the best A has a closed form, A = R_0 + sum f·(y - R_0) /
+sum f^2 with f the progress (Moments: also for an R_0 with noise), and the sum of squares around it is a parabola. So a
+mesh over B and C_mid alone finds every curve that fits well enough, with a range of A in each cell. An interval ends at
+the largest and smallest value over these cells.
 """
 
 from __future__ import annotations
@@ -27,41 +27,35 @@ Floats = NDArray[np.float64]
 
 ASYMPTOTE_STEP = 0.005
 """Spacing of A in the grid, in units of the score (A.5)."""
-
 NUM_MIDPOINTS = 100
-"""Linearly spaced values of C_mid in the grid (A.5)."""
-
+"""Number of linearly spaced values of C_mid in the grid (A.5)."""
 MIN_POINTS = 4
-"""One more than A, B and C_mid."""
-
+"""Fewest points of a fit: one more than the parameters A, B and C_mid."""
 MAX_ASYMPTOTES = 2_000
-"""A score of another size than 0 to 1 should be scaled first: the step is .005."""
-
+"""Most values of A in a grid. A score far from 0 to 1 should be scaled first, since the step is .005."""
 _EXPONENTS = np.geomspace(0.02, 50.0, 128)
-"""Where B is looked for before SciPy refines it: A.5's rows lie between 1.09 and 2.44."""
-
+"""Values of B that are scanned before SciPy refines it; those of A.5 lie between 1.09 and 2.44."""
 _CELLS_REFINED = 24
-"""Cells of the grid that SciPy decides between, of about 10,000."""
-
+"""Cells of the grid, of about 10,000, in which SciPy refines B."""
 _CELLS_AT_ONCE = 4_000_000
-"""Elements of the largest temporary array, 32 MB."""
+"""Most elements of a temporary array, 32 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """What was measured: `score` [n] at `compute` [n] > 0, sorted by compute, and R_0."""
+    """Measurements: `score` [n] at `compute` [n] > 0, sorted by compute, and R_0."""
 
     compute: Floats
     score: Floats
     start: float
     """R_0 as measured."""
     start_weight: float
-    """Points that `start` is worth. Infinite: R_0 is exactly `start`, ScaleRL's way. 1: it is one measurement with the
-    noise of the others, and the curve may start beside it at the price of that residual."""
+    """Number of points that `start` counts as. Infinite: R_0 is exactly `start`, as in ScaleRL. 1: it is one
+    measurement with the noise of the others, and the curve may start beside it at the price of that residual."""
 
     @staticmethod
     def of(compute: ArrayLike, score: ArrayLike, start: float, start_weight: float = math.inf) -> Points:
-        """Sort and check. Raises StoreError for fewer than four points or a compute that is not positive."""
+        """Return sorted points. Raises StoreError for fewer than four, infinite values or compute below or at 0."""
         c, r = np.asarray(compute, np.float64), np.asarray(score, np.float64)
         if len(c) < MIN_POINTS:
             raise StoreError(
@@ -86,7 +80,7 @@ class Points:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Values of A [a] and C_mid [m] that are tried, both ascending."""
+    """Values of A [a] and C_mid [m] to try, both ascending."""
 
     asymptotes: Floats
     midpoints: Floats
@@ -100,11 +94,11 @@ class Grid:
         c_mid_min: float | None = None,
         c_mid_max: float | None = None,
     ) -> Grid:
-        """A in steps of .005 and 100 linearly spaced C_mid, over ranges that come from the data unless given.
+        """Return A in steps of .005 and 100 linearly spaced C_mid; bounds that are None come from the data.
 
-        A runs from the first step above R_0 to `a_max`, and C_mid from 1/50 of the largest compute to twice it. A.5's
-        own ranges, A .450 to .800 and C_mid 100 to 40,000 GPU-hours, suit runs of its size: give them as the four
-        bounds to repeat it. `a_min` = `a_max` fixes A. Raises RecipeError for an empty range.
+        By default A runs from the first step above R_0 to `a_max`, and C_mid from 1/50 of the largest compute to twice
+        it. The ranges of A.5, A .450 to .800 and C_mid 100 to 40,000 GPU-hours, suit runs of its size: give them as the
+        four bounds to repeat it. `a_min` = `a_max` fixes A. Raises RecipeError for an empty range.
         """
         first = np.floor(points.start / ASYMPTOTE_STEP + 1e-6) + 1.0 if a_min is None else a_min / ASYMPTOTE_STEP
         count = int(np.floor(a_max / ASYMPTOTE_STEP - first + 1e-6)) + 1
@@ -125,31 +119,31 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The cell of the grid with the least sum of squared residuals, `ssr`, with the best B there."""
+    """The cell of the grid with the least sum of squared residuals, `ssr`, and its best B."""
 
     asymptote: float
     exponent: float
     midpoint: float
     start: float
-    """R_0: as given when it is exact; otherwise where the curve starts, within the noise of what was measured."""
+    """R_0: the given value where it is exact, otherwise the start of the curve, within the noise of the measurement."""
     ssr: float
     freedom: int
-    """Points less free parameters; an inexact R_0 adds one of each."""
+    """Points minus free parameters; an inexact R_0 adds one to each."""
 
     @property
     def residual_std(self) -> float:
-        """Of one point, in units of the score."""
+        """Standard deviation of one point's residual, in units of the score."""
         return math.sqrt(self.ssr / self.freedom)
 
     def score_at(self, compute: ArrayLike) -> Floats:
-        """The curve, at positive compute of any shape."""
+        """Return the curve at positive compute of any shape."""
         f, rest = progress(compute, self.exponent, self.midpoint)
         return self.asymptote * f + self.start * rest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Sums over the points for each of k pairs (B, C_mid): with them the rest of the problem is linear.
+    """Sums over the points for each of k pairs (B, C_mid), which make the rest of the problem linear.
 
     With f the progress, g = 1 - f, a = A - start and d = R_0 - start, the residuals are rise - a·f - d·g. The best d is
     `drift` (a·`drift_slope` + `drift_offset`), 0 when R_0 is exact, and then the sum of squares is the parabola
@@ -164,7 +158,7 @@ class Moments:
 
     @staticmethod
     def of(points: Points, exponents: Floats, midpoints: Floats) -> Moments:
-        """For pairs `exponents` [k], `midpoints` [k]."""
+        """Return the moments of pairs `exponents` [k], `midpoints` [k]."""
         sums = np.empty((5, len(exponents)))
         size = max(1, _CELLS_AT_ONCE // len(points.compute))
         for begin in range(0, len(exponents), size):
@@ -184,23 +178,23 @@ class Moments:
         )
 
     def ssr(self, height: float | Floats) -> Floats:
-        """[k] least sum of squares at A = start + height."""
+        """Return [k] the least sum of squares at A = start + height."""
         return np.asarray(self.constant - 2.0 * height * self.crossed + height**2 * self.squared)
 
     def drift(self, height: float | Floats) -> Floats:
-        """[k] the best R_0 - start at A = start + height."""
+        """Return [k] the best R_0 - start at A = start + height."""
         return np.asarray(self.drift_offset + height * self.drift_slope)
 
 
 def progress(compute: ArrayLike, exponent: ArrayLike, midpoint: ArrayLike) -> tuple[Floats, Floats]:
-    """f = 1 / (1 + (C_mid / C)^B) and 1 - f, the arguments broadcast together; neither is ever exactly 0."""
+    """Return f = 1 / (1 + (C_mid / C)^B) and 1 - f, never exactly 0; the arguments are broadcast together."""
     ratio = np.exp(np.clip(np.asarray(exponent) * (np.log(midpoint) - np.log(compute)), -300.0, 300.0))
     f = 1.0 / (1.0 + ratio)
     return f, ratio * f
 
 
 def fit_curve(points: Points, grid: Grid) -> Fit:
-    """The best cell of the grid: for each (A, C_mid) the B with the least sum of squared residuals (A.5).
+    """Return the best cell of the grid, with the B of least squared residuals for each (A, C_mid) (A.5).
 
     A.5 calls SciPy's curve_fit in every cell, from B = 1. Here B is first scanned for all cells at once, which finds
     the same minimum without a solver's start; SciPy then refines B in the best 24 cells, and the best of those wins.
@@ -225,11 +219,9 @@ def fit_curve(points: Points, grid: Grid) -> Fit:
 
 
 def common_asymptote(curves: Sequence[tuple[Points, Grid]]) -> float:
-    """The A that fits several curves best together, each with a B and C_mid of its own; the grids share their A.
-
-    Each curve counts by its squared residuals over the variance that its own best A leaves, so that a noisier or a
-    longer run does not decide alone.
-    """
+    """Return the A that fits several curves best together, each with its B and C_mid; the grids share their A. A curve
+    counts by its squared residuals over the variance that its best A leaves, so that no noisy or long run decides
+    alone."""
     total = np.zeros(len(curves[0][1].asymptotes))
     for points, grid in curves:
         ssr = np.maximum(_scan(points, grid)[0].min(axis=1), 1e-12)
@@ -238,7 +230,7 @@ def common_asymptote(curves: Sequence[tuple[Points, Grid]]) -> float:
 
 
 def _scan(points: Points, grid: Grid) -> tuple[Floats, Floats]:
-    """([a, m] least sum of squares over B, to second order between the scanned B; [a, m] that scanned B)."""
+    """Return [a, m] the least sum of squares over B, interpolated between scanned B, and [a, m] the best scanned B."""
     num_m, num_b = len(grid.midpoints), len(_EXPONENTS)
     sums = Moments.of(points, np.tile(_EXPONENTS, num_m), np.repeat(grid.midpoints, num_b))
     least, exponents = np.empty((2, len(grid.asymptotes), num_m))
@@ -248,7 +240,7 @@ def _scan(points: Points, grid: Grid) -> tuple[Floats, Floats]:
         at = ssr.argmin(axis=1).clip(1, num_b - 2)
         below, here, above = ssr[rows, at - 1], ssr[rows, at], ssr[rows, at + 1]
         curvature = np.maximum(below - 2 * here + above, 1e-300)
-        # The least of the parabola through three neighbors; at the ends of the scan it would extrapolate.
+        # The minimum of the parabola through three neighbors; at the ends of the scan it would extrapolate.
         inside = (here <= below) & (here <= above)
         vertex = here - np.where(inside, (above - below) ** 2 / (8 * curvature), 0.0)
         least[a], exponents[a] = np.where(inside, vertex, np.minimum(below, above)), _EXPONENTS[at]
@@ -256,7 +248,7 @@ def _scan(points: Points, grid: Grid) -> tuple[Floats, Floats]:
 
 
 def _refine(points: Points, asymptote: float, midpoint: float, exponent: float) -> tuple[float, float]:
-    """(B, sum of squares) at a fixed (A, C_mid): SciPy's Levenberg–Marquardt, which is what its curve_fit runs."""
+    """Return the best B and its sum of squares at a fixed (A, C_mid), by SciPy's Levenberg–Marquardt."""
     from scipy.optimize import least_squares
 
     height, bounds = asymptote - points.start, np.log(_EXPONENTS[[0, -1]])
@@ -275,47 +267,41 @@ def _refine(points: Points, asymptote: float, midpoint: float, exponent: float) 
 
 CHI2_95 = 3.841458820694124
 """95 % quantile of chi-squared with one degree of freedom: the rise of the profile likelihood at an interval's end."""
-
 _MESH = (72, 96)
-"""Values of B and C_mid in each pass; both logarithmic."""
-
+"""Number of values of B and of C_mid in each pass, both logarithmic."""
 _NUM_PASSES = 6
-"""Each pass but the first narrows the mesh to where the curves that fit were found."""
-
+"""Number of passes; each but the first narrows the mesh to the curves that fit."""
 _REACH = 4.0
-"""While narrowing, a curve is kept until its chi-squared rises by this many times CHI2_95 (twice as wide)."""
-
+"""While the mesh narrows, a curve stays until its chi-squared rises by this many times CHI2_95 (twice as wide)."""
 _WIDEST_B = (0.02, 50.0)
 _WIDEST_C_MID = (1e-4, 1e4)
-"""Outermost mesh; C_mid relative to the largest compute."""
+"""Limits of the first mesh; C_mid is relative to the largest compute."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """All curves whose squared residuals are within the threshold, a range of A for each cell (B, C_mid).
+    """All curves whose squared residuals are within the threshold, as a range of A for each of k cells (B, C_mid).
 
-    The noise is taken as independent, alike at all points, and as large as the fit's residuals say. With fewer than
-    about ten points the intervals are too narrow, as chi-squared stands for an F distribution.
+    The noise is assumed independent, alike at all points, and as large as the fit's residuals. With fewer than about
+    ten points the intervals are too narrow, as chi-squared stands for an F distribution.
     """
 
     exponents: Floats
-    """[k]"""
     midpoints: Floats
-    """[k]"""
     lowest: Floats
-    """[k] least A that fits, within the grid's range of A."""
+    """[k] least A that fits, within the grid."""
     highest: Floats
     """[k] largest A that fits."""
     lowest_start: Floats
-    """[k] R_0 that goes with the least A; all alike when R_0 is exact."""
+    """[k] R_0 at the least A; the same everywhere when R_0 is exact."""
     highest_start: Floats
-    """[k] R_0 that goes with the largest A."""
+    """[k] R_0 at the largest A."""
 
     @staticmethod
     def around(fit: Fit, points: Points, grid: Grid) -> Region:
-        """The region of `fit`; never empty, as it holds the fit itself."""
+        """Return the region of `fit`; it is never empty, as it holds the fit itself."""
         least = fit.ssr + 1e-14 * float((points.rise**2).sum())
         variance = fit.residual_std**2
         box = np.log(np.array([_WIDEST_B, [side * points.end for side in _WIDEST_C_MID]]))
@@ -337,20 +323,20 @@ class Region:
         return float(self.midpoints.min()), float(self.midpoints.max())
 
     def score_at(self, compute: float) -> Interval:
-        """95 % interval of the curve itself at a positive `compute`: a new measurement adds its own noise."""
+        """Return the 95 % interval of the curve at a positive `compute`: a new measurement adds its noise."""
         f, rest = progress(compute, self.exponents, self.midpoints)
         low, high = self.lowest * f + self.lowest_start * rest, self.highest * f + self.highest_start * rest
         return float(min(low.min(), high.min())), float(max(low.max(), high.max()))
 
     def _box(self, outer: Floats) -> Floats:
-        """[2, 2] the log ranges that hold the region, a step of the mesh wider on every side."""
+        """Return [2, 2] the log ranges that hold the region, a step of the mesh wider on every side."""
         steps = (outer[:, 1] - outer[:, 0]) / (np.array(_MESH) - 1)
         logs = np.log([self.exponents, self.midpoints])
         return np.stack([logs.min(axis=1) - steps, logs.max(axis=1) + steps], axis=1)
 
 
 def _search(fit: Fit, points: Points, grid: Grid, box: Floats, threshold: float) -> Region:
-    """The cells of a mesh over `box` in which some A of the grid's range stays below the threshold."""
+    """Return the cells of a mesh over `box` in which some A of the grid's range stays below the threshold."""
     b, c_mid = (np.exp(np.linspace(low, high, num)) for (low, high), num in zip(box, _MESH, strict=True))
     exponents = np.append(np.repeat(b, len(c_mid)), fit.exponent)
     midpoints = np.append(np.tile(c_mid, len(b)), fit.midpoint)
@@ -375,16 +361,15 @@ def _search(fit: Fit, points: Points, grid: Grid, box: Floats, threshold: float)
 
 
 MARGIN = 0.02
-"""ScaleRL's margin on A from three repeats of one run."""
+"""ScaleRL's margin on A, from three repeats of one run."""
 
 
 def judge(fit: Fit, region: Region, points: Points, grid: Grid) -> tuple[bool, list[str]]:
-    """Return whether the points say what A is, and in words why not.
+    """Return whether the points identify A, and in words why not.
 
-    A is identifiable when its interval ends inside the grid and the points surely reach beyond C_mid.
-
-    Below C_mid the curve is close to the power law R_0 + (A - R_0)·(C / C_mid)^B, from which A and C_mid cannot be
-    told apart. "Surely": the upper end of C_mid's interval is at most the largest compute.
+    A is identifiable when its interval ends inside the grid and the upper end of C_mid's interval is at most the
+    largest compute. Below C_mid the curve is close to the power law R_0 + (A - R_0)·(C / C_mid)^B, from which A and
+    C_mid cannot be told apart.
     """
     reasons, remarks = [], []
     low, high = region.asymptote

@@ -1,9 +1,8 @@
-"""The numbers of a run that fit in a table: what `evenkeel runs show` prints and the report opens with, with the run's
-alarms and its bottleneck.
+"""Summarize a run: the numbers of `evenkeel runs show` and of the head of the report, alarms, and the bottleneck.
 
-The learner's phases of a step follow one another and cover it, so the share of `wait` is the share of time in which
-batches come too slowly, and the rest says what makes the learner slow. The seconds of the awaited batch say why it came
-late: a wait ends when its batch is committed.
+The learner's phases of a step follow one another and cover it. So the share of `wait` is the share of time in which
+batches come too slowly, and the other shares say what makes the learner slow. A wait ends when its batch is committed,
+so the phases of the awaited batch say why it came late.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from precision.mismatch.alarms import Alarm, alarms
 from precision.objectives.base import Objective
 
 PROMPT_COUNTS = ("refills", "zero_variance", "filtered", "solved_groups", "interrupted")
-"""Of the collector's `committed` events: groups asked in place of others, groups dropped for equal rewards, groups not
-asked because their problem was solved, samples that were told to end."""
+"""Counts in `committed` events: groups asked in place of others, groups dropped for equal rewards, groups that the
+user's filter dropped, groups not asked because their problem was solved, and interrupted samples."""
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """Return the headline numbers of one run; a number that is not known yet is None. Raises StoreError.
+    """Return the headline numbers of one run; unknown numbers are None. Raises StoreError.
 
-    `wall_s` runs from the first line of the logs to the last without pauses between two starts, `tokens` counts trained
-    response tokens. `tokens_per_s` is of the seconds of the steps: without start-up and pauses.
+    `wall_s` is the time of the logs without pauses between two starts, `tokens` counts trained response tokens, and
+    `tokens_per_s` divides them by the seconds of the steps.
     """
     return summarize(RunLog.read(run_dir))
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the summary of each run directory below `folder`, by name, with its `path`; `error` alone where it is
-    unreadable. Raises StoreError when `folder` is no folder."""
+    """Return the summary and the `path` of each run directory in `folder`, by name; an unreadable run has `error`
+    instead of a summary. Raises StoreError when `folder` is no folder."""
     if not folder.is_dir():
         raise StoreError(f"{folder} is no folder; give the one that holds runs, for example runs")
     found = []
@@ -52,8 +51,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def summarize(run_log: RunLog, histories: Sequence[AlarmHistory] | None = None) -> dict[str, Any]:
-    """Return what `summary` returns, of a RunLog that is already in memory; `histories` is its alarm_history, where
-    that is known."""
+    """Return the `summary` of a RunLog; `histories` is its alarm_history, if already known."""
     recipe = run_log.recipe
     if histories is None:
         histories = alarm_history(run_log)
@@ -61,7 +59,7 @@ def summarize(run_log: RunLog, histories: Sequence[AlarmHistory] | None = None) 
     committed, samples = run_log.of_kind("committed"), sum(samples_of_batches(run_log).values())
     timed = [line for line in run_log.metrics if line.get("seconds")]
     seconds = sum(float(spent) for line in timed for spent in line["seconds"].values())
-    # Scores before a changed reward are of another one.
+    # Scores from before a change of the reward cannot be compared with later ones.
     changed = [int(event["step"]) for event in run_log.of_kind("files_changed") if event["what"] == "reward"]
     for before, after in pairwise(run_log.recipes):
         tasks = [one.recipe.task.model_dump(mode="json") for one in (before, after)]
@@ -117,8 +115,8 @@ def summarize(run_log: RunLog, histories: Sequence[AlarmHistory] | None = None) 
 
 
 def _warnings(run_log: RunLog, samples: int, since: int) -> list[str]:
-    """Say in a sentence each what is wrong with the logs, the recipe and the rewards of a run of `samples` samples,
-    whose reward is the same from step `since` on."""
+    """Return a sentence for each problem of the logs, the recipe and the rewards of a run of `samples` samples, whose
+    reward has not changed since step `since`."""
     found = [*run_log.damage, *advice(run_log.recipe)]
     if since:
         found.append(
@@ -145,7 +143,6 @@ def _warnings(run_log: RunLog, samples: int, since: int) -> list[str]:
 
 
 def unsolved_line(event: Mapping[str, Any]) -> str:
-    """Return the event `unsolved` as one sentence."""
     return (
         f"no sample of {event['batches']} batches reached reward.solved_at {event['solved_at']:g}, the highest reward "
         f"was {event['highest']:g}: pass rates stay 0, and so do advantages that ask what is solved; set "
@@ -154,15 +151,14 @@ def unsolved_line(event: Mapping[str, Any]) -> str:
 
 
 def describe_choice(section: Objective | Correction | Advantage) -> str:
-    """Return the name of a choice, with the keys that are not left at their defaults: `clipped (clip_high 0.28)`."""
+    """Return the name of a choice, with the keys that differ from their defaults: `clipped (clip_high 0.28)`."""
     chosen = section.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)
     options = ", ".join(key if value is True else f"{key} {value}" for key, value in chosen.items())
     return f"{section.name} ({options})" if options else section.name
 
 
 def _held_out(run_log: RunLog, since: int) -> dict[str, Any]:
-    """Return of the first and the last evaluation from version `since` on: pass@1 with its interval, pass@k of the
-    largest k that both measured, and rewards."""
+    """Return held-out scores of the first and the last evaluation from version `since` on, at a common k."""
     evaluations = run_log.evaluations
     evaluations = [event for event in evaluations if int(event["version"]) >= since] or evaluations[-1:]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
@@ -187,16 +183,15 @@ def _held_out(run_log: RunLog, since: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmHistory:
-    """All steps of a run that broke one rule."""
+    """All steps of a run that broke the same rule."""
 
     worst: Alarm
-    """Where the statistic was furthest beyond its bound."""
+    """The alarm furthest beyond its bound."""
     first_step: int
     last_step: int
     num_steps: int
-    """Steps that broke it, of those between the two."""
+    """Steps that broke the rule, between the two."""
     lasts: bool
-    """Whether the newest step broke it."""
 
     name: str
     steps: str
@@ -206,15 +201,14 @@ class AlarmHistory:
 
 
 def formats_differ(recipe: Recipe) -> bool:
-    """Return whether the learner computes in another quantized format than the engines, or only one side in any: the
-    bounds of some alarms depend on it."""
+    """Return whether learner and engines differ in their quantized format. The bounds of some alarms depend on it."""
     learner, sampled = recipe.learner, recipe.rollout.quantized_format
     trained = sampled if learner.fp8_emulation else learner.precision if learner.precision.startswith("fp8") else None
     return trained != sampled
 
 
 def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
-    """Return one entry for each rule that any step broke, those that last first, then the newest."""
+    """Return an entry for each rule that any step broke: first the rules that are still broken, then the newest."""
     by_rule: dict[str, list[tuple[int, Alarm]]] = {}
     differs = [(one.first_step, formats_differ(one.recipe)) for one in run_log.recipes]
     for line in run_log.metrics:
@@ -244,15 +238,13 @@ def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
 
 
 LEARNER_PHASES = ("wait", "logprobs", "update", "publish", "record", "save")
-"""In the order in which they happen within a step."""
+"""In order within a step."""
 COLLECTOR_PHASES = ("generate", "hold", "evaluate", "commit")
-"""In the order in which they happen within a batch. `hold` waits until the batch before it is committed; `evaluate`
-waits for the version that is evaluated, too."""
+"""In order. `hold` waits until the batch before it is committed; `evaluate` also waits for the version to evaluate."""
 WINDOW_STEPS = 20
-"""The bottleneck is of this many of the last steps, or of some more, which are whole stages: long enough to hold a
-checkpoint, short enough to follow a change."""
+"""Steps that judge the bottleneck, plus some to whole stages: they hold a checkpoint and follow a change."""
 CLOSE = 0.1
-"""A second group whose share is this near the first is named too: it would be the next bottleneck."""
+"""A second group whose share is this near the first is named too, as the next bottleneck."""
 _ADVICE = {
     "rollouts": "the learner waits {share} of each step; add engines or allow lag",
     "evaluations": "the learner waits {share} of each step for held-out answers; raise evaluation.every",
@@ -265,8 +257,8 @@ _ADVICE = {
 
 
 def whole_stages(window: int, stage: int) -> int:
-    """Return the steps of as many stages as hold `window` steps. The learner waits for a whole stage at its beginning,
-    so that the steps within it say nothing about rollouts."""
+    """Return the number of steps in as many stages as hold `window` steps. The learner waits for a whole stage at its
+    beginning, so the steps within it say nothing about rollouts."""
     return -(-window // stage) * stage
 
 
@@ -274,7 +266,7 @@ def judged_lines(
     metrics: Iterable[Mapping[str, Any]], *, window: int = WINDOW_STEPS, stage: int = 1
 ) -> list[Mapping[str, Any]]:
     """Return the timed lines among the last `window` steps, up to whole stages of `stage` steps. The first line is left
-    out as soon as there is a stage without it: a run's first step is slow, because everything is set up in it."""
+    out once there is a stage without it: set-up makes a run's first step slow."""
     timed = [line for line in metrics if line.get("seconds")]
     usual = timed[1:] if len(timed) > stage else timed
     whole = max(stage, len(usual) // stage * stage)
@@ -284,7 +276,7 @@ def judged_lines(
 def phase_shares(
     metrics: Iterable[Mapping[str, Any]], *, window: int = WINDOW_STEPS, stage: int = 1
 ) -> dict[str, float]:
-    """Return the share (0 to 1) of each phase of the learner in the judged steps; empty when nothing was timed."""
+    """Return the share (0 to 1) of each learner phase in the judged steps; empty when nothing was timed."""
     judged = judged_lines(metrics, window=window, stage=stage)
     seconds = {phase: sum(number(line["seconds"], phase) or 0.0 for line in judged) for phase in LEARNER_PHASES}
     total = sum(seconds.values())
@@ -298,8 +290,7 @@ def time_shares(
     window: int = WINDOW_STEPS,
     stage: int = 1,
 ) -> dict[str, float]:
-    """Return `phase_shares` with the waiting split by what the awaited batch was going through, as the `committed`
-    events of the batches say."""
+    """Return `phase_shares` with the waiting split by the phases of the awaited batch, from the `committed` events."""
     shares = phase_shares(metrics, window=window, stage=stage)
     if not shares:
         return {}
@@ -324,14 +315,13 @@ def time_shares(
 
 
 def newest_shares(run_log: RunLog) -> dict[str, float]:
-    """Return the `time_shares` of a run's last steps."""
     stage = run_log.recipe.build_schedule().updates_per_stage
     newest = run_log.metrics[-(whole_stages(WINDOW_STEPS, stage) + 1) :]
     return time_shares(newest, run_log.of_kind("committed"), stage=stage)
 
 
 def bottleneck(shares: Mapping[str, float]) -> str:
-    """Say what takes most of a step by its `time_shares`, how much, and what to change."""
+    """Return a sentence that names the largest part of a step by its `time_shares`, its share, and the remedy."""
     if not shares:
         return "nothing to judge yet: no step has finished"
     groups = {
@@ -351,12 +341,10 @@ def bottleneck(shares: Mapping[str, float]) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return 12.3 %, or a dash."""
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def decimal(value: float | None) -> str:
-    """Return four significant digits, or a dash."""
     return "–" if value is None else f"{value:.4g}"
 
 
@@ -366,7 +354,7 @@ def count(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return for example 42 s, 3 min 20 s, 2 h 05 min."""
+    """Return a text such as 42 s, 3 min 20 s or 2 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

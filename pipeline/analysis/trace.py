@@ -1,12 +1,11 @@
-"""What each part of a run did when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Build a trace of a run's processes for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
     metrics.seconds of a step ──▶ learner rank 0   unless that rank noted its phases itself
     committed, evaluated      ──▶ collector
-    RUN/spans (pipeline.spans) ─▶ every rank, engines as their askers saw them, verifiers, publishes
+    RUN/spans (pipeline.spans) ─▶ every rank, engines as their callers saw them, verifiers, publishes
 
-A metrics line is written when its step has ended, and its phases follow one another, so they are laid out backwards
-from that moment. A `committed` event says when its batch was started, and its phases are laid out forwards. Clocks are
-those of the hosts.
+A metrics line is written at the end of its step, so its phases are laid out backward from that time. A `committed`
+event holds the start of its batch, so its phases are laid out forward. Times are of each host's clock.
 
 The format is the JSON of the Trace Event Format: an object whose `traceEvents` are complete events (`ph` X, `ts` and
 `dur` in microseconds), instants (`ph` i) and names (`ph` M: process_name, thread_name and their sort indices). A part
@@ -31,7 +30,7 @@ from pipeline.spans import read_spans
 DEFAULT_STEPS = 20
 RANK_ZERO, COLLECTOR = "learner rank 0", "collector"
 STEP = "step"
-"""The lane of a rank on which the phases of its steps lie, and the name of the span around them."""
+"""Lane of a rank with the phases of its steps, and name of the span around each step."""
 _NUMBERS = ("step", "batch", "version")
 _INSTANTS = ("published", "saved", "restarted", "admitted", "quarantined", "skipped", "controlled")
 _ORDER = ("learner", "publish", COLLECTOR, "engine", "router", "verifiers")
@@ -39,12 +38,11 @@ _ORDER = ("learner", "publish", COLLECTOR, "engine", "router", "verifiers")
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """`start` and `end` in seconds since 1970; `number` is the step, batch or version, -1 where there is none."""
+    """An interval of work on a lane of a part of the run, such as a rank or an engine. `start` and `end` are seconds
+    since 1970; `number` is the step, batch or version, or -1."""
 
     part: str
-    """Which rank, engine or other part of the run."""
     lane: str
-    """A row of a chart."""
     name: str
     number: int
     start: float
@@ -53,9 +51,9 @@ class Span:
 
 
 def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Return the object to be written as JSON, of all that was under way in the steps [A, B) of the learner; by default
-    its last DEFAULT_STEPS. Raises StoreError: no run directory, or none of these steps has finished."""
-    run_log = replace(RunLog.read(run_dir), events=read_events(run_dir))  # with all that events say
+    """Return the trace, to be written as JSON, of all work during the steps [A, B) of the learner, by default its last
+    DEFAULT_STEPS. Raises StoreError: no run directory, or none of these steps has finished."""
+    run_log = replace(RunLog.read(run_dir), events=read_events(run_dir))  # RunLog leaves out parts of events
     damage = list(run_log.damage)
     finished = {line["step"]: line for line in run_log.metrics if line.get("seconds")}
     if not finished:
@@ -68,7 +66,7 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
     numbers = {line["step"] for line in chosen}
     of_steps = [span for span in _learner_spans(chosen) if span.name == STEP]
     begin, end = min(span.start for span in of_steps), max(span.end for span in of_steps)
-    # A step saves after its line of metrics: what follows it is read up to the next one's line.
+    # A step saves after its metrics line: read spans up to the line of the next step.
     next_line = min((float(line["time"]) for step, line in finished.items() if step > max(numbers)), default=math.inf)
     spans = timeline(run_log, damage, begin, max(end, next_line))
     if noted := [span for span in spans if span.part == RANK_ZERO and span.name == STEP and span.number in numbers]:
@@ -95,8 +93,7 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
 
 
 def timeline(run_log: RunLog, damage: list[str], begin: float = -math.inf, end: float = math.inf) -> list[Span]:
-    """Return all that is known of the time from `begin` to `end`, by start. `damage` is as in
-    pipeline.data.event_log.read_lines."""
+    """Return all known spans from `begin` to `end`, by start; `damage` is as in pipeline.data.event_log.read_lines."""
     recorded = []
     for source, lines in read_spans(run_log.run_dir, damage, begin, end).items():
         start, _, rank = source.partition(".")
@@ -118,7 +115,7 @@ def timeline(run_log: RunLog, damage: list[str], begin: float = -math.inf, end: 
 
 
 def _learner_spans(metrics: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
-    """Yield the phases of each step, and the step around them, as its line of metrics tells them."""
+    """Yield the phases of each step, and the step around them, from its metrics line."""
     for line in metrics:
         seconds = {phase: float((line.get("seconds") or {}).get(phase, 0.0)) for phase in LEARNER_PHASES}
         end, number = float(line["time"]), int(line["step"])
@@ -129,7 +126,7 @@ def _learner_spans(metrics: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
 
 
 def _collector_spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
-    """Yield the phases of each batch, batches that overlap on lanes of their own, and the evaluations."""
+    """Yield the phases of each batch, overlapping batches on separate lanes, and the evaluations."""
     lane_ends = list[float]()
     for event in sorted((e for e in events if e["kind"] == "committed" and "started" in e), key=lambda e: e["started"]):
         spent = event.get("seconds") or {}
@@ -163,7 +160,7 @@ def _trace_events(spans: Sequence[Span], instants: Sequence[dict[str, Any]], beg
         yield from _names("process", part, pid, 0)
         tid = 0
         for lane in sorted({span.lane for span in spans if span.part == part}):
-            # In whole microseconds: spans that lay within or behind another still do.
+            # Rounding both ends keeps spans nested or in sequence.
             own = [
                 replace(span, start=round(1e6 * (span.start - begin)), end=round(1e6 * (span.end - begin)))
                 for span in spans
@@ -194,11 +191,11 @@ def _names(kind: str, name: str, pid: int, tid: int) -> list[dict[str, Any]]:
 
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """Put the spans of a lane on as few rows as they need: on one row, a span lies behind or within each other one.
-    Those of one name, such as requests, are never put within one another: none is a part of the other."""
+    """Put the spans of a lane on as few rows as they need; two spans on a row are nested or do not overlap. Spans of
+    the same name, such as requests, are never nested: neither is a part of the other."""
     rows: list[list[Span]] = []
     around: list[list[Span]] = []
-    """Of each row, the last span and those that it lies in."""
+    """For each row, its last span and the spans around it."""
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for outer in around:
             while outer and outer[-1].end <= span.start:
