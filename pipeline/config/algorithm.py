@@ -1,8 +1,7 @@
-"""Choose what is learned from a batch, objective, correction and advantage, and refuse what does not go together.
+"""Register the objectives, corrections and advantages that a recipe can choose, and refuse wrong combinations.
 
 The classes and their settings stand in `precision.objectives`, `precision.corrections` and
-`pipeline.advantages.methods`. A recipe can choose every class that is defined there, by its name. What goes together is
-decided by what each class states about itself.
+`pipeline.advantages.methods`. A recipe chooses them by name. Facts that each class states decide what goes together.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ if TYPE_CHECKING:
 OBJECTIVES: dict[str, type[Objective]] = choices_in("precision.objectives", Objective)
 CORRECTIONS: dict[str, type[Correction]] = choices_in("precision.corrections", Correction)
 ADVANTAGES: dict[str, type[Advantage]] = choices_in("pipeline.advantages.methods", Advantage)
-"""Name → class."""
 
 _NO_OBJECTIVES = {
     **{name: f"{name} is an advantage (advantage.name); its objective is clipped" for name in ADVANTAGES},
     **dict.fromkeys(("ppo", "reinforce", "dapo"), "PPO's objective is clipped; there is no critic"),
 }
 _NO_ADVANTAGES = {name: f"{name} is an objective (objective.name)" for name in OBJECTIVES if name not in ADVANTAGES}
-"""Names that somebody may look for in the wrong place → what to say, in place of a name spelled nearly so."""
+"""Names that a user may look for in the wrong place → explanation, shown instead of a similar name."""
 
 ObjectiveSection = Annotated[Objective, Choice(Objective, OBJECTIVES, _NO_OBJECTIVES)]
 CorrectionSection = Annotated[Correction, Choice(Correction, CORRECTIONS)]
@@ -38,8 +36,8 @@ AdvantageSection = Annotated[Advantage, Choice(Advantage, ADVANTAGES, _NO_ADVANT
 
 
 def check_choices(recipe: Recipe) -> None:
-    """Raise ValueError for combinations that would count something twice, average terms of a loss differently, weigh by
-    probabilities that were not sampled with, or leave out what another choice needs."""
+    """Raise ValueError for a combination that counts something twice, averages the terms of a loss differently, weighs
+    by probabilities that were not sampled with, or leaves out what another choice needs."""
     objective, correction, advantage = recipe.objective, recipe.correction, recipe.advantage
     rollout, learner, overlong = recipe.rollout, recipe.learner, recipe.reward.overlong
     zero_variance = advantage.zero_variance
@@ -158,8 +156,7 @@ def _either(names: list[str]) -> str:
 
 
 def check_gpu_serves(rollout_format: RolloutFormat | None) -> None:
-    """Raise RecipeError for a format that engines on GPUs do not have, or cannot be given new weights in; None is not
-    quantized."""
+    """Raise RecipeError for a format that engines on GPUs lack or cannot update; None is not quantized."""
     if rollout_format is RolloutFormat.FP8_TENSOR:
         # Fp8LinearMethod puts bare parameters, transposed and without weight_loader, in place of those that it loaded.
         raise RecipeError(
@@ -174,7 +171,7 @@ def check_gpu_serves(rollout_format: RolloutFormat | None) -> None:
 
 
 def check_mixture(rollout_format: RolloutFormat | None, *, experts: bool) -> None:
-    """Raise RecipeError for a format that has no mixture of experts."""
+    """Raise RecipeError for a format that does not support mixtures of experts."""
     if experts and rollout_format is not None and rollout_format.is_emulated:
         raise RecipeError(
             f"rollout.precision is {rollout_format}, which is emulated in dense models only, but the model has "

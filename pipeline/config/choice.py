@@ -1,4 +1,4 @@
-"""A recipe section that is one of several classes: chosen by `name`, or the user's own by `class`.
+"""Define recipe sections that hold one of several classes: chosen by `name`, or a user's own class by `class`.
 
     objective: {name: cispo, cap: 4}
     objective: {class: mypackage.module:MyObjective, options: {cap: 4}}
@@ -22,7 +22,7 @@ from precision.settings import Settings, name_of
 from precision.text import did_you_mean, one_line, quoted
 
 UNKNOWN_OPTION = "unknown_option"
-"""The kind of pydantic's error about an option that a class of the user's own does not have."""
+"""Type of pydantic's error about an unknown option of a user's own class."""
 
 
 class OwnClass(Section):
@@ -34,12 +34,12 @@ class OwnClass(Section):
 
 @dataclass(frozen=True)
 class Choice:
-    """Annotation of such a section: `named` are the classes known by name, all derived from `base`."""
+    """Annotation of a section of several classes: `named` are those chosen by name, all derived from `base`."""
 
     base: type[Settings]
     named: Mapping[str, type[Settings]]
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Name that is none of them → what else it is."""
+    """Name that is no choice here → explanation."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         by_name = {name: handler.generate_schema(choice) for name, choice in self.named.items()}
@@ -51,8 +51,8 @@ class Choice:
         )
 
     def _validated(self, value: Any) -> Settings:
-        """Return an instance as it is; data as the instance that they describe. Raises ValueError (a ValidationError
-        for the fields of the class)."""
+        """Return an instance unchanged, and data as the instance that they describe. Raises ValueError (a
+        ValidationError for the fields of the class)."""
         if isinstance(value, self.base):
             return value
         if not isinstance(value, dict):
@@ -62,7 +62,7 @@ class Choice:
         if "class" in value:
             own = OwnClass.model_validate(value)
             own_class = self._own(own.class_)
-            # What is wrong with an option is reported under `options`, as the recipe has it.
+            # Errors of an option are reported under `options`, their place in the recipe.
             taken = [field.alias or name for name, field in own_class.model_fields.items()]
             shown = ", ".join(name for name in taken if name != "name") or "no options"
             problems = []
@@ -90,7 +90,6 @@ class Choice:
         return chosen.model_validate(value)
 
     def _written(self, value: Settings, info: SerializationInfo) -> dict[str, Any]:
-        """Return the data that `_validated` makes the same instance of."""
         data = value.model_dump(mode=info.mode)
         if self.named.get(data["name"]) is type(value):
             return data
@@ -98,7 +97,7 @@ class Choice:
         return {"class": f"{type(value).__module__}:{type(value).__qualname__}", "options": data}
 
     def _own(self, path: str) -> type[Settings]:
-        """Return the class called `package.module:Class`. Raises ValueError."""
+        """Return the class at `package.module:Class`. Raises ValueError."""
         module, colon, name = path.partition(":")
         if not colon:
             raise ValueError(f"class is {quoted(path)}, expected package.module:Class")

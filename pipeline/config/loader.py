@@ -1,13 +1,13 @@
-"""Recipe files: YAML in, a checked Recipe out; every refusal is a RecipeError of one line.
+"""Read recipe files: YAML in, a checked Recipe out; every refusal is a RecipeError of one line.
 
     load_recipe(path, overrides)     file ◀─over─ the file it `extends` …, then `--set section.key=value`
 
-A program may give what a file would hold as a mapping.
+A program may pass a mapping in place of a file.
 
-A file may name another one in `extends:`, by its path relative to the file or, where no such file lies beside it, by
-the name of a shipped recipe. Then it holds only what differs. `taken_from` says which files were taken. A section
-picks what its keys mean by `name`, `class` or `kind` (objective, advantage, schedule …). One that picks another than
-the base replaces the base's section, in a file and by `--set` alike: settings of GRPO's clip mean nothing to P3O.
+A file may extend a base: `extends:` is a path relative to the file or, where no such file exists, the name of a shipped
+recipe. The file then holds only what differs. In some sections (objective, advantage, schedule …) `name`, `class` or
+`kind` chooses the meaning of the other keys. If a file or `--set` chooses otherwise than the base, its section replaces
+the base's section: settings of GRPO's clip mean nothing to P3O.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from pipeline.errors import RecipeError
 from precision.text import YamlError, did_you_mean, listed, one_line, parse_yaml, quoted
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
-"""Recipes that come with the program, in an installed wheel as in the repository."""
+"""Folder of the shipped recipes, in an installed wheel as in the repository."""
 _MOST_FILES = 16
-"""Recipes that extend one another."""
+"""Most recipes that extend one another."""
 _LONGEST_LIST = 120
-"""Characters of a text that is shown as the list that it should be."""
+"""Most characters of a text that an error shows as the list that it should be."""
 _BEGIN_WITH = {"reference.coefficient": 0.001}
-"""Keys without a default → a value to begin with."""
+"""Key without a default → a value to begin with."""
 _MOST_SECTIONS = 16
-"""Words of a key of `--set`, such as the three of learner.optimizer.lr."""
+"""Most words of a key of `--set`; learner.optimizer.lr has three."""
 
 
 _TAGGED = {name for name, field in Recipe.model_fields.items() if isinstance(field.discriminator, str)}
-"""Sections of several classes, of which pydantic names one behind the section where it reports a problem."""
+"""Sections of several classes; pydantic adds the class to the place of an error in them."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     name: (str(field.discriminator), "class") if name in _TAGGED else ("name", "class")
     for name, field in Recipe.model_fields.items()
     if name in _TAGGED or any(isinstance(part, Choice) for part in field.metadata)
 }
-"""Section → the keys by which it picks what its other keys mean."""
+"""Section → the keys that choose the meaning of its other keys."""
 
 
 def load_recipe(
@@ -57,9 +57,8 @@ def load_recipe(
     *,
     fill_in: Callable[[dict[str, Any]], None] | None = None,
 ) -> Recipe:
-    """Read a recipe file, or the shipped recipe of that name (see `find_recipe`), or a mapping of sections as a file
-    would hold, and apply `section.key=value` overrides (values are YAML). `fill_in` may add to the data what they lack.
-    Raises RecipeError."""
+    """Read a recipe from a file, by the name of a shipped recipe (see `find_recipe`) or from a mapping of sections, and
+    apply `section.key=value` overrides (values are YAML). `fill_in` may add missing data. Raises RecipeError."""
     source = "recipe" if isinstance(path, Mapping) else str(path)
     if isinstance(path, Mapping):
         data = _extended(copy.deepcopy(dict(path)), Path(source), ())[0]
@@ -73,13 +72,12 @@ def load_recipe(
 
 
 def override_of(key: str, value: object) -> str:
-    """Return `key=value` as `load_recipe` takes it, for a value that JSON can say, or a path."""
-    return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"  # YAML knows no halves of characters
+    """Return `key=value` as `load_recipe` takes it, for a path or a value that JSON can hold."""
+    return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"  # YAML has no surrogate pairs
 
 
 def overridden_keys(overrides: Sequence[str]) -> list[str]:
-    """Return `section.key` of all that the overrides say, also of what they say as the mapping of a section. Raises
-    RecipeError."""
+    """Return `section.key` of every value that the overrides set, also inside mappings. Raises RecipeError."""
     data: dict[str, Any] = {}
     for override in overrides:
         _apply_override(data, override)
@@ -87,14 +85,12 @@ def overridden_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def find_recipe(path: Path) -> Path:
-    """Return the path itself, or the file of a shipped recipe where `path` is only a name, such as `demo`, and no
-    file."""
+    """Return the path itself, or the file of a shipped recipe where `path` is no file but its name, such as `demo`."""
     return path if _is_file(path) else _shipped(str(path)) or path
 
 
 def taken_from(path: Path) -> str:
-    """Return which files a recipe was read from, in one line: `mine.yaml, which extends the shipped grpo.yaml`. Raises
-    RecipeError."""
+    """Return the files of a recipe in one line: `mine.yaml, which extends the shipped grpo.yaml`."""
     files = _read(find_recipe(path), ())[1]
     return ", which extends ".join(
         f"the shipped {file.name}" if file.parent == SHIPPED else str(file) for file in files
@@ -102,7 +98,7 @@ def taken_from(path: Path) -> str:
 
 
 def _is_file(path: Path) -> bool:
-    """False also for what no file can be called."""
+    """Return whether the path is a file; False also for a text that cannot be a path."""
     try:
         return path.is_file()
     except OSError:
@@ -110,13 +106,12 @@ def _is_file(path: Path) -> bool:
 
 
 def _shipped(name: str) -> Path | None:
-    """Return the file of the shipped recipe of that name, which may end in `.yaml`."""
     path = SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
     return path if path.parent == SHIPPED and _is_file(path) else None
 
 
 def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
-    """Validate plain data. Raises RecipeError naming `source` and every offending key."""
+    """Return plain data as a recipe. Raises RecipeError naming `source` and every offending key."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -135,7 +130,7 @@ def changed_keys(ours: Recipe, theirs: Recipe) -> dict[str, str]:
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """Return the data of a file over that of the file it extends, and these files."""
+    """Return the data of a file merged over the file that it extends, and all these files."""
     try:
         data = parse_yaml(path.read_bytes())
     except OSError as error:
@@ -156,7 +151,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], tu
 def _extended(
     data: dict[str, Any], path: Path, extended_by: tuple[Path, ...]
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """Return the data of the file `path` over that of the file it extends, and these files."""
+    """Return the data of the file `path` merged over the file that it extends, and all these files."""
     base = data.pop("extends", None)
     if base is None:
         return data, (path,)
@@ -178,8 +173,7 @@ def _extended(
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return `changes` over `base`, key by key; a section that picks another kind of thing replaces the base's
-    whole."""
+    """Return `base` with `changes` over it, key by key. A section with another choice replaces the base's section."""
     merged = dict(base)
     for key, value in changes.items():
         below = merged.get(key)
@@ -205,7 +199,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         )
     node = data
     for section in sections:
-        if node.get(section) is None:  # a resolved recipe says null of a section that it does not have
+        if node.get(section) is None:  # a resolved recipe has null for an absent section
             node[section] = {}
         node = node[section]
         if not isinstance(node, dict):
@@ -227,15 +221,15 @@ def _is_choice(key: str) -> bool:
 
 
 def _explain(detail: Any) -> list[str]:
-    """Return what is wrong, mostly one thing; of a section that there is not, that of each of its keys."""
+    """Return the problems in one pydantic error: mostly one, but one for each key of an unknown section."""
     parts = [named(part) for part in detail["loc"]]
     if len(parts) > 1 and parts[0] in _TAGGED:
-        del parts[1]  # which of the classes of a section it was; the recipe's key has no such part
+        del parts[1]  # the class of the section, which is no part of the recipe's key
     where, kind = ".".join(parts) or "recipe", detail["type"]
     if kind == "extra_forbidden":
         return [f"unknown key {line}" for line in all_meant_by(where, detail["input"])]
     if kind.startswith("union_tag"):
-        # A section that picks what its keys mean, and picks nothing that there is.
+        # The section's choice is missing or unknown.
         key, tag = detail["ctx"]["discriminator"].strip("'"), detail["ctx"].get("tag")
         section: Any = Recipe.model_fields[where].annotation
         allowed = [str(one.model_fields[key].annotation.__args__[0]) for one in section.__args__]
@@ -252,8 +246,7 @@ def _explain(detail: Any) -> list[str]:
 
 
 def _in_words(where: str, detail: Any) -> str | None:
-    """Return what was expected, and how it is written, where pydantic speaks of Python's types; None: its words will
-    do."""
+    """Return the expected value in the recipe's terms, or None where pydantic does not speak of Python types."""
     kind, got = detail["type"], detail["input"]
     if kind == "missing":
         return "is required" + (

@@ -1,5 +1,4 @@
-"""Say which recipe key was meant by one that there is not: misspelled, in the wrong section, of another choice, or
-another trainer's word (other_words.yaml)."""
+"""Suggest the recipe key that an unknown key means: a similar key, or the key for a word of another trainer."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from precision.text import LONGEST_WORD, parse_yaml, quoted
 
 _UNKNOWN = "`evenkeel recipe --schema` lists the known ones"
 _EVERYWHERE = frozenset(("class", "name", "path"))
-"""Keys of many sections: that one of them is called so says nothing about what was meant."""
+"""Keys of many sections, whose names alone do not show which section was meant."""
 
 
 @cache
 def other_words() -> tuple[dict[str, str], dict[str, str]]:
-    """Return what other trainers call it → where it is here, and words of theirs → why there is nothing here."""
+    """Return other trainers' words → the key here, and words without a key here → the reason."""
     table = parse_yaml(Path(__file__).with_name("other_words.yaml").read_bytes())
     here, not_here = (
         {word: meaning for meaning, words in table[part].items() for word in words.split()}
@@ -29,8 +28,7 @@ def other_words() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def meant_by(unknown: str) -> str:
-    """Return what is known about `section.key`: `did you mean run.steps?`, to which choice it belongs, what it is
-    called here or that it is not here, or where keys are listed."""
+    """Return a hint about an unknown `section.key`: the key that was meant, why there is none, or where to look."""
     known, (here, not_here) = known_keys(), other_words()
     *parents, leaf = unknown.split(".")
     section = parents[0] if parents else ""
@@ -60,8 +58,7 @@ def meant_by(unknown: str) -> str:
 
 
 def all_meant_by(unknown: str, value: object) -> list[str]:
-    """Return `KEY; what is known about it` for a key that there is not. A section of another trainer has no counterpart
-    here, but its keys may have: of such a section it is said of each key that stands in it."""
+    """Return `KEY; hint` for an unknown key, or a hint for each key of another trainer's section."""
     told = meant_by(unknown)
     if isinstance(value, dict) and value and told == _UNKNOWN:
         return [line for key, below in value.items() for line in all_meant_by(f"{unknown}.{named(key)}", below)]
@@ -69,14 +66,14 @@ def all_meant_by(unknown: str, value: object) -> list[str]:
 
 
 def named(part: object) -> str:
-    """Return a key or an index as a message names it: any text can be a key."""
+    """Return a key or an index as a message shows it: quoted unless it is a short identifier."""
     text = str(part)
     return text if text.isidentifier() and len(text) <= 60 else quoted(part)
 
 
 @cache
 def known_keys() -> dict[str, frozenset[str]]:
-    """Return section.key → the choices that have it; none where it does not depend on one."""
+    """Return section.key → the choices that have it; an empty set where it does not depend on a choice."""
     schema = Recipe.model_json_schema()
     definitions: dict[str, Any] = schema["$defs"]
 

@@ -1,7 +1,7 @@
-"""The recipe: one typed YAML file that says everything about a run.
+"""Define the recipe: one typed YAML file that describes everything about a run.
 
-Frozen, unknown keys refused, cross-checked when it is made. Importing this module loads no torch, Megatron or SGLang.
-Files are read by `pipeline.config.loader`; what is learned from a batch is described in `pipeline.config.algorithm`.
+A recipe is frozen, refuses unknown keys, and is cross-checked when it is made. Importing this module loads no torch,
+Megatron or SGLang. `pipeline.config.loader` reads the files.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class LearnerSection(Section):
 
     @property
     def parameter_bytes(self) -> int:
-        """Of one number as parameters, activations and published weights hold it: FP8 trains BF16 parameters."""
+        """Bytes of a number in parameters, activations and published weights: FP8 trains BF16 parameters."""
         return 4 if self.precision == "fp32" else 2
 
     @property
@@ -125,15 +125,15 @@ class LearnerSection(Section):
 
 
 MOST_COUNTED = 2**31 - 1
-"""Counts and seeds are 32 bits in batches, in Megatron-Core and in SGLang."""
+"""Largest count or seed: these are 32 bits in batches, in Megatron-Core and in SGLang."""
 SMALLEST, LARGEST = 2.0**-126, 3e38
-"""Other numbers are float32 where they are used."""
+"""Limits of other numbers, which are used as float32."""
 LONGEST_S = 2_000_000
-"""Seconds, 23 days: sockets wait no longer."""
+"""Longest wait in seconds, 23 days: sockets wait no longer."""
 
 
 def _numbers(value: object, key: str = "") -> Iterator[tuple[str, int | float]]:
-    """Yield `section.key` and each number of a section, but for plain data that belongs to code of the user's own."""
+    """Yield `section.key` and each number of a section, except in plain data for a user's own code."""
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _numbers(getattr(value, name), f"{key}.{name}".lstrip("."))
@@ -168,7 +168,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_of_the_task(cls, data: Any) -> Any:
-        """Return a class of the user's own needs no name."""
+        """Return the data with a name for a user's own task, which needs none."""
         task = data.get("task") if isinstance(data, dict) else None
         if isinstance(task, dict) and "class" in task and "name" not in task:
             return {**data, "task": {**task, "name": "own"}}
@@ -177,7 +177,7 @@ class Recipe(Section):
     @field_validator("advantage")
     @classmethod
     def _aggregated_as_in_the_paper(cls, advantage: Advantage, info: ValidationInfo) -> Advantage:
-        """Return the advantage with the aggregation of the objective's paper, where a recipe sets none."""
+        """Return the advantage with the aggregation of the objective's paper, where the recipe sets none."""
         paper = getattr(info.data.get("objective"), "paper_aggregation", None)  # absent where it was refused
         if paper is None or "aggregation" in advantage.model_fields_set:
             return advantage
@@ -234,13 +234,13 @@ class Recipe(Section):
 
     @property
     def reads_sampling_logprobs(self) -> bool:
-        """Whether pi_old is the learner at the version that sampled each token."""
+        """Whether the run needs each token's log-probability under the learner of the version that sampled it."""
         asked = self.learner.old_logprobs_at == "sampling" or self.learner.optimizer.lr_by_lag == "ess"
         return asked or self.objective.facts.needs_sampling_logprobs
 
     @property
     def started_teacher(self) -> Distillation | None:
-        """The teacher whose server the run starts; None without a teacher, and for one that is served already."""
+        """The teacher whose server the run starts, or None."""
         return self.distillation if self.distillation is not None and self.distillation.path is not None else None
 
     @property
@@ -250,15 +250,14 @@ class Recipe(Section):
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
         return self.run.root / self.run.name
 
     def build_schedule(self) -> Schedule:
-        """Return the schedule as the function that both loops ask."""
+        """Return the schedule, which both loops ask for required versions."""
         return Schedule(steps=self.run.steps, **self.schedule.model_dump())
 
     def to_yaml(self) -> str:
-        """Return the resolved recipe, every default spelled out."""
+        """Return the resolved recipe, with every default spelled out."""
         return dump_yaml(self.model_dump(mode="json"))
 
 
@@ -282,7 +281,7 @@ _LAYOUT_WORDS: dict[str, dict[str, Any]] = {
 
 
 def parse_layout(name: str) -> dict[str, Any]:
-    """ "TP2×PP2" (or TP2xPP2) → fields of LearnerSection, and `micro_batch_rows` for MBn.
+    """Return the LearnerSection fields of a layout such as TP2×PP2 or TP2xPP2, and `micro_batch_rows` for MBn.
 
     When experts are spread over more ranks than are named, data parallel ranks are added. Raises RecipeError.
     """
@@ -320,7 +319,7 @@ def layout_name(learner: LearnerSection) -> str:
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """Return a sentence for each key of a recipe that cannot have an effect; most recipes have none. It runs.
+    """Return a sentence for each key that cannot have an effect; the recipe runs all the same.
 
     A clip of pi / pi_old acts only where pi_old is older than the step: after the first of several updates on a batch,
     in a stage of several batches, or where it is the policy that sampled.

@@ -1,5 +1,4 @@
-"""Define the sections of a recipe that describe the run, the model, the engines, weights and schedule, and the base of
-every section."""
+"""Define the recipe's sections for run, model, optimizer, engines, weights and schedule, and the class of all."""
 
 from __future__ import annotations
 
@@ -17,25 +16,24 @@ from precision.settings import Settings
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
-"""SGLang takes less than 1e-6 for greedy sampling."""
+"""A sampling temperature; SGLang takes less than 1e-6 for greedy sampling."""
 MOST_PROCESSES = 2**16
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Samples = Annotated[int, Field(ge=1, le=2**16)]
-"""Samples of a prompt."""
 
 
 Change = Literal["free", "fork", "never"]
-"""What may become of a key once a run has a batch. free: any start may change it: it decides what a run costs, how long
-it waits, where it ends or how it is measured. fork: what was sampled or learned so far had the old value, so only a
-fork may change it (`evenkeel fork`). never: a checkpoint holds the old form."""
+"""When a key may change once a run has a batch. free: at any start, since it decides what a run costs, how long it
+waits, where it ends or how it is measured. fork: in a fork alone (`evenkeel fork`), since samples and updates so far
+used the old value. never: a checkpoint holds the old form."""
 Changes = Mapping[str, Change]
 
 
 class Section(Settings):
-    """Keys of a recipe: frozen, no unknown ones, no NaN."""
+    """A recipe section: frozen, without unknown keys and NaN."""
 
     on_resume: ClassVar[Changes] = {}
-    """Key → its class; `*`: that of all others. What no section says is `fork`."""
+    """Key → when it may change; `*` is all other keys. A key without an entry is `fork`."""
 
 
 def _different_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -48,7 +46,7 @@ def _different_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 
 ServerUrls = Annotated[tuple[str, ...], AfterValidator(_different_urls)]
-"""`http://HOST:PORT` of each, no server twice, and without a password or a path."""
+"""`http://HOST:PORT` of different servers, without a password or a path."""
 
 
 class RunSection(Section):
@@ -79,7 +77,7 @@ class ModelSection(Section):
 
 
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""Of a moment, how much stays in each step."""
+"""Share of a moment that stays in each step."""
 
 
 class OptimizerSection(Section):
@@ -157,7 +155,7 @@ RolloutPrecision = Literal[
 ]
 MOST_KEPT = 3072
 """Largest top_k with kept sets. SGLang names at most 4096 tokens and ends a request that keeps more; tokens exactly as
-likely as the last one are kept too, however many they are."""
+likely as the last one are kept too, however many."""
 
 
 class InterruptionSection(Section):
@@ -247,28 +245,27 @@ class RolloutSection(Section):
 
     @property
     def started_engines(self) -> int:
-        """Engines that are started with a run: none where `urls` names those that exist."""
+        """Engines that the run starts: none where `urls` names existing engines."""
         return 0 if self.urls else self.engines
 
     @property
     def starts_router(self) -> bool:
-        """Whether a router is started with them."""
         return self.started_engines > 1
 
     @property
     def quantized_format(self) -> RolloutFormat | None:
-        """The format of what engines quantize; None for fp32 and bf16."""
+        """Quantized format of the engines; None for fp32 and bf16."""
         return None if self.precision in ("fp32", "bf16") else RolloutFormat(self.precision)
 
     @property
     def asks_for_kept_sets(self) -> bool:
-        """Whether there is a cut, and engines are to say what it left."""
+        """Whether sampling is cut and engines report the tokens left."""
         return self.kept_set and (self.top_p < 1.0 or self.top_k != -1)
 
     @field_validator("quant_map", mode="before")
     @classmethod
     def _read(cls, named: object) -> object:
-        """Return a run must not need a file outside its directory."""
+        """Return the quant map in a named file, so that a run needs no file outside its directory."""
         return QuantMapFile.read(Path(named)) if isinstance(named, str | Path) else named
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
-"""The recipe's `task`, `prompts` and `reward` sections: where prompts and rewards come from, which prompts are asked,
-and how rewards are run. Tasks themselves are in pipeline.tasks."""
+"""Define the recipe's `task`, `prompts` and `reward` sections: the source of prompts and rewards, the choice of
+prompts, and how rewards are run. Tasks themselves are in pipeline.tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from precision.text import quoted
 
 
 class DigitsTask(Section):
-    """What the generated digit tasks share."""
+    """Settings that the generated digit tasks share."""
 
     min_digits: PositiveInt = 4
     max_digits: PositiveInt = Field(16, le=4096)
@@ -40,7 +40,7 @@ class SpellDigitsTask(DigitsTask):
 
 
 class Columns(Section):
-    """What the data calls what a problem is made of. `a.b` is b of the object a."""
+    """Names of the data's columns that hold the parts of a problem. `a.b` is b of the object a."""
 
     prompt: str | None = Field(
         None,
@@ -58,7 +58,7 @@ class Columns(Section):
 
 
 FUNCTION = r"[\w.]+:\w+"
-"""How a recipe names something of the user's own."""
+"""Pattern of the name of a user's own function or class."""
 _SOURCE_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 
 
@@ -70,7 +70,7 @@ def _name_the_module(reward: str | None) -> str | None:
 
 
 class DataSource(Section):
-    """One of several sources. What it leaves out is as in the task."""
+    """One of several sources. A key that it leaves out is as in the task."""
 
     path: Path
     name: str = Field(
@@ -93,7 +93,7 @@ class DataSource(Section):
 
 
 _TEMPLATES_OWN = ("messages", "add_generation_prompt", "tools", "documents")
-"""What a chat template is given anyway, beside the text of the special tokens."""
+"""Arguments that every chat template gets anyway, beside the text of the special tokens."""
 
 
 class DataTask(Section):
@@ -139,7 +139,7 @@ class DataTask(Section):
     @model_validator(mode="before")
     @classmethod
     def _columns_of_the_task(cls, data: Any) -> Any:
-        """Return a source's columns are the task's where it does not say; in a frozen recipe it says all."""
+        """Return the data with the task's columns in each source, for those that the source leaves out."""
         if not isinstance(data, dict) or not isinstance(data.get("columns"), dict):
             return data
         if not isinstance(data.get("sources"), list | tuple):
@@ -177,7 +177,7 @@ class DataTask(Section):
         return self
 
     def of(self, source: DataSource) -> DataTask:
-        """Return the task that one source alone would be."""
+        """Return the task of one source alone."""
         own = {
             key: value for key in ("columns", "filter", "reward", "system_prompt") if (value := getattr(source, key))
         }
@@ -203,8 +203,6 @@ TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, F
 
 
 class PromptsSection(Section):
-    """Which prompts are asked."""
-
     on_resume: ClassVar[Changes] = {"*": "free"}
 
     refill: bool = Field(
