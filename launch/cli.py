@@ -1,4 +1,4 @@
-"""The `evenkeel` command. Each command imports what it needs when it runs, so that `--help` is instant."""
+"""Define the `evenkeel` command. Each command imports its dependencies when it runs, so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ app.command("repair")(repair)
 app.command("scaling")(scaling)
 app.command("trace")(trace)
 COMPLETION_VARIABLE = "_EVENKEEL_COMPLETE"
-"""Set by a shell that asks how a word may go on; typer answers."""
+"""Set by a shell that asks for the completions of a word; typer answers."""
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
 
 
@@ -474,8 +474,8 @@ def verify_history(run: RunPath, as_json: AsJson = False) -> None:
 
 
 def main() -> NoReturn:
-    """Entry point: what is wrong becomes one line and an exit status (launch.exit_codes)."""
-    for stream in (sys.stdout, sys.stderr):  # a name in another encoding, or a terminal in one, is no reason to fail
+    """Run a command and exit; an error becomes one line and an exit status (launch.exit_codes)."""
+    for stream in (sys.stdout, sys.stderr):  # a name or a terminal in another encoding is no error
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     terminal.is_command = True

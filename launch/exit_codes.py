@@ -1,10 +1,9 @@
-"""End a command: with its exit status, and one line on stderr where something was wrong.
+"""End a command with an exit status and, after an error, one line on stderr.
 
-    0  done     1  refused, or it failed: one line says why     2  the command line itself     130  Ctrl-C
-    70 a fault of Even Keel's own: one line says where the traceback lies. EVENKEEL_TRACEBACK=1 prints it, whatever the
-       error was
+    0  done     1  refused or failed: one line says why     2  usage error     130  Ctrl-C
+    70 a fault of Even Keel: one line names the file with the traceback, which would bury that line
 
-A raw traceback buries what the user could do about it. It is kept for the report of the fault.
+EVENKEEL_TRACEBACK=1 prints the traceback of any error.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TRACEBACK_VARIABLE = "EVENKEEL_TRACEBACK"
 FAULT_EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h: a fault of the program, not of its input."""
 ROOMS = frozenset({"precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch", "evenkeel"})
-"""Our own packages, which a wheel puts beside everybody's."""
+"""Even Keel's packages, which a wheel puts beside all others."""
 _USAGE, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
 _KEY_AND_VALUE = re.compile(r"\((\w[\w.]*=[^\s)]*)")
 
@@ -59,7 +58,7 @@ _REMEDIES = {
 
 
 def run_command(command: Callable[[], object]) -> int:
-    """Run a command; return the exit status, and say in one line what was wrong."""
+    """Run a command and return its exit status; print an error as one line."""
     try:
         status = command()
         sys.stdout.flush()
@@ -109,7 +108,7 @@ def _line_and_status(error: BaseException) -> tuple[str, int]:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     there = f"set {TRACEBACK_VARIABLE}=1 to see the traceback"
-    with suppress(OSError):  # there may be no room for it
+    with suppress(OSError):  # the disk may be full
         descriptor, name = tempfile.mkstemp(prefix="evenkeel-traceback-", suffix=".txt")
         with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(traceback.format_exception(error)))
@@ -119,10 +118,8 @@ def _line_and_status(error: BaseException) -> tuple[str, int]:
 
 
 def _broken_package(error: BaseException) -> str | None:
-    """Return the installed package that failed while it was imported; None where something else went wrong.
-
-    A shared library that the loader misses is an ImportError, or from ctypes an OSError without a number.
-    """
+    """Return the installed package whose import failed, or None. A missing shared library is an ImportError, or from
+    ctypes an OSError without a number."""
     if isinstance(error, OSError) and (error.errno is not None or ".so" not in str(error)):
         return None
     site, standard = Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("stdlib"))
@@ -137,7 +134,7 @@ def _broken_package(error: BaseException) -> str | None:
 
 
 def os_error_line(error: OSError) -> str:
-    """What could not be done with which file, and what helps, in one line."""
+    """Return the files of an OSError, its cause and a remedy in one line."""
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
     where = f"{one_line(' → '.join(names), 300)}: " if names else ""
     name = errno.errorcode.get(error.errno or 0, str(error.errno))
@@ -146,7 +143,7 @@ def os_error_line(error: OSError) -> str:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether it was our reader that went, as `head` does; then nothing more is written to it, at exit either."""
+    """Return whether the reader of stdout is gone, as `head` goes; then stdout becomes /dev/null."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):
@@ -160,11 +157,8 @@ def _stdout_is_closed() -> bool:
 
 
 def _usage_line(error: Any) -> str:
-    """Say what is wrong with a command line, with the words that were meant.
-
-    Other trainers take keys of the configuration as `key=value` (Hydra) or as `--key value` (argparse); here they stand
-    behind `--set`.
-    """
+    """Return the fault of a command line, with the words that were meant. Other trainers take keys of the configuration
+    as `key=value` (Hydra) or as `--key value` (argparse); here they stand behind `--set`."""
     context = getattr(error, "ctx", None)
     if context is None:  # errors of click's parser do not say which command was read; the frames do
         seen = [frame.f_locals.get("ctx") for frame, _ in walk_tb(error.__traceback__)]

@@ -1,4 +1,4 @@
-"""`evenkeel repair`: find damage, plan its repair and, if asked, carry it out, while no role of the run is at work."""
+"""Define `evenkeel repair`: find damage and, if asked, repair it while no role of the run is at work."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def repair(
 
 
 def repair_run(path: Path, *, do: bool, stopped: bool) -> dict[str, Any]:
-    """Return what is damaged, what becomes of it, and, with `do`, that it was done. Raises StoreError for a folder that
-    is no run or whose recipe is damaged, RunConflictError while the run is at work."""
+    """Return the damage of a run and its repairs; with `do`, carry them out. Raises StoreError for a folder that is no
+    run or whose recipe is damaged, RunConflictError while the run is at work."""
     from launch.run.claim import claimed
     from pipeline.data.epochs import claim
     from pipeline.data.run_directory import RunDirectory
@@ -59,10 +59,10 @@ def repair_run(path: Path, *, do: bool, stopped: bool) -> dict[str, Any]:
     aside = ""
     if do and plan.repairs:
         refuse_at_work(run, stopped=stopped)
-        set_aside(run, [one.path for one in plan.repairs if one.path.name == "NEWEST"])  # claims could not count on it
+        set_aside(run, [one.path for one in plan.repairs if one.path.name == "NEWEST"])  # a claim would fail on it
         with claimed(run) as epoch:
             for role in ("learner", "collector"):
-                claim(run.path, role)  # one that was frozen finds that it is superseded
+                claim(run.path, role)  # a frozen process will find that it is superseded
             epoch.check()
             aside = str(apply(run, plan_repair(run, find_damage(run), stamp())))
     return dict(
@@ -79,8 +79,8 @@ def repair_run(path: Path, *, do: bool, stopped: bool) -> dict[str, Any]:
 
 
 def refuse_at_work(run: RunDirectory, *, stopped: bool) -> None:
-    """Raise RunConflictError while a process of the run lives here, or may live on another host: only the user knows
-    that, who then says `stopped`. Supervisors have a heartbeat instead (launch.run.claim)."""
+    """Raise RunConflictError while a process of the run lives here, or may live on another host. Only the user knows
+    about other hosts, and confirms by `stopped`. Supervisors have a heartbeat instead (launch.run.claim)."""
     import psutil
 
     from pipeline.data.checksums import read_sealed_json

@@ -1,7 +1,6 @@
 """Share what every command has: arguments, results on stdout, progress on stderr.
 
-A result is one JSON object for programs, or a table for people. Progress is a bar on a terminal, elsewhere a line every
-EVERY_S.
+A result is one JSON object for programs, or a table for people. Progress is a bar on a terminal, elsewhere lines.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from precision.text import one_line
 
 _CELL = 100_000
-"""Characters of a value that are shown: more than any that is meant for people."""
+"""Most characters of a value in a table: more than any value for people has."""
 EVERY_S = 10.0
-"""No silence is longer, where there is no terminal."""
+"""Longest silence without a terminal."""
 SLOW_S = 2.0
-"""Steps that take longer have a line each."""
+"""A step that takes longer gets its line."""
 line_at = time.monotonic()
-"""When this process said its last line of progress."""
+"""Time of this process's last line of progress."""
 is_command = False
-"""Whether this process is one command. Then blocks of some seconds each, and what is between, make one long silence."""
+"""Whether this process is one command, in which silence is counted across blocks instead of from each block's start."""
 
 
 def note_line(*, block: bool = False) -> None:
-    """Count the silence from now on; where a `block` begins, only in a process that is no command."""
+    """Count the silence from now on; the start of a `block` does so only in a process that is no command."""
     global line_at
     if not (block and is_command):
         line_at = time.monotonic()
 
 
 def is_due(steps: int, passed_s: float) -> bool:
-    """Whether a line should be said, so many steps and seconds after the last one: the next step may come too late."""
+    """Return whether a line is due, so many steps and seconds after the last one: the next step may come too late."""
     return passed_s >= EVERY_S or (
         steps > 0 and (passed_s > SLOW_S * steps or passed_s * (steps + 1) / steps > EVERY_S)
     )
@@ -51,8 +50,8 @@ def is_due(steps: int, passed_s: float) -> bool:
 
 @contextmanager
 def counted(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """A bar that is gone afterwards, or lines. Call what it yields with how many of `total` are done and, if there is
-    one, a remark that is shown beside it."""
+    """Show a bar that disappears afterwards, or lines. Yield a function that takes how many of `total` are done and, if
+    there is one, a remark that is shown beside it."""
     console = Console(stderr=True)
     if not console.is_terminal:
         with _lines(what, total) as show_line:
@@ -66,7 +65,7 @@ def counted(what: str, total: int) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def going_on(what: str) -> Iterator[None]:
-    """A spinner while the block runs, or a line every EVERY_S."""
+    """Show a spinner while the block runs, or a line every EVERY_S."""
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(what):
@@ -83,7 +82,7 @@ def _lines(what: str, total: int) -> Iterator[Callable[..., None]]:
     done, remark, said_done, said_at = 0, "", 0, began
 
     def say_if_due() -> float:
-        """Return the seconds to the next line."""
+        """Print a line if it is due; return the seconds to the next line."""
         nonlocal said_done, said_at
         with lock:
             now = time.monotonic()
@@ -113,12 +112,12 @@ def _lines(what: str, total: int) -> Iterator[Callable[..., None]]:
 
 
 def emit(result: dict[str, Any]) -> None:
-    """The machine-readable last line. JSON has no NaN and no infinity: they are null."""
+    """Print a result as one line of JSON, which has no NaN and no infinity: they are null."""
     print(json.dumps(_finite(result), allow_nan=False), flush=True)
 
 
 def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
-    """One JSON line, or a readable list."""
+    """Print a result as one line of JSON or as a table."""
     if as_json:
         emit(result)
         return
@@ -129,7 +128,7 @@ def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
     table = Table(show_header=False, box=None)
     for key, value in result.items():
         said = json.dumps(value) if isinstance(value, dict | list) else str(value)
-        table.add_row(Text(key, style="bold"), Text(one_line(said, _CELL)))  # as text: it may come from a file
+        table.add_row(Text(key, style="bold"), Text(one_line(said, _CELL)))  # not as markup: it may come from a file
     Console().print(table)
 
 
@@ -142,7 +141,7 @@ def _finite(value: Any) -> Any:
 
 
 def shipped_names(incomplete: str) -> list[str]:
-    """For shells that complete a word: the recipes that come with Even Keel. Where none fits, they take files."""
+    """Return the shipped recipes that complete a word in a shell, which takes files where none fits."""
     from pipeline.config.loader import SHIPPED
 
     return sorted(path.stem for path in SHIPPED.glob(f"{glob.escape(incomplete)}*.yaml"))
@@ -164,7 +163,7 @@ SizesFolder = Annotated[
 
 
 def check_recipe_or_run(source: Path) -> None:
-    """For commands that take either. Raises RecipeError for what is neither: the loader would say it of a recipe."""
+    """Raise RecipeError for a path that is neither a recipe nor a run; the loader would call it a missing recipe."""
     from pipeline.config.loader import SHIPPED, find_recipe
     from pipeline.errors import RecipeError
     from precision.text import did_you_mean, one_line

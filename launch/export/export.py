@@ -1,11 +1,11 @@
-"""`evenkeel export`: a run's numbers in the files of another tool, beside the run and without a word to it.
+"""Write a run's numbers in the format of another tool, without a change to the run.
 
     train/reward_mean  seconds/update  mismatch/age/0/k3_kl      of a line of metrics (docs/metrics.md), at its step
     evaluation/pass_at_1  evaluation/pass_at_k/8                 of an evaluation, at its version
 
-A resume takes back the steps after its checkpoint and trains them again. A step then has several lines; that of the
-latest start of the learner counts, and none of an earlier start from where a later one begins. Each start of the
-exporter writes every point anew; one that follows a run does so when steps are taken back. Every step is there once.
+A resume trains the steps after its checkpoint again, so a step may have several lines. The line of the learner's latest
+start counts, and lines of an earlier start count only below the first step of every later start. Each start of the
+exporter writes every point anew; an exporter that follows a run does so when steps are taken back.
 """
 
 from __future__ import annotations
@@ -37,12 +37,9 @@ LOOK_S = 2.0
 
 
 def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[str, Any]:
-    """Write all points of a run; with `follow`, also those that come until the run is finished. `out` is
-    RUN/exports/TARGET where it is None. Returns how much the destination then holds.
-
-    Raises RecipeError (unknown target), StoreError (no run directory) and RunConflictError (another exporter is at
-    work there).
-    """
+    """Write all points of a run and, with `follow`, those that come until the run is finished; return how much `out`
+    holds, by default RUN/exports/TARGET. Raises RecipeError (unknown target), StoreError (no run directory) and
+    RunConflictError (another exporter is at work there)."""
     log = RunLog.read(run)
     for sentence in log.damage:
         print(f"warning: {sentence}; the export is without them", file=sys.stderr)
@@ -62,7 +59,7 @@ def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[st
         with closing(opened) as destination:
             destination.clear()
             while True:
-                finished = RunDirectory(run).is_finished()  # asked first: what was written before it is read after it
+                finished = RunDirectory(run).is_finished()  # asked first, so that lines written before the end are read
                 points = tail.read()
                 if any(key not in points or points[key].time != moment for key, moment in held.items()):
                     destination.clear()
@@ -80,8 +77,8 @@ def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[st
 
 
 def run_id(log: RunLog) -> str:
-    """Return the name of a run where several may be: the same for all its exports, and another for another run of its
-    name. It is made from the recipe that the run began with, as it is stored, and its first event."""
+    """Return an id that all exports of a run share and no other run of its name has. It is made from the stored recipe
+    with which the run began and the time of its first event."""
     began = log.events[0]["time"] if log.events else 0.0
     name = re.sub("[^A-Za-z0-9_-]", "-", log.recipe.run.name)[:40]
     digest = hashlib.sha256(f"{began}\n".encode() + recipe_file(log.run_dir).read_bytes()).hexdigest()
@@ -103,7 +100,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 class Key(NamedTuple):
-    """The step or the version that a point is about."""
+    """The step or version of a point."""
 
     kind: Literal["step", "version"]
     number: int
@@ -111,7 +108,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """`time` (seconds since 1970) tells a step from the same step trained again."""
+    """Numbers of a step or version. `time` (seconds since 1970) tells a step from the same step trained again."""
 
     key: Key
     time: float
@@ -120,20 +117,20 @@ class Point:
 
 @dataclass
 class RunPoints:
-    """The points of a run that may still grow."""
+    """A reader of the points of a run that may still grow."""
 
     run: Path
     _metrics: LogTail = field(init=False)
     _events: LogTail = field(init=False)
     _starts: dict[str, dict[int, Point]] = field(init=False, default_factory=dict)
-    """By start of the learner: its steps."""
+    """Log file of a start of the learner → step → point."""
     _versions: dict[int, Point] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._metrics, self._events = LogTail(self.run, "metrics"), LogTail(self.run, "events")
 
     def read(self) -> dict[Key, Point]:
-        """Return all points as the logs have them now, by time."""
+        """Return all points in the logs so far, by time."""
         for start, line in self._metrics.new_lines():
             found = {name if "/" in name else f"train/{name}": value for name, value in numbers(line)}
             values = {name: value for name, value in found.items() if name not in ("train/step", "train/time")}

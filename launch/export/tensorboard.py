@@ -1,12 +1,12 @@
-"""TensorBoard's event files.
+"""Write TensorBoard's event files.
 
-    FOLDER/events.out.tfevents.1700000000000000000.evenkeel     one file a start of the exporter
+    FOLDER/events.out.tfevents.1700000000000000000.evenkeel     one file for each start of the exporter
 
 A point is one record with checksums, framed as TFRecord (tensorflow/core/lib/io/record_writer.h), little-endian:
 
     uint64 length | uint32 masked crc32c of it | data | uint32 masked crc32c of the data
 
-TensorBoard's own writer computes crc32c in Python: 2,000 steps took it 12 seconds.
+TensorBoard's writer computes crc32c in Python: 2,000 steps took it 12 seconds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _NAMED = "events.out.tfevents.*.evenkeel"
 
 
 class TensorBoardFiles:
-    """The event files of one run, from one exporter at a time."""
+    """The event files of one run in an existing folder, from one exporter at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is there."""
         self.hint = f"look at it with: tensorboard --logdir {folder}"
         self._folder = folder
         self._file: BinaryIO | None = None

@@ -1,1 +1,0 @@
-"""`evenkeel fork`: a new run from a checkpoint of an old one."""

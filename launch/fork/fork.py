@@ -1,15 +1,15 @@
-"""A new run from a checkpoint of an old one: what is taken over, and that it is whole.
+"""Make a new run from a checkpoint of an old one: link what it takes over, and check that it is whole.
 
     checkpoints/STEP      weights, optimizer, random numbers, the loop's state
     batches before STEP   with their kept sets, and with the order of prompts that they hold
     logprobs, mismatch, control, quant_maps, skipped, evaluations, reference.json
                           (another controller, or another ladder for it, begins afresh after STEP)
-    metrics and events of those steps, rewritten          recipe.yaml, recipes/: what the steps went by
-    parent.json           which run, which step
+    metrics and events of those steps, rewritten          recipe.yaml, recipes/: those of the steps
+    parent.json           the old run and the step
 
-Nothing is published: the learner publishes its checkpoint's version at its first start, as after any loss of policies.
-All of it is made under a temporary name, compared with its checksums there, and gets its name when it is complete. What
-a fork leaves that is killed is removed by the next one into the same folder.
+Nothing is published: the learner publishes its checkpoint's version at its first start. The run is made under a
+temporary name, checked with its checksums, and renamed when it is complete. The next fork into the same folder removes
+the leftovers of one that was killed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from precision.text import listed
 
 
 def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Make the run and say where it is. Raises StoreError or RunConflictError; then there is none."""
+    """Make the new run and return where it is. Raises StoreError or RunConflictError; then there is no run."""
     target = source.parent / new if new == Path(new.name) else new
     run = RunDirectory(source)
     before = run.recipe()
@@ -87,8 +87,8 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
 
 
 def _aggregated_as_usual(before: Recipe, overrides: Sequence[str]) -> list[str]:
-    """With another objective, return the aggregation of its paper, as in a new recipe: the frozen one of the parent
-    spells out that of the old objective. One that the parent was given stays, and so does one that is given here."""
+    """Return an override that gives a new objective the aggregation of its paper, as in a new recipe, or none. The
+    parent's frozen recipe holds that of the old objective. An aggregation that parent or fork were given stays."""
     given = dict(override.partition("=")[::2] for override in overrides)
     objective, advantage = OBJECTIVES.get(given.get("objective.name", "")), type(before.advantage)
     old = before.objective.paper_aggregation or str(advantage.model_fields["aggregation"].default)
@@ -112,7 +112,7 @@ def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, ste
             f"step {step} is within a stage of {recipe.schedule.updates_per_stage} updates, whose beginning no "
             "checkpoint holds; fork at a multiple of schedule.updates_per_stage"
         )
-    # What changes which prompt a problem's number is. Prompts of files that are too long have no number
+    # Find a change that gives problems other numbers. Prompts of files that are too long have no number
     # (pipeline.tasks.mixture); generated ones are drawn with the seed.
     renumbered, task = "the task" if recipe.task != before.task else None, recipe.task
     longest = [one.rollout.context_tokens - one.rollout.max_new_tokens for one in (before, recipe)]
@@ -153,8 +153,8 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
         _link(run.reference_file, made.reference_file)
     if run.outside_file.exists():
         _link(run.outside_file, made.outside_file)
-    # A run that goes on may delete it meanwhile. It loses its name as a whole: what is there at the end was there
-    # before.
+    # A running parent may delete the checkpoint meanwhile. It loses its name as a whole, so COMMIT at the end shows
+    # that all files were there.
     checkpoint = run.checkpoints / numbered(step)
     with suppress(FileNotFoundError):
         for old in (one for one in checkpoint.rglob("*") if one.is_file()):
@@ -168,8 +168,8 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     if controlled and (afresh or decided is not None):
         begun = ControlRecord(step=step - 1, state=State())
         if decided is not None:
-            # The parent's engines are none of the fork's, whose starts are counted anew: the first of them would be
-            # taken for one that is to be started again.
+            # Forget the parent's engines. The fork counts starts anew, so that its first engine would be taken for one
+            # that is to be started again.
             window = tuple(one.model_copy(update=dict(engines={})) for one in decided.state.window)
             state = decided.state.model_copy(update=dict(suspects={}, window=window))
             begun = decided.model_copy(update=dict(state=state, restarts={}, first_seen={}))
@@ -191,8 +191,7 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
 
 
 def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
-    """Return whether the fork's controller cannot go on from what that of its parent had decided: its rungs, its lags
-    and its maps mean something else, or there was none."""
+    """Return whether the fork's controller cannot continue from its parent's, since its rungs, lags or maps differ."""
     if recipe.controller is None:
         return False
     if before.controller != recipe.controller:
@@ -203,8 +202,8 @@ def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
 
 
 def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, controlled: bool) -> Iterator[Path]:
-    """Yield what is linked beside the checkpoint. `decided` is what the controller goes on from, unless it begins
-    afresh; its last record is written anew where there is one in the fork."""
+    """Yield the files to link beside the checkpoint. `decided` is the record that the controller continues from, or
+    None. A controlled fork writes the last control record anew."""
     for folder, endings, last in (
         (run.batches, (".zarr.zip", ".lost.json"), step - 1),
         (run.logprobs, (".npy", "-old.npy"), step - 1),

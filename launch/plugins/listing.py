@@ -1,4 +1,4 @@
-"""What a recipe can name, by kind: what comes with Even Keel, and what modules of the user's own hold."""
+"""List what a recipe can name, by kind, in Even Keel and in modules of the user's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASKED: dict[Kind, str] = {
     "filter": f"a function of some of {', '.join(GIVEN)}",
     "group_filter": f"a function that names rewards, of some of {', '.join(GROUP_GIVEN)}",
 }
-"""What a user writes."""
+"""Kind → requirement on a user's own class or function."""
 
 _CHOICES: tuple[tuple[Kind, type[Settings], dict[str, Any]], ...] = (
     ("objective", Objective, dict(OBJECTIVES)),
@@ -46,20 +46,19 @@ _SENTENCE_END = re.compile(r"(?<=\.)(?<!Dr\.)\s+(?=[A-Z])")
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """One thing that a recipe can name."""
+    """A class or function that a recipe can name."""
 
     kind: Kind
     key: str
     """The recipe's key that names it, such as `objective.name`."""
     value: str
     says: str
-    """The first sentence of its docstring, or its module's where it has a module of its own."""
+    """First sentence of its docstring, or of its module's docstring for a choice that comes with Even Keel."""
     lacks: str = ""
-    """Why a recipe that names it would be refused."""
+    """Reason why a recipe that names it would be refused."""
 
 
 def shipped() -> list[Plugin]:
-    """What comes with Even Keel, by kind and name."""
     found = [
         Plugin(kind=kind, key=f"{kind}.name", value=name, says=_says(import_module(choice.__module__)))
         for kind, _, named in _CHOICES
@@ -74,15 +73,14 @@ def shipped() -> list[Plugin]:
 
 
 def key_of(kind: Kind) -> str:
-    """The recipe's key that names one of the user's own."""
+    """Return the recipe's key that names a user's own plugin of a kind."""
     if kind == "group_filter":
         return "prompts.group_filter"
     return f"task.{kind}" if kind in ("reward", "filter") else f"{kind}.class"
 
 
 def of_modules(names: Sequence[str]) -> list[Plugin]:
-    """Return what modules define that a recipe can name, in their order. Raises RecipeError for a module that cannot be
-    imported, and for one that holds nothing of the kind."""
+    """Return the plugins of modules, in order. Raises RecipeError where an import fails or a module has none."""
     all_found = []
     for name in names:
         if name.endswith(".py") and name.removesuffix(".py").isidentifier():

@@ -1,5 +1,4 @@
-"""The commands that look at runs or take something from them: `evenkeel runs`, `trajectories`, `scaling`, `trace`,
-`export`, `fork`, and `plugins`."""
+"""Define the commands that read runs: `runs`, `trajectories`, `scaling`, `trace`, `export`, `fork` and `plugins`."""
 
 from __future__ import annotations
 
@@ -115,7 +114,7 @@ def trace(
 
 
 def _steps(text: str) -> tuple[int, int]:
-    """Return A and B of A:B."""
+    """Return A and B of a text A:B. Raises RecipeError."""
     if re.fullmatch(r"\d{1,9}:\d{1,9}", text) is None:
         raise RecipeError(f"--steps is {text!r}, expected A:B, for example 10:12 for steps 10 and 11")
     first, end = map(int, text.split(":"))

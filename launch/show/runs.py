@@ -1,5 +1,4 @@
-"""Tables of `evenkeel runs` and `scaling`: the headline numbers of one run, of the runs of a folder, or of several side
-by side; fits of scaling curves."""
+"""Render the tables of `evenkeel runs` and `scaling`: one run, the runs of a folder, a comparison, fits of curves."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from precision.text import listed, one_line
 
 
 def render(numbers: Mapping[str, Any]) -> Table:
-    """A table of two columns of what pipeline.analysis.summary returned."""
+    """Return a table of a run's summary (pipeline.analysis.summary)."""
     table = Table(title=Text(f"{numbers['name']} ({numbers['state']})"), show_header=False, title_justify="left")
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -86,7 +85,7 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 _NAME = 60
-"""Characters of a part's name that are shown."""
+"""Most characters of a part's name in a table."""
 _TROUBLE = {
     "restarts": "restarts",
     "dropped": "dropped groups",
@@ -103,7 +102,7 @@ _PROMPTS = {
 
 
 def render_list(folder: Path, runs: Sequence[Mapping[str, Any]]) -> Table:
-    """A row a run, of what pipeline.analysis.summary.list_runs returned."""
+    """Return a table with a row for each run of pipeline.analysis.summary.list_runs."""
     table = Table(title=Text(f"runs in {folder}"), title_justify="left")
     for heading in ("run", "state", "steps", "held-out pass@1", "reward", "wall time"):
         table.add_column(heading, overflow="fold")
@@ -124,7 +123,7 @@ def render_list(folder: Path, runs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def render_comparison(compared: Mapping[str, Any]) -> Table:
-    """A column a run, of what pipeline.analysis.comparison.compare_runs returned; only rows in which runs differ."""
+    """Return a table of pipeline.analysis.comparison.compare_runs: a column a run, a row for each difference."""
     runs = compared["runs"]
     told = []
     for run in runs:  # several warnings or alarms are lines of one row
@@ -148,14 +147,13 @@ def render_comparison(compared: Mapping[str, Any]) -> Table:
 
 
 def print_summary(result: Mapping[str, Any]) -> None:
-    """Print a run's headline numbers as a table, and where its report lies."""
     Console().print(render(result))
     if "report" in result:
         print(f"report: {result['report']}")
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """Return the fits, the fits at a common A, and the forecasts, as far as a report has them."""
+    """Return tables of a scaling report: its fits, its fits at a common A, and its forecasts."""
 
     def with_interval(fit: dict[str, Any], key: str) -> str:
         digits = {"A": ".3f", "B": ".2f", "C_mid": ".4g"}[key]
@@ -192,7 +190,6 @@ def tables(report: dict[str, Any]) -> list[Table]:
 
 
 def warnings(report: dict[str, Any]) -> list[str]:
-    """Return what to keep in mind when reading a report."""
     fits = report.get("runs_fitted") or [report]
     named = [f"{', '.join(fit['runs'])}: {text}" if len(fits) > 1 else text for fit in fits for text in fit["warnings"]]
     return named + (report["warnings"] if "runs_fitted" in report else [])

@@ -1,4 +1,4 @@
-"""What `evenkeel trajectories` prints and writes."""
+"""Print and export the samples of a run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ Read = tuple[Batch, Tokenizer, NDArray[np.float32] | None]
 
 
 def read_batches(path: Path, steps: list[int]) -> Iterator[Read]:
-    """Yield batches, each with the tokenizer that it was sampled with and what the learner says of it. Raises
-    StoreError and ModelError."""
+    """Yield batches, each with its tokenizer and the learner's log-probabilities. Raises StoreError and ModelError."""
     run, model, tokenizers = RunDirectory(path), recipe_in_force(path).recipe.model.path, dict[str, Tokenizer]()
     for index in steps:
         batch = BatchStore(run.batches).read(index, None)
@@ -39,7 +38,7 @@ def read_batches(path: Path, steps: list[int]) -> Iterator[Read]:
 
 
 def show(path: Path, index: int, limit: int) -> None:
-    """Print the first `limit` samples of a batch; with logprob gaps once the learner has met the batch."""
+    """Print the first `limit` samples of a batch, with logprob gaps once the learner has scored it."""
     [(batch, tokenizer, learner_logprobs)] = read_batches(path, [index])
     background = Background(path)
     if learner_logprobs is None:
@@ -51,7 +50,7 @@ def show(path: Path, index: int, limit: int) -> None:
 
 
 def as_mapping(path: Path, index: int, limit: int) -> dict[str, Any]:
-    """Return the first `limit` samples of a batch as plain values, and how many there are."""
+    """Return the first `limit` samples of a batch as plain values, and the number of its samples."""
     [(batch, tokenizer, learner_logprobs)] = read_batches(path, [index])
     rows = list(sample_rows(batch, tokenizer, Background(path), learner_logprobs=learner_logprobs))
     return dict(batch=index, num_samples=len(rows), samples=rows[:limit])
@@ -69,12 +68,12 @@ def export(
     finish: str | None = None,
     source: str | None = None,
 ) -> dict[str, Any]:
-    """Write the samples that are kept to `target`, as Parquet where its name ends so and else as JSON Lines; it appears
-    when it is complete. Steps go from `first` to `end` - 1. Both limits of rewards are inclusive, and with one of them
-    a sample without a reward is left out. `search` is a text that prompt or response holds, in this spelling.
+    """Write the samples that pass every filter to `target`, by its name as Parquet or JSON Lines; it appears when
+    complete.
 
-    Raises RecipeError (no batch in these steps, a source that the run does not have), StoreError (a file that cannot be
-    written) and MachineError (no pyarrow).
+    Steps go from `first` to `end` - 1. Limits of rewards are inclusive and leave out samples without a reward. `search`
+    is a text in prompt or response, in this spelling. Raises RecipeError (no batch in these steps, a source that the
+    run does not have), StoreError (a file that cannot be written) and MachineError (no pyarrow).
     """
     known = [one.name for one in getattr(recipe_in_force(path).recipe.task, "sources", ())]
     if source is not None and source not in known:
@@ -124,7 +123,7 @@ def _jsonl(file: BinaryIO) -> Iterator[Callable[[Rows], None]]:
 
 @contextmanager
 def _parquet(file: BinaryIO) -> Iterator[Callable[[Rows], None]]:
-    """A row group a batch, so that one batch is held in memory."""
+    """Yield a function that writes one row group a batch, so that one batch is held in memory."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
