@@ -21,7 +21,6 @@ import pytest
 from launch.run import train
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.tasks.data import with_digest
 from tests.support.runs import evenkeel, make_model, make_prompts, make_recipe
 
 GOOD_LINES = "".join(json.dumps(dict(prompt=f"{number}=", answer="1")) + "\n" for number in range(100, 164))
@@ -160,56 +159,9 @@ def taken_port(shop: Workshop) -> list[str]:
     return shop.train(f"rollout.port={shop.listener.getsockname()[1]}")
 
 
-def no_such_python(shop: Workshop) -> list[str]:
-    shop.patch.setenv("EVENKEEL_ROLLOUT_PYTHON", "/opt/nowhere/python")
-    return shop.train()
-
-
-def circle(shop: Workshop) -> list[str]:
-    (shop.folder / "other.yaml").write_text("extends: own.yaml\n")
-    return shop.train_text("extends: other.yaml\n")
-
-
-def quant_map(shop: Workshop) -> list[str]:
-    (shop.folder / "map.yaml").write_text("base: fp8_block\nexceptions: {model.layers.7.mlp.down_proj: bf16}\n")
-    return shop.train("rollout.precision=fp8_block", f"rollout.quant_map={shop.folder}/map.yaml")
-
-
-def overlap(shop: Workshop) -> list[str]:
-    (shop.folder / "eval.jsonl").write_text("".join(GOOD_LINES.splitlines(True)[:3]))
-    return shop.train_on(GOOD_LINES, held_out_path=shop.folder / "eval.jsonl")
-
-
-def changed_data(shop: Workshop) -> list[str]:
-    command = shop.train_on(GOOD_LINES)
-    run = RunDirectory(shop.folder / "runs/day")
-    run.freeze(with_digest(load_recipe(Path(command[1])), run))
-    (run.batches / "000000.zarr.zip").touch()
-    return shop.train_on("".join(reversed(GOOD_LINES.splitlines(True))))
-
-
 def no_pyarrow(shop: Workshop) -> list[str]:
     shop.patch.setitem(sys.modules, "pyarrow", None)
     return shop.train_on(b"PAR1")
-
-
-def two_splits(shop: Workshop) -> list[str]:
-    (shop.folder / "saved").mkdir()
-    (shop.folder / "saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    return shop.train(f"task.path={shop.folder}/saved")
-
-
-def source_whose_reward_fails(shop: Workshop) -> list[str]:
-    shop.patch.syspath_prepend(Path(__file__).parents[1] / "pipeline/rewards")
-    command = shop.train_on(GOOD_LINES)
-    other = shop.folder / "other.jsonl"
-    other.write_text(GOOD_LINES)
-    sources = [dict(path=str(shop.folder / "prompts.jsonl")), dict(path=str(other), reward="reward_examples:raises")]
-    return [*command, "--set", "task.path=null", "--set", f"task.sources={json.dumps(sources)}"]
-
-
-def existing_out(shop: Workshop) -> list[str]:
-    return ["sft", "demo", "--out", str(shop.model)]
 
 
 def reward(function: str) -> Callable[[Workshop], list[str]]:
@@ -221,10 +173,6 @@ def reward(function: str) -> Callable[[Workshop], list[str]]:
     return make
 
 
-def unreadable_answer(shop: Workshop) -> list[str]:
-    return shop.train_on(GOOD_LINES + json.dumps(dict(prompt="7=", answer=" ")) + "\n", reward="math_verify")
-
-
 MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     # the command line
     "a command misspelled": (lambda shop: ["trian", "demo"], ("No such command 'trian'", "'train'")),
@@ -233,40 +181,16 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: [*shop.train(), "run.name=other"],
         ("a recipe's key needs --set before it: --set run.name=other; `evenkeel train --help`",),
     ),
-    "a key as an option": (
-        lambda shop: [*shop.train(), "--lr", "3"],
-        ("No such option: --lr", "--set learner.optimizer.lr=VALUE"),
-    ),
     "a recipe's name misspelled": (lambda shop: ["train", "dmo"], ("cannot read recipe dmo", "did you mean demo?")),
     "sft without --out": (lambda shop: ["sft", "demo"], ("Missing option '--out'", "`evenkeel sft --help`")),
     "sft on data that is not there": (
         lambda shop: ["sft", shop.train()[1], "--out", str(shop.folder / "out"), "--data", "nofile.jsonl"],
         ("cannot read nofile.jsonl: No such file", "give --data a JSON Lines file"),
     ),
-    "sft onto a folder": (existing_out, ("exists already", "name another folder")),
     "--set without a value": (lambda shop: shop.train("run.steps"), ("'run.steps' is not section.key=value", "for ex")),
-    "a mismatch of nothing": (
-        lambda shop: ["mismatch", "runs/none"],
-        ("runs/none: no recipe and no run directory of that name", "`evenkeel runs list`"),
-    ),
     "a folder that is no run": (lambda shop: ["report", str(shop.model)], ("no recipe.yaml", "runs/NAME")),
     # the recipe
     "a key misspelled": (lambda shop: shop.train("rollout.grup_size=4"), ("did you mean rollout.group_size?",)),
-    "TRL's word": (lambda shop: shop.train("rollout.num_generations=4"), ("here it is rollout.group_size",)),
-    "verl's section": (
-        lambda shop: shop.train(
-            "actor_rollout_ref.rollout.n=8", "data.train_batch_size=8", "algorithm.adv_estimator=grpo"
-        ),
-        (
-            "actor_rollout_ref.rollout.n; here it is rollout.group_size",
-            "data.train_batch_size; here it is rollout.prompts_per_batch",
-            "algorithm.adv_estimator; here it is advantage.name",
-        ),
-    ),
-    "a key of another choice": (
-        lambda shop: shop.train("schedule={kind: sync, lag: 2}"),
-        ("only schedule async has it",),
-    ),
     "a choice misspelled": (
         lambda shop: shop.train("schedule.kind=asynch"),
         ("schedule.kind is 'asynch'", "did you mean async?"),
@@ -275,15 +199,10 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train("objective.name=grpo"),
         ("grpo is an advantage (advantage.name); its objective is clipped",),
     ),
-    "a task that there is not": (
-        lambda shop: shop.train("task.name=gsm8k"),
-        ("task.name is 'gsm8k', expected one of", "data"),
-    ),
     "an objective that cannot be imported": (
         lambda shop: shop.train("objective={class: nowhere.mine:Mine}"),
         ("nowhere.mine:Mine cannot be imported", "PYTHONPATH"),
     ),
-    "a word for a number": (lambda shop: shop.train("run.steps=many"), ("run.steps", "integer", "'many'")),
     "a word for a section": (
         lambda shop: shop.train("schedule=async"),
         ("schedule: expected a section: {kind: async}, got 'async'",),
@@ -304,18 +223,9 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train("rollout.max_new_tokens=64"),
         ("leaves no room for a prompt", "raise rollout.context_tokens"),
     ),
-    "mini-batches that differ": (
-        lambda shop: shop.train("learner.updates_per_batch=3"),
-        ("4 is no multiple of learner.updates_per_batch 3", "change one"),
-    ),
-    "recipes in a circle": (circle, ("extends this file again", "break the circle")),
     "a tab in a recipe": (
         lambda shop: shop.train_text("run:\n\tname: own\n"),
         ("own.yaml: line 2", "indent with spaces"),
-    ),
-    "another value on a resume": (
-        lambda shop: shop.begun("rollout.group_size=8"),
-        ("rollout.group_size: 4 → 8", "another run.name"),
     ),
     # data
     "a prompts file that is not there": (
@@ -328,48 +238,9 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         ("is a JSON array", "jq -c '.[]'"),
     ),
     "Parquet without pyarrow": (no_pyarrow, ("read by pyarrow", "pip install 'pyarrow>=")),
-    "a folder of two splits": (two_splits, ("several splits (train, test)", "set task.path to one of them, as in")),
-    "columns of another name": (
-        lambda shop: shop.train_on(GOOD_LINES.replace("answer", "solution")),
-        ("line 1: answer is nothing", "keys found: prompt, solution", "set task.columns.answer"),
-    ),
-    "no prompts at all": (lambda shop: shop.train_on("\n\n"), ("prompts.jsonl holds no rows",)),
-    "one prompt": (
-        lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:1])),
-        ("1 problems leave", "set task.held_out_path"),
-    ),
-    "a file and sources": (
-        lambda shop: shop.train("task.sources=[{path: more.jsonl}]"),
-        ("both path and sources are given", "set task.path, or task.sources"),
-    ),
-    "a source whose reward fails": (
-        source_whose_reward_fails,
-        ("reward 'reward_examples:raises' failed on 7 of 7 samples", "KeyError: 'score'"),
-    ),
-    "a task that cannot be imported": (
-        lambda shop: shop.train("task.class=nowhere.mine:Mine"),
-        ("task.class nowhere.mine:Mine cannot be made", "No module named 'nowhere'", "PYTHONPATH"),
-    ),
-    "messages without a chat template": (
-        lambda shop: shop.train_on('{"messages": [{"role": "user", "content": "1="}], "answer": "1"}'),
-        ("line 1: messages holds messages", "set task.chat_template=true"),
-    ),
-    "a chat template that the model has not": (
-        lambda shop: shop.train("task.chat_template=true"),
-        ("has no chat template", "set task.chat_template=false"),
-    ),
-    "data that was changed during a run": (
-        changed_data,
-        ("prompts.jsonl is not the data of this run", "put it back, or begin another run.name"),
-    ),
-    "training on what is held out": (overlap, ("share", "remove them from one")),
     "characters that the tokenizer lacks": (
         lambda shop: shop.train_on(GOOD_LINES.replace("=", "Ü")),
         ("character",),
-    ),
-    "prompts that are all too long": (
-        lambda shop: shop.train_on(GOOD_LINES.replace("=", "0" * 80 + "=")),
-        ("64 of 64 prompts have more than 52 tokens", "has 84", "none is left", "raise rollout.context_tokens"),
     ),
     # the model
     "the demo before its model": (
@@ -388,10 +259,6 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train_model(lambda folder: (folder / "config.json").unlink()),
         ("has no config.json",),
     ),
-    "an architecture that is not supported": (
-        lambda shop: shop.train_model(config(architectures=["GPT2LMHeadModel"])),
-        ("'GPT2LMHeadModel' is not supported", "Qwen3ForCausalLM"),
-    ),
     "weights that were cut off": (lambda shop: shop.train_model(cut_in_half), ("safetensors",)),
     "no tokenizer": (
         lambda shop: shop.train_model(lambda folder: (folder / "tokenizer.json").unlink()),
@@ -399,15 +266,6 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     ),
     "a tokenizer of another model": (lambda shop: shop.train_model(config(vocab_size=16)), ("token id", "16 rows")),
     "sizes of another model": (lambda shop: shop.train_model(config(intermediate_size=512)), ("model.layers.0.mlp.",)),
-    "a layout that does not divide heads": (
-        lambda shop: shop.train("learner.tensor_parallel=3"),
-        ("tensor_parallel is 3", "use one of 1, 2"),
-    ),
-    "experts in a dense model": (
-        lambda shop: shop.train("rollout.replay_experts=true"),
-        ("has no experts", "to false"),
-    ),
-    "a quant map of another model": (quant_map, ("model.layers.7.mlp.down_proj", "nearest name is")),
     # the machine
     "no torch": (
         without("torch"),
@@ -417,11 +275,6 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         without_sglang,
         ("has no sglang", "pip install sglang==0.5.23 sglang-router==0.3.2", "--no-deps sglang==0.5.23"),
     ),
-    "another Python that is not there": (no_such_python, ("EVENKEEL_ROLLOUT_PYTHON", "correct or unset it")),
-    "FP8 learners without a GPU": (
-        lambda shop: shop.train("learner.precision=fp8_block"),
-        ("learner.precision is fp8_block", "this machine has none", "learner.fp8_emulation=true"),
-    ),
     "a GPU's arguments without a GPU": (
         lambda shop: shop.train("rollout.extra_args=[--attention-backend, flashinfer]"),
         ("--attention-backend flashinfer", "for a CUDA GPU"),
@@ -430,24 +283,15 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: taken_metrics_port(shop, 0),
         ("is taken", "the supervisor shows", "--metrics-port"),
     ),
-    "a metrics port among those of engines": (
-        lambda shop: [*shop.train("rollout.port=29300"), "--metrics-port", "29299"],
-        ("rollout.port", "the learner shows", "--metrics-port"),
-    ),
     "a port that is taken": (taken_port, ("is taken", "set rollout.port to another")),
     "a full disk": (full_disk, ("too full", "free ", "the same command")),
     "a read-only root": (read_only, ("mounted read-only", "set run.root to another folder")),
     # rewards
     "a reward that returns a dict": (reward("gives_a_dict"), ("reward_examples:gives_a_dict", "bad_result", "correct")),
-    "a reward that raises": (
-        reward("raises"),
-        ("raised: KeyError: 'score' (", "/reward_examples.py:", "); correct the function"),
-    ),
     "a reward's file for its module": (
         lambda shop: shop.train_on(GOOD_LINES, reward="my_rewards.py:score"),
         ("task.reward: is 'my_rewards.py:score', expected a module, not its file; write 'my_rewards:score'",),
     ),
-    "an answer that is no mathematics": (unreadable_answer, ("1 of 2 answers as right, the first ' '", "LaTeX")),
 }
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
 from launch import terminal as progress
-from launch.cli import app
-from launch.terminal import check_recipe_or_run, counted, going_on, is_due, note_line
-from pipeline.errors import RecipeError
+from launch.terminal import going_on, is_due, note_line
 
 
 @pytest.mark.parametrize(
@@ -45,43 +40,3 @@ def test_a_block_that_says_nothing_is_told_of(
     said = capsys.readouterr()
     assert said.out == ""
     assert set(said.err.splitlines()) & {"note: copying (0 s)", "note: hashing (0 s)"}
-
-
-def test_a_block_of_a_long_process_begins_a_silence_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A notebook has been idle, not silent."""
-    monkeypatch.setattr(progress, "is_command", False)  # whatever command another test gave in this process
-    monkeypatch.setattr(progress, "line_at", time.monotonic() - 3600)
-    with going_on("checking"):
-        time.sleep(0.1)
-    assert capsys.readouterr().err == ""
-
-
-def test_counts_and_remarks_are_in_the_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "SLOW_S", 0.0)
-    with counted("sft", 20) as show:
-        show(0, "the learner starts")
-        show(1, "loss 0.5")
-        show(1, "loss 0.5")
-    assert capsys.readouterr().err.splitlines() == ["sft 1/20 loss 0.5 (0 s)"]
-
-
-def test_a_folder_of_its_name_does_not_hide_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("demo", "mine"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path)
-    check_recipe_or_run(Path("demo"))
-    with pytest.raises(RecipeError, match="mine: no recipe and no run directory of that name"):
-        check_recipe_or_run(Path("mine"))
-
-
-GRPO = str(Path(__file__).parents[3] / "pipeline" / "recipes" / "grpo_32b.yaml")
-
-
-def test_a_clip_that_cannot_act_is_told_on_stderr() -> None:
-    result = CliRunner().invoke(app, ["recipe", GRPO, "--set", "learner.updates_per_batch=1"])
-    assert result.stderr.splitlines()[1].startswith("warning: the clip of objective clipped never acts")
-    assert yaml.safe_load(result.stdout)["learner"]["updates_per_batch"] == 1

@@ -20,7 +20,6 @@ from pipeline.background import (
     Patience,
     beside_loop,
     notice_line,
-    retry_pause_s,
     spare_collections,
     tell_when_done,
 )
@@ -63,10 +62,6 @@ def test_what_it_raises_is_raised(error: Exception) -> None:
 
     with pytest.raises(type(error), match=str(error)):
         tell_when_done(OneRank(), action)
-
-
-def test_none_is_a_result_too() -> None:
-    assert tell_when_done(OneRank(), lambda: None) is None
 
 
 def test_diagnostics_are_written_in_order_beside_the_caller() -> None:
@@ -127,11 +122,6 @@ def test_all_work_is_done_by_one_thread_that_is_asked_for_the_lock_often() -> No
     assert SWITCH_S < 0.005
 
 
-def test_what_the_work_raises_is_raised() -> None:
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(beside_loop(divmod, 1, 0))
-
-
 def test_what_is_there_is_left_out_of_later_collections() -> None:
     there = [[] for _ in range(1000)]
     spare_collections()
@@ -177,16 +167,6 @@ def test_a_long_wait_is_told_ever_more_rarely_and_its_end_too(clock: Clock) -> N
     assert notice_line(said[-1]) == "the learner goes on after 600 s"
 
 
-def test_a_short_wait_is_not_told(clock: Clock) -> None:
-    said: list[dict[str, Any]] = []
-    subject = Patience(lambda **notice: said.append(notice), "the learner", "a commit")
-    for _ in range(5):
-        waits(subject, clock, 50)
-        subject.progress()
-        clock.now += 1000.0  # at work: nobody waits
-    assert said == []
-
-
 def test_where_waits_are_long_a_usual_one_is_not_told(clock: Clock) -> None:
     said: list[dict[str, Any]] = []
     subject = Patience(lambda **notice: said.append(notice), "the collector", "a publish")
@@ -199,9 +179,3 @@ def test_where_waits_are_long_a_usual_one_is_not_told(clock: Clock) -> None:
     assert said == []
     waits(subject, clock, 301)
     assert told(said) == [(300.0, False)]
-
-
-def test_pauses_between_failures_double_up_to_some_seconds() -> None:
-    pauses = [retry_pause_s(0.2, failures) for failures in range(1, 1000)]
-    assert pauses[:4] == [0.2, 0.4, 0.8, 1.6]
-    assert max(pauses) == background._SLOWEST_RETRY_S

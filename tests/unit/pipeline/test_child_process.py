@@ -24,7 +24,6 @@ from pipeline.child_process import (
     log_text,
     make_scratch,
     remove_scratch,
-    scratch_environment,
 )
 from tests.support.processes import unkillable
 
@@ -189,10 +188,6 @@ def test_the_reason_is_found_among_the_noise(tmp_path: Path, text: str, told: st
     assert log_tail(log) == told
 
 
-def test_a_log_that_was_never_written(tmp_path: Path) -> None:
-    assert log_tail(tmp_path / "none.log") == "(no log)"
-
-
 SGLANG = """\
 [2026-11-22 17:00:01] server_args=ServerArgs(model_path='/m', log_level='error')
 [2026-11-22 17:00:02] Ignore import error when loading sglang.srt.models.x: No module named 'y'
@@ -290,10 +285,3 @@ def test_shared_memory_that_is_named_after_a_socket_goes_with_it(tmp_path: Path)
     remove_scratch(mine)
     assert (mine.exists(), own.exists(), other.exists()) == (False, False, True)
     remove_scratch(mine)
-
-
-def test_what_was_compiled_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    told = scratch_environment(make_scratch("engine"))
-    assert Path(told["TORCHINDUCTOR_CACHE_DIR"]).parent == root
-    assert Path(told["TMPDIR"]).parent == root

@@ -79,13 +79,6 @@ def test_batches_in_flight_bounds_what_one_version_allows(schedule: Schedule) ->
         assert len(startable) <= schedule.batches_in_flight
 
 
-def test_batches_in_flight_is_reached() -> None:
-    counts = {"sync": 1, "async": 3, "staged": 4}
-    for kind, count in counts.items():
-        schedule = Schedule(kind=kind, steps=20, lag=2, updates_per_stage=4)  # type: ignore[arg-type]
-        assert sum(schedule.required_version(b) <= 4 for b in range(4, 20)) == count == schedule.batches_in_flight
-
-
 @given(schedules)
 def test_the_last_version_is_always_published(schedule: Schedule) -> None:
     assert schedule.publishes_after(schedule.steps - 1)
@@ -94,8 +87,3 @@ def test_the_last_version_is_always_published(schedule: Schedule) -> None:
 def test_allows() -> None:
     schedule = Schedule(kind="async", steps=9, lag=2)
     assert [v for v in range(9) if schedule.allows(5, v)] == [3, 4, 5]
-
-
-def test_a_schedule_names_itself_with_its_number() -> None:
-    schedules = [Schedule(kind=kind, steps=8, lag=2, updates_per_stage=4) for kind in ("sync", "async", "staged")]
-    assert [str(schedule) for schedule in schedules] == ["sync", "async, lag 2", "staged, µ = 4"]

@@ -54,15 +54,6 @@ def test_a_source_keeps_its_newest_spans_within_two_files(tmp_path: Path, monkey
     assert kept[0] > 0
 
 
-def test_old_starts_make_room_for_new_ones_of_the_same_process(tmp_path: Path) -> None:
-    for start in range(1, 8):
-        for source in (f"learner-{start:06d}.rank-0000", f"learner-{start:06d}.rank-0001", "collector-000001"):
-            with spans.recorded(tmp_path, source):
-                spans.note("step", "wait", 0.0, 1.0)
-    kept = spans.read_spans(tmp_path)
-    assert sorted(kept) == ["collector-000001", *(f"learner-{s:06d}.rank-{r:04d}" for s in range(4, 8) for r in (0, 1))]
-
-
 def test_a_disk_that_takes_nothing_costs_spans_only(tmp_path: Path) -> None:
     (tmp_path / "spans").write_text("a file, where the folder should be")
     with spans.recorded(tmp_path, "collector-000001"):
@@ -75,23 +66,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
     monkeypatch.setattr(spans.time, "monotonic", lambda: now[0])
     return now
-
-
-def test_laps_follow_one_another(clock: list[float]) -> None:
-    watch = Stopwatch()
-    for name, seconds in (("lock", 1.0), ("load", 4.0), ("lock", 2.0)):
-        clock[0] += seconds
-        watch.lap(name)
-    assert watch.seconds == {"lock": 3.0, "load": 4.0}
-
-
-def test_phases_leave_out_what_lies_between_them(clock: list[float]) -> None:
-    watch = Stopwatch()
-    for _ in range(2):
-        with watch.phase("update"):
-            clock[0] += 3.0
-        clock[0] += 10.0
-    assert watch.seconds == {"update": 6.0}
 
 
 def test_a_phase_inside_another_keeps_its_own_time(clock: list[float]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -88,15 +86,3 @@ def test_ranks_of_a_reasoning_batch_read_little_and_work_alike(parts: int, read:
     # What equal numbers of samples would cost: the reason for all this.
     equal = [part.tolist() for part in np.array_split(np.arange(len(weights)), parts)]
     assert unevenness(weights, equal) > 0.1
-
-
-@pytest.mark.parametrize("parts", [8, 64])
-def test_rows_of_a_reasoning_batch_are_balanced_to_a_hundredth(parts: int) -> None:
-    weights = reasoning_lengths(1024)
-    assert unevenness(weights, balanced(weights, parts)) < 0.01
-
-
-def test_nothing_to_deal_out() -> None:
-    assert balanced([], 3) == sections([], 3) == [[], [], []]
-    assert sections([0, 0], 2) == [[0, 1], []]
-    assert math.isclose(fullest([], [[]]), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -15,9 +14,7 @@ from precision.text import (
     MOST_BYTES,
     JsonError,
     YamlError,
-    did_you_mean,
     dump_yaml,
-    listed,
     one_line,
     parse_json,
     parse_object,
@@ -65,13 +62,6 @@ def test_any_text_becomes_one_bounded_line_that_can_be_encoded(text: str, limit:
     assert len(one_line(text, limit)) <= limit
 
 
-def test_listed_and_meant() -> None:
-    assert listed(list("abcdefg")) == "a; b; c; d; e; and 2 more"
-    assert did_you_mean("dmo", ["demo", "dapo"]) == "; did you mean demo?"
-    assert did_you_mean("nccl", ["disk", "delta"]) == ""
-    assert did_you_mean("x" * 10_000_000, ["x" * 70]) == ""
-
-
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=4))
 @example("ab/cd+efgh==")
 def test_a_secret_is_not_said_however_programs_write_it(secret: str) -> None:
@@ -79,31 +69,6 @@ def test_a_secret_is_not_said_however_programs_write_it(secret: str) -> None:
         assert without(f"<{written}>", secret) == "<***>"
     assert without("ab/cd%2Befgh%3D%3d", "ab/cd+efgh==", "$KEY") == "$KEY"
     assert without(r"a\1 x hunter2", "hunter2", r"\1") == r"a\1 x \1"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("-1_000", -1000),
-        ("4.0e-4", 4e-4),
-        ("1e-3", 1e-3),
-        (".5", 0.5),
-        ("-.inf", -math.inf),
-        ("~", None),
-        ("", None),
-        ("'12'", "12"),
-        ("no", "no"),
-        ("012", "012"),
-        ("0x1f", "0x1f"),
-        ("1:30", "1:30"),
-        ("2001-01-01", "2001-01-01"),
-        ("{a: &x [1], b: *x}", {"a": [1], "b": [1]}),
-        ("{1: a, null: b, true: c}", {"1": "a", "null": "b", "true": "c"}),
-        (b"\xef\xbb\xbfa: 1", {"a": 1}),
-    ],
-)
-def test_yaml_means_what_version_1_2_says(text: str | bytes, expected: Any) -> None:
-    assert parse_yaml(text) == expected
 
 
 @pytest.mark.parametrize(

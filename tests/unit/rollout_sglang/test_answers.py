@@ -73,23 +73,6 @@ def test_whatever_is_changed_in_it_is_refused_or_harmless(name: str, seed: int, 
     assert _impossible(found, ASKED[name][1]) is None
 
 
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('"\\[]{},a')) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.lists(st.dictionaries(st.text(max_size=3), _JSON, max_size=3), max_size=4), st.integers(1, 40), st.booleans())
-@settings(max_examples=examples(200))
-def test_elements_are_found_wherever_parts_end(value: list[Any], part: int, spaced: bool) -> None:
-    body = json.dumps(value, separators=(" , ", " : ") if spaced else (",", ":"), ensure_ascii=False).encode()
-    cutter = ElementCutter(most=4, element_bytes=len(body))
-    found = [one for start in range(0, len(body), part) for one in cutter.add(body[start : start + part])]
-    cutter.end()
-    assert [json.loads(one) for one in found] == value
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -136,23 +119,6 @@ def big_answer(num_samples: int, num_tokens: int) -> tuple[bytes, Asked]:
     sampling = Sampling(max_new_tokens=num_tokens, vocab_size=150_000)
     body = json.dumps([sample() for _ in range(num_samples)], separators=(",", ":")).encode()
     return body, Asked(num_prompt=len(PROMPT), num_samples=num_samples, sampling=sampling)
-
-
-def test_a_large_answer_is_parsed_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parser holds Python's lock until it is done with what it was given, so it is given one sample at a time: other
-    threads, the event loop among them, have their turn in between."""
-    body, asked = big_answer(8, 512)
-    parsed: list[int] = []
-
-    class Recorder:
-        def validate_json(self, piece: bytes) -> Any:
-            parsed.append(len(piece))
-            return GENERATED.validate_json(piece)
-
-    monkeypatch.setattr(answers, "GENERATED", Recorder())
-    assert len(read_completions(body, asked)) == 8
-    assert len(parsed) == 8
-    assert max(parsed) < 1.2 * len(body) / 8
 
 
 def test_of_an_answer_that_comes_there_is_one_sample_at_a_time() -> None:

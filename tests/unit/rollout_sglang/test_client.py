@@ -120,19 +120,6 @@ def test_routes_of_a_request_that_lost_its_keys_and_values_are_unknown(engine: E
     assert not sample.experts.known.any()
 
 
-def test_an_engine_that_does_not_record_experts_is_named(engine: EngineDouble) -> None:
-    client = client_of(engine)
-    with pytest.raises(EngineUnavailableError, match="start it with --enable-return-routed-experts"):
-        run(client, client.generate([5, 6], 1, Sampling(max_new_tokens=3, experts=EXPERTS)))
-
-
-def test_routes_of_another_model_are_refused(engine: EngineDouble) -> None:
-    engine.experts = ExpertShape(num_layers=3, moe_layers=(1,), num_experts=16, per_token=2)
-    client = client_of(engine)
-    with pytest.raises(EngineUnavailableError, match="characters of routed experts for 5 tokens"):
-        run(client, client.generate([5, 6], 1, Sampling(max_new_tokens=3, experts=EXPERTS)))
-
-
 KEPT = Sampling(max_new_tokens=3, top_p=0.8, kept_set=True)
 
 
@@ -159,15 +146,6 @@ def test_a_cut_by_top_p_alone_is_asked_for_within_what_an_engine_can_name(
             run(client, client.generate([5, 6], 1, sampling))
     assert asked == [MOST_KEPT, 20, -1]
     assert MOST_KEPT < LARGEST_MASK
-
-
-def test_an_engine_that_names_no_kept_sets_is_named() -> None:
-    with EngineDouble(version=4, api_key="key", sglang="0.5.17") as old:
-        client = client_of(old)
-        with pytest.raises(
-            EngineUnavailableError, match=r"serve with SGLang 0\.5\.23, or set rollout.kept_set to false"
-        ):
-            run(client, client.generate([5, 6], 1, KEPT))
 
 
 @pytest.mark.parametrize(

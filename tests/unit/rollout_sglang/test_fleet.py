@@ -155,28 +155,6 @@ def test_one_engine_s_refusals_are_no_proof_while_the_other_is_away(
         with_fleet(tmp_path, engines, lambda fleet: fleet.generate([1], 1, SAMPLING), deadline_s=5.0)
 
 
-def test_a_second_engine_that_comes_back_last_is_proof_as_well(
-    tmp_path: Path, engines: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for engine in engines:
-        engine.generate_faults = ["400"] * 99
-    engines[1].stop()
-
-    async def act(fleet: Fleet) -> None:
-        refused = fleet._pool.answered_badly
-
-        async def third_time(*arguments: Any) -> None:
-            await refused(*arguments)
-            if engines[0].calls.count("POST /generate") == REFUSALS and "POST /generate" not in engines[1].calls:
-                engines[1].start()
-
-        monkeypatch.setattr(fleet._pool, "answered_badly", third_time)
-        await fleet.generate([1], 1, SAMPLING)
-
-    with pytest.raises(FatalError, match=r"engines \[0, 0, 0, 1\] refused one request"):
-        with_fleet(tmp_path, engines, act)
-
-
 def test_a_refused_probe_of_an_engine_that_the_recipe_names_is_not_the_end(
     tmp_path: Path, engines: list[EngineDouble]
 ) -> None:
@@ -350,15 +328,6 @@ def test_heal_never_takes_back_what_another_process_loaded(tmp_path: Path, engin
     assert [engine.version for engine in engines] == ["2", "2"]
 
 
-def test_heal_takes_back_after_a_rollback(tmp_path: Path, engines: list[EngineDouble]) -> None:
-    engines[0].version = "5"
-    engines[0].load_fault = "refuse"
-    with_fleet(tmp_path, engines, lambda fleet: fleet.load(1, LOADED))
-    engines[0].load_fault = None
-    with_fleet(tmp_path, engines, lambda fleet: fleet.resync(1, LOADED))
-    assert engines[0].version == "1"
-
-
 def test_an_answer_of_an_engine_restarted_unnoticed_is_thrown_away(tmp_path: Path, engines: list[EngineDouble]) -> None:
     async def act(fleet: Fleet) -> tuple[int, ...]:
         await fleet.load(1, LOADED)
@@ -420,14 +389,6 @@ def test_the_router_forgets_a_dead_engine_until_it_is_resynced(
     assert without == [engines[1].url]
     assert sorted(resynced) == sorted(engine.url for engine in engines)
     assert engines[0].version == "1"
-
-
-def test_an_engine_that_failed_to_load_leaves_the_router(
-    tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
-) -> None:
-    engines[0].load_fault = "refuse"
-    with_fleet(tmp_path, engines, lambda fleet: fleet.load(1, LOADED), router=router)
-    assert router.members == [engines[1].url]
 
 
 def test_heal_puts_back_what_another_process_took_out_of_the_router(
@@ -635,27 +596,6 @@ def test_another_server_at_an_announced_address_stops_no_other_engine(
         monitored(tmp_path, act)
 
 
-def test_another_server_at_the_only_engine_s_address_is_not_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It died, and something else has its port until its next start announces itself. For a minute, that is."""
-    with EngineDouble(3, api_key="other") as usurper, EngineDouble(3) as again:
-
-        async def act(fleet: Fleet, membership: Membership) -> None:
-            membership.announce(Member(0, usurper.url, 1))
-            waiting = asyncio.create_task(fleet.generate([1], 1, SAMPLING))
-            await until(lambda: "another API key" in str([one.reason for one in fleet.state()]))
-            membership.announce(Member(0, again.url, 2))
-            assert (await waiting)[0].versions.tolist() == [3, 3]
-            membership.announce(Member(0, usurper.url, 3))
-            await until(lambda: fleet.state()[0].url == usurper.url)
-            monkeypatch.setattr(engine_pool, "REFUSED_S", 0.2)
-            with pytest.raises(FatalError, match="another API key"):
-                await fleet.generate([1], 1, SAMPLING)
-
-        monitored(tmp_path, act)
-
-
 def test_another_server_at_the_router_s_address_is_left_aside(tmp_path: Path) -> None:
     """The router was killed: its announcement is there, and so may be another server."""
     with EngineDouble(3) as engine, EngineDouble(3, api_key="other") as usurper:
@@ -790,17 +730,3 @@ def test_a_publish_between_any_two_reads_of_a_look_quarantines_nobody(
         while asyncio.run(looks(tmp_path / str(before), before, engine)):
             before += 1
     assert before >= 2, "the numbers and the engine"
-
-
-def test_the_router_is_told_the_engines_again_after_it_lost_them(tmp_path: Path) -> None:
-    with EngineDouble(3) as engine, RouterDouble([]) as router:
-
-        async def act(fleet: Fleet, membership: Membership) -> None:
-            membership.announce_router(router.url)
-            membership.announce(Member(0, engine.url))
-            await until(lambda: router.members == [engine.url])
-            router.members = ["http://127.0.0.1:1"]
-            await until(lambda: router.members == [engine.url])
-            await fleet.generate([1], 1, SAMPLING)
-
-        monitored(tmp_path, act)

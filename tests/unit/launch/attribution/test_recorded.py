@@ -7,14 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import DEFAULT, MagicMock, patch
 
 import numpy as np
 import pytest
 
-from launch.attribution import replay_ranks
 from launch.attribution.measure import Recorded, bounded, refuse_learned_otherwise, require_first_map
-from launch.attribution.rows import MOST_ROWS, ScoringJob, VersionRows
+from launch.attribution.rows import MOST_ROWS
 from launch.fork.fork import fork_run
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.run_directory import RunDirectory
@@ -103,17 +101,6 @@ def test_a_fork_with_another_learning_rate_is_trained_again_from_the_beginning(t
     refuse_learned_otherwise(fork, recorded_batch, recipes, own)
 
 
-def test_training_again_repeats_the_controllers_decisions(tmp_path: Path) -> None:
-    source, run = RunDirectory(tmp_path / "source"), MagicMock()
-    names = ("build_learner", "build_rates", "build_contract", "build_limits", "build_tokenizer", "build_trainer")
-    classes = ("Checkpoints", "BatchStore", "EventLog", "ExportChannel")
-    with patch.multiple(replay_ranks, build_controller=DEFAULT, **dict.fromkeys((*names, *classes), DEFAULT)) as made:
-        made["Checkpoints"].return_value.restore.return_value = (0, None)
-        replay_ranks.replay(run, source, {2})
-    assert made["build_trainer"].call_args.kwargs["controller"] is made["build_controller"].return_value
-    assert made["build_controller"].call_args.args[-1] is source
-
-
 def test_of_a_large_batch_some_rows_are_attributed_evenly_spread() -> None:
     count = 4 * MOST_ROWS
     offsets = 2 * np.arange(count + 1)
@@ -124,11 +111,3 @@ def test_of_a_large_batch_some_rows_are_attributed_evenly_spread() -> None:
     assert (len(rows), some.counts.sum(), some.rows_left_out) == (MOST_ROWS, 2 * MOST_ROWS, 3 * MOST_ROWS)
     assert set(np.diff(rows)) <= {4, 5}
     assert bounded(some).rows_left_out == 0
-
-
-def test_the_deadline_grows_with_the_passes() -> None:
-    version = VersionRows(number=0, weights=Path(), rows=(0,))
-    plain = ScoringJob(tokens=[[1, 2]], prompt_lengths=[1], versions=(version,))
-    assert plain.most_passes(64) > 64
-    assert plain.model_copy(update=dict(versions=(version, version))).most_passes(64) > 2 * 64
-    assert plain.model_copy(update=dict(searched=(0,))).most_passes(64) > 3 * 64

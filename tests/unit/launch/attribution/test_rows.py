@@ -32,10 +32,3 @@ def test_an_engine_gets_none_for_prompts() -> None:
     by_row = ROWS.kept_by_row()
     assert by_row is not None
     assert [[one.tolist() for one in row] for row in by_row] == [[[2, 20], [3]], [[5, 50, 51]], [[], [], [9, 90]]]
-
-
-def test_without_a_cut_there_is_nothing_to_pick() -> None:
-    whole = SampledRows(tokens=ROWS.tokens, prompt_lengths=ROWS.prompt_lengths, decode=ROWS.decode)
-    assert whole.part([1]).kept is None
-    assert whole.kept_by_row() is None
-    assert ScoringJob(**responses_of(whole)).part([1]).kept is None

@@ -12,13 +12,11 @@ from launch.build.components import (
     TaskPrompts,
     build_interruption,
     build_prompts,
-    build_solved_prompt_rule,
     require_engines_here,
 )
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
-from pipeline.rollout.batch_builder import SolvedPromptRule
 from pipeline.rollout.group_sampler import Interruption
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
@@ -60,16 +58,6 @@ def test_interruption_must_fit(tokenizer: Tokenizer) -> None:
 def test_a_phrase_that_the_tokenizer_does_not_know(tokenizer: Tokenizer) -> None:
     with pytest.raises(RecipeError, match=r"rollout.interruption.phrase: .*character 'O' has no token"):
         build_interruption(recipe(interruption=cut(phrase="Okay")), tokenizer)
-
-
-def test_retirement() -> None:
-    """Without a number of its own, a pass rate counts after one group."""
-    assert build_solved_prompt_rule(recipe()) is None
-    assert build_solved_prompt_rule(recipe(prompts=dict(solved_pass_rate=0.9))) == SolvedPromptRule(
-        pass_rate=0.9, min_samples=8
-    )
-    prompts = dict(solved_pass_rate=1.0, solved_min_samples=3)
-    assert build_solved_prompt_rule(recipe(prompts=prompts)) == SolvedPromptRule(pass_rate=1.0, min_samples=3)
 
 
 def test_prompts_name_their_problems(tokenizer: Tokenizer) -> None:

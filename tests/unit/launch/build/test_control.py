@@ -72,19 +72,6 @@ def test_engines_on_the_learner_s_gpus_are_left_running(tmp_path: Path, monkeypa
     assert (ladder.groups, ladder.engines_may_restart) == ((), False)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "lag", "stage"),
-    [
-        (dict(kind="sync"), 0, 1),
-        (dict(kind="async", lag=2), 2, 1),
-        (dict(kind="staged", updates_per_stage=4), 3, 4),
-    ],
-)
-def test_a_ladder_knows_the_stages_of_its_run(tmp_path: Path, schedule: dict[str, Any], lag: int, stage: int) -> None:
-    ladder = build_ladder(recipe_of(tmp_path, schedule=schedule))
-    assert (ladder.lag, ladder.stage) == (lag, stage)
-
-
 def test_with_transformer_engine_layers_nothing_is_measured() -> None:
     base = QuantMap.for_decoder(2, RolloutFormat.FP8_BLOCK)
     meter = EmulationMeter(Learner("transformer_engine"), base, 64)  # type: ignore[arg-type]

@@ -11,12 +11,9 @@ import pytest
 
 from launch.build.rewards import build_verifiers
 from pipeline.config.recipe import Recipe
-from pipeline.data.checksums import write_sealed
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RunConflictError
 from pipeline.rewards.sandbox.choice import MOST_MOUNTS_AT_FIRST
-from pipeline.rewards.sandbox.view import MOST_MOUNTS
 from tests.support.sandboxes import sandbox_of
 
 REWARD = "crowded_folder:lists"
@@ -85,11 +82,3 @@ def test_a_folder_of_too_many_files_takes_the_next_rung(project: Path) -> None:
     assert event["rung"] == "landlock"
     assert f"{project} holds 60" in event["why"]
     assert f"at most {MOST_MOUNTS_AT_FIRST} one by one; move them into a folder there" in event["why"]
-
-
-def test_a_run_that_cannot_go_on_says_which_folder_is_too_full(project: Path) -> None:
-    run = RunDirectory(project / "runs/demo")
-    write_sealed(run.sandbox_file, "bubblewrap\n")
-    fill(project, MOST_MOUNTS + 100)
-    with pytest.raises(RunConflictError, match=rf"only landlock .*{project} holds 160.*move them into a folder there"):
-        begin(run)

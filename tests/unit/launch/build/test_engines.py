@@ -10,7 +10,6 @@ from launch.build import engines
 from launch.build.components import build_quant_map, build_sampling
 from launch.build.engines import check_engines, engine_dtype, engine_spec, served_formats
 from launch.convert.new_model import new_model
-from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import write_sealed
 from pipeline.data.quant_maps import write_quant_map
@@ -70,10 +69,6 @@ def test_experts_of_a_mixture_alone_are_replayed(tmp_path: Path, monkeypatch: py
         check_engines(mixture)
 
 
-def test_extra_arguments_come_last(tmp_path: Path) -> None:
-    assert argv(tmp_path, fp32_lm_head=True)[-2:] == ["--mem-fraction-static", "0.5"]
-
-
 def recipe_of(
     learner: str = "fp32", rollout: str = "fp32", channel: str = "disk", extra: tuple[str, ...] = ()
 ) -> Recipe:
@@ -128,19 +123,6 @@ def test_weights_that_a_gpu_engine_quantizes_itself_are_refused(monkeypatch: pyt
         check_engines(recipe_of("bf16", "fp8_block", channel=channel))
     monkeypatch.setattr(engines, "has_cuda", lambda: False)
     check_engines(recipe_of("bf16", "fp8_tensor"))
-
-
-def test_the_recipe_for_one_gpu_is_refused_on_a_cpu_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_recipe(Path(__file__).parents[4] / "pipeline" / "recipes" / "one_gpu.yaml")
-    monkeypatch.setattr(engines, "require_sglang", lambda: "0.5.17")
-    monkeypatch.setattr(engines, "has_cuda", lambda: False)
-    with pytest.raises(
-        RecipeError, match=r"--attention-backend triton, --fp8-gemm-backend triton, for a CUDA GPU"
-    ) as no:
-        check_engines(recipe)
-    assert "\n" not in str(no.value)
-    monkeypatch.setattr(engines, "has_cuda", lambda: True)
-    check_engines(recipe)
 
 
 def mapped(tmp_path: Path, precision: str, quant_map: QuantMapFile) -> Recipe:

@@ -70,40 +70,9 @@ def lose_a_scale(folder: Path) -> None:
     save_file(tensors, file)
 
 
-def change_the_manifest(folder: Path) -> None:
-    path = folder / "manifest.json"
-    data = json.loads(path.read_text())
-    del data["tensors"]["model.norm.weight"]
-    path.write_text(json.dumps(data))
-
-
-def break_the_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
 def point_outside(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps(dict(weight_map={"model.norm.weight": "../../model.safetensors"})))
-
-
-def list_the_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map={"a": ["b"]})))
-
-
-def say_nothing_in_the_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_bytes(b"\xff")
-
-
-def shuffle_the_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text('{"tensors": [1]}')
-
-
-def spoil_the_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_bytes(b"\xff" * 5000)
-
-
-def quantize_by_a_list(folder: Path) -> None:
-    (folder / "config.json").write_text('{"quantization_config": [1]}')
 
 
 @pytest.mark.parametrize(
@@ -112,14 +81,7 @@ def quantize_by_a_list(folder: Path) -> None:
         (truncate, "not a readable safetensors file"),
         (lose_the_file, "lacks model-00001.safetensors"),
         (lose_a_scale, "layers.0.mlp.up_proj.weight has no scale"),
-        (change_the_manifest, "model.norm.weight is not as manifest.json says"),
         (point_outside, r"the file of 'model\.norm\.weight' is '\.\./\.\./model\.safetensors', expected"),
-        (list_the_index, r"the file of 'a' is \['b'\], expected"),
-        (say_nothing_in_the_index, "index.json is damaged: not UTF-8"),
-        (shuffle_the_manifest, "manifest.json is damaged"),
-        (spoil_the_manifest, "manifest.json is damaged .*not UTF-8"),
-        (quantize_by_a_list, r"quantization_config is \[1\], expected an object"),
-        (break_the_config, "config.json is damaged: not JSON"),
     ],
 )
 def test_damage_is_one_line(blocks: Path, damage: Callable[[Path], None], message: str) -> None:

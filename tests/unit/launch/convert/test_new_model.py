@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from launch.cli import app
 from launch.convert.new_model import new_model, new_model_like
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import Experts, ModelConfig, read_hf_config
-from pipeline.errors import ModelError, RecipeError
+from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer
 
 SIZES = Path(__file__).parents[4] / "pipeline" / "recipes" / "models" / "qwen3-0.6b"
@@ -118,24 +116,6 @@ def test_an_interrupted_one_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_seed_that_is_none_is_refused_as_a_value(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["model", "new", str(tmp_path / "m"), "--seed", "9" * 20])
-    assert (result.exit_code, "--seed" in result.output) == (2, True)
-    assert not (tmp_path / "m").exists()
-
-
-def test_existing_folders(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    new_model(tmp_path / "empty", **SMALL)
-    before = (tmp_path / "empty" / "model.safetensors").read_bytes()
-    with pytest.raises(ModelError, match="not an empty folder"):
-        new_model(tmp_path / "empty", **SMALL, seed=5)
-    assert (tmp_path / "empty" / "model.safetensors").read_bytes() == before
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ModelError, match="not an empty folder"):
-        new_model(tmp_path / "file", **SMALL)
-
-
 def config_folder(tmp_path: Path, **changes: Any) -> Path:
     """The 0.6B sizes that come with the recipes, at two layers and a small vocabulary."""
     config = json.loads((SIZES / "config.json").read_text()) | dict(num_hidden_layers=2, vocab_size=4096) | changes
@@ -183,11 +163,4 @@ def test_sizes_that_cannot_be_made(tmp_path: Path, changes: dict[str, Any], mess
 def test_a_model_beyond_the_memory_is_refused_before_it_is_begun(tmp_path: Path, size: str) -> None:
     with pytest.raises(ModelError, match=r"take .* while they are made, and .* of memory are free"):
         new_model(tmp_path / "m", **{size: 2**32})  # type: ignore[arg-type]
-    assert not (tmp_path / "m").exists()
-
-
-def test_sizes_and_a_config_at_once_are_refused(tmp_path: Path) -> None:
-    refused = CliRunner().invoke(app, ["model", "new", str(tmp_path / "m"), "--config", str(SIZES), "--layers", "2"])
-    assert isinstance(refused.exception, RecipeError)
-    assert "--config says what --layers would" in str(refused.exception)
     assert not (tmp_path / "m").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from launch.doctor import agent, hosts
 from launch.doctor.hosts import Agent, Host, HostError, Visit, check_hosts, diagnose_hosts
 from launch.doctor.machine import Check
 from tests.support.processes import unkillable
-from tests.support.runs import evenkeel
 
 HERE = "env HOST={host}"
 PAIR = [Host("a", "127.0.0.1"), Host("b", "127.0.0.1")]
@@ -29,12 +27,6 @@ MOUNTS = """\
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in dict(RACE_ROUNDS=10, RACE_STARTS_IN_S=0.1).items():
         monkeypatch.setattr(hosts, name, value)
-
-
-@pytest.fixture
-def one() -> Iterator[Agent]:
-    with Agent(PAIR[0], HERE) as running:
-        yield running
 
 
 def named(checks: list[Check]) -> dict[str, Check]:
@@ -90,18 +82,6 @@ def test_what_cannot_be_meant(tmp_path: Path, given: str, said: str) -> None:
         check_hosts(given, tmp_path, True, HERE, None, "0", 1.0)
 
 
-def test_what_is_asked_of_hosts_is_not_dropped_without_them(tmp_path: Path) -> None:
-    done = evenkeel("doctor", "--ports", "0", tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "--ports and --visible-within need --hosts A,B; give it" in done.stderr
-
-
-@pytest.mark.parametrize("ports", ["http", "29500,99999", "-1", ",", ""])
-def test_ports_that_are_none(tmp_path: Path, ports: str) -> None:
-    with pytest.raises(HostError, match=r"expected numbers from 0 \(any free port\) to 65535 with commas"):
-        check_hosts("a,b", tmp_path, True, HERE, None, ports, 1.0)
-
-
 @pytest.mark.parametrize("via", ["ssh {0}", "ssh {name}", "ssh {host.name}", "ssh {host", "ssh 'x"])
 def test_a_via_that_is_no_command(tmp_path: Path, via: str) -> None:
     with pytest.raises(HostError, match=f"^--via is {re.escape(repr(via))}, expected a command with {{host}} in it"):
@@ -138,19 +118,6 @@ def test_nobody_waits_for_ever_for_a_program_that_cannot_be_killed(
         running.close()
     running.close()  # its streams, now that it has ended
     assert "was killed and has not ended" in capsys.readouterr().err
-
-
-def test_a_greeting_of_the_shell_is_no_answer(tmp_path: Path) -> None:
-    greeting = f"{sys.executable} -u -c \"import os, sys; print('Welcome!'); os.execv(sys.argv[1], sys.argv[1:])\""
-    with Agent(PAIR[0], greeting) as running:
-        assert running.ask("look", folder=str(tmp_path))["free"]
-
-
-def test_an_order_that_fails_names_host_and_order(one: Agent, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(HostError, match=r"host a: look: .*File exists"):
-        one.ask("look", folder=str(tmp_path / "file"))
-    assert one.ask("look", folder=str(tmp_path))["free"]
 
 
 def test_the_file_system_of_a_folder() -> None:

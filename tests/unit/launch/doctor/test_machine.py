@@ -7,13 +7,11 @@ import shutil
 from collections import namedtuple
 from pathlib import Path
 
-import psutil
 import pytest
 from packaging.requirements import Requirement
 
 from launch.doctor import machine as doctor
 from launch.doctor.machine import GIB, Check, diagnose, report, run_doctor
-from rollout_sglang.server.rollout_python import PYTHON_VARIABLE
 
 
 @pytest.mark.slow
@@ -34,13 +32,6 @@ def test_this_machine_is_diagnosed_completely(tmp_path: Path) -> None:
     assert checks["python"].status == checks["exclusive creation"].status == checks["loopback"].status == "ok"
     assert checks["numpy"].status == "ok"
     assert all(check.advice for check in checks.values() if check.status != "ok")
-
-
-@pytest.mark.parametrize(
-    ("version", "status"), [((3, 10), "fail"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "fail")]
-)
-def test_python_versions(version: tuple[int, int], status: str) -> None:
-    assert doctor.check_interpreter(version)[0].status == status
 
 
 @pytest.mark.parametrize(("version", "status"), [("2.27", "fail"), ("2.28", "fail"), ("2.33", "fail"), ("2.34", "ok")])
@@ -96,19 +87,6 @@ def test_an_installed_package_that_cannot_be_imported_fails(tmp_path: Path, monk
     assert "libgone.so.9: cannot open shared object file" in checks["no_library"].found
 
 
-def test_a_source_folder_that_is_not_installed() -> None:
-    (check,) = doctor.check_packages("no-such-package-here")
-    assert (check.status, check.found) == ("fail", "not installed")
-
-
-@pytest.mark.parametrize(("free_gib", "status"), [(1.0, "fail"), (5.0, "warn"), (50.0, "ok")])
-def test_memory(monkeypatch: pytest.MonkeyPatch, free_gib: float, status: str) -> None:
-    memory = namedtuple("memory", "available")(int(free_gib * GIB))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    check = doctor.check_room(Path())[1]
-    assert (check.status, check.found) == (status, f"{free_gib:.1f} GiB free")
-
-
 def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     there = {tmp_path: usage(0, 0, GIB // 2), tmp_path.parent: usage(32 * 2**20, 0, 0)}
@@ -124,15 +102,6 @@ def test_a_file_system_that_creates_one_file_twice_fails(tmp_path: Path, monkeyp
     check = doctor.check_exclusive_creation(tmp_path)
     assert (check.status, check.found) == ("fail", f"{tmp_path} creates one file twice")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_gpu_without_transformer_engine_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    assert [check.status for check in doctor.check_gpus(tmp_path)] == ["ok", "ok"]
-    for name in ("nvidia0", "nvidia1", "nvidiactl"):
-        (tmp_path / name).touch()
-    gpus, engine = doctor.check_gpus(tmp_path)
-    assert (gpus.found, engine.status) == ("2 NVIDIA GPUs", "warn")
 
 
 @pytest.mark.parametrize(
@@ -187,11 +156,3 @@ def test_exit_code_and_json(
     table = capsys.readouterr().out
     assert "found [this]" in table
     assert "do [that]" in table
-
-
-def test_another_interpreter_for_engines_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    assert doctor.check_rollout_python() == []
-    monkeypatch.setenv(PYTHON_VARIABLE, "/opt/engines/python")
-    monkeypatch.setattr(doctor, "require_sglang", lambda: "0.5.17")
-    assert doctor.check_rollout_python() == [Check("rollout python", "ok", "/opt/engines/python: sglang 0.5.17")]

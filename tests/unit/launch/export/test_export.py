@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.exit_codes import run_command
 from launch.export import export as module
-from launch.export.export import Key, RunPoints, export, run_id
-from pipeline.analysis.run_log import RunLog
+from launch.export.export import Key, RunPoints, export
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.run_recipes import add_recipe
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from pipeline.repair import find_damage
 from tests.support.written_runs import write_run
@@ -103,27 +100,6 @@ def test_a_run_of_weights_and_biases_has_its_recipe_and_keeps_its_id(run: Path) 
     )
 
 
-def change_recipe(run: Path, step: int) -> None:
-    """As a start with more steps does."""
-    recipe = RunDirectory(run).recipe()
-    longer = recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(steps=recipe.run.steps + 8))))
-    add_recipe(run, longer, first_step=step, first_batch=step)
-
-
-def test_a_run_whose_recipe_changes_stays_one(run: Path, target: str) -> None:
-    export(run, target, None, follow=False)
-    change_recipe(run, 8)
-    train(run, 1, range(8, 10))
-    export(run, target, None, follow=False)
-    assert rows_of(run, target) == {step: [100.0 + step] for step in range(10)}
-
-
-def test_runs_of_one_recipe_have_ids_of_their_own(run: Path, tmp_path: Path) -> None:
-    once = run_id(RunLog.read(run))
-    EventLog(run, "collector").event("evaluated", version=1, pass_at_1=0.5)
-    assert run_id(RunLog.read(run)) != once
-
-
 def test_evaluations_are_points_of_their_versions(tmp_path: Path, target: str) -> None:
     path = write_run(tmp_path, 4, steps=24)
     assert export(path, target, None, follow=False)["versions"] == 2
@@ -159,28 +135,6 @@ def test_follow_ends_when_the_run_is_finished(run: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module.time, "sleep", wait)
     assert export(run, "tensorboard", None, follow=True)["steps"] == 24
-
-
-@pytest.mark.parametrize(
-    ("package", "install"),
-    [
-        ("tensorboard", "'tensorboard>=2.18'"),
-        ("wandb", "'wandb>=0.25'"),
-    ],
-)
-def test_a_missing_package_is_one_line_that_says_what_to_install(
-    run: Path, package: str, install: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import sys
-
-    for name in [name for name in sys.modules if name.split(".")[0] == package or name == f"launch.export.{package}"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    assert run_command(lambda: export(run, package, None, follow=False)) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"needs {package}" in said
-    assert f"pip install {install}" in said
 
 
 def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path) -> None:

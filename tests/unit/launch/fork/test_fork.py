@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from launch.build.learner import build_rates
-from launch.export.export import RunPoints
 from launch.fork import fork
 from launch.fork.fork import fork_run
 from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.data.checksums import write_sealed, write_sealed_json
-from pipeline.data.event_log import EventLog, read_events, read_metrics
+from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.files import remove_folder, temporary_name
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.run_recipes import add_recipe, all_recipes
@@ -28,7 +27,6 @@ from precision.controller.policy import State
 from precision.formats.quant_map import QuantMapFile
 from precision.reference import ReferenceSection
 from tests.support.whole_runs import damage, whole_run
-from tests.support.written_runs import SECONDS, step_metrics
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -55,14 +53,6 @@ def test_a_fork_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     history = check_history(run.path)
     assert (history["damaged"], history["lost"], history["duplicated"]) == ([], 0, 0)
     assert history["without_record"] == {}
-
-
-def test_an_export_has_the_steps_of_the_parent_and_then_those_of_the_fork(tmp_path: Path) -> None:
-    fork_run(whole_run(tmp_path).path, Path("new"), 4)
-    log = EventLog(tmp_path / "new", "learner-000001")
-    for step in (4, 5):
-        log.metrics(step, **step_metrics(step, SECONDS))
-    assert sorted(key.number for key in RunPoints(tmp_path / "new").read() if key.kind == "step") == [*range(6)]
 
 
 def test_what_a_killed_fork_left_goes_with_the_next_one_into_the_same_folder(tmp_path: Path) -> None:

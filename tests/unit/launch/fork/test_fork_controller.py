@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from launch.build.control import build_ladder
-from launch.fork.fork import _controls_afresh, fork_run
+from launch.fork.fork import fork_run
 from launch.roles.collector import lags_of
 from launch.verify.history import check_history
-from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.control.loop import StepController
 from pipeline.data.checksums import write_sealed
@@ -25,7 +24,6 @@ from pipeline.repair import find_damage, plan_repair
 from precision.controller.policy import EngineEvidence, Failure, Observation, State
 from tests.support.batches import batch_of_rewards
 from tests.support.one_rank import OneRank
-from tests.support.runs import a_recipe
 from tests.support.whole_runs import damage, whole_run
 
 AT = 4
@@ -159,23 +157,3 @@ def test_a_fork_without_a_controller_needs_no_record_and_has_the_lag_of_its_reci
     damage(run.control / f"{AT - 1:06d}.json")
     repairs = plan_repair(run, find_damage(run), "by a test").repairs
     assert [repair.path.parent.name for repair in repairs] == ["control"]
-
-
-def controlled(*, urls: tuple[str, ...] = (), channel: str = "disk") -> Recipe:
-    """Its engines hold what the learner does, so that the ladder is the same whoever starts them."""
-    return a_recipe(
-        run=dict(name="x", steps=3),
-        rollout=dict(precision="fp32", urls=urls),
-        weights=dict(channel=channel),
-        controller=dict(),
-    )
-
-
-def test_engines_that_are_others_or_may_not_restart_are_controlled_afresh() -> None:
-    own, given, shared = controlled(), controlled(urls=("http://a:1",)), controlled(channel="ipc")
-    assert not _controls_afresh(own, controlled(channel="broadcast"))
-    assert not _controls_afresh(given, controlled(urls=("http://b:1",)))
-    for one, other in ((own, given), (own, shared)):
-        assert build_ladder(one) == build_ladder(other)
-        assert _controls_afresh(one, other)
-        assert _controls_afresh(other, one)

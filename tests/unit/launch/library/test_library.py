@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import os
 import re
 import subprocess
@@ -132,15 +131,6 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_allclose(names["gap"], -0.5, rtol=1e-6)
 
 
-def test_the_page_and_the_notebook_show_all_that_there_is() -> None:
-    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
-    shown = "".join([*python_of_the_page(), *("".join(cell["source"]) for cell in notebook["cells"])])
-    types = {"Batch", "EvenKeelError", "Recipe"}
-    assert set(re.findall(r"evenkeel\.(\w+)\(", shown)) == set(evenkeel.__all__) - types
-    read = [name for name in vars(evenkeel.Run) if not name.startswith("_")]
-    assert [name for name in read if f"run.{name}" not in shown and f".{name} " not in shown] == []
-
-
 def test_python_takes_what_the_command_line_takes() -> None:
     def defaults(function: Any) -> dict[str, Any]:
         parameters = inspect.signature(function).parameters.values()
@@ -173,25 +163,6 @@ def test_a_recipe_is_a_name_a_mapping_or_a_recipe(recipe: Any, changes: Any) -> 
 
 CIRCLE: dict[str, Any] = {}
 CIRCLE["run"] = CIRCLE
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changes", "said"),
-    [
-        (3, (), "recipe is 3, expected the path or the name of one, a mapping"),
-        ({"runn": {}}, (), "unknown key runn"),
-        ({"extends": "demmo"}, (), "did you mean demo"),
-        (CIRCLE, (), "is not plain data"),
-        ("demo", "run.steps=3", "changes are 'run.steps=3', expected"),
-        ("demo", ["run.steps"], "is not section.key=value"),
-        ("demo", {"task.reward": lambda response: 1.0}, "no name at the top of a module"),
-        ("demo", {"task": {"name": "data", "path": "x", "reward": len}}, "no name at the top of a module"),
-    ],
-)
-def test_what_is_no_recipe_is_said_in_a_line(recipe: Any, changes: Any, said: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(said)) as raised:
-        evenkeel.load_recipe(recipe, changes)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_function_of_a_program_brings_along_what_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

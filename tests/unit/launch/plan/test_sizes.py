@@ -8,7 +8,6 @@ import pytest
 
 from launch.plan.hosts import sizes_folder
 from pipeline.config.loader import SHIPPED
-from pipeline.errors import ModelError
 
 DENSE = Path("qwen3_32b")
 ELSEWHERE = Path("/models-of-the-cluster/Qwen3-32B")
@@ -28,10 +27,3 @@ def test_a_model_that_is_here_is_read_and_so_is_a_relative_path(
     assert sizes_folder(DENSE, tmp_path, None) is None
     assert sizes_folder(DENSE, Path("models/qwen3-32b"), None) is None
     assert capsys.readouterr().err == ""
-
-
-def test_a_given_folder_goes_first_and_must_hold_sizes(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"--model-config .* holds no config"):
-        sizes_folder(DENSE, ELSEWHERE, tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    assert sizes_folder(DENSE, ELSEWHERE, tmp_path) == tmp_path

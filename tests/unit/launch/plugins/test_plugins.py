@@ -14,7 +14,6 @@ from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import load_recipe
 from pipeline.errors import RecipeError
 from pipeline.tasks import build_task
-from tests.support.runs import evenkeel
 
 MINE = '''
 from typing import Literal
@@ -144,38 +143,3 @@ def test_what_comes_with_it_is_listed_whole() -> None:
     ]
     assert all(plugin.says and not plugin.lacks for plugin in found)
     assert [plugin.value for plugin in found if "…" in plugin.says] == []
-
-
-def test_the_command_lists_both(tmp_path: Path) -> None:
-    told = evenkeel("plugins")
-    assert told.returncode == 0
-    assert "p3o" in told.stdout
-    assert "yours: a function of some of prompt, answer, metadata" in " ".join(told.stdout.split())
-    mine = evenkeel("plugins", "plugins_of_mine")
-    assert "plugins_of_mine:Half" in mine.stdout
-    assert "NOT YET: it lacks loss" in mine.stdout
-    as_json = json.loads(evenkeel("plugins", "plugins_of_mine", "--json").stdout)
-    assert as_json["plugins"][0]["value"] == "plugins_of_mine:Plain"
-
-
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        ("holds_nothing", "defines nothing that a recipe can name; expected one of: objective: a class derived from"),
-        ("cannot_be_imported", "No module named 'no_such_package'"),
-        ("no_such_module", "give the name of a module"),
-        ("plugins_of_mine.py", "is a file, expected the name of a module; `evenkeel plugins plugins_of_mine`"),
-        ("my/file.py", "give the name of a module"),
-    ],
-)
-def test_what_is_no_module_of_plug_ins_is_one_line(module: str, said: str) -> None:
-    done = evenkeel("plugins", module)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
-
-
-def test_a_name_that_is_none_is_told_how_one_looks() -> None:
-    overrides = ["task.name=data", "task.path=p.jsonl", "task.filter=short"]
-    with pytest.raises(RecipeError, match=r"task\.filter: expected package\.module:name.*, got 'short'"):
-        load_recipe(Path("grpo"), overrides)

@@ -103,9 +103,3 @@ def test_a_damaged_count_of_starts_hinders_no_repair(run: RunDirectory) -> None:
     damage(run.path / "epochs/learner/NEWEST")
     assert repair_run(run.path, do=True, stopped=False)["applied"]
     assert newest(run.path / "epochs/learner") == 3
-
-
-def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
-    said = evenkeel("repair", str(tmp_path))
-    assert (said.returncode, said.stderr.count("\n")) == (1, 1)
-    assert "is not a run directory" in said.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +37,7 @@ from pipeline.errors import (
 from pipeline.ports.weights import WeightCheck
 from pipeline.resume import go_on_with
 from rollout_sglang.server import start
-from rollout_sglang.server.start import EngineSpec, ServerProcess, free_port
+from rollout_sglang.server.start import EngineSpec, free_port
 from tests.support.runs import a_recipe
 from tests.support.whole_runs import whole_run
 
@@ -161,31 +159,6 @@ def test_a_server_that_does_not_take_its_arguments_is_not_started_again(
         server.status = None
         with pytest.raises(error, match="no log"):
             serve(server, run, epoch, Stop(), 60, lambda _: None, lambda: True)  # type: ignore[arg-type]
-
-
-def test_errors_of_a_warm_up_do_not_explain_a_later_end(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """SGLang logs some before it answers, though nothing is wrong."""
-    port = free_port()
-    code = (
-        "import http.server; print('ConnectionRefusedError: [Errno 111] Connection refused', flush=True);"
-        f"http.server.test(http.server.SimpleHTTPRequestHandler, port={port}, bind='127.0.0.1')"
-    )
-    server = ServerProcess(
-        [sys.executable, "-c", code],
-        environment=os.environ,
-        log=tmp_path / "engine.log",
-        ready_url=f"http://127.0.0.1:{port}/",
-        secret=None,
-    )
-    monkeypatch.setattr(role, "POLL_S", 0.05)
-
-    def up(_: str) -> None:
-        os.kill(server.pid, signal.SIGKILL)
-
-    with pytest.raises(EngineStartError, match=r"server was killed by signal 9 \(SIGKILL\); \S*engine.log ends:"):
-        serve(server, run, claim(run.path, "engine", 0), Stop(), 60, up, lambda: True)
 
 
 def test_a_server_that_hangs_is_announced_as_such_and_ended_when_it_stays_so(

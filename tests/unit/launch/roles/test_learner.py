@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -206,13 +205,3 @@ def test_a_superseded_node_0_leaves_the_rendezvous_of_its_successor(
     with pytest.raises(SupersededError, match="start 2 has taken over"):
         learner.lead_start(own, recipe, "127.0.0.1", epoch, Stop(), None)
     assert Rendezvous.read(own.rendezvous) == Rendezvous(2, "n2", 29500, 2)
-
-
-def test_a_rendezvous_that_is_empty_for_a_moment_is_read_again(tmp_path: Path) -> None:
-    """So another host may see it while it is replaced."""
-    path, whole = tmp_path / "learner.json", Rendezvous(3, "n1", 29500, 2)
-    path.write_text("")
-    writer = threading.Timer(0.1, whole.write, [path])
-    writer.start()
-    assert Rendezvous.read(path) == whole
-    writer.join()

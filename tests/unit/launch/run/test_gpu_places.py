@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from launch.run import starter, train
+from launch.run import starter
 from launch.run.starter import GpuPlaces, LocalStarter, gpu_places, units_of, visible_gpus
-from launch.run.train import train_run
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
@@ -154,13 +153,3 @@ def test_a_started_role_sees_its_own_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     }
     taught = visible_to(a_recipe(tmp_path, teacher=1), tmp_path, gpus, monkeypatch)
     assert taught["collector"] == "9"
-
-
-def test_train_refuses_too_few_gpus_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "visible_gpus", lambda: EIGHT[:4])
-    monkeypatch.setattr(train, "check_learner_here", lambda _: None)
-    monkeypatch.setattr(train, "check_engines", lambda _: None)
-    recipe = a_recipe(tmp_path / "runs")
-    with pytest.raises(MachineError, match="need 8 GPUs, and this machine has 4"):
-        train_run(recipe)
-    assert not RunDirectory(recipe.directory).path.exists()

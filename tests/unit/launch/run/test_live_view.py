@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.run.live_view import LiveView, Progress, Shown, event_line, render
+from launch.run.live_view import LiveView, Progress, Shown, render
 from pipeline.data.event_log import EventKind, EventLog
 
-WriteRun = Callable[..., Path]
 SECONDS = {"wait": 3.0, "update": 1.0}
 
 
@@ -67,16 +65,6 @@ def test_plain_lines_every_ten_seconds_and_on_events(tmp_path: Path) -> None:
     )
 
 
-def test_a_slow_step_has_a_line_of_its_own(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path, "learner-000001")
-    console, out = plain_console()
-    with LiveView(tmp_path, 20, console=console) as view:
-        for step, ended in enumerate([100.0, 102.1, 104.2, 105.0, 106.0, 114.2]):
-            log_step(event_log, step, ended)
-            view.refresh()
-    assert [line.split(",")[0] for line in out.getvalue().splitlines()] == [f"step {n}/20" for n in (1, 2, 3, 6)]
-
-
 def test_what_goes_on_is_said_where_nothing_else_was_for_ten_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,32 +112,6 @@ def test_what_goes_on_is_said_where_nothing_else_was_for_ten_seconds(
         assert after(10.0).startswith("all steps are trained")
 
 
-def test_terminal_block_shows_numbers_phases_and_verdict(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path, "learner-000001")
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=110, color_system=None)
-    with LiveView(tmp_path, 20, console=console) as view:
-        for step in range(6):
-            log_step(event_log, step, 100.0 + 4.0 * step)
-        event_log.event("evaluated", version=5, pass_at_1=0.6)
-        view.refresh()
-        with console.capture() as capture:
-            console.print(render(view.progress))
-    text = capture.get()
-    for expected in (
-        "step 7 of 20",
-        "56 s left",
-        "pass@1 60.0 % (v5)",
-        "ESS 0.9876",
-        "tokens/s 250",
-        "lag 0.5, at most 1",
-        "wait 3.00 s",
-        "update 1.00 s",
-        "rollouts: the learner waits 75 % of each step",
-    ):
-        assert expected in text
-
-
 @pytest.mark.parametrize(("steps", "stage", "held"), [(1, 1, 1), (500, 1, 21), (500, 32, 33)])
 def test_memory_is_bounded(tmp_path: Path, steps: int, stage: int, held: int) -> None:
     event_log = EventLog(tmp_path, "learner-000001")
@@ -159,32 +121,6 @@ def test_memory_is_bounded(tmp_path: Path, steps: int, stage: int, held: int) ->
     view.refresh()
     assert view.progress.num_steps == steps
     assert len(view.progress.recent) == held
-
-
-def test_alarms_are_said_when_they_begin_and_end(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path, "learner-000001")
-    console, out = plain_console()
-    with LiveView(tmp_path, 20, console=console) as view:
-        for step, ess in enumerate([0.9, 0.2, 0.25, 0.9]):
-            event_log.metrics(step, ess=ess, reward_mean=0.5)
-            view.refresh()
-            shown = io.StringIO()
-            Console(file=shown, width=200).print(render(view.progress))
-            assert ("alarm the effective sample size" in shown.getvalue()) == (ess < 0.3)
-    said = [line for line in out.getvalue().splitlines() if "alarm" in line or "no longer" in line]
-    assert len(said) == 2
-    assert said[0].startswith("alarm at step 1: the effective sample size is 0.2, below 0.3; ")
-    assert said[1] == "no longer at step 3: the effective sample size is 0.25, below 0.3"
-
-
-def test_the_pause_between_two_starts_is_no_time_of_a_step(tmp_path: Path) -> None:
-    for start, steps in ((1, range(3)), (2, range(3, 6))):
-        for step in steps:
-            log_step(EventLog(tmp_path, f"learner-{start:06}"), step, 1000.0 * start + 0.5 * step)
-    with LiveView(tmp_path, 20, console=plain_console()[0]) as view:
-        assert view.progress.num_steps == 6
-        assert view.progress.step_s == 0.5
-        assert view.progress.tokens_per_s == 2000.0
 
 
 SAMPLE = dict(group=7, prompt="2+2=", reward_parts={"right": 0.0, "brief": 0.5}, finish="length", response_tokens=9)
@@ -205,22 +141,6 @@ def test_a_sample_is_shown_now_and_then_and_commands_no_terminal(tmp_path: Path)
     assert said == [wanted.format(batch) for batch in (0, 10, 11)]
     assert wanted.format(11) in shown.getvalue()
     assert "\x1b" not in shown.getvalue() + out.getvalue()
-
-
-def test_a_teacher_that_fails_has_words_of_its_own(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path, "learner-000001")
-    console, out = plain_console()
-    with LiveView(tmp_path, 20, console=console) as view:
-        event_log.metrics(0, teacher_failures=8.0, verifier_failures=0.0, time=1.0)
-        event_log.event("teacher_failed", reason="no answer", detail="refused")
-        view.refresh()
-        said = "the teacher did not score a group (no answer): refused"
-        assert said in out.getvalue()
-    wide = Console(file=io.StringIO(), width=200, height=60, record=True)
-    wide.print(render(view.progress))
-    shown = wide.export_text()
-    assert f"8 samples of 1 steps without the teacher's scores; {said}" in shown
-    assert "without a reward" not in shown
 
 
 def test_a_file_system_that_does_not_answer_hides_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,29 +177,3 @@ def test_a_state_has_a_reason_and_a_beginning() -> None:
         0: Shown("admitted", "", 1001.0),
         1: Shown("quarantined", "it does not answer", 1004.0),
     }
-
-
-def test_one_that_is_started_again_is_shown_until_it_is_back() -> None:
-    hung = (dict(kind="admitted", engine=1), dict(kind="quarantined", engine=1, reason="stopped"))
-    again = dict(kind="restarted", process="engine-1", reason="server hangs")
-    left, joined = dict(kind="left", engine=1, reason="it has left"), dict(kind="joined", engine=1, reason="new")
-    assert after(*hung, again, left).engines[1] == Shown("starting again", "server hangs", 1002.0)
-    assert after(*hung, again, left, joined).engines[1].state == "joined"
-    assert after(*hung, left).engines == {}
-    assert after(*hung, dict(kind="started", process="collector")).engines == {}
-    assert after(dict(kind="restarted", process="learner", reason="")).engines == {}
-
-
-def test_engines_that_are_not_admitted_are_drawn() -> None:
-    progress, out = Progress(steps=3), io.StringIO()
-    console = Console(file=out, width=120)
-    progress.take_event(dict(kind="admitted", engine=0, time=1.0))
-    console.print(render(progress))
-    assert "engine 0" not in out.getvalue()
-    event = dict(kind="quarantined", engine=3, reason="its process 7 is stopped", time=1.0)
-    progress.take_event(event)
-    console.print(render(progress))
-    assert "engine 3  quarantined  since" in out.getvalue()
-    assert "its process 7 is stopped" in out.getvalue()
-    assert event_line(event) == "engine 3 quarantined: its process 7 is stopped"
-    assert event_line(dict(kind="admitted", engine=0)) == "engine 0 admitted"

@@ -71,19 +71,6 @@ def test_a_bucket_that_a_step_lacks_is_shown_no_more(tmp_path: Path) -> None:
     assert 'evenkeel_alarm{alarm="ess_low",run="demo"} 1.0' in text
 
 
-def test_a_version_that_nobody_knows_is_not_shown_as_a_number(tmp_path: Path) -> None:
-    text = scraped(fed("collector", run_with_every_file(tmp_path)))
-    assert 'engine="0"' in next(line for line in text.splitlines() if line.startswith("evenkeel_engine_served_version"))
-    assert not any(line.startswith('evenkeel_engine_served_version{engine="1"') for line in text.splitlines())
-
-
-def test_a_run_without_any_file_is_shown_too(tmp_path: Path) -> None:
-    metrics = RunMetrics("learner", tmp_path / "new")
-    found = shown(scraped(metrics))
-    assert "evenkeel_published_version" not in found
-    assert {"evenkeel_role_info", "evenkeel_last_step_timestamp_seconds", "evenkeel_steps_total"} <= found.keys()
-
-
 @pytest.mark.parametrize(
     ("role", "name"),
     [("learner", "evenkeel_last_step_timestamp_seconds"), ("collector", "evenkeel_last_batch_timestamp_seconds")],
@@ -116,14 +103,6 @@ def test_a_start_that_does_nothing_hides_no_standstill(
             patch.setattr("pipeline.data.epochs.time.time", lambda second=second: second)
             claim(run, role)
     assert shown_now() == 9000.0, "the run stood still until then, and has done nothing since"
-
-
-def test_a_line_with_other_fields_changes_what_it_can(tmp_path: Path) -> None:
-    metrics = RunMetrics("learner", tmp_path)
-    metrics.observe("metrics", dict(step="seven", ess=None, seconds=3, num_tokens=-1))
-    metrics.observe("event", dict(kind="unheard of"))
-    metrics.observe("event", {})
-    assert "evenkeel_ess_ratio" not in shown(scraped(metrics))
 
 
 def test_prometheus_reads_it_over_http(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from launch.build.components import build_prompts, build_tokenizer
 from launch.convert.new_model import new_model
 from launch.run.preflight import start_warnings
-from launch.run.sft import Source, look_at, read_source
+from launch.run.sft import Source, look_at
 from pipeline.config.recipe import Recipe
 from pipeline.tasks.tokenizer import PAD_TOKEN
 from tests.support.pages import ROOT
@@ -59,14 +59,3 @@ def test_it_is_said_where_the_token_is_left_out(
     assert sum(f"read without {BEGIN}, which" in sentence for sentence in start_warnings(recipe, prompts)) == said
     look_at(recipe, Source(batch_size=1, data=tmp_path / "rows.jsonl"))
     assert (f"warning: prompts are read without {BEGIN}, which" in capsys.readouterr().err) == said
-
-
-def test_the_template_of_the_page_writes_it_and_the_end(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, chat_template=True)
-    tokenizer = build_tokenizer(recipe)
-    prompts = build_prompts(recipe, tokenizer)
-    for prompt in (prompts.prompt(0), *prompts.held_out(1)):
-        assert list(prompt.tokens) == [*tokenizer.leading, *tokenizer.encode(prompt.text)]
-    row = read_source(recipe, Source(batch_size=1, data=tmp_path / "rows.jsonl"), tokenizer)[0].rows[0]
-    assert list(row.prompt) == [*tokenizer.leading, *tokenizer.encode("0")]
-    assert list(row.response) == [*tokenizer.encode("7"), tokenizer.eos_token_id]

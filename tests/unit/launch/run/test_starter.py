@@ -30,21 +30,6 @@ def a_recipe(root: Path, **rollout: object) -> Recipe:
     return recipe_from(data, source="test")
 
 
-def test_units_have_names_of_their_own(tmp_path: Path) -> None:
-    units = units_of(a_recipe(tmp_path, engines=2), learner_nodes=2, engine_nodes=2)
-    assert [unit.name for unit in units] == [
-        "engine-0",
-        "engine-0-node-1",
-        "engine-1",
-        "engine-1-node-1",
-        "router",
-        "learner",
-        "learner-1",
-        "collector",
-    ]
-    assert "router" not in [unit.name for unit in units_of(a_recipe(tmp_path, engines=1))]
-
-
 def test_engines_that_exist_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class SeenError(Exception):
         """Nothing is started."""

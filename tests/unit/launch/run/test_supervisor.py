@@ -280,28 +280,6 @@ def test_whatever_ends_the_run_a_healthy_learner_saves_first(
     assert all(process.status or process.killed for _, process in case.starter.started)
 
 
-@pytest.mark.parametrize(("after_s", "told"), [(0.0, "it fails; waiting until the learner has saved\n"), (60.0, "")])
-def test_a_fatal_reason_is_told_once_where_a_learner_that_saves_takes_its_time(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], after_s: float, told: str
-) -> None:
-    """One that ends at once leaves the reason to whoever tells how the run ended."""
-
-    def fail() -> None:
-        leave_fatal_note(case.run, "collector-000001", RewardError("it fails"))
-        case.end(COLLECTOR, 64)()
-
-    def end_slowly(process: Process) -> None:
-        case.script = [*[lambda: None] * 5, lambda: setattr(process, "status", 143)]
-
-    monkeypatch.setattr(supervising, "SERVERS_GRACE_S", 0.0)
-    monkeypatch.setattr(supervising, "TOLD_S", after_s)
-    monkeypatch.setattr(Process, "terminate", end_slowly)
-    case.script = [fail]
-    with pytest.raises(RewardError), case.supervisor as supervisor:
-        supervisor.supervise()
-    assert capsys.readouterr().err == told
-
-
 def test_a_file_system_that_does_not_answer_at_a_requested_stop_is_no_error(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
-from launch.schedulers.kubernetes.render import read, write
+from launch.schedulers.kubernetes.render import read
 from pipeline.errors import RecipeError
 from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, rendered, run_of
 from tests.support.runs import evenkeel
@@ -25,14 +24,6 @@ def test_the_example_is_what_the_command_writes(tmp_path: Path) -> None:
         for folder in (tmp_path, EXAMPLE)
     )
     assert written == example
-
-
-def test_kustomize_takes_every_file_but_the_models(tmp_path: Path) -> None:
-    write(rendered(engines="leaderworkerset", monitors=True, download="a/b"), tmp_path)
-    kustomization = yaml.safe_load((tmp_path / "kustomization.yaml").read_text("utf-8"))
-    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.yaml")}
-    assert {*kustomization["resources"]} == files - {"kustomization.yaml", "model/job.yaml"}
-    assert (kustomization["apiVersion"], kustomization["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
@@ -55,17 +46,6 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     engines.unlink()
     with pytest.raises(RecipeError, match=r"is not of this run .*evenkeel/run: other.* another --out"):
         read(tmp_path, rendered(), "other")
-
-
-def test_relative_paths_of_sources_and_of_the_reference_do_too() -> None:
-    sources = "[{path: data/a.jsonl, held_out_path: data/b.jsonl}, {path: /elsewhere/c.jsonl}]"
-    reference = "reference={coefficient: 0.1, path: models/reference}"
-    files = rendered("task.path=null", f"task.sources={sources}", reference, mount="/mnt/run")
-    recipe = yaml.safe_load(files["00-recipe.yaml"][0]["data"]["recipe.yaml"])
-    first, second = recipe["task"]["sources"]
-    assert (first["path"], first["held_out_path"]) == ("/mnt/run/data/a.jsonl", "/mnt/run/data/b.jsonl")
-    assert second["path"] == "/elsewhere/c.jsonl"
-    assert recipe["reference"]["path"] == "/mnt/run/models/reference"
 
 
 @pytest.mark.parametrize(
@@ -98,24 +78,3 @@ def test_arguments_that_train_refuses_are_refused_before_a_file_is_written(tmp_p
     refused = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path / "files", *options, given)
     assert (refused.returncode, "rollout.extra_args has --hos, short for --host" in refused.stderr) == (1, True)
     assert not (tmp_path / "files").exists()
-
-
-def test_engines_that_nothing_else_ends_come_with_the_command_that_does(tmp_path: Path) -> None:
-    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE, "--engines", "leaderworkerset"]
-    done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
-    (engines,) = yaml.safe_load_all((tmp_path / "50-engines.yaml").read_text())
-    assert f"kubectl -n default delete leaderworkerset {engines['metadata']['name']}\n" in done.stdout
-
-
-def test_the_gate_that_jobset_wants_for_the_rendered_actions_is_said(tmp_path: Path) -> None:
-    """JobSet's webhook refuses both actions while its gate is off, as it is by default: a rendering cannot see that."""
-    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
-    done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
-    run = yaml.safe_load((tmp_path / "60-run.yaml").read_text())
-    gated = {rule["action"] for rule in run["spec"]["failurePolicy"]["rules"]} - {"FailJobSet"}
-    assert gated == {"RestartJob", "RestartJobAndIgnoreMaxRestarts"}
-    assert done.stdout.endswith(f"kubectl apply -k {tmp_path}\n")
-    (line,) = (line for line in done.stdout.splitlines() if "featureGates: {RestartJob: true}" in line)
-    assert line.endswith(
-        f"{' and '.join(sorted(gated))} failure policy actions are not allowed when RestartJob feature gate is disabled"
-    )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from launch.plan.planner import make_plan
 from launch.schedulers.kubernetes.command import kubernetes
@@ -16,10 +15,6 @@ from pipeline.errors import RecipeError
 from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered, run_of
 from tests.support.manifests.outcomes import EXPECTED, outcome
 from tests.support.manifests.schemas import problems
-from tests.support.runs import ROOT
-
-FREE = ("labels", "matchLabels", "selector", "data", "requests", "limits", "annotations")
-"""Maps whose keys are the user's."""
 
 
 @pytest.mark.parametrize(
@@ -151,41 +146,6 @@ def test_pods_of_any_user_are_as_restricted_as_namespaces_demand() -> None:
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
 
 
-def test_monitors_are_written_on_request() -> None:
-    """A cluster without Prometheus' operator refuses kinds that it does not know."""
-    operators = "monitoring.coreos.com/v1"
-    assert not [one for one in documents(rendered()) if one["apiVersion"] == operators]
-    found = documents(rendered(monitors=True))
-    ours = {one["kind"]: one for one in found if one["apiVersion"] == operators}
-    assert ours.keys() == {"ServiceMonitor", "PrometheusRule"}
-    assert ours["PrometheusRule"]["spec"] == yaml.safe_load((ROOT / "ops/alerts/evenkeel.yaml").read_text("utf-8"))
-
-
-def test_a_model_is_brought_to_where_the_run_reads_it() -> None:
-    files = rendered(download="Qwen/Qwen3-32B@abc", mount="/mnt/run")
-    ((job_of_model,), (kustomization,)) = files["model/job.yaml"], files["kustomization.yaml"]
-    assert "model/job.yaml" not in kustomization["resources"], "it ends before the run begins"
-    (container,) = job_of_model["spec"]["template"]["spec"]["containers"]
-    path = yaml.safe_load(files["00-recipe.yaml"][0]["data"]["recipe.yaml"])["model"]["path"]
-    assert container["args"] == ["download", "Qwen/Qwen3-32B", "--revision", "abc", "--local-dir", path]
-    assert path == "/mnt/run/models/qwen3-32b"
-    assert {one["name"]: one.get("value") for one in container["env"]}["HF_HUB_OFFLINE"] == "0"
-    with pytest.raises(RecipeError, match=r"/models/qwen3-32b, which is not below the shared volume \(/evenkeel\)"):
-        run_of("model.path=/models/qwen3-32b", download="Qwen/Qwen3-32B")
-
-
-def test_restarts_of_a_whole_life_are_no_limit() -> None:
-    """The roles count those without progress; what Kubernetes counts is never forgiven."""
-    for overrides in ((), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16")):
-        found = documents(rendered(*overrides, "run.max_restarts=5"))
-        policy = next(one for one in found if one["kind"] == "JobSet")["spec"]["failurePolicy"]
-        assert policy["maxRestarts"] == 1000
-        for role in ("learner", "collector", "router", "engine"):
-            assert job(found, role)["template"]["spec"]["backoffLimit"] in (0, 1000)
-            (container,) = pod(found, role)["containers"]
-            assert {"name": "EVENKEEL_MAX_RESTARTS", "value": "5"} in container["env"]
-
-
 def command(out: Path, *overrides: str, replace: bool = False) -> None:
     images = dict(learner_image=LEARNER_IMAGE, rollout_image=ROLLOUT_IMAGE)
     kubernetes(Path("qwen3_32b"), out, **images, overrides=list(overrides), replace=replace)  # type: ignore[arg-type]
@@ -200,9 +160,3 @@ def test_a_rendering_that_a_cluster_would_refuse_is_not_written(tmp_path: Path) 
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     command(tmp_path, "rollout.engines=7", replace=True)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} != before
-
-
-def test_a_name_that_pods_cannot_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"63 are allowed; shorten run\.name"):
-        command(tmp_path, f"run.name={'q' * 50}")
-    assert list(tmp_path.iterdir()) == []

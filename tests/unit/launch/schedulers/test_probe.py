@@ -14,7 +14,6 @@ import pytest
 from launch.schedulers.kubernetes import probe
 from launch.schedulers.kubernetes.probe import main
 from pipeline.data.run_directory import RunDirectory
-from tests.support.manifests.cases import rendered
 
 KEY = "key-of-the-test"
 
@@ -127,34 +126,3 @@ def test_one_deadline_holds_for_everything_that_a_probe_asks(
     assert ask(engine, run) == 1
     assert "no answer within 0.5 s" in capsys.readouterr().out
     assert ask(engine, run, "--alive") == 0
-
-
-def test_an_answer_without_end_is_not_read_to_its_end(
-    engine: Engine, run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine.padding = b" " * (1 << 16)
-    assert ask(engine, run) == 1
-    assert "answered by more than 1048576 bytes" in capsys.readouterr().out
-
-
-def test_a_name_of_weights_is_shown_in_one_short_line(
-    engine: Engine, run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine.weight_version = "\x1b[2J" + "x" * 10_000
-    assert ask(engine, run) == 1
-    said = capsys.readouterr().out.removesuffix("\n")
-    assert said.isprintable()
-    assert len(said) < 300
-
-
-@pytest.mark.parametrize(
-    "overrides", [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16")]
-)
-def test_pods_give_a_probe_longer_than_its_own_deadline(overrides: tuple[str, ...]) -> None:
-    (job_set,) = rendered(*overrides)["60-run.yaml"]
-    (engine,) = (one for one in job_set["spec"]["replicatedJobs"] if one["name"] == "engine")
-    (container,) = engine["template"]["spec"]["template"]["spec"]["containers"]
-    programs = [one for name, one in container.items() if name.endswith("Probe") and "exec" in one]
-    assert programs
-    for one in programs:
-        assert probe.DEADLINE_S < one["timeoutSeconds"] <= one["periodSeconds"]

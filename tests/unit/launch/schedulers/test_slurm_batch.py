@@ -371,12 +371,6 @@ def test_the_key_is_the_users_alone_and_goes_at_the_end(job: BatchJob) -> None:
         assert path.read_text() != first
 
 
-def test_a_folder_for_keys_that_cannot_be_made_is_named_in_one_line(job: BatchJob, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("")
-    with pytest.raises(FatalError, match=r"^no API key could be written: \S+/keys: .*; see --key-dir"):
-        run_job(job, Allocation("7", 0, "n1", 8), Signals())
-
-
 def test_a_key_of_the_users_is_left_alone(job: BatchJob, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("key\n")
@@ -412,15 +406,6 @@ def test_commands_of_the_roles(unit: Unit, words: str) -> None:
     shape = Shape.of(load_recipe(Path("qwen3_32b")), 8)
     command = role_program(job, RunDirectory(Path("/RUN")), shape, {"n2": "10.0.0.2"}.__getitem__)(unit, "n2")
     assert command == ["/venv/bin/python", "-P", "-m", "launch.cli", *words.replace("RUN", "/RUN").split()]
-
-
-def test_an_engine_over_two_nodes_knows_which_it_is() -> None:
-    job = BatchJob.parse(["JOB", "--gpus-per-node", "8", "--grace", "9"])
-    shape = Shape.of(load_recipe(Path("qwen3_32b"), ["rollout.tensor_parallel=16"]), 8)
-    command = role_program(job, RunDirectory(Path("/RUN")), shape, {"n2": "10.0.0.2"}.__getitem__)(
-        Unit("engine", 5, 1), "n2"
-    )
-    assert command[-4:] == ["--nodes", "2", "--node", "1"]
 
 
 def test_the_batch_script_needs_no_torch_and_outside_of_slurm_says_so(tmp_path: Path, job: BatchJob) -> None:

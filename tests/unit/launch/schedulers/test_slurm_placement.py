@@ -48,12 +48,6 @@ def test_a_teacher_that_would_have_no_gpu_is_refused() -> None:
     assert shape("distillation={path: teacher}", gpus=0).num_nodes == 1
 
 
-def test_small_roles_share_a_node() -> None:
-    small = shape("learner.data_parallel=1", "learner.pipeline_parallel=1", "rollout.engines=1")
-    assert small.num_nodes == 1
-    assert set(place(small, NODES[:1], {}).values()) == {"n0"}
-
-
 @pytest.mark.parametrize(
     ("overrides", "gpus", "learner_nodes", "message"),
     [
@@ -78,11 +72,6 @@ def test_the_32b_recipe_on_eight_nodes() -> None:
     assert engines == {node: 2 for node in NODES[4:8]}
     assert placed[Unit("collector")] == placed[Unit("router")] == "n0"
     assert "n8" not in placed.values()  # the spare one
-
-
-def test_too_few_nodes_are_an_error_that_names_them() -> None:
-    with pytest.raises(NoRoomError, match="engine-6 has room on none of the nodes that are up"):
-        place(shape(), NODES[:7], {})
 
 
 def test_without_gpus_the_learner_is_spread_and_the_others_stay_with_it() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from launch.cli import app
 from launch.schedulers.slurm import srun
 from launch.schedulers.slurm.command import submitted
 from launch.schedulers.slurm.render import SlurmOptions, render
@@ -65,13 +64,6 @@ def test_what_containers_do_not_see_is_refused_before_the_queue(mounts: str | No
     assert files(*SETS, container_mounts=mounts), "without an image nothing is hidden"
 
 
-def test_a_rollout_image_alone_does_not_get_this_python(tmp_path: Path) -> None:
-    command = ["launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--rollout-image", "registry#rollout"]
-    refused = evenkeel(*command)
-    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    assert "give --container-image, or --python python3" in refused.stderr
-
-
 @pytest.mark.parametrize("option", ["--array=1-4", "--arr=1-4", "--ar=0", "-a1-4"])
 def test_an_array_is_refused(option: str) -> None:
     with pytest.raises(RecipeError, match="all tasks of an array would train the same run"):
@@ -86,13 +78,6 @@ def test_a_module_of_the_users_hides_none_of_ours(tmp_path: Path) -> None:
     program = shlex.split(script.partition("\nexec ")[2].replace("\\\n", ""))[:4]
     done = subprocess.run([*program, "--help"], cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert (done.returncode, "--gpus-per-node" in done.stdout) == (0, True), done.stderr
-
-
-@pytest.mark.parametrize("python", ["venv/bin/python", "./python"])
-def test_an_interpreter_by_a_relative_path_is_refused(python: str) -> None:
-    with pytest.raises(RecipeError, match="give an absolute path, or a name on the PATH"):
-        files(python=python)
-    assert files(python="python3")
 
 
 def test_the_notice_of_the_time_limit_follows_from_the_speed_of_the_disk(tmp_path: Path) -> None:
@@ -111,29 +96,6 @@ def test_the_notice_of_the_time_limit_follows_from_the_speed_of_the_disk(tmp_pat
     assert notice("--grace", 900) == 900
     refused = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path, "--disk-gb-s", 0)
     assert (refused.returncode, "--disk-gb-s is 0.0, expected a number from" in refused.stderr) == (1, True)
-
-
-def test_without_gpus_none_are_asked_for() -> None:
-    script = files(gpus_per_node=0, learner_nodes=2)["job.sbatch"]
-    assert "gpus-per-node=" not in script
-    assert "#SBATCH --nodes=3\n" in script
-
-
-def test_setup_lines_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "setup").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecipeError, match=r"cannot read --setup \S+/setup: it is no UTF-8 text; give a file of shell"):
-        app(
-            ["launch", "slurm", "qwen3_32b", "--out", str(tmp_path), "--setup", str(tmp_path / "setup")],
-            standalone_mode=False,
-        )
-
-
-def test_formats_that_only_cpus_emulate_are_refused_where_there_are_gpus(tmp_path: Path) -> None:
-    command = ["launch", "slurm", "demo", "--out", tmp_path / "job", "--set", "rollout.precision=emulated_fp4"]
-    refused = evenkeel(*command)
-    assert refused.returncode == 1
-    assert "which engines on CPUs emulate" in refused.stderr
-    assert evenkeel(*command, "--gpus-per-node", 0).returncode == 0
 
 
 def test_arguments_that_train_refuses_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
@@ -155,24 +117,6 @@ def test_arguments_that_train_refuses_are_refused_before_a_file_is_written(tmp_p
 def test_options_that_slurm_would_misread_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         files(**options)
-
-
-@pytest.mark.parametrize("name", ["two words", "two\nlines", "100%"])
-def test_folders_that_slurm_would_misread_are_refused(name: str) -> None:
-    with pytest.raises(RecipeError, match=r"--workdir is .*; Slurm would misread it") as refused:
-        files(workdir=Path("/shared") / name)
-    assert "\n" not in str(refused.value)
-    with pytest.raises(RecipeError, match=r"--out is .*; Slurm would misread it"):
-        render(load_recipe(Path("qwen3_32b")), SlurmOptions(**OPTIONS), Path("/shared") / name)
-
-
-def test_submitting_without_slurm_says_where_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--submit")
-    assert done.returncode == 1
-    note, error = done.stderr.splitlines()
-    assert note.startswith("note: data ")
-    assert error == f"error: --submit needs Slurm's sbatch; on a node that has it: sbatch {tmp_path}/job/job.sbatch"
 
 
 def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from launch.schedulers.slurm import srun as srun_module
 from launch.schedulers.slurm.placement import Shape
 from launch.schedulers.slurm.srun import NODE_DIED, Allocation, Guard, Images, SlurmError, Srun, SrunStarter, Step
 from pipeline.child_process import ChildProcess
-from pipeline.errors import STOPPED_EXIT_CODE, FatalError, SupersededError
+from pipeline.errors import STOPPED_EXIT_CODE, SupersededError
 
 TWO_NODES = Shape(
     gpus_per_node=0, learner_nodes=2, learner_gpus=0, engines=1, engine_nodes=1, engine_gpus=0, router=False
@@ -112,17 +112,6 @@ def ended(step: Step) -> int:
     return status
 
 
-def test_outside_of_a_batch_script_it_says_so() -> None:
-    with pytest.raises(FatalError, match="SLURM_JOB_ID is not set, so this is no batch script"):
-        Allocation.of({})
-
-
-def test_a_task_of_an_array_starts_nothing() -> None:
-    environment = {"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "n1", "SLURM_ARRAY_JOB_ID": "41"}
-    with pytest.raises(FatalError, match="all its tasks would train the same run"):
-        Allocation.of(environment)
-
-
 def test_nodes_are_up_if_they_answer_and_are_still_in_the_job(fake: FakeSlurm, allocation: Allocation) -> None:
     assert allocation.up() == ["n1", "n2", "n3"]
     fake.states(n1="draining", n2="mixed*", n3="idle")
@@ -156,12 +145,6 @@ def test_a_node_that_calls_itself_127_0_1_1_is_reached_at_an_address(
     allocation.up()
     monkeypatch.setattr(srun_module, "own_address_towards", lambda other: other)
     assert allocation.address("n1") == "127.0.0.1"
-
-
-def test_a_node_of_a_hidden_partition_is_not_gone(fake: FakeSlurm, allocation: Allocation) -> None:
-    fake.script("sinfo", 'case "$*" in "-a "*) cat "$F/states" ;; esac')
-    fake.states(n1="mixed", n2="down*")
-    assert allocation.up() == ["n1", "n3"]
 
 
 def test_a_controller_that_is_away_changes_nothing(
@@ -320,15 +303,6 @@ def test_a_step_is_asked_to_end_again_where_the_controller_did_not_answer(
     for _ in range(2):
         assert step.poll() is None
     assert fake.said() == "scancel --ctld --signal=TERM 42.3\n"
-
-
-def test_a_step_of_a_hidden_partition_is_asked_to_end(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
-    fake.script("squeue", 'case "$*" in "-a "*) cat "$F/steps" ;; esac')
-    step = starter(allocation).start(SECOND, tmp_path / "log")
-    (fake.folder / "steps").write_text("42.3 learner-1.0.1\n")
-    step.terminate()
-    assert fake.said() == "scancel --ctld --signal=TERM 42.3\n"
-    assert step.poll() is None
 
 
 def test_a_step_that_slurm_has_not_made_is_given_up(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.cli import app
-from pipeline.errors import EvenKeelError, RecipeError, StoreError
 
 ROOT = Path(__file__).parents[4]
 KEYS = {"A", "B", "C_mid", "A_interval", "B_interval", "C_mid_interval", "identifiable", "R_0", "residual_std"}
@@ -75,12 +74,6 @@ def test_a_given_start_and_the_papers_grid(scale_rl: Path) -> None:
     assert ((result["C_mid"] - 100) / spacing) % 1 == pytest.approx(0, abs=1e-6)
 
 
-def test_a_start_taken_late_is_warned_of(tmp_path: Path, scale_rl: Path) -> None:
-    late = tmp_path / "late.jsonl"
-    late.write_text("".join(scale_rl.read_text(encoding="utf-8").splitlines(keepends=True)[8:]), encoding="utf-8")
-    assert any("R_0 was taken at C = 2033.6" in text for text in answer(late)["warnings"])
-
-
 def test_repeats_are_fitted_jointly(tmp_path: Path, scale_rl: Path) -> None:
     again = write(tmp_path / "again.jsonl", 2542, 1.92, 0.610, seed=5)
     result = answer(scale_rl, again)
@@ -117,39 +110,6 @@ def test_compare_refits_at_a_common_asymptote(scale_rl: Path, batch_512: Path) -
     shown = invoke("--compare", scale_rl, batch_512)
     assert "at A = 0.6" in shown
     assert "batch_512" in shown
-
-
-@pytest.mark.parametrize("extra", [("--at", "90000"), ("--compare",)])
-def test_pictures(tmp_path: Path, scale_rl: Path, batch_512: Path, extra: tuple[str, ...]) -> None:
-    sources = [scale_rl, batch_512] if "--compare" in extra else [scale_rl]
-    invoke(*sources, *extra, "--plot", tmp_path / "p.svg")
-    svg = (tmp_path / "p.svg").read_text()
-    assert "<svg" in svg
-    # A dashed part for what lies beyond the data, and a dotted line at C_mid, for each curve.
-    assert svg.count("stroke-dasharray") >= 2 * len(sources)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (("{tmp}/nowhere",), StoreError, "nowhere does not exist"),
-        (("{tmp}",), RecipeError, "--x gpu_hours is not known for a run"),
-        (("{file}", "--a-max", "0.5"), StoreError, r"reaches 0\.59\d*, above --a-max 0\.5"),
-        (("{file}", "--skip", "1e9"), StoreError, "0 points are left to fit"),
-        (("{file}", "--plot", "{tmp}/p.pdf"), RecipeError, r"expected \.png or \.svg"),
-        (("{file}", "--plot", "{tmp}/no/p.png"), RecipeError, "does not exist; make it first"),
-        (("{file}", "--at", "0"), RecipeError, "--at 0 is no compute"),
-        (("--compare", "{file}"), RecipeError, "--compare needs at least two sources"),
-        (("--compare", "{file}", "{file}", "--at", "9"), RecipeError, "--at belongs to a fit"),
-    ],
-)
-def test_errors_are_ours(
-    tmp_path: Path, scale_rl: Path, arguments: tuple[str, ...], error: type[EvenKeelError], message: str
-) -> None:
-    filled = [argument.format(tmp=tmp_path, file=scale_rl) for argument in arguments]
-    with pytest.raises(error, match=message) as raised:
-        invoke(*filled)
-    assert "\n" not in str(raised.value)
 
 
 def test_help_stays_light() -> None:

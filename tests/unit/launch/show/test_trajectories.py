@@ -16,10 +16,10 @@ from launch.show.trajectories import as_mapping, export
 from pipeline.data.batch import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import ModelError, RecipeError, StoreError
+from pipeline.errors import ModelError, RecipeError
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 from tests.support.batches import CONTRACT, batch_of_rewards
-from tests.support.runs import evenkeel, evenkeel_json
+from tests.support.runs import evenkeel
 from tests.support.written_runs import write_run
 
 
@@ -42,12 +42,6 @@ def test_log_probabilities_of_another_length_are_passed_over(run: RunDirectory) 
     done = evenkeel("trajectories", "show", run.path, 0)
     assert done.returncode == 0
     assert "no learner logprobs to compare with" in done.stdout
-
-
-def test_a_batch_that_is_not_there(run: RunDirectory) -> None:
-    done = evenkeel("trajectories", "show", run.path, 7)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "batch 7 is not committed" in done.stderr
 
 
 def test_parquet_and_json_lines_hold_the_same_rows(run: RunDirectory, tmp_path: Path) -> None:
@@ -133,11 +127,6 @@ def _two_sources() -> dict[str, object]:
     return dict(name="data", reward="my:own", sources=sources)
 
 
-def test_a_file_that_cannot_be_written_is_named(run: RunDirectory, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"cannot write .*missing/out\.jsonl"):
-        export(run.path, tmp_path / "missing" / "out.jsonl")
-
-
 def test_a_run_whose_model_is_gone_is_read_with_a_model_of_its_own(run: RunDirectory, tmp_path: Path) -> None:
     said = as_mapping(run.path, 0, 8)
     (tmp_path / "base").rename(run.model)
@@ -154,9 +143,3 @@ def test_a_batch_is_not_read_with_another_tokenizer(run: RunDirectory, tmp_path:
     done = evenkeel("trajectories", "show", run.path, 0)
     assert (done.returncode, "response" in done.stdout) == (1, False)
     assert done.stderr.startswith(f"error: the tokenizer that {run.path} was sampled with is neither in ")
-
-
-def test_samples_as_json(run: RunDirectory) -> None:
-    found = evenkeel_json("trajectories", "show", run.path, 0, "--limit", 1)
-    assert (found["batch"], found["num_samples"], len(found["samples"])) == (0, 2, 1)
-    assert found["samples"][0]["reward"] == 1.0

@@ -21,7 +21,6 @@ from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import build_chunks
 from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.weights import NameMap, ShardCoords
-from pipeline.errors import ModelError
 from tests.support.learners import leave_world
 from tests.support.parameters import RankParameters, check_bijection
 
@@ -42,25 +41,11 @@ def held(case: dict[str, Any]) -> tuple[ModelConfig, list[RankParameters]]:
     return config, ranks
 
 
-def test_every_kind_of_model_was_recorded() -> None:
-    kinds = {"Qwen3", "Qwen3 tied", "Qwen2", "Qwen3-MoE"}
-    assert {(case["model"], case["tensor"]) for case in RECORDED["cases"]} == {(k, n) for k in kinds for n in (1, 2)}
-    fused = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
-    assert all(fused in rank for case in RECORDED["cases"] for rank in case["ranks"])
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_hold_every_number_of_every_tensor_once(case: dict[str, Any]) -> None:
     config, ranks = held(case)
     assert len(ranks) == case["tensor"]
     assert check_bijection(config, ranks) == config.num_parameters
-
-
-def test_a_parameter_too_many_would_be_noticed() -> None:
-    config, (rank,) = held(RECORDED["cases"][0])
-    more = RankParameters(stage=0, coords=rank.coords, sizes={**rank.sizes, "decoder.layers.0.mlp.extra.weight": (1,)})
-    with pytest.raises(ModelError, match=r"mlp\.extra\.weight has no counterpart"):
-        check_bijection(config, [more])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -119,9 +119,3 @@ def test_what_is_large_costs_no_second_of_itself(memory: PinnedMemory) -> None:
     memory.empty((5000,), torch.uint8)
     memory.empty((3000,), torch.uint8)  # into what is left of the block of 8 KiB
     assert memory.num_bytes == 8192
-
-
-def test_without_a_gpu_tensors_are_plain() -> None:
-    memory = PinnedMemory(pinned=False)
-    assert memory.empty((2, 3), torch.float32).shape == (2, 3)
-    assert memory.num_bytes == 0

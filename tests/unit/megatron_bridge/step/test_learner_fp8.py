@@ -152,15 +152,6 @@ def test_scoring_keeps_nothing_for_a_backward_pass(models: Path, recompute: str)
         assert chunk.training
 
 
-@pytest.mark.parametrize("precision", ["fp8_tensor", "fp8_block", "fp8_delayed"])
-def test_a_learner_without_a_gpu_refuses_fp8(models: Path, precision: str) -> None:
-    with (
-        pytest.raises(ModelError, match=rf"learner\.precision is {precision}, .* there is no CUDA device"),
-        learner(models / "dense", precision=precision),
-    ):
-        pass
-
-
 def test_emulation_refuses_transformer_engine_layers(models: Path) -> None:
     with learner(models / "dense") as scored:
         assert scored.layers == "megatron"

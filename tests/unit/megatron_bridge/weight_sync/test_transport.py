@@ -187,14 +187,6 @@ def test_the_next_bucket_is_packed_while_one_is_under_way(
     assert all(same(engine.received, weights(0)) for engine in engines)
 
 
-def test_a_restarted_engine_gets_a_fresh_group(engines: list[ReceivingDouble], publish: Publish) -> None:
-    publish(weights(0))
-    engines[0].restart()
-    assert publish(weights(1)).failures == {}
-    assert same(engines[0].received, weights(1))
-    assert [len(engine.joined) for engine in engines] == [2, 1]
-
-
 def test_an_engine_that_refuses_the_group_is_not_waited_for(engines: list[ReceivingDouble], publish: Publish) -> None:
     engines[0].refuses_groups = True
     began = time.monotonic()

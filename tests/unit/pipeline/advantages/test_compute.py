@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.advantages.methods import Grouped
 from pipeline.config.algorithm import AdvantageSection
 from pipeline.data.batch import Batch
 from precision.objectives.base import StepContext, TokenBatch
@@ -82,20 +81,6 @@ def test_a_batch_without_contrast_still_makes_its_step(choice: str) -> None:
     )
     assert found.in_loss.all()
     assert not found.values.any()
-
-
-def test_one_advantage_makes_its_whole_group_informative() -> None:
-    """maxrl in a group of which one sample has an advantage of exactly 0."""
-    values = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1e-30])
-    assert Grouped(HAND.reward, HAND.group).any_member(values != 0.0).tolist() == [
-        False,
-        False,
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
 
 
 @dataclass(frozen=True)

@@ -262,11 +262,6 @@ def test_a_reward_that_is_not_finite_is_refused(name: str, bad: float) -> None:
         ALL[name](np.array([0, bad], np.float32), np.zeros(2, np.int64))
 
 
-def test_shapes_must_agree() -> None:
-    with pytest.raises(ValueError, match="expected the same"):
-        GRPO().advantages(np.zeros(3, np.float32), np.zeros(2, np.int64))
-
-
 def test_pass_at_k_needs_more_than_k_samples() -> None:
     with pytest.raises(RecipeError, match=r"advantage\.k is 3, but a group has 3 samples and needs at least 4"):
         PassAtK(k=3).advantages(np.zeros(7, np.float32), np.array([0, 0, 0, 0, 1, 1, 1], np.int64))
@@ -399,24 +394,6 @@ def test_numbers_that_cannot_be_are_refused() -> None:
     for solve_rate in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="expected a share"):
             fade().observe(solve_rate=solve_rate, entropy=1.0)
-
-
-def test_a_run_s_first_advantages_are_those_of_its_settings(make_batch: MakeBatch) -> None:
-    batch = make_batch()
-    found = FADE().advantages(batch.reward, batch.group)
-    np.testing.assert_array_equal(found, fade().advantages(batch.reward, batch.group))
-    np.testing.assert_array_equal(found, Power(alpha=1.5, delta=1.0).advantages(batch.reward, batch.group))
-    assert found.any()
-
-
-def test_a_fixed_formula_has_no_state(make_batch: MakeBatch) -> None:
-    estimator = RLOO().estimator()
-    batch = make_batch()
-    before = estimator.advantages(batch.reward, batch.group)
-    estimator.observe(solve_rate=0.1, entropy=3.0)
-    estimator.restore({})
-    assert (estimator.state(), estimator.measured()) == ({}, {})
-    np.testing.assert_array_equal(estimator.advantages(batch.reward, batch.group), before)
 
 
 SECTION: TypeAdapter[Any] = TypeAdapter(AdvantageSection)

@@ -160,12 +160,3 @@ def test_what_is_left_out_is_in_no_denominator(aggregation: str) -> None:
     expected = np.repeat(values[:2] * factors, lengths)
     np.testing.assert_allclose(part.advantages[: len(expected)], expected, rtol=1e-6)
     assert not part.advantages[len(expected) :].any()
-
-
-@pytest.mark.parametrize("name", ["dapo", "dapo_32b"])
-def test_dapos_recipes_punish_as_the_paper_does(name: str) -> None:
-    recipe = load_recipe(Path(name), [])
-    assert recipe.reward.overlong is not None
-    longest = recipe.rollout.max_new_tokens
-    assert recipe.reward.overlong.buffer_tokens == round(longest * 4096 / LONGEST)
-    assert recipe.reward.overlong.penalty == 0.5

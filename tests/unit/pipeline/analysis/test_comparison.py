@@ -12,7 +12,6 @@ from pipeline.analysis.comparison import AXES, compare_runs, series
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RecipeError
 from tests.support.written_runs import START, write_run
 
 
@@ -67,16 +66,6 @@ def test_an_evaluation_after_a_skipped_step_has_its_place(tmp_path: Path) -> Non
     assert series(run_log, "pass_at_1", "seconds")[0] == [0.0, 14.0, 15.0]
 
 
-def test_samples_end_where_those_of_a_batch_are_in_no_log(tmp_path: Path) -> None:
-    run = write_run(tmp_path, 4)
-    path = run / "events/learner-000001.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(line for line in lines if (b'"committed"' not in line or b'"batch": 2' not in line)))
-    run_log = RunLog.read(run)
-    assert series(run_log, "reward_mean", "samples")[0] == [256.0, 512.0]
-    assert series(run_log, "reward_mean", "steps")[0] == [1.0, 2.0, 3.0, 4.0]
-
-
 def text_of(table: object) -> str:
     console = Console(width=160, force_terminal=False)
     with console.capture() as capture:
@@ -100,11 +89,3 @@ def test_a_comparison_names_the_keys_that_differ_and_no_other(tmp_path: Path) ->
     assert "12 of 24" in told
     assert "schedule.lag" in told
     assert "bottleneck" not in told  # both say the same
-
-
-def test_one_run_or_one_twice_is_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path, 3)
-    with pytest.raises(RecipeError, match="1 run was given, expected at least two"):
-        compare_runs([run])
-    with pytest.raises(RecipeError, match="given twice"):
-        compare_runs([run, run / ".." / run.name])

@@ -6,13 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import pytest
 
-from launch.run.live_view import event_line
-from pipeline.advantages.methods import Advantage, Groups, Power, Rewards
+from pipeline.advantages.methods import Power
 from pipeline.analysis.figures import LAST_STEPS, Section, floors, mean_by_bucket, sections, speeds
 from pipeline.analysis.report import render_page
 from pipeline.analysis.run_log import RunLog
@@ -38,15 +36,6 @@ def drawn(run_log: RunLog) -> dict[str, str]:
     return {figure.title: figure.svg for part in sections(run_log) for figure in part.figures}
 
 
-class Halves(Advantage):
-    """An advantage of the user's own."""
-
-    name: Literal["halves"] = "halves"
-
-    def advantages(self, reward: Rewards, group: Groups) -> Rewards:
-        return (reward - 0.5 + 0.0 * group).astype(np.float32)
-
-
 def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> None:
     path = write_run(3, overrides=dict(advantage=dict(name="fade")))
     EventLog(path, "learner-000001").metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
@@ -56,22 +45,6 @@ def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> Non
     power = run_log.recipe.model_copy(update=dict(advantage=Power(alpha=2.5, delta=0.75)))
     fixed = replace(run_log, recipes=[replace(run_log.recipes[-1], recipe=power)])
     assert svg == drawn(fixed)["Weight by solve rate"]
-    assert ">successes</text>" in svg
-    assert ">failures</text>" in svg
-
-
-@pytest.mark.parametrize(("coefficient", "weighed"), [(0.0, False), (1.0, True)])
-def test_where_a_teacher_judges_alone_no_prompt_is_weighed_by_its_solve_rate(
-    write_run: WriteRun, coefficient: float, weighed: bool
-) -> None:
-    overrides = dict(distillation=dict(path="t", reward_coefficient=coefficient), objective=dict(name="cispo"))
-    run_log = RunLog.read(write_run(3, overrides=overrides))
-    assert (section(run_log, "Advantage") is not None) == weighed
-
-
-def test_an_advantage_of_the_user_s_own_is_drawn(write_run: WriteRun) -> None:
-    run_log = RunLog.read(write_run(3, overrides=dict(advantage={"class": f"{__name__}:Halves"})))
-    svg = drawn(run_log)["Weight by solve rate"]
     assert ">successes</text>" in svg
     assert ">failures</text>" in svg
 
@@ -89,27 +62,6 @@ def test_rewards_of_the_first_middle_and_newest_trained_batch_are_counted(write_
     titles = with_batches(write_run(3), *batches)  # batch 3 is not trained yet
     assert {"batch 0, reward 0: 0.75", "batch 0, reward 1: 0.25", "batch 2, reward 0.5: 0.5"} <= set(titles)
     assert not any("batch 3" in title for title in titles)
-
-
-def test_many_rewards_are_binned_and_a_damaged_batch_is_passed_over(write_run: WriteRun) -> None:
-    path = write_run(2)
-    many = [[number / 40 for number in range(40)]]
-    with_batches(path, many, many)
-    damaged = path / "batches" / "000000.zarr.zip"
-    damaged.write_bytes(damaged.read_bytes()[:-7])
-    titles = with_batches(path)
-    assert 20 <= len(titles) <= 25
-    assert all(title.startswith("batch 1, ") for title in titles)
-
-
-def test_held_out_prompts_have_their_values(write_run: WriteRun) -> None:
-    path = write_run(0)
-    log = EventLog(path, "collector-000001")
-    for version, value in ((0, 0.25), (8, 0.5)):
-        log.event("evaluated", version=version, pass_at_1=value, pass_at_k={"4": 2 * value}, reward_mean=value)
-    found = drawn(RunLog.read(path))
-    assert "<title>pass@1, 8: 0.5</title>" in found["Held-out pass@1"]
-    assert "<title>pass@4, 0: 0.5</title>" in found["Held-out pass@1"]
 
 
 def test_buckets_are_means_over_the_tokens_of_the_last_steps(write_run: WriteRun) -> None:
@@ -145,18 +97,6 @@ def controlled(tmp_path: Path) -> RunLog:
     metrics = [dict(step=step, time=0.0, ess=0.9 + step / 100) for step in range(6)]
     recipes = [in_force(dict(controller=dict(ess_floor=0.97)))]
     return RunLog(run_dir=tmp_path, recipes=recipes, metrics=metrics, events=[])
-
-
-def test_each_decision_of_the_controller_is_marked_and_explained(controlled: RunLog) -> None:
-    found = section(controlled, "Controller")
-    assert found is not None
-    assert found.text == "(1) After step 3: 1 groups promoted. ESS 0.9."
-    [figure] = found.figures
-    assert ">1<" in figure.svg
-    assert "floor" in figure.svg
-    event = dict(kind="controlled", step=3, **CLIMB.model_dump(exclude_none=True))
-    assert event_line(event) == "controller after step 3: 1 groups promoted. ESS 0.9."
-    assert section(replace(controlled, recipes=[in_force({})]), "Controller") is None
 
 
 def test_each_step_has_the_floor_of_its_own_recipe(controlled: RunLog) -> None:
@@ -228,16 +168,3 @@ def test_samples_that_are_left_out_of_the_updates_make_no_speed(tmp_path: Path) 
     speed = speeds(noted(run, **H100))[1]
     assert speed["mfu"] == pytest.approx(6 * 1e9 * 2048 / (0.4 * 2 * 989e12))
     assert (speed["updated"], speed["trained"]) == (pytest.approx(1000 / 0.4), pytest.approx(1000 / 1.0))
-
-
-@pytest.mark.parametrize(
-    ("told", "reason"),
-    [
-        (dict(), "the learner ran on a CPU, whose peak is not known"),
-        (dict(gpus=["Something New"]), "the peak of Something New is not known"),
-    ],
-)
-def test_the_report_says_why_there_is_no_mfu(write_run: WriteRun, told: dict[str, Any], reason: str) -> None:
-    run_log = noted(write_run(2), **told)
-    assert f"There is no MFU: {reason}." in render_page(run_log)
-    assert "Model FLOPs utilization (MFU)" not in drawn(run_log)

@@ -6,17 +6,12 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.analysis import report
-from pipeline.analysis.drawing import percent_label
-from pipeline.analysis.report import environment_rows, write_last_report, write_report
-from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.summary import count, decimal, duration, percent
+from pipeline.analysis.report import write_last_report, write_report
 from pipeline.data.event_log import EventLog
-from tests.support.written_runs import START
 
 WriteRun = Callable[..., Path]
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -48,24 +43,6 @@ def page_of(run: Path) -> str:
     return page.read_text()
 
 
-def test_headline_numbers_verdict_and_recipe(full_page: str) -> None:
-    for expected in (
-        "12.5 % →</small> 50.0 %",
-        "95 % interval 43.8 % to 56.2 %",
-        "37.5 % → 75.0 %",
-        "one process, bf16",
-        "48\u2009000",
-        "6\u2009144 samples",
-        "0.976",
-        "rollouts: the learner waits 55 % of each step; add engines or allow lag",
-        "wait for rollouts 55.0 %",
-        "wait for commits 5.0 %",
-        "prompts_per_batch: 32",
-        "No restart, drop or retry.",
-    ):
-        assert expected in full_page
-
-
 def test_page_is_one_well_formed_file_without_external_resources(full_page: str) -> None:
     parser = Balanced()
     parser.feed(full_page)
@@ -81,14 +58,6 @@ def test_the_browser_may_run_nothing_and_fetch_nothing(full_page: str) -> None:
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     head = full_page.partition("<title>")[0]
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in head
-
-
-def test_colours_are_left_to_the_theme(full_page: str) -> None:
-    svg = "".join(re.findall(r"<svg.*?</svg>", full_page, re.DOTALL))
-    assert not re.search(r"#fe00\w\w", full_page)
-    for variable in set(re.findall(r"var\(--(\w+)\)", full_page)):
-        assert full_page.count(f"--{variable}: #") == 2, f"{variable} needs a light and a dark value"
-    assert set(re.findall(r"(?:fill|stroke): (#\w+)", svg)) == set()
 
 
 def test_every_figure_is_there_for_a_full_run(full_page: str) -> None:
@@ -142,19 +111,6 @@ def test_events_are_listed_escaped_and_repeats_collapse(write_run: WriteRun) -> 
     assert "batch 2, group 77: prompt has 600 tokens" in page
 
 
-def test_numbers_in_words() -> None:
-    assert (percent(1.0), percent(0.00004), percent_label(1.0), percent_label(1e-4)) == (
-        "100.0 %",
-        "0.0 %",
-        "100 %",
-        "0.01 %",
-    )
-    assert (percent(0.1234), percent(None)) == ("12.3 %", "–")
-    assert (decimal(0.00012345), decimal(1.0), decimal(None)) == ("0.0001234", "1", "–")
-    assert (count(1234567), count(None)) == ("1\u2009234\u2009567", "–")
-    assert (duration(41.6), duration(200), duration(7500)) == ("42 s", "3 min 20 s", "2 h 05 min")
-
-
 def test_report_needs_no_torch() -> None:
     code = (
         "import sys, pipeline.analysis.report, launch.show.runs, launch.run.live_view, launch.doctor.machine; "
@@ -162,28 +118,6 @@ def test_report_needs_no_torch() -> None:
         + ("sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'sglang', 'transformers')))")
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
-
-
-def test_the_environment_names_hosts_packages_and_commits_once(write_run: WriteRun) -> None:
-    run = write_run(2)
-    assert environment_rows(RunLog.read(run)) == []
-    assert "Not recorded" in page_of(run)
-    told: dict[str, Any] = dict(cores=16, python="3.11.9")
-    gpus = ["NVIDIA H100 80GB HBM3"] * 2
-    for number, commit in enumerate(("0123456789ab", "fedcba987654+")):
-        learner = dict(host="node-a", gpus=gpus, packages=dict(torch="2.13.0"), commit=commit)
-        EventLog(run, "learner-000009").event("environment", role="learner", time=START + number, **told, **learner)
-    engine = dict(host="node-b", gpus=[], packages=dict(torch="2.13.0", sglang="0.5.23"))
-    EventLog(run, "engine-000009").event("environment", role="engine-0", time=START, **told, **engine)
-    assert environment_rows(RunLog.read(run)) == [
-        ("Commit", "0123456789ab, then fedcba987654+"),
-        ("Host of engine 0", "node-b (no GPU, 16 CPU cores)"),
-        ("Host of the learner", "node-a (2 × NVIDIA H100 80GB HBM3, 16 CPU cores)"),
-        ("Python", "3.11.9"),
-        ("torch", "2.13.0"),
-        ("sglang", "0.5.23"),
-    ]
-    assert "<dt>Host of engine 0</dt><dd>node-b (no GPU, 16 CPU cores)</dd>" in page_of(run)
 
 
 def test_a_report_that_cannot_be_written_is_said_and_fails_no_run(

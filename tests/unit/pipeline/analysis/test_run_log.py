@@ -115,13 +115,6 @@ def test_routine_events_are_kept_by_kind_and_time(write_run: WriteRun) -> None:
     assert log.wall_s > 0
 
 
-def test_a_series_reads_into_nested_metrics(write_run: WriteRun) -> None:
-    run_log = RunLog.read(write_run(3))
-    assert run_log.series("mismatch/age/0/share") == ([0, 1, 2], [0.75] * 3)
-    assert run_log.series("mismatch/age/99/share") == ([], [])
-    assert run_log.series("ess/age/0") == ([], [])
-
-
 def test_any_flipped_bit_of_a_log_fails_nothing(write_run: WriteRun) -> None:
     """Logs carry no checksums: what is read may be wrong then, and a report is drawn all the same."""
     run, draw = write_run(3), random.Random(0)

@@ -3,7 +3,6 @@ small."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,22 +14,17 @@ import numpy as np
 import pytest
 
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.analysis import samples
 from pipeline.analysis.report import write_report
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.samples import (
     Background,
     choose,
-    color_of,
-    pick,
     render_batch,
     sample_rows,
-    shares_of,
-    spread_over,
     visible,
     write_samples,
 )
-from pipeline.data.batch import VERIFIER_FAILED, Batch, Completion, DroppedGroup, Group, Prompt, Sample
+from pipeline.data.batch import Batch, Completion, DroppedGroup, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.rollout.evaluation import kept_responses
@@ -135,12 +129,6 @@ def test_a_run_without_a_batch_has_no_page_and_no_link(written: Written) -> None
     assert "samples.html" not in write_report(written.run.path).read_text()
 
 
-def test_the_report_leads_to_the_page_and_back(written: Written) -> None:
-    written.commit(0, [("1=", [("a", 1.0)])])
-    assert '<a href="samples.html">' in write_report(written.run.path).read_text()
-    assert '<a href="report.html">' in (written.run.path / "samples.html").read_text()
-
-
 def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Written) -> None:
     batch = written.commit(4, [("12=", [("abc", 1.0), ("de", 0.25)])])
     gaps = np.array([0.0, 0.02, -0.06, 0.3, -np.inf], np.float32)
@@ -162,17 +150,6 @@ def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Wr
     assert "has not scored" not in page
 
 
-def test_without_the_learners_log_probabilities_the_page_says_so(written: Written) -> None:
-    for step in (0, 1):
-        batch = written.commit(step, [("1=", [("ab", 0.0), ("c", 1.0)])])
-    written.run.write_logprobs(0, np.array(batch.rollout_logprobs) - 3.0)
-    page = written.page()
-    assert "The learner has not scored the batch of step 1 yet" in page
-    assert page.count("not scored by the learner yet") == 1
-    assert len(re.findall(r'<b class="less4" title="-3, p 0.607">', page)) == 3
-    assert len(re.findall(r'<b title="p 0.607">', page)) == 3
-
-
 def test_no_text_of_a_run_gets_out_of_its_place(written: Written) -> None:
     written.commit(0, [(HOSTILE, [(HOSTILE, 1.0)])])
     page = written.page()
@@ -190,19 +167,6 @@ def test_the_browser_may_run_nothing_and_fetch_nothing(written: Written) -> None
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     assert "://" not in page
     assert re.findall(r"(?:src|href)=\"([^\"]*)", page) == ["report.html"]
-
-
-def test_long_texts_are_cut_in_the_middle_with_a_count(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_TOKENS", 12)
-    monkeypatch.setattr(samples, "MOST_PROMPT_CHARACTERS", 6)
-    written.commit(0, [("1234567890=", [("abcdefghijklmnopqrstuvwxyz", 1.0), ("xyz", 0.0)])])
-    page = written.page()
-    assert Page(page).texts == [
-        "1234 … 5 characters left out … 0=",
-        "abcdef … 17 tokens left out … xyz",
-        "xyz",
-    ]
-    assert "1 response of more than 9 tokens is cut in the middle." in page
 
 
 def test_a_page_stays_small_and_says_what_it_leaves_out(written: Written) -> None:
@@ -226,22 +190,6 @@ def test_a_damaged_batch_is_named_and_the_others_are_shown(written: Written) -> 
     assert Page(page).texts == ["1=", "ab"]
 
 
-def test_without_the_tokenizer_of_the_batches_tokens_are_numbers(written: Written) -> None:
-    batch = written.commit(0, [("1=", [("ab", 0.0)])])
-    write_character_tokenizer(written.tokenizer.folder, "another")
-    page = written.page()
-    assert "tokens are shown as their numbers" in page
-    assert Page(page).texts[1].split() == [str(token) for token in batch.response_tokens]
-
-
-@pytest.mark.parametrize(
-    ("gap", "color"),
-    [(0.0, ""), (-0.0099, ""), (0.01, "more1"), (-0.05, "less2"), (0.2, "more3"), (-7.0, "less4"), (np.inf, "broken")],
-)
-def test_a_color_begins_at_its_bound(gap: float, color: str) -> None:
-    assert color_of(gap) == color
-
-
 def test_the_reference_answer_and_what_a_sample_is_trained_with_stand_beside_it(written: Written) -> None:
     recipe = written.run.recipe()
     answer = build_task(recipe.task, recipe.run.seed).problem(3).answer
@@ -259,22 +207,6 @@ def test_the_reference_answer_and_what_a_sample_is_trained_with_stand_beside_it(
         assert f"reward, advantage {value:.4g}<" in page
         assert f"  advantage {value:.4g}" in text
     assert advantages[0] > 0 > advantages[1]
-
-
-def test_metadata_of_the_data_is_shown_and_data_that_is_gone_is_told(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    rows = [dict(prompt=f"{number}=", answer=f"<{number}>", level="hard") for number in range(400)]
-    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    write_character_tokenizer(tmp_path / "m", CHARACTERS)
-    task = dict(name="data", path=str(data), reward="pipeline.rewards.verifiers:exact_match")
-    run = write_run(tmp_path, 0, overrides=dict(model=dict(path=str(tmp_path / "m")), task=task))
-    written = Written(RunDirectory(run), Tokenizer.load(tmp_path / "m"))
-    written.commit(0, [("1=", [("a", 1.0)])], problem=0)
-    page = written.page()
-    assert 'Reference answer: <span class="text">&lt;' in page
-    assert "{&#34;level&#34;: &#34;hard&#34;}" in page
-    data.unlink()
-    assert "reference answers are not shown: " in written.page()
 
 
 def test_held_out_answers_are_shown_by_version(written: Written) -> None:
@@ -297,31 +229,6 @@ def test_held_out_answers_are_shown_by_version(written: Written) -> None:
     assert "<summary>Version 20</summary>" in page
 
 
-NEVER = -np.inf
-
-
-@pytest.mark.parametrize(
-    ("indices", "expected"),
-    [([], []), ([7], [7]), ([0, 3, 4], [0, 3, 4]), (list(range(11)), [0, 2, 4, 6, 8, 10])],
-)
-def test_batches_at_equal_distances_with_the_first_and_the_last(indices: list[int], expected: list[int]) -> None:
-    assert spread_over(indices) == expected
-
-
-def test_each_measure_takes_its_highest_in_turn_and_the_rest_are_the_first() -> None:
-    by_gap, by_length = [1.0, 0.0, 3.0, 2.0, 0.0], [NEVER, NEVER, NEVER, NEVER, 9.0]
-    assert pick([by_gap, by_length], 5, 3) == [0, 2, 4]
-    assert pick([by_gap, by_length], 5, 4) == [0, 2, 3, 4]
-    assert pick([by_gap, by_length], 5, 9) == [0, 1, 2, 3, 4]
-    assert pick([[NEVER, NEVER]], 2, 1) == [0]
-
-
-def test_short_responses_leave_their_share_to_long_ones() -> None:
-    assert shares_of([2, 2, 100, 100], 24) == 10
-    assert shares_of([2, 3], 100) == 3
-    assert shares_of([], 100) == 0
-
-
 def test_the_widest_spread_the_truncated_and_the_worst_token_are_among_the_groups() -> None:
     batch = batch_of_rewards([[0.5, 0.5]] * 6 + [[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]])
     truncated = np.zeros(18, np.bool_)
@@ -336,18 +243,6 @@ def test_the_widest_spread_the_truncated_and_the_worst_token_are_among_the_group
     assert batch.group[shown].tolist() == [0, 0, 6, 6, 7, 7, 8, 8]
 
 
-def test_of_a_large_group_the_best_the_worst_and_the_truncated_are_shown() -> None:
-    rewards = [0.5] * 20
-    rewards[18], rewards[13] = 1.0, 0.0
-    truncated = np.zeros(20, np.bool_)
-    truncated[16] = True
-    batch = replace(batch_of_rewards([rewards]), truncated=truncated)
-    shown, facts = choose(batch, None)
-    assert (facts[0]["num_samples"], facts[0]["worst_gap"]) == (20, None)
-    assert np.count_nonzero(shown) == 8
-    assert {13, 16, 18} < set(np.flatnonzero(shown).tolist())
-
-
 def test_a_gap_that_is_not_finite_is_the_worst_and_unsampled_tokens_have_none() -> None:
     batch = batch_of_rewards([[0.0, 1.0], [0.0, 1.0]], unsampled=0.5, seed=3)
     learner = np.where(batch.loss_mask, batch.rollout_logprobs + 0.25, 99.0).astype(np.float32)
@@ -359,45 +254,6 @@ def test_a_gap_that_is_not_finite_is_the_worst_and_unsampled_tokens_have_none() 
 
 def text_of(written: Written, batch: Batch, **how: Any) -> list[str]:
     return list(render_batch(batch, written.tokenizer, Background(written.run.path), **how))
-
-
-def test_a_batch_as_text(written: Written) -> None:
-    batch = written.commit(4, [("12=", [("abc", 1.0), ("de", 0.25)])])
-    batch = replace(batch, dropped=(DroppedGroup(group=9, reason="too long"),))
-    learner = batch.rollout_logprobs + np.array([0.5, -0.25, np.nan, 0, 0], np.float32)
-    sampled = replace(batch, loss_mask=np.array([True, True, True, True, False]))
-    lines = text_of(written, sampled, learner_logprobs=learner)
-    assert lines[:10] == [
-        "batch 4: 2 samples, 5 response tokens; group 9 dropped: too long",
-        "",
-        "sample 0, group 400",
-        "  prompt    12=",
-        "  response  abc",
-        "  reward    1 (right 1)",
-        "  advantage 0.7071",
-        "  finish    stop after 3 tokens, engine 0, generated 0 s",
-        "  versions  3",
-        "  token            version   rollout   learner       gap",
-    ]
-    assert lines[10:13] == [
-        "  a                      3   -0.5000    0.0000   +0.5000",
-        "  b                      3   -0.5000   -0.7500   -0.2500",
-        "  c                      3   -0.5000       not looked at",
-    ]
-    assert lines[-1] == "  e                      3 unsampled"
-    assert not [line for line in text_of(written, batch, limit=1) if line.startswith("sample 1")]
-    with pytest.raises(ValueError, match=r"learner_logprobs is \(3,\), expected \(5,\)"):
-        text_of(written, batch, learner_logprobs=learner[:3])
-
-
-def test_solved_groups_are_counted_and_a_sample_without_a_reward_says_so(written: Written) -> None:
-    batch = written.commit(0, [("1=", [("a", 1.0), ("b", 0.0)])])
-    solved = tuple(DroppedGroup(group=group, reason="…", kind="solved") for group in (2, 3))
-    parts = batch.reward_parts | {VERIFIER_FAILED: np.array([1.0, np.nan], "f4")}
-    lines = text_of(written, replace(batch, dropped=solved, reward_parts=parts))
-    assert lines[0].endswith("; 2 groups of solved problems passed over")
-    rewards = [line for line in lines if line.startswith("  reward")]
-    assert rewards == ["  reward    none: its verifier failed (right 1)", "  reward    0 (right 0)"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import add_recipe
 from pipeline.data.store import BatchStore
-from pipeline.errors import RecipeError, StoreError
+from pipeline.errors import StoreError
 from tests.support.batches import batch_of_rewards
 
 
@@ -122,12 +122,6 @@ def test_hours_count_each_accelerator_once(run: Path, changed: dict[str, Any], a
     np.testing.assert_allclose(read_curve(run, "hours", None).compute, hours)
 
 
-def test_an_evaluation_beyond_the_journal(run: Path) -> None:
-    EventLog(run, "learner-000001").event("evaluated", version=9, pass_at_1=0.9)
-    with pytest.raises(StoreError, match="version 9 was evaluated, but the samples of step 4 are in no log; put back"):
-        read_curve(run, None, None)
-
-
 def forget(path: Path, **line: Any) -> None:
     """As a killed process, or a host that loses power, leaves a log: without the line that holds these values."""
     lines = path.read_bytes().splitlines(keepends=True)
@@ -159,28 +153,6 @@ def test_jsonl_sorts_and_passes_over_other_lines(tmp_path: Path) -> None:
     np.testing.assert_array_equal(curve.score, [0.1, 0.3])
 
 
-@pytest.mark.parametrize(
-    ("text", "x", "y", "error", "message"),
-    [
-        ('{"c": 1, "r": 2}\n', None, "r", RecipeError, "name its fields with --x and --y; it has numbers in c, r"),
-        ('{"c": 1, "r": 2}\n', "c", "s", StoreError, "no number in a field 's', only in c, r"),
-        ('{"c": 1}\n{"r": 2}\n', "c", "r", StoreError, "no line with both 'c' and 'r'"),
-        ('{"c": 1, "r": 2}\nnot json\n', "c", "r", StoreError, "line 2 is not JSON"),
-        ("[1, 2]\n", "c", "r", StoreError, "line 1 is list, expected a JSON object"),
-        ('{"c": -1, "r": 2}\n', "c", "r", StoreError, "c goes down to -1"),
-        ("", "c", "r", StoreError, "only in none"),
-        ('{"c": true, "r": NaN}\n', "c", "r", StoreError, "only in none"),
-    ],
-)
-def test_bad_jsonl(
-    tmp_path: Path, text: str, x: str | None, y: str | None, error: type[Exception], message: str
-) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_text(text)
-    with pytest.raises(error, match=message):
-        read_curve(path, x, y)
-
-
 def curve(compute: list[float], score: list[float]) -> Curve:
     return Curve(name="n", x="c", y="r", compute=np.array(compute), score=np.array(score))
 
@@ -198,11 +170,3 @@ def test_a_given_start_is_exact_and_leaves_all_points_above_zero() -> None:
     assert (points.start, points.start_weight, len(points.compute)) == (0.15, math.inf, 4)
     late = Bounds(r0=0.15).points([curve([1, 2, 3, 4], [0.2, 0.3, 0.4, 0.5])])
     assert len(late.compute) == 4
-
-
-def test_skip_leaves_the_start_alone() -> None:
-    points = Bounds(skip=2.0).points([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])])
-    assert points.start == 0.1
-    np.testing.assert_array_equal(points.compute, [2, 3, 4, 5])
-    with pytest.raises(StoreError, match="3 points are left to fit, expected at least 4"):
-        Bounds(skip=3.0).points([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])])

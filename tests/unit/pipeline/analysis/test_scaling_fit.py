@@ -21,7 +21,7 @@ from pipeline.analysis.scaling_fit import (
     judge,
     progress,
 )
-from pipeline.errors import RecipeError, StoreError
+from pipeline.errors import StoreError
 from tests.support.examples import examples
 
 ROWS = {
@@ -135,13 +135,6 @@ def test_rows_that_end_below_the_midpoint_are_not_identifiable(row: str, reach: 
     assert all(text.startswith("A is not identifiable: ") for text in warnings[:1])
 
 
-def test_a_curve_that_does_not_rise_is_not_identifiable() -> None:
-    noise = np.random.default_rng(0).uniform(-0.01, 0.01, 30)
-    fit, _, identifiable, _ = answer(Points.of(np.arange(1.0, 31.0), 0.4 + noise, 0.4, 1.0))
-    assert not identifiable
-    assert fit.asymptote > 0.4
-
-
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     """Of 40 curves 38 intervals should hold the true A (binomial: fewer than 33 has a chance of 1 in 1,000)."""
     held = 0
@@ -200,15 +193,6 @@ def test_derived_grid() -> None:
     paper = Grid.derived(points, a_min=0.45, a_max=0.8, c_mid_min=100.0, c_mid_max=40_000.0)
     assert (len(paper.asymptotes), paper.asymptotes[0], paper.asymptotes[-1]) == (71, 0.45, 0.8)
     assert (paper.midpoints[0], paper.midpoints[-1]) == (100.0, 40_000.0)
-
-
-@pytest.mark.parametrize(
-    "bad", [dict(a_max=0.2), dict(a_max=1e6), dict(c_mid_min=0.0), dict(c_mid_min=5.0, c_mid_max=5.0)]
-)
-def test_empty_grids_are_refused(bad: dict[str, float]) -> None:
-    points = Points.of([10.0, 20.0, 50.0, 100.0], [0.3, 0.4, 0.5, 0.6], 0.3)
-    with pytest.raises(RecipeError, match=r"give (--a-min|0 < --c-mid-min)"):
-        Grid.derived(points, **bad)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from launch.show.runs import render, render_list
-from pipeline.analysis.report import render_page, write_report
+from pipeline.analysis.report import write_report
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import (
     LEARNER_PHASES,
@@ -90,16 +90,6 @@ def test_a_step_trained_again_counts_once(write_run: Callable[..., Path]) -> Non
     assert (numbers["steps"], numbers["tokens"], numbers["ess_last"]) == (5, 4 * 2000 + 3000, 0.5)
 
 
-def test_restarts_and_drops_are_counted_and_shown(write_run: Callable[..., Path]) -> None:
-    run = write_run(3)
-    event_log = EventLog(run, "learner-000001")
-    event_log.event("restarted", process="learner", reason="exit code -9")
-    event_log.event("committed", batch=3, samples=248, dropped=1)
-    numbers = summary(run)
-    assert (numbers["restarts"], numbers["dropped"], numbers["state"]) == (1, 1, "unfinished: 3 of 24 steps")
-    assert "restarts 1, dropped groups 1" in text_of(render(numbers))
-
-
 def test_samples_are_those_of_every_batch_once(write_run: Callable[..., Path]) -> None:
     """A collector may be killed between a batch and its event; a batch whose file is gone may be made again."""
     run = write_run(2)
@@ -124,35 +114,6 @@ def test_not_a_run(tmp_path: Path) -> None:
         summary(tmp_path)
 
 
-def test_a_failure_of_a_held_out_sample_alone_is_told_as_such(write_run: Callable[..., Path]) -> None:
-    run = write_run(1)
-    EventLog(run, "collector-000009").event("reward_failed", reason="raised", detail="ValueError: no")
-    (told,) = [sentence for sentence in summary(run)["warnings"] if "verifier" in sentence]
-    assert told.startswith("a sample that is not trained on")
-    assert told.endswith("raised: ValueError: no")
-
-
-def test_what_the_teacher_did_not_score_is_no_failure_of_the_verifier(write_run: Callable[..., Path]) -> None:
-    run = write_run(0)
-    EventLog(run, "collector-000001").event("teacher_failed", reason="no answer", detail="refused")
-    EventLog(run, "collector-000001").event("committed", batch=0, samples=32)
-    EventLog(run, "learner-000001").metrics(0, verifier_failures=0.0, teacher_failures=8.0)
-    found = summary(run)
-    assert (found["verifier_failures"], found["teacher_failures"]) == (0, 8)
-    told = "8 of 32 samples were not scored by the teacher and left out of the loss; the first, no answer: refused"
-    assert told in found["warnings"]
-    assert not [sentence for sentence in found["warnings"] if "verifier" in sentence]
-
-
-def test_a_reward_that_never_solves_is_a_warning_until_a_sample_is_solved(write_run: Callable[..., Path]) -> None:
-    run = write_run(0)
-    EventLog(run, "collector-000009").event("unsolved", batches=3, highest=0.9, solved_at=1.0)
-    (told,) = [sentence for sentence in summary(run)["warnings"] if "solved_at" in sentence]
-    assert told.startswith("no sample of 3 batches reached reward.solved_at 1, the highest reward was 0.9:")
-    EventLog(run, "learner-000009").metrics(0, solve_rate=0.1, num_tokens=1)
-    assert not [sentence for sentence in summary(run)["warnings"] if "solved_at" in sentence]
-
-
 def test_a_run_of_sft_has_a_table_and_a_page_of_its_own(write_run: Callable[..., Path]) -> None:
     run = write_run(0, steps=60)
     (run / "sft.json").write_text("{}\n", encoding="utf-8")
@@ -169,13 +130,6 @@ def test_a_run_of_sft_has_a_table_and_a_page_of_its_own(write_run: Callable[...,
     for text in (table, page.partition("<h2>Recipe</h2>")[0]):
         for absent in ("pass@", "p3o", "nothing to judge", "ESS, last", "engines"):
             assert absent not in text
-
-
-def test_a_command_in_a_sentence_is_code_on_the_page_and_markup_is_text(write_run: Callable[..., Path]) -> None:
-    run = write_run(1)
-    EventLog(run, "collector-000009").event("reward_failed", reason="raised", detail="see `evenkeel <x>`")
-    page = write_report(run).read_text(encoding="utf-8")
-    assert "see <code>evenkeel &lt;x&gt;</code>" in page
 
 
 WriteRun = Callable[..., Path]
@@ -214,28 +168,6 @@ def test_a_fork_in_another_format_leaves_its_parent_s_alarms_as_they_were(
     run_log = replace(RunLog.read(path), metrics=lines)
     (history,) = alarm_history(run_log)
     assert (history.name, history.first_step, history.last_step) == ("fresh kl high", *broke)
-
-
-def test_the_worst_is_the_furthest_beyond_the_bound_of_its_step(write_run: WriteRun) -> None:
-    path = write_run(0, overrides=dict(rollout=dict(precision="bf16")))
-    recipe = RunLog.read(path).recipe
-    rollout = recipe.rollout.model_copy(update=dict(precision="fp8_block"))
-    add_recipe(path, recipe.model_copy(update=dict(rollout=rollout)), first_step=1, first_batch=1)
-    lines = [dict(step=step, time=0.0, mismatch={"age": {"0": {"k3_kl": kl}}}) for step, kl in ((0, 9e-3), (1, 5.1e-2))]
-    (history,) = alarm_history(replace(RunLog.read(path), metrics=lines))
-    assert (history.worst.value, history.worst.bound, history.num_steps) == (9e-3, 1e-3, 2)
-
-
-def test_the_report_lists_them_with_what_to_do(write_run: WriteRun) -> None:
-    run_log = with_ess(RunLog.read(write_run(12)), {})
-    calm = render_page(run_log)
-    assert "No alarm:" in calm
-    page = render_page(with_ess(run_log, {3: 0.25, 4: 0.1}))
-    assert "<h2>Alarms</h2>" in page
-    assert "2 of steps 3 to 4" in page
-    assert "effective sample size was 0.1 at worst, below 0.3." in page
-    assert "verl warns below 0.3" in page
-    assert "No alarm:" not in page
 
 
 @pytest.mark.parametrize(
@@ -280,16 +212,6 @@ def test_an_unreadable_run_says_why_and_hides_no_other(write_run: WriteRun, tmp_
     assert "broken" in text_of(render_list(tmp_path, [first, second]))
 
 
-def test_a_run_that_has_not_begun_has_a_row(write_run: WriteRun, tmp_path: Path) -> None:
-    write_run(0)
-    assert "not started" in text_of(render_list(tmp_path, list_runs(tmp_path)))
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is no folder; give the one that holds runs"):
-        list_runs(tmp_path / "missing")
-
-
 def steps(count: int = 3, **seconds: float) -> list[dict[str, Any]]:
     return [{"step": step, "time": 100.0 + 10.0 * step, "seconds": seconds} for step in range(count)]
 
@@ -310,11 +232,6 @@ def test_a_waiting_learner_blames_rollouts_with_its_share() -> None:
 )
 def test_the_slowest_group_is_named(seconds: dict[str, float], beginning: str) -> None:
     assert bottleneck(time_shares(steps(**seconds))).startswith(beginning)
-
-
-def test_a_runner_up_that_is_close_is_named_too() -> None:
-    assert bottleneck(time_shares(steps(wait=4.8, update=5.2))).endswith("(next: rollouts, 48 %)")
-    assert "next" not in bottleneck(time_shares(steps(wait=4.0, update=6.0)))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.trace import Span, _rows, timeline, trace
-from pipeline.data.event_log import EventLog
+from pipeline.analysis.trace import timeline, trace
 from pipeline.errors import StoreError
 from tests.support.traces import check_trace, rows_of
 from tests.support.written_runs import SECONDS, START
@@ -78,12 +77,6 @@ def test_recorded_spans_replace_what_is_rebuilt(write_run: WriteRun) -> None:
     assert rows["verifiers", "worker 0"][0]["args"] == {"samples": 3}, "what came after the step is not in it"
 
 
-def test_the_steps_that_were_judged_are_told_where_they_are_not_those_shown(write_run: WriteRun) -> None:
-    """The first step is shown, and left out of shares and verdict."""
-    found = trace(write_run(3))["otherData"]
-    assert (found["steps"], found["judged_steps"]) == ([0, 3], [1, 3])
-
-
 def test_refusals_say_what_there_is(write_run: WriteRun, tmp_path: Path) -> None:
     run = write_run(3)
     with pytest.raises(StoreError, match=r"no finished step in 7:9, expected some of 0:3; give --steps"):
@@ -104,42 +97,6 @@ def test_a_damaged_span_is_left_out_and_named(write_run: WriteRun) -> None:
     assert found["otherData"]["damage"] == [
         f"1 line of {path} could not be read and was passed over, the first is line 1"
     ]
-
-
-def test_spans_share_a_row_where_they_nest_and_never_where_they_cross() -> None:
-    def made(name: str, start: float, end: float) -> Span:
-        return Span(part="p", lane="l", name=name, number=0, start=start, end=end)
-
-    outer, first, second = made("step", 0, 10), made("wait", 0, 4), made("update", 4, 10)
-    crossing = made("publish", 8, 12)
-    assert _rows([second, crossing, outer, first]) == [[outer, first, second], [crossing]]
-    assert len(_rows([made("request", 0, 10), made("request", 2, 3)])) == 2, "no request is a part of another"
-
-
-def test_the_phases_of_a_step_end_when_its_line_was_written_and_batches_that_overlap_have_lanes(
-    write_run: WriteRun,
-) -> None:
-    run = write_run(0)
-    seconds = {"wait": 3.0, "logprobs": 1.0, "update": 2.0, "publish": 0.0, "save": 0.5}
-    EventLog(run, "learner-000001").metrics(4, seconds=seconds, time=START + 100.0)
-    log = EventLog(run, "collector-000001")
-    for batch, started, generate in ((0, 0.0, 9.0), (1, 5.0, 9.0), (2, 10.0, 1.0)):
-        spent = {"generate": generate, "commit": 1.0}
-        log.event("committed", batch=batch, samples=1, started=START + started, seconds=spent)
-    log.event("evaluated", version=20, time=START + 50.0, seconds=4.0)
-    spans = timeline(RunLog.read(run), [])
-    step = [(span.name, span.start - START, span.end - START) for span in spans if span.number == 4]
-    assert step == [
-        ("step", 93.5, 100.0),
-        ("wait", 93.5, 96.5),
-        ("logprobs", 96.5, 97.5),
-        ("update", 97.5, 99.5),
-        ("save", 99.5, 100.0),
-    ]
-    lanes = {span.number: span.lane for span in spans if span.lane.startswith("batches")}
-    assert lanes == {0: "batches 1", 1: "batches 2", 2: "batches 1"}
-    [held_out] = [span for span in spans if span.lane == "evaluation"]
-    assert (held_out.name, held_out.number, held_out.start - START) == ("evaluate", 20, 46.0)
 
 
 @pytest.mark.parametrize(

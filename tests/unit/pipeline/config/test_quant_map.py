@@ -51,14 +51,6 @@ def test_going_on_with_a_changed_map_names_the_layer(recipe_file: Path) -> None:
         run.freeze(load_recipe(recipe_file))
 
 
-def test_set_takes_a_file(recipe_file: Path) -> None:
-    other = recipe_file.parent / "other.yaml"
-    other.write_text("base: fp8_block\n")
-    recipe = load_recipe(recipe_file, [f"rollout.quant_map={other}"])
-    assert recipe.rollout.quant_map == QuantMapFile(base="fp8_block")
-    assert load_recipe(recipe_file, ["rollout.quant_map=null", "rollout.precision=bf16"]).rollout.quant_map is None
-
-
 @pytest.mark.parametrize(
     ("text", "problem"), [("base: int4", "base: Input should be"), ("[", "line 1, column 2: not YAML")]
 )

@@ -11,11 +11,9 @@ import yaml
 
 from pipeline.config.loader import (
     SHIPPED,
-    changed_keys,
     find_recipe,
     load_recipe,
     recipe_from,
-    taken_from,
 )
 from pipeline.config.recipe import Recipe
 from pipeline.config.sections import MOST_KEPT
@@ -193,35 +191,11 @@ def test_a_shipped_recipe_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load_recipe(Path("mine.yaml")).rollout == load_recipe(Path("demo")).rollout
 
 
-def test_what_extends_means_is_looked_for_beside_the_file_first(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("extends: spell.yaml\nrun: {name: mine}\n")
-    assert taken_from(mine) == f"{mine}, which extends the shipped spell.yaml"
-    beside = tmp_path / "spell.yaml"
-    beside.write_text("extends: demo\nrollout: {group_size: 2}\n")
-    assert taken_from(mine) == f"{mine}, which extends {beside}, which extends the shipped demo.yaml"
-    assert load_recipe(mine).rollout.group_size == 2
-
-
-@pytest.mark.parametrize("base", ["sepll", "sepll.yaml"])
-def test_a_misspelled_extends_is_answered_by_the_recipe_that_was_meant(tmp_path: Path, base: str) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(f"extends: {base}\n")
-    with pytest.raises(RecipeError, match=r"extended by .*mine\.yaml; no shipped .*; did you mean spell\?$"):
-        load_recipe(mine)
-
-
 def test_resolved_recipe_reads_back_as_itself() -> None:
     recipe = recipe_from(data(), source="t")
     again = recipe_from(yaml.safe_load(recipe.to_yaml()), source="t")
     assert again == recipe
     assert again.to_yaml() == recipe.to_yaml()
-
-
-def test_differing_keys_are_named() -> None:
-    ours, theirs = (recipe_from(data(rollout=dict(group_size=n)), source="t") for n in (8, 4))
-    assert changed_keys(ours, theirs) == {"rollout.group_size": "8 → 4"}
-    assert ours.to_yaml() != theirs.to_yaml()
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

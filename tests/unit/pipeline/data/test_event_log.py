@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.data import event_log
-from pipeline.data.event_log import EVENT_KINDS, EventLog, LogTail, read_events, read_metrics
+from pipeline.data.event_log import EventLog, LogTail, read_events, read_metrics
 from pipeline.errors import NonFiniteError
 
 
@@ -71,21 +71,6 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, fields: dict[st
     assert read_metrics(tmp_path) == []
 
 
-def test_unknown_kinds_and_values_are_refused(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path, "learner-000001")
-    with pytest.raises(ValueError, match="'exploded' is unknown, expected one of issued"):
-        event_log.event("exploded")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="what is a set"):
-        event_log.event("saved", what={1})
-    for kind in EVENT_KINDS:
-        event_log.event(kind)  # type: ignore[arg-type]
-    assert (tmp_path / "events/learner-000001.jsonl").read_text(encoding="utf-8").count("\n") == len(EVENT_KINDS)
-
-
-def test_there_is_nothing_before_the_first_line(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == read_events(tmp_path) == []
-
-
 def test_a_line_torn_anywhere_costs_only_itself(tmp_path: Path) -> None:
     EventLog(tmp_path, "learner-000001").metrics(0, loss=1.5, text="é")
     path = tmp_path / "metrics" / "learner-000001.jsonl"
@@ -96,14 +81,6 @@ def test_a_line_torn_anywhere_costs_only_itself(tmp_path: Path) -> None:
         EventLog(tmp_path, "learner-000001").metrics(1, loss=2.5)
         lines = read_metrics(tmp_path)
         assert [(line["step"], line["loss"]) for line in lines] == [(0, 1.5), (1, 2.5)]
-
-
-def test_opening_again_changes_nothing_when_no_line_is_torn(tmp_path: Path) -> None:
-    EventLog(tmp_path, "learner-000001").metrics(0)
-    path = tmp_path / "metrics" / "learner-000001.jsonl"
-    before = path.read_bytes()
-    EventLog(tmp_path, "learner-000001")
-    assert path.read_bytes() == before
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +134,6 @@ def test_observers_get_each_line_once_it_is_written(tmp_path: Path) -> None:
     event_log.metrics(3, loss=np.float32(0.5))
     event_log.event("saved", step=4)
     assert seen == [("metrics", read_metrics(tmp_path)[0]), ("event", read_events(tmp_path)[0])]
-
-
-def test_lines_of_an_earlier_version_are_read_without_their_checksum(tmp_path: Path) -> None:
-    folder = tmp_path / "metrics"
-    folder.mkdir()
-    (folder / "learner-000001.jsonl").write_text('{"step": 3, "time": 1.5, "ess": 0.5, "crc32": "0a1b2c3d"}\n')
-    EventLog(tmp_path, "learner-000001").metrics(4)
-    first, second = read_metrics(tmp_path)
-    assert first == {"step": 3, "time": 1.5, "ess": 0.5}
-    assert set(second) == {"step", "time"}
 
 
 def test_a_tail_gives_each_complete_line_once_and_by_time(tmp_path: Path) -> None:

@@ -40,19 +40,6 @@ def test_an_answer_becomes_rows_of_the_layers_with_experts() -> None:
     np.testing.assert_array_equal(found.ids[5], 0)
 
 
-def test_a_prompt_of_one_token_without_response_has_no_row() -> None:
-    assert not decode_engine_rows("", 1, SHAPE).known.any()
-    assert len(decode_engine_rows("", 0, SHAPE)) == 0
-
-
-def test_many_experts_take_two_bytes() -> None:
-    assert ExpertShape(num_layers=1, moe_layers=(0,), num_experts=256, per_token=8).dtype == np.uint8
-    wide = ExpertShape(num_layers=1, moe_layers=(0,), num_experts=257, per_token=1)
-    found = decode_engine_rows(encoded(np.full((1, 1, 1), 256, np.int32)), 2, wide)
-    assert found.ids.dtype == np.uint16
-    assert found.ids[0, 0, 0] == 256
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

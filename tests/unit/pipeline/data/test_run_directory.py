@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import launch.run.train
 from launch.cli import app
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import read_sealed, seal
@@ -75,16 +74,6 @@ def test_commands_that_work_on_a_run_refuse_a_run_of_an_earlier_version_in_one_l
     assert sorted(path.name for path in former.iterdir()) == ["FORMAT", "recipe.yaml"]
 
 
-def test_training_does_not_go_on_with_a_run_of_an_earlier_version(
-    former: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for reads_the_model in ("check_room", "preflight", "check_reward"):
-        monkeypatch.setattr(launch.run.train, reads_the_model, lambda *_: None)
-    with pytest.raises(StoreError, match="made by an earlier version"):
-        launch.run.train.train_run(recipe)
-    assert not (former / "batches").exists()
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -124,12 +113,6 @@ def test_what_is_no_run_or_damaged_is_said(tmp_path: Path, recipe: Recipe) -> No
     assert run.recipe() == recipe, "changed by hand, on purpose"
 
 
-def test_numbered_folders_are_found_among_others(tmp_path: Path) -> None:
-    for name in ("000012", "000003", "1000000", ".000004.host-0123456789ab.tmp", "12", "PUBLISHED"):
-        (tmp_path / name).mkdir()
-    assert numbered_folders(tmp_path) == [3, 12, 1000000]
-
-
 def test_of_two_that_start_a_run_at_once_one_wins_and_the_other_compares(recipe: Recipe) -> None:
     seeds = [recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(seed=n)))) for n in range(4)]
 
@@ -156,19 +139,6 @@ def test_what_is_published_is_waited_for_a_moment(recipe: Recipe) -> None:
     (run.published / "000007").unlink()
     with pytest.raises(StoreError, match="names no version; start the run with"):
         run.published_version()
-
-
-def test_a_mark_that_is_empty_for_a_moment_is_read_again(recipe: Recipe) -> None:
-    """So another host may see it while it is replaced."""
-    run = RunDirectory(recipe.directory)
-    run.freeze(recipe)
-    run.set_finished("learner")
-    run.set_finished("collector")
-    (run.path / "finished" / "learner").write_text("")
-    writer = threading.Timer(0.1, run.set_finished, ["learner"])
-    writer.start()
-    assert run.is_finished()
-    writer.join()
 
 
 def test_what_is_published_never_falls(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

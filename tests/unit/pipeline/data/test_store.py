@@ -93,15 +93,6 @@ def test_round_trip_of_a_batch_of_several_sources(tmp_path: Path, make_batch: Ma
             check_attributes({**attributes, "sources": damaged})
 
 
-@pytest.mark.parametrize("num_groups", [0, 1])
-def test_round_trip_of_a_batch_whose_groups_were_all_dropped(
-    tmp_path: Path, make_batch: MakeBatch, num_groups: int
-) -> None:
-    store, batch = BatchStore(tmp_path), make_batch(0, num_groups=num_groups, dropped=(1, 2), next_group=3)
-    store.commit(batch)
-    assert_same(store.read(0, None), batch)
-
-
 def test_the_number_of_samples_is_that_of_the_batch(tmp_path: Path, make_batch: MakeBatch) -> None:
     store = BatchStore(tmp_path)
     store.commit(make_batch(0, num_groups=3))

@@ -4,7 +4,6 @@ its row."""
 from __future__ import annotations
 
 import json
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +60,6 @@ def test_of_a_conversation_the_answers_are_learned(tokenizer: Tokenizer) -> None
     assert tokenizer.conversation(
         [dict(role="system", content="S"), *turns("a", "B", "c", "D")["messages"]]
     ).startswith(whole)
-
-
-@pytest.mark.parametrize("prompt", ["a", [dict(role="user", content="a")], None, 7])
-def test_a_prompt_beside_whole_messages_is_not_asked_for(tokenizer: Tokenizer, prompt: Any) -> None:
-    assert read(tokenizer, turns("a", "B") | dict(prompt=prompt)).first == "[user]a;\n[assistant]»<t></t>B;«"
 
 
 QWEN3 = (
@@ -175,13 +169,6 @@ def test_thoughts_that_a_template_leaves_out_are_refused_with_what_helps(
         pieces_of(row["messages"], templated(tokenizer, template), "row 1")
 
 
-def test_thoughts_in_a_key_of_their_own_are_not_lost(tokenizer: Tokenizer) -> None:
-    """`reasoning_content`, which a template need not know."""
-    [asked, said] = turns("2+2?", "4")["messages"]
-    with pytest.raises(RecipeError, match=r"row 1: .*does not write message 2 as it stands"):
-        pieces_of([asked, said | dict(reasoning_content="add")], templated(tokenizer, QWEN3_THOUGHTS), "row 1")
-
-
 KNOWN_ROLES = (  # as Qwen3's, a template of branches without one for other roles; as Llama 3's, tools speak JSON
     "{% for m in messages %}{% if m.role in ('system', 'user') %}[{{ m.role }}]{{ m.content | trim }};"
     "{% elif m.role == 'assistant' %}[assistant]{{ m.content }};"
@@ -226,17 +213,6 @@ def test_rows_that_are_too_long_are_counted(tokenizer: Tokenizer) -> None:
     assert "the longest has 11" in found.notes[0]
     with pytest.raises(RecipeError, match=r"3 of 3 rows .* have more than 2 tokens .*up to 11; raise it"):
         read(tokenizer, *rows, longest=2)
-
-
-def test_rows_take_little_more_than_their_tokens(tokenizer: Tokenizer) -> None:
-    """Every rank holds all of them: 4 bytes a token, and 1 for whether it is learned."""
-    rows = [turns("what is it? " * 500, "it is this " * 500, "why? " * 500, "so " * 500)] * 20
-    read(tokenizer, *rows[:1], longest=100_000)  # what the first reading loads is not counted
-    tracemalloc.start()
-    found = read(tokenizer, *rows, longest=100_000)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < 6 * sum(map(len, found.rows))
 
 
 def test_rows_of_one_prompt_are_not_parted(tokenizer: Tokenizer) -> None:

@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from pipeline.demonstrations import Demonstration, learned_end, unstopped_end, write_with_end
-from pipeline.errors import ModelError
-from pipeline.tasks.tokenizer import END_TOKEN, Tokenizer, write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CLOSING\n{% endfor %}"
@@ -53,22 +52,6 @@ def test_servers_stop_at_what_any_file_names(tmp_path: Path, named: dict[str, An
     assert unstopped_end(tokenizer) is None
 
 
-@pytest.mark.parametrize(
-    ("template", "closing"),
-    [
-        (CHATML, END_TOKEN),
-        (CHATML, f"<|im_end|>{END_TOKEN}"),  # the server stops one token later
-        (CHATML, ";"),  # a token of text: to stop there would cut answers
-        (CHATML, "é"),
-        (CHATML, ""),
-        ("{{ raise_exception('a system message first') }}", ""),
-        ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", ""),
-    ],
-)
-def test_of_another_end_nothing_is_said(tmp_path: Path, template: str, closing: str) -> None:
-    assert unstopped_end(base(tmp_path, template, closing)) is None
-
-
 def test_only_rows_that_end_so_have_learned_it(tmp_path: Path) -> None:
     tokenizer = base(tmp_path)
     plain = Demonstration(prompt=(2,), response=(3, tokenizer.eos_token_id), learned=(True, True))
@@ -83,10 +66,3 @@ def test_servers_of_the_folder_stop_there_too(tmp_path: Path, own: dict[str, Any
     out.mkdir()
     write_with_end(tokenizer, im_end(tokenizer), out)
     assert json.loads((out / "generation_config.json").read_text()) == own | dict(eos_token_id=ends)
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    tokenizer = base(tmp_path)
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json is damaged: not JSON .*; copy it again"):
-        unstopped_end(tokenizer)

@@ -69,20 +69,6 @@ def test_a_batch_of_another_run_is_named(run: RunDirectory, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name",
     [
-        *("notes.txt", "batches/notes.txt", "policy/notes.txt", "policy/000005/notes.txt", "epochs/notes.txt"),
-        *("metrics/notes.txt", "logprobs/000003 (copy).npy", "plots/loss.npy", "results.json"),
-    ],
-)
-def test_a_user_s_own_file_is_no_fault(run: RunDirectory, name: str) -> None:
-    (run.path / name).parent.mkdir(exist_ok=True)
-    (run.path / name).write_text("remember the milk")
-    assert find_damage(run) == []
-    assert check_history(run.path)["damaged"] == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
         *("batches/000005.zarr.zip", "policy/000005", "evaluations/000004.json", "engines/000000.json", "recipe.yaml"),
         *("epochs/learner/000001", "FORMAT", "policy/PUBLISHED/000005", "checkpoints/000004"),
     ],
@@ -113,13 +99,6 @@ def test_the_newest_checkpoint_that_is_gone_is_named(tmp_path: Path, finished: b
     found = check_history(run.path)
     assert found["without_record"]["checkpoints"] == [6]
     assert not found["ok"]
-
-
-def test_an_event_that_is_gone_is_named(run: RunDirectory) -> None:
-    path = run.path / "events" / "learner-000001.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:1] + lines[2:]))
-    assert check_history(run.path)["without_record"] == {"consumed": [1]}
 
 
 def failing(error: Exception) -> Any:

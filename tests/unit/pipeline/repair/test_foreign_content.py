@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pipeline.data.checksums import seal
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import RecipeError, StoreError
 from pipeline.repair import Plan, apply, find_damage, plan_repair
 from tests.support.whole_runs import finish, whole_run
 
@@ -28,8 +24,6 @@ NOT_OURS = [
     "000003.bak",
     "-1",
 ]
-HUGE = 4 << 40
-"""More than any machine that tests this could read into memory."""
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +37,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(whole: Path, tmp_path: Path) -> RunDirectory:
     shutil.copytree(whole, tmp_path / "run")
     return RunDirectory(tmp_path / "run")
-
-
-def as_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def as_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def huge(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(HUGE)
-
-
-def deep(path: Path) -> None:
-    path.write_text(seal(f'{{"a": {"[" * 100_000}{"]" * 100_000}}}\n'), encoding="utf-8")
-
-
-def another_object(path: Path) -> None:
-    path.write_text(seal("{}\n"), encoding="utf-8")
 
 
 def plan_of(run: RunDirectory) -> Plan:
@@ -105,22 +76,3 @@ def test_a_number_behind_the_last_step_is_of_another_run(run: RunDirectory, name
     apply(run, plan_of(run))
     assert find_damage(run) == []
     assert run.published_version() == 5
-
-
-@pytest.mark.parametrize("name", ["batches", "epochs", "policy", "policy/PUBLISHED", "finished"])
-def test_a_file_in_place_of_a_folder_is_named(run: RunDirectory, name: str) -> None:
-    shutil.rmtree(run.path / name)
-    (run.path / name).write_text("x")
-    with pytest.raises(StoreError, match=rf"{name} is no folder; move it elsewhere"):
-        find_damage(run)
-
-
-@pytest.mark.parametrize("name", ["FORMAT", "recipe.yaml"])
-@pytest.mark.parametrize("replaced", [as_folder, as_pipe, huge, deep, another_object])
-def test_without_format_and_recipe_there_is_no_run(
-    run: RunDirectory, name: str, replaced: Callable[[Path], None]
-) -> None:
-    replaced(run.path / name)
-    with pytest.raises((StoreError, RecipeError), match=name) as raised:
-        find_damage(run)
-    assert len(str(raised.value).splitlines()) == 1

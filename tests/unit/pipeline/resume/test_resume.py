@@ -24,7 +24,7 @@ from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.run_recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
 from pipeline.errors import RunConflictError, StoreError, SupersededError
 from pipeline.resume import changes_in_words, changes_to, go_on_with, note_changes, nothing_left
-from tests.support.whole_runs import damage, finish, whole_run
+from tests.support.whole_runs import finish, whole_run
 
 
 def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
@@ -74,14 +74,6 @@ def test_every_change_has_one_event_also_when_its_start_was_killed(tmp_path: Pat
         ("000001.yaml", 5, {"checkpoint.every": "20 → 7"}),
         ("000002.yaml", 5, {"checkpoint.every": "7 → 9"}),
     ]
-
-
-def test_a_damaged_log_of_events_stops_no_start(tmp_path: Path) -> None:
-    run = whole_run(tmp_path)
-    go_on_with(run, changed(run.recipe(), checkpoint=dict(every=7)))
-    damage(run.path / "events")
-    note_changes(run, EventLog(run.path, "supervisor-000001"))
-    assert "000001.yaml" in (run.path / "events" / "supervisor-000001.jsonl").read_text()
 
 
 def test_a_step_keeps_the_learning_rate_that_it_had(tmp_path: Path) -> None:
@@ -269,15 +261,6 @@ def test_a_start_that_is_killed_changed_everything_or_nothing(
     assert changes_to(run, longer) == {"run.steps": "8 → 16"}
     go_on_with(run, longer)
     assert [one.recipe.run.steps for one in all_recipes(run.path)] == [8, 16]
-
-
-def test_a_gap_in_the_recipes_is_said(tmp_path: Path) -> None:
-    run = whole_run(tmp_path)
-    for every in (7, 9):
-        go_on_with(run, changed(run.recipe(), checkpoint=dict(every=every)))
-    (run.path / "recipes" / "000001.yaml").unlink()
-    with pytest.raises(StoreError, match=r"holds 000002.yaml, expected no gap"):
-        run.recipe()
 
 
 def test_more_steps_are_refused_once_the_short_last_stage_is_under_way(tmp_path: Path) -> None:

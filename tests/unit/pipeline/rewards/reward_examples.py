@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import multiprocessing
 import os
-import socket
-import subprocess
 import time
 from typing import Any
 
 
 def by_keyword(*, answer: str, response: str) -> float:
     return float(_right(answer, response))
-
-
-def by_position(question: str, reply: str, truth: str) -> float:
-    return float(_right(truth, reply) and question.startswith("question"))
-
-
-async def asynchronous(response: str, answer: str) -> tuple[float, dict[str, float]]:
-    await asyncio.sleep(0)
-    return float(_right(answer, response)), {"right": 1.0}
-
-
-def with_all_the_rest(response: str, **rest: str) -> float:
-    return float(_right(rest["answer"], response) and rest["prompt"].startswith("question"))
-
-
-def with_a_default(response: str, answer: str, scale: float = 2.0) -> float:
-    return scale * _right(answer, response)
 
 
 def of_metadata(response: str, metadata: dict[str, Any]) -> float:
@@ -76,20 +56,6 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 def of_many_parts(response: str) -> Any:
     return 1.0, {f"part {n}": 1.0 for n in range(int(response))}
-
-
-def reaches_out(response: str) -> float:
-    if response == "run":
-        subprocess.run(["true"], check=False)
-    elif response == "fork":
-        os.fork()
-    elif response == "multiprocessing":
-        multiprocessing.Process(target=print).start()
-    elif response == "socket":
-        socket.create_connection(("127.0.0.1", 1))
-    else:
-        os.listdir("/root")
-    return 1.0
 
 
 _calls: list[str] = []

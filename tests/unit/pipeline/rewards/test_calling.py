@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,7 @@ import requests
 from pipeline.rewards import calling, messages
 from pipeline.rewards.calling import as_judgment, call, wants_of
 from pipeline.rewards.messages import Judgment, decode_judgment, encode_judgment, failure, together, without_secrets
-from pipeline.rewards.pool import FailureWatch, Verdict, Verifiers
-from pipeline.rewards.sandbox.confine import landlock_version
-from pipeline.rewards.worker_process import Sandbox
-from tests.unit.pipeline.rewards import reward_examples
+from pipeline.rewards.pool import Verdict, Verifiers
 
 PAGE = Path(__file__).parents[4] / "docs" / "rewards.md"
 INFO = [dict(prompt_tokens=3, response_tokens=n, finish="stop" if n == 1 else "length") for n in (1, 2)]
@@ -69,13 +66,6 @@ def test_a_verdict_is_rounded_to_float32_where_it_enters_the_run() -> None:
 def test_a_part_that_says_that_the_verifier_failed_is_not_a_function_s_to_give() -> None:
     (found,) = verdicts("reward_examples:says_that_it_failed", "yes")
     assert found == Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="bad_result")
-
-
-def test_what_a_function_wants_is_read_from_its_names() -> None:
-    assert wants_of(reward_examples.by_position) == set()
-    assert wants_of(reward_examples.asynchronous) == {"concurrent"}
-    assert wants_of(reward_examples.batched) == {"batched"}
-    assert wants_of(reward_examples.of_info) == wants_of(reward_examples.with_all_the_rest) == {"info"}
 
 
 GIVEN = dict(prompt="P", response="R", answer="A", metadata={}, info={})
@@ -143,10 +133,6 @@ def test_a_reward_of_verl_is_judged_in_its_process() -> None:
     assert [one.reward for one in verdicts("reward_examples:compute_score", "yes", "no")] == [1.0, 0.0]
 
 
-def test_text_beside_a_reward_is_no_part_of_it() -> None:
-    assert as_judgment({"reward": 0.5, "found": "42", "a": 1}) == Judgment(0.5, {"a": 1.0})
-
-
 def test_too_many_parts_are_told_as_that() -> None:
     (found,) = verdicts("reward_examples:of_many_parts", "64")
     assert (found.reward, len(found.parts)) == (1.0, 64)
@@ -155,26 +141,6 @@ def test_too_many_parts_are_told_as_that() -> None:
         == "returned 65 parts, expected at most 64; give fewer"
     )
     assert "expected 64 letters or fewer" in as_judgment((1.0, {"x" * 65: 1.0})).detail
-
-
-@pytest.mark.parametrize(
-    ("response", "hint"),
-    [
-        *((how, "starts no process: install bubblewrap") for how in ("run", "fork", "multiprocessing")),
-        ("socket", "has no network"),
-        ("read", "docs/sandbox.md says what code in the sandbox may read"),
-    ],
-)
-def test_what_the_sandbox_refuses_is_told_by_its_name(response: str, hint: str) -> None:
-    told: list[str] = []
-    watch = FailureWatch("reward", 1.0, tell=lambda reason, detail: told.append(detail))
-    sandbox = Sandbox(rung="landlock", landlock_abi=landlock_version())
-    if not sandbox.landlock_abi:
-        pytest.skip("no Landlock here")
-    with Verifiers("reward_examples:reaches_out", 1, 30.0, sandbox=sandbox, watch=watch) as verifiers:
-        asyncio.run(verifiers.score("", response, ""))
-    assert hint in told[0]
-    assert sum(each in told[0] for each in ("no process", "no network", "may read")) == 1
 
 
 def test_info_tells_lengths_end_and_siblings() -> None:
@@ -192,21 +158,6 @@ def test_a_batched_function_is_called_once_for_a_group() -> None:
     assert [one.reward for one in found] == [1.0, 2.0]
     short = verdicts("reward_examples:one_too_few", "a", "b")
     assert [one.failed for one in short] == ["bad_result", "bad_result"]
-
-
-def test_the_request_of_a_group_grows_with_its_responses_and_not_with_their_square() -> None:
-    responses = ["x" * 10_000] * 64
-    with Verifiers("reward_examples:batched_of_info", 1, 30.0, sandbox=None) as verifiers:
-        judged, sizes = verifiers._judged, list[int]()
-
-        async def noted(texts: Sequence[bytes]) -> list[Judgment]:
-            sizes.append(sum(map(len, texts)))
-            return await judged(texts)
-
-        verifiers._judged = noted  # type: ignore[method-assign]
-        found = asyncio.run(verifiers.score_group("question", "yes", {}, responses))
-    assert {one.reward for one in found} == {1.0}
-    assert sizes[0] < 2 * sum(map(len, responses))
 
 
 def test_an_async_function_has_several_samples_under_way() -> None:
@@ -244,14 +195,6 @@ def test_what_failed_is_one_line_without_control_characters(detail: str) -> None
     for shown in (failure("raised", detail).detail, decode_judgment("k", encode_judgment("k", forged)).detail):
         assert shown.isprintable()
         assert len(shown) <= 500
-
-
-def test_the_detail_of_what_did_not_fail_comes_back_as_it_is() -> None:
-    """It names a path, in which two blanks are not one."""
-    path = "/a  folder/of\ttabs "
-    scored, failed = Judgment(1.0, {}, None, path), Judgment(0.0, {}, "raised", path)
-    read = decode_judgment("k", encode_judgment("k", together([scored, failed])))
-    assert [one.detail for one in read.of_each(2)] == [path, "/a folder/of tabs"]
 
 
 def answered(status: int) -> httpx.HTTPStatusError:
@@ -366,25 +309,3 @@ def test_the_judge_of_the_page_asks_again_and_gives_parts(judge: type[Judge], ca
     assert len(judge.asked) > 3, "what was refused was asked again"
     assert {key for key, _ in judge.asked} == {"Bearer sk-0123456789"}
     assert "sk-0123456789" not in caplog.text
-
-
-def test_a_key_that_is_refused_is_not_asked_again(judge: type[Judge], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "status", staticmethod(lambda number: 401))
-    told: list[str] = []
-    watch = FailureWatch("judges:judge", 1.0, tell=lambda reason, detail: told.append(detail))
-    (found,) = verdicts("judges:judge", "right", info=INFO[:1], retries=5, watch=watch)
-    assert (found.failed, len(judge.asked)) == ("raised", 1)
-    assert "401" in told[0]
-
-
-def test_in_the_sandbox_the_way_out_is_named(judge: type[Judge], tmp_path: Path) -> None:
-    code = (tmp_path / "judges.py").read_text()
-    for variable, value in (('os.environ["JUDGE_URL"]', '"http://127.0.0.1:1"'), ("os.environ['JUDGE_API_KEY']", "1")):
-        code = code.replace(variable, value)  # there is no environment
-    (tmp_path / "inside.py").write_text(code)
-    told: list[str] = []
-    watch = FailureWatch("inside:judge", 1.0, tell=lambda reason, detail: told.append(detail))
-    sandbox = Sandbox(rung="landlock")
-    with Verifiers("inside:judge", 1, 30.0, sandbox=sandbox, watch=watch, retries=3) as verifiers:
-        asyncio.run(verifiers.score_group("q", "a", {}, ["x"], INFO[:1]))
-    assert "no network: for a judge that you trust set reward.sandbox to none" in told[0]

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -97,13 +96,6 @@ def test_a_program_finds_no_answers_and_no_other_program(verifiers: Verifiers) -
 def test_an_answer_that_is_no_tests_is_a_failed_verdict(verifiers: Verifiers, answer: str) -> None:
     found = asyncio.run(verifiers.score("", "print(1)", answer))
     assert found.failed == "raised"
-
-
-def test_the_last_block_is_the_program() -> None:
-    assert program_in("```python\na\n```\ntext\n```py\nb\n```\n") == "b\n"
-    assert program_in("```\na\n```") == "a\n"
-    assert program_in("```python\nendless") == "endless"
-    assert program_in("print(1)") == "print(1)"
 
 
 @pytest.mark.parametrize(
@@ -275,12 +267,3 @@ if __name__ == "__main__":
 """
     tests = [{"input": "", "output": "3"}, {"call": "P.x", "value": 3}]
     assert verdict(verifiers, program, tests) == result(1.0, 1.0)
-
-
-def test_python_tests_is_a_reward_of_the_jsonl_task(tmp_path: Path) -> None:
-    from pipeline.config.task_sections import DataTask
-    from pipeline.tasks import build_task
-
-    path = tmp_path / "problems.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"p{n}", "answer": json.dumps(SUM)}) for n in range(50)))
-    assert build_task(DataTask(name="data", path=path, reward="python_tests"), seed=0).reward == PYTHON_TESTS

@@ -20,10 +20,9 @@ from pipeline.config.loader import load_recipe
 from pipeline.data.batch import VERIFIER_FAILED, Batch, Completion, DroppedGroup, Group, Prompt, Sample
 from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RecipeError, RewardError
+from pipeline.errors import RewardError
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import (
-    GIVEN,
     Attempts,
     GroupAllocator,
     GroupFilter,
@@ -93,39 +92,6 @@ def asked(given: GroupFilter) -> bool:
     return asyncio.run(given.keeps(GROUP_OF_TWO, lambda completion: f"<{completion.tokens.tolist()}>"))
 
 
-def test_it_gets_what_it_names() -> None:
-    seen: list[dict[str, Any]] = []
-
-    def keep(**given: Any) -> bool:
-        seen.append(given)
-        return len(seen) == 1
-
-    every = filter_of(keep, *GIVEN)
-    assert asked(every)
-    assert seen == [
-        dict(
-            prompt="1=",
-            answer="1",
-            metadata=dict(level="easy"),
-            responses=["<[3, 4]>", "<[5]>"],
-            rewards=[0.5, None],
-            reward_parts=[dict(brief=1.0), {VERIFIER_FAILED: 1.0}],
-            info=[
-                dict(prompt_tokens=2, response_tokens=2, finish="stop"),
-                dict(prompt_tokens=2, response_tokens=1, finish="stop"),
-            ],
-        )
-    ]
-    assert not asked(filter_of(keep, "rewards"))
-    assert seen[1] == dict(rewards=[0.5, None])
-
-
-def test_an_array_is_neither_true_nor_false() -> None:
-    with pytest.raises(RewardError, match=r"mine:own returned .*array.* for group 7, expected True or False"):
-        asked(filter_of(lambda rewards: np.array([True, False]), "rewards"))
-    assert asked(filter_of(lambda rewards: np.array([1.0, 2.0]).min() > 0.5, "rewards"))
-
-
 def test_what_is_neither_true_nor_false_ends_the_run() -> None:
     with pytest.raises(RewardError, match=r"mine:own returned 'yes' for group 7, expected True or False; correct it"):
         asked(filter_of(lambda **_: "yes"))
@@ -141,14 +107,6 @@ def test_an_exception_ends_the_run() -> None:
         asked(filter_of(lambda **_: next(iter(()))))
 
 
-def test_a_timeout_of_the_function_s_own_is_not_told_as_the_deadline_s() -> None:
-    def late(**_: Any) -> bool:
-        raise TimeoutError("the database")
-
-    with pytest.raises(RewardError, match=r"failed on group 7 \(TimeoutError: the database\); correct it"):
-        asked(filter_of(late))
-
-
 def test_a_function_that_hangs_ends_the_run() -> None:
     release = threading.Event()
     try:
@@ -156,26 +114,6 @@ def test_a_function_that_hangs_ends_the_run() -> None:
             asked(filter_of(lambda **_: release.wait(60), deadline_s=0.05))
     finally:
         release.set()
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("no_such_module:own", "cannot be imported .*PYTHONPATH"),
-        ("filters_of_mine:missing", "cannot be imported"),
-        ("filters_of_mine:other", "asks for tokens, expected some of prompt, answer"),
-        ("filters_of_mine:later", "is async; write it as a plain function"),
-    ],
-)
-def test_what_cannot_be_called_is_refused(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = ["def other(tokens): ...", "async def later(rewards): ...", "def own(rewards, twice=2): return True", ""]
-    (tmp_path / "filters_of_mine.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(RecipeError, match=said):
-        GroupFilter.load(name, 1.0)
-    assert GroupFilter.load("filters_of_mine:own", 1.0).names == {"rewards", "twice"}
 
 
 def even(prompt: str) -> bool:
@@ -236,11 +174,6 @@ def test_what_the_recipe_says_of_groups(
     run.freeze(recipe)
     found = settings(run, recipe, None)  # type: ignore[arg-type]
     assert (found.max_refills, found.keeps_equal) == expected
-
-
-def test_a_name_that_is_none_is_told_how_one_looks() -> None:
-    with pytest.raises(RecipeError, match=r"prompts\.group_filter: expected package\.module:name.*, got 'mixed'"):
-        load_recipe(Path("demo"), ["prompts.group_filter=mixed"])
 
 
 MakeBatch = Callable[..., Batch]

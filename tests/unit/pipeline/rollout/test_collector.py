@@ -383,16 +383,3 @@ def test_a_batch_without_any_reward_is_not_committed(
     with pytest.raises(RewardError, match=rf"no sample of batch 0 has a reward: .* on all {PROMPTS * GROUP}"):
         collect(build(run, verifiers, Schedule(kind="sync", steps=1)))
     assert list(run.batches.glob("*.zip")) == []
-
-
-def test_each_batch_tells_one_of_its_samples(run: RunDirectory, verifiers: Verifiers) -> None:
-    store = collect(build(run, verifiers, SCHEDULES[0]))
-    told = read_events(run.path, "sampled")
-    assert [event["batch"] for event in told] == store.committed()
-    tokenizer = Tokenizer.load(run.path.parent / "model")
-    for event in told:
-        batch = store.read(event["batch"], None)
-        place = int(np.flatnonzero(batch.group == event["group"])[event["batch"] % GROUP])
-        tokens = batch.sample_tokens(place)[int(batch.prompt_lengths[place]) :]
-        assert (event["response"], event["reward"]) == (tokenizer.decode(tokens.tolist()), batch.reward[place])
-        assert (event["response_tokens"], event["prompt"][-1]) == (len(tokens), "=")

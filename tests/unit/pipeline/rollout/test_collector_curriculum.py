@@ -84,14 +84,6 @@ def test_refills_are_bounded_and_then_the_batch_is_filled_up(run: RunDirectory, 
     ] * 2
 
 
-def test_a_prompt_that_cannot_fit_is_refilled_too(run: RunDirectory, verifiers: Verifiers) -> None:
-    collector = build(run, verifiers, Schedule(kind="sync", steps=1), max_refills=9, max_prompt_tokens=9)
-    engines_of(collector).solves = lambda _digits, member: member == 0
-    [batch] = batches(collect(collector))
-    assert batch.num_samples == PROMPTS * GROUP
-    assert {drop.kind for drop in batch.dropped} == {"unfit"}
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
 @pytest.mark.parametrize("seed", range(3))
 def test_however_often_it_is_killed_no_group_is_lost_or_asked_for_two_batches(
@@ -198,25 +190,6 @@ def test_groups_that_are_equal_as_float32_are_equal_everywhere(run: RunDirectory
     assert {drop.solved for batch in found for drop in batch.dropped} == {GROUP}
     assert {asked_solve_rate(batch) for batch in found} == {1.0}
     assert {event["pass_at_1"] for event in read_events(run.path, "evaluated")} == {1.0}
-
-
-def test_groups_of_equal_rewards_are_counted_where_they_are_kept(run: RunDirectory, verifiers: Verifiers) -> None:
-    collect(build(run, verifiers, Schedule(kind="sync", steps=2)))
-    events = read_events(run.path, "committed")
-    assert [(e["zero_variance"], e["zero_variance_dropped"]) for e in events] == [(PROMPTS, 0)] * 2
-
-
-@pytest.mark.parametrize(("solved_at", "told"), [(1.0, 1), (0.9, 0)])
-def test_a_reward_that_never_solves_is_told_once(
-    run: RunDirectory, verifiers: Verifiers, solved_at: float, told: int
-) -> None:
-    """Its highest value is .9: pass rates would stay 0 without a word."""
-    collector = build(run, verifiers, Schedule(kind="sync", steps=5), solved_at=solved_at)
-    collect(rewards_of(collector, [0.9, 0.1]))
-    events = read_events(run.path, "unsolved")
-    assert len(events) == told
-    assert all((e["batches"], e["highest"], e["solved_at"]) == (3, pytest.approx(0.9), 1.0) for e in events)
-    assert {event["pass_at_1"] for event in read_events(run.path, "evaluated")} == {0.0 if told else 0.5}
 
 
 def test_an_engine_that_repeats_its_sample_raises_an_alarm(run: RunDirectory, verifiers: Verifiers) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import pytest
 
 from pipeline.analysis.audit import verify_history
 from pipeline.data.batch import FINISH_REASONS, Batch, Completion, Sampling
@@ -116,24 +115,3 @@ def test_evaluation_is_interrupted_alike(run: RunDirectory, verifiers: Verifiers
     }
     told = {engines.tokenizer.decode(prompt).partition("=")[0] for prompt in engines.told}
     assert told - {engines.tokenizer.decode(prompt).removesuffix("=") for prompt in trained}
-
-
-def test_an_answer_that_is_cut_too_ends_by_length(run: RunDirectory, verifiers: Verifiers) -> None:
-    found, _, _ = interrupted(run, verifiers, answer_tokens=4)
-    for batch in found:
-        assert np.array_equal(batch.truncated, batch.interrupted)
-        lengths = batch.response_lengths[batch.interrupted]
-        assert lengths.min() >= 5 + 2 + 4
-        assert lengths.max() <= 8 + 2 + 4
-
-
-@pytest.mark.parametrize("seed", [3, 4])
-def test_the_same_seed_cuts_at_the_same_places(
-    run: RunDirectory, verifiers: Verifiers, seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    from tests.support.collecting import new_run
-
-    mine, _, _ = interrupted(run, verifiers)
-    other, _, _ = interrupted(new_run(tmp_path_factory.mktemp("other")), verifiers, seed=seed)
-    same = all(np.array_equal(a.response_lengths, b.response_lengths) for a, b in zip(mine, other, strict=True))
-    assert same == (seed == 3)

@@ -256,12 +256,6 @@ def test_integers_keep_every_digit(tmp_path: Path) -> None:
     assert [problem.answer for problem in all_of(task_of(path))] == list(map(str, small))
 
 
-def test_rows_of_shards_keep_their_order(tmp_path: Path) -> None:
-    task = task_of(saved(tmp_path / "saved", 4), columns=COLUMNS)
-    texts = [task.problem(i).text for i in range(task.num_prompts)]
-    assert texts == sorted(texts)
-
-
 def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     saved(tmp_path / "train", 1)
@@ -290,59 +284,6 @@ def test_a_split_of_a_folder_is_all_its_files(tmp_path: Path) -> None:
         task_of(hub / "tra")
 
 
-def test_held_out_rows_need_the_columns_of_the_others(tmp_path: Path) -> None:
-    path, other = write(tmp_path / "p.jsonl", *rows(5)), write(tmp_path / "h.jsonl", dict(problem="6?", answer=6))
-    with pytest.raises(
-        RecipeError, match=r"h.jsonl, line 1: prompt is nothing, .*; path and held_out_path need the same"
-    ):
-        task_of(path, held_out_path=other)
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ('{"_data_files": []}', "names no data files"),
-        ("{", "state.json is damaged: not JSON"),
-        ('{"_data_files": [{"filename": "../other/d.arrow"}]}', "expected a file beside it"),
-        ('{"_data_files": [{"filename": "gone.arrow"}]}', "cannot read .*: No such file"),
-    ],
-)
-def test_a_saved_folder_that_is_damaged(tmp_path: Path, state: str, message: str) -> None:
-    (tmp_path / "state.json").write_text(state)
-    with pytest.raises(RecipeError, match=message):
-        task_of(tmp_path)
-
-
-def test_parquet_that_was_cut_off(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "d.parquet")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RecipeError, match=r"d\.parquet is damaged after row 0: .*; copy it again"):
-        task_of(path)
-
-
-def test_a_row_of_parquet_is_named(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "d.parquet", [*QUESTIONS, dict(question="?", solution=dict(value=None))])
-    with pytest.raises(
-        RecipeError, match=r"d\.parquet, row 41 has no answer: solution\.value is null, .* by task\.filter"
-    ):
-        task_of(path, columns=COLUMNS)
-
-
-def test_without_pyarrow_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(RecipeError, match=r"pip install 'pyarrow>=18', or write the data as JSON Lines"):
-        task_of(parquet(tmp_path / "d.parquet"))
-
-
-@pytest.mark.parametrize(
-    ("magic", "remedy"), [(b"\x1f\x8b\x08\x00", "gunzip"), (b"(\xb5/\xfd", "unzstd"), (b"PK\x03\x04", "unzip")]
-)
-def test_a_compressed_file_is_named(tmp_path: Path, magic: bytes, remedy: str) -> None:
-    (tmp_path / "d.jsonl").write_bytes(magic + b"1234")
-    with pytest.raises(RecipeError, match=f"is compressed; {remedy} it"):
-        task_of(tmp_path / "d.jsonl")
-
-
 def test_numbers_and_a_bom(tmp_path: Path) -> None:
     lines = [dict(prompt=f"{i}?", answer=answer) for i, answer in enumerate((7, -2.5, 1e20, "07") * 10)]
     path = tmp_path / "p.jsonl"
@@ -355,13 +296,6 @@ def test_a_key_with_a_dot_is_a_key(tmp_path: Path) -> None:
     lines = [{"prompt": f"{i}?", "a.b": "with a dot", "a": {"b": "inside"}} for i in range(40)]
     problems = all_of(task_of(write(tmp_path / "p.jsonl", *lines), columns=dict(answer="a.b")))
     assert {problem.answer for problem in problems} == {"with a dot"}
-
-
-def test_data_without_answers_has_to_say_so(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", *(dict(prompt=f"{i}?") for i in range(40)))
-    with pytest.raises(RecipeError, match=r"or to null where there are no answers"):
-        task_of(path)
-    assert {problem.answer for problem in all_of(task_of(path, columns=dict(answer=None)))} == {""}
 
 
 def test_repeated_prompts_stay_and_are_counted(tmp_path: Path) -> None:
@@ -446,24 +380,6 @@ def test_a_row_may_have_a_system_prompt_of_its_own(tmp_path: Path, column: str) 
     wanted = {f"{i}?": ("Own.", "Task.", "Task.")[i % 3] for i in range(60)}
     assert said == wanted | {"60?": "Own.", "61?": SYSTEM["content"]}
     assert problems[0].metadata == {name: value for name, value in rows[0].items() if name not in ("prompt", "answer")}
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            {},
-            r"system is nothing, expected text, or null .*keys found: prompt, answer; set task\.columns\.system_prompt",
-        ),
-        (dict(system=7), "system is .*a number, expected text, or null for the task's system_prompt; correct the row"),
-    ],
-)
-def test_a_row_without_the_column_of_system_prompts_is_named(
-    tmp_path: Path, more: dict[str, Any], message: str
-) -> None:
-    path = write(tmp_path / "p.jsonl", dict(prompt="1?", answer="1", **more))
-    with pytest.raises(RecipeError, match=f"line 1: {message}"):
-        task_of(path, chat_template=True, columns=dict(system_prompt="system"))
 
 
 def test_metadata_is_plain(tmp_path: Path) -> None:

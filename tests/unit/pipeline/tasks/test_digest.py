@@ -108,11 +108,6 @@ def test_a_run_of_before_goes_on_without(path: Path) -> None:
     assert begin(recipe_of(path)) == recipe_of(path)
 
 
-def test_data_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"cannot read .*none\.jsonl: No such file .*; set task\.path"):
-        begin(recipe_of(tmp_path / "none.jsonl"))
-
-
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -131,14 +126,3 @@ def test_another_chat_template_is_refused(path: Path) -> None:
     changed = tokenizer_of(path.parent, TEMPLATE + "!")
     with pytest.raises(RecipeError, match=r"the chat template of .* is not that of this run .*put it back"):
         check_template(with_digest(recipe_of(path, chat_template=True), run).task, changed)
-
-
-def test_a_run_from_before_templates_had_digests_goes_on_without(path: Path) -> None:
-    run, tokenizer = RunDirectory(path.parent / "run"), tokenizer_of(path.parent, TEMPLATE)
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    run.freeze(recipe_of(path, chat_template=True, sha256=sha256))
-    (run.batches / "000000.zarr.zip").touch()
-    for given in (None, sha256):
-        again = with_digest(recipe_of(path, chat_template=True, sha256=given), run)
-        assert again == run.recipe()
-        check_template(again.task, tokenizer)

@@ -143,22 +143,3 @@ def test_rows_that_lack_something_can_be_left_out(path: Path, lacking: dict[str,
     assert digest(task) != digest(task.model_copy(update=dict(filter=None)))
     with pytest.raises(RecipeError, match=r"line 4( has no|: prompt is empty)"):
         build_task(section(path, None, columns=columns), 0)
-
-
-def test_a_filter_that_does_not_expect_null_is_told_of_it(path: Path) -> None:
-    path.write_text(
-        path.read_text(encoding="utf-8") + json.dumps(dict(prompt="x", answer=None)) + "\n", encoding="utf-8"
-    )
-    with pytest.raises(
-        RecipeError, match=rf"line {ROWS + 1}: task.filter \S+:low failed where answer is null .TypeError"
-    ):
-        build_task(section(path, "low"), 0)
-
-
-def test_one_that_keeps_nothing_leaves_no_task(path: Path) -> None:
-    with pytest.raises(RecipeError, match="0 problems leave 0 to train on"):
-        build_task(section(path, "prompted", held_out_path=None).model_copy(update=dict(filter=f"{__name__}:none")), 0)
-
-
-def none(prompt: str) -> bool:
-    return False

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from pipeline.config.task_sections import SortDigitsTask
-from pipeline.errors import ModelError, RecipeError
+from pipeline.errors import RecipeError
 from pipeline.tasks import Problem, build_task
 from pipeline.tasks.mixture import fitting
-from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
 
 class Listed:
@@ -55,11 +53,6 @@ def test_what_fits_stays_in_its_order_and_the_rest_is_counted() -> None:
         task.problem(2000)
 
 
-def test_nothing_is_said_where_all_fit() -> None:
-    task = fitting(Listed(["1", "22"], ["1"]), characters, 2)
-    assert (task.num_prompts, task.num_held_out, task.notes) == (2, 1, ("said before",))
-
-
 @pytest.mark.parametrize(
     ("training", "held_out", "side"), [(["111"], ["1"], "to train on"), (["1"], ["111"], "held out")]
 )
@@ -76,11 +69,3 @@ def test_generated_prompts_are_not_looked_at() -> None:
 
     task = build_task(SortDigitsTask(), seed=0)
     assert fitting(task, never, 1) is task
-
-
-def test_the_tokenizer_counts_as_it_encodes(tmp_path: Path) -> None:
-    write_character_tokenizer(tmp_path, "0123456789")
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.count(["12", "", "345"]) == [2, 0, 3]
-    with pytest.raises(ModelError, match="'3Ü' cannot be encoded: character 'Ü' has no token"):
-        tokenizer.count(["12", "3Ü"])

@@ -240,19 +240,3 @@ def test_tokens_that_another_file_adds_are_part_of_the_digest(tmp_path: Path) ->
     after = Tokenizer.load(tmp_path)
     assert after.encode("<added>") == [QWEN_SIZE] != before.encode("<added>")
     assert after.sha256 != before.sha256
-
-
-def test_what_no_library_can_read_is_refused_by_a_line(tmp_path: Path) -> None:
-    qwen(tmp_path)
-    mapped(eos_token=5)(tmp_path)
-    with pytest.raises(ModelError, match=r"special_tokens_map\.json names 5.*transformers cannot read it.*copy the"):
-        Tokenizer.load(tmp_path)
-
-
-def test_a_tokenizer_in_a_subfolder_is_pointed_at(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    qwen(tmp_path / "tokenizer")
-    with pytest.raises(
-        ModelError, match=rf"cannot read .*; {tmp_path}/tokenizer holds one: copy its files to {tmp_path}"
-    ):
-        Tokenizer.load(tmp_path)

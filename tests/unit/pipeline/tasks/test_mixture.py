@@ -176,8 +176,3 @@ def test_a_prompt_of_two_sources_must_not_be_held_out_by_one(tmp_path: Path, sou
 def test_what_cannot_be_meant_is_refused(sources: list[dict[str, Any]], change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         section(**{"sources": sources, **change})
-
-
-def test_a_source_is_named_after_its_file() -> None:
-    names = [source.name for source in section([dict(path=p) for p in ("a/b c.jsonl", "_.parquet", "d")]).sources]
-    assert names == ["b_c", "source", "d"]

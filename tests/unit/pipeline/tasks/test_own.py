@@ -28,13 +28,6 @@ class Double(GeneratedTask):
 """
 
 
-class Unfinished:
-    """It lacks most."""
-
-    def __init__(self, seed: int) -> None:
-        self.reward = "x:y"
-
-
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "doubling_task.py").write_text(MODULE)
@@ -75,8 +68,3 @@ def test_what_cannot_be_made_is_refused(recipe: Path) -> None:
         build_task(load_recipe(recipe, ["task.options={}"]).task, seed=0)
     with pytest.raises(RecipeError, match="cannot be made \\(AttributeError"):
         build_task(OwnTask.model_validate({"class": "doubling_task:Nobody"}), seed=0)
-
-
-def test_what_is_missing_is_named() -> None:
-    with pytest.raises(RecipeError, match="lacks num_prompts, num_held_out, characters, notes, chat_template, problem"):
-        build_task(OwnTask.model_validate({"class": f"{__name__}:Unfinished"}), seed=0)

@@ -140,11 +140,6 @@ def test_epochs_and_seeds_differ_and_the_order_is_written_down() -> None:
     assert len({tuple(asked(seed, epoch)) for seed in range(5) for epoch in range(5)}) == 25
 
 
-def test_the_first_problem_of_an_epoch_is_uniform() -> None:
-    firsts = np.bincount([PromptOrder(4, seed).problem(0) for seed in range(2000)], minlength=4)
-    assert np.all(np.abs(firsts / 2000 - 0.25) < 0.05)
-
-
 @pytest.mark.parametrize("value", [0, -1])
 def test_order_refuses_nonsense(value: int) -> None:
     with pytest.raises(ValueError, match="num_prompts"):

@@ -157,12 +157,6 @@ def test_a_sample_without_a_reward_is_in_no_mean() -> None:
     assert describe(batch, step=0)["reward_mean"] == pytest.approx(2.5 / 4)
 
 
-def test_parts_are_means_over_the_samples_that_have_them() -> None:
-    parts = FAILED | {"format": np.array([1.0, 0.0, NAN, NAN], np.float32), "all": np.full(4, 3.0, np.float32)}
-    found = describe(replace(batch_of_rewards([[1.0, 0.5], [1.0, 0.0]]), reward_parts=parts), step=0)
-    assert found["reward_parts"] == {"format": 0.5, "all": 3.0}
-
-
 def test_each_source_has_its_share_and_its_rewards() -> None:
     batch = batch_of_rewards([[1.0, 0.0], [3.0], [0.5]])
     sources = dict(math=range(10), chat=range(10, 15), rare=range(15, 16))
@@ -183,13 +177,6 @@ def test_dropped_groups_count_for_the_solve_rate() -> None:
     batch = replace(batch_of_rewards([[1.0, 0.0, 0.0, 0.0]]), dropped=dropped)
     assert asked_solve_rate(batch) == pytest.approx(5 / 12)
     assert asked_solve_rate(replace(batch, reward_parts=FAILED)) == pytest.approx(5 / 11)
-
-
-def test_what_solves_is_the_recipe_s() -> None:
-    batch = replace(batch_of_rewards([[0.9, 0.0], [0.9, 0.9]]), repeated=3)
-    assert describe(batch, step=0)["solve_rate"] == asked_solve_rate(batch) == 0.0
-    assert describe(batch, step=0, solved_at=0.9)["solve_rate"] == asked_solve_rate(batch, 0.9) == 0.75
-    assert describe(batch, step=0)["repeated_samples"] == 3.0
 
 
 MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
@@ -354,11 +341,6 @@ def test_tokens_of_samples_that_the_model_never_read_are_not_counted(zero_varian
     assert update.metrics["num_model_tokens"] == batch.lengths[read].sum()
 
 
-def test_fewer_groups_than_updates_are_as_many_updates() -> None:
-    learner, _ = trained(batch_of_rewards([MIXED, EQUAL, EQUAL, EQUAL, MIXED]), 4, zero_variance="exclude")
-    assert [given["batch"].group.tolist() for given in learner.given] == [[0, 0], [4, 4]]
-
-
 def test_the_mean_of_an_update_is_over_its_own_responses_and_the_norm_over_the_batch() -> None:
     """Deviations ±½ and ±1½ of 8 samples in 4 groups: standard deviation sqrt((4 · ¼ + 4 · 9/4) / 7). `sequence` gives
     a token of response i the factor N / (R n_i), and N and R are the mini-batch's."""
@@ -369,19 +351,6 @@ def test_the_mean_of_an_update_is_over_its_own_responses_and_the_norm_over_the_b
         lengths = part.batch.response_lengths
         expected = np.array([0.5, -0.5, 1.5, -1.5]) / std * lengths.sum() / (4 * lengths)
         np.testing.assert_allclose(part.advantages, np.repeat(expected, lengths), rtol=1e-6)
-
-
-def test_selected_samples_are_those_of_the_batch() -> None:
-    batch = batch_of_rewards([MIXED, EQUAL, MIXED], seed=7, unsampled=0.3)
-    samples = np.array([False, True, True, False, False, True])
-    part = batch.select(samples)
-    assert (part.index, part.num_samples) == (batch.index, 3)
-    for place, sample in enumerate(np.flatnonzero(samples)):
-        assert part.sample_tokens(place).tolist() == batch.sample_tokens(int(sample)).tolist()
-        ours, theirs = (b.response_offsets[i : i + 2] for b, i in ((part, place), (batch, int(sample))))
-        for name in ("rollout_logprobs", "policy_version", "loss_mask"):
-            assert getattr(part, name)[slice(*ours)].tolist() == getattr(batch, name)[slice(*theirs)].tolist()
-    assert part.reward.tolist() == batch.reward[samples].tolist()
 
 
 @given(

@@ -139,21 +139,6 @@ def test_a_learner_that_is_started_again_inside_a_stage_reads_what_was_kept(tmp_
     assert successor.scored == []
 
 
-def test_without_it_the_stage_cannot_go_on(tmp_path: Path) -> None:
-    old = old_logprobs(tmp_path, Learner(0.0), Schedule(kind="staged", steps=4, updates_per_stage=4))
-    with pytest.raises(StoreError, match="batch 2 from the beginning of its stage; `evenkeel repair"):
-        old.of(batch(2), Stopwatch(), nothing)
-
-
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_where_every_step_is_a_stage_the_scored_step_is_enough(tmp_path: Path, kind: Any) -> None:
-    learner = Learner(0.0)
-    assert (
-        old_logprobs(tmp_path, learner, Schedule(kind=kind, steps=4, lag=2)).of(batch(1), Stopwatch(), nothing) is None
-    )
-    assert learner.scored == []
-
-
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_batch_of_several_updates_is_scored_as_a_whole(tmp_path: Path, kind: Any) -> None:
     learner = Learner(weights=-10.0)

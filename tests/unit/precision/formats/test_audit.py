@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.formats.audit import Held, Scales, audit, audited_name, formats_of
+from precision.formats.audit import Held, Scales, audit, formats_of
 from precision.formats.formats import dequantize_block, quantize_block
 from precision.formats.quant_map import QuantMap
 from precision.formats.streams import quantize_state
-from precision.formats.weight_statistics import emulated_modules, published_modules, scale_statistics, sum_of_squares
+from precision.formats.weight_statistics import emulated_modules, published_modules, sum_of_squares
 from tests.support.examples import examples
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -137,12 +137,6 @@ def test_descriptions_travel_as_text() -> None:
             Held.from_json(text)
 
 
-def test_names() -> None:
-    assert audited_name("model.layers.3.mlp.experts.17.up_proj") == "model.layers.3.mlp.experts.gate_up_proj"
-    assert audited_name("model.layers.3.mlp.experts.17.down_proj") == "model.layers.3.mlp.experts.down_proj"
-    assert audited_name(DOWN) == DOWN
-
-
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["none", "one", "rows", "blocks"]), st.integers(0, 9))
 @example(128, 16384, "blocks", 0)  # as many blocks as rows
 @example(128, 16384, "rows", 0)
@@ -159,10 +153,3 @@ def test_sum_of_squares(rows: int, columns: int, kind: str, seed: int) -> None:
     stack = torch.stack([stored, stored])
     twice = None if scales is None else torch.stack([scales, scales])
     assert sum_of_squares(stack, twice) == pytest.approx(2 * expected, rel=1e-5)
-
-
-def test_scale_statistics() -> None:
-    found = scale_statistics(torch.tensor([[1.0, 4.0], [2.0, 3.0]]))
-    assert (found.count, found.smallest, found.largest, found.total) == (4, 1.0, 4.0, 10.0)
-    held = Held(layout="a", dtype="b", num_values=4, scales=found)
-    assert held.plus(held).scales == Scales(count=8, smallest=1.0, largest=4.0, total=20.0)

@@ -331,49 +331,6 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, nearest: str) -> 
         QuantMap.from_file(QuantMapFile(base="fp8_block", exceptions={name: "full"}), 2)
 
 
-def test_a_part_of_a_stack_is_refused() -> None:
-    file = QuantMapFile(base="fp8_block", exceptions={"model.layers.0.self_attn.k_proj": "full"})
-    with pytest.raises(
-        ValueError, match=r"k_proj \(full\), .*v_proj \(fp8_block\) are stacked by the engine but differ"
-    ):
-        QuantMap.from_file(file, 1)
-
-
-def test_experts_are_named_together_and_not_apart() -> None:
-    file = QuantMapFile(base="fp8_block", exceptions={"model.layers.1.mlp.experts": "full"})
-    quant_map = QuantMap.from_file(file, 2, num_experts=3)
-    assert quant_map.to_file() == file
-    assert quant_map.ignored_layers() == ("model.layers.1.mlp.experts",)
-    one = QuantMapFile(base="fp8_block", exceptions={"model.layers.1.mlp.experts.0.down_proj": "full"})
-    with pytest.raises(ValueError, match=r"experts\.0\.down_proj \(full\).* are one module of the engine"):
-        QuantMap.from_file(one, 2, num_experts=3)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("base: fp4", "base: Input should be 'full'"),
-        ("base: fp8_block\nexceptions: {a: int8}", "exceptions.a: Input should be"),
-        ("base: fp8_block\nignore: [a]", "ignore: Extra inputs are not permitted"),
-        ("exceptions: {}", "base: Field required"),
-        ("- a", "Input should be a valid dictionary"),
-        ("a: [", "line 1, column 5: not YAML"),
-    ],
-)
-def test_files_that_say_something_else(tmp_path: Path, text: str, problem: str) -> None:
-    path = tmp_path / "map.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=problem) as raised:
-        QuantMapFile.read(path)
-    assert str(path) in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot read quant map .*none\.yaml: No such file"):
-        QuantMapFile.read(tmp_path / "none.yaml")
-
-
 def test_dtypes_must_be_the_engines() -> None:
     file = QuantMapFile(base="fp8_block", exceptions={DOWN: "bf16"})
     file.check_dtype("bfloat16")

@@ -137,15 +137,3 @@ def test_an_exact_multiple_is_explained_to_the_end() -> None:
     effect = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     (found,) = suspects(3 * effect, {"it": effect})
     assert (found.explained, found.amount) == (pytest.approx(1.0), pytest.approx(3.0))
-
-
-def test_nothing_is_explained_by_nothing() -> None:
-    some, none = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    assert suspects(some, {"none": none})[0].explained == 0.0
-    assert suspects(none, {"some": some}, {"some": -1.0})[0].explained == 0.0
-    assert suspects(some, {}) == []
-
-
-def test_other_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="the effect of it"):
-        suspects(torch.ones(3).double(), {"it": torch.ones(2).double()})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from precision.formats.quant_map import QuantMap
-from precision.mismatch.sensitivity import layer_groups, promote_greedily, rank_groups, whole_layers
+from precision.mismatch.sensitivity import layer_groups, promote_greedily, rank_groups
 
 NUM_TOKENS = 4000
 QUANT = QuantMap.for_decoder(3, "fp8_block")
@@ -46,19 +46,6 @@ def test_groups_are_what_engines_stack() -> None:
         "model.layers.0.mlp.down_proj",
     ]
     assert sorted(m for group in layer_groups(QUANT) for m in group.modules) == sorted(QUANT.formats)
-
-
-def test_experts_of_a_layer_are_one_group() -> None:
-    experts = QuantMap.for_decoder(2, "fp8_block", num_experts=8)
-    groups = {group.name: group for group in layer_groups(experts)}
-    assert len(groups) == 2 * 3
-    assert len(groups["model.layers.1.mlp.experts"].modules) == 3 * 8
-
-
-def test_whole_layers() -> None:
-    layers = whole_layers(QUANT)
-    assert [layer.name for layer in layers] == [f"model.layers.{index}" for index in range(3)]
-    assert {len(layer.modules) for layer in layers} == {7}
 
 
 def test_the_planted_groups_come_first_and_their_figures_are_those_planted() -> None:
@@ -109,12 +96,3 @@ def test_a_floor_of_one_promotes_everything() -> None:
     assert len(found.path) == len(NAMES)
     assert not found.quant_map.formats
     assert found.gap.ess == pytest.approx(1.0)
-
-
-def test_refusals() -> None:
-    score = PlantedErrors({})
-    ranked = rank_groups(score, QUANT)
-    with pytest.raises(ValueError, match=r"ess_floor is 1\.5"):
-        promote_greedily(score, QUANT, ranked, ess_floor=1.5, extra_bytes={})
-    with pytest.raises(ValueError, match="has no cost in bytes"):
-        promote_greedily(score, QUANT, ranked, ess_floor=0.9, extra_bytes={})

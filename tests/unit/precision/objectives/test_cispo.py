@@ -34,19 +34,6 @@ def test_by_hand() -> None:
     assert not CISPO().facts.needs_scoring
 
 
-def test_exactly_on_policy_it_is_the_score_function() -> None:
-    logprobs, batch = batch_of(torch.ones_like(RATIOS))
-    loss, _ = CISPO().loss(logprobs, batch, StepContext(num_tokens=5))
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(logprobs.grad, -ADVANTAGES / 5)
-
-
-@pytest.mark.parametrize("cap", [0.99, 0.0, -1.0, math.inf, math.nan])
-def test_a_cap_out_of_range_is_refused(cap: float) -> None:
-    with pytest.raises(ValueError, match="cap"):
-        CISPO(cap=cap)
-
-
 def list_of(tensor: torch.Tensor) -> list[float]:
     values: list[float] = tensor[0].tolist()
     return values

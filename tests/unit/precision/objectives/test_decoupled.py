@@ -81,14 +81,3 @@ def test_an_overflowing_weight_is_dropped_or_cut_not_nan() -> None:
     step = scored_step([[80.0]], [-1.0], old=[[800.0]])
     assert Decoupled(over_cap="mask").prepare(step).advantages.tolist() == [0.0]
     assert Decoupled(over_cap="truncate").prepare(step).advantages.tolist() == [-5.0]
-
-
-@pytest.mark.parametrize("cap", [0.99, 0.0, math.inf, math.nan])
-def test_a_cap_out_of_range_is_refused(cap: float) -> None:
-    with pytest.raises(ValueError, match="mismatch_cap"):
-        Decoupled(mismatch_cap=cap)
-
-
-def test_bounds_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"clip_(low|high)"):
-        Decoupled(clip_low=1.5)

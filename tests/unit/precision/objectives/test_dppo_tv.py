@@ -70,15 +70,3 @@ def test_with_a_threshold_of_one_and_no_square_it_is_importance_sampling(step: S
     gradient = run(DPPOTV(threshold=1.0, square_coefficient=0.0), step).gradient
     expected = run(Clipped(clip_low=1.0, clip_high=1e30), step).gradient
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("threshold", [0.0, -0.2, 1.1, math.nan])
-def test_a_threshold_out_of_range_is_refused(threshold: float) -> None:
-    with pytest.raises(ValueError, match="threshold"):
-        DPPOTV(threshold=threshold)
-
-
-@pytest.mark.parametrize("coefficient", [-1e-3, math.inf, math.nan])
-def test_a_coefficient_out_of_range_is_refused(coefficient: float) -> None:
-    with pytest.raises(ValueError, match="square_coefficient"):
-        DPPOTV(square_coefficient=coefficient)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Literal
 
@@ -140,15 +139,3 @@ def test_never_above_the_threshold_after_dropping(variant: Variant) -> None:
         kept &= step.advantages * log_ratios > 0
     assert 0 < int(kept.sum()) < 200
     assert float(log_ratios[kept].square().mean()) <= 0.04
-
-
-def test_refusals() -> None:
-    for threshold in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="threshold"):
-            M2PO(threshold=threshold)
-    for low, high in ((1.0, 0.5), (-0.1, 0.5), (0.3, -0.1), (math.nan, 0.5)):
-        with pytest.raises(ValueError, match=r"clip_(low|high)"):
-            M2PO(clip_low=low, clip_high=high)
-    step = scored_step([[0.1]], [1.0])
-    with pytest.raises(FloatingPointError):
-        M2PO().prepare(dataclasses.replace(step, logprobs=torch.tensor([math.nan])))

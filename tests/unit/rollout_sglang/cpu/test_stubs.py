@@ -45,15 +45,3 @@ def test_decorators_leave_functions_as_they_are() -> None:
     assert jit(kernel) is kernel
     assert jit(do_not_specialize=["n"])(kernel) is kernel
     assert autotune([1, 2], key=["n"])(kernel) is kernel
-
-
-def test_the_few_values_that_are_used_are_right() -> None:
-    triton = Stub("triton")
-    assert [triton.cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    assert [triton.next_power_of_2(n) for n in (1, 2, 3, 5, 64)] == [1, 2, 4, 8, 64]
-    assert Stub("triton.language").constexpr(7) == 7
-
-
-def test_dunder_lookups_fail_as_on_any_module() -> None:
-    with pytest.raises(AttributeError):
-        _ = Stub("triton").__wrapped__

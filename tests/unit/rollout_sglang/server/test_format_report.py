@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from precision.formats.audit import Held, audit
 from precision.formats.formats import dequantize_block, quantize_block, scale_of, to_e4m3
 from precision.formats.rollout_format import RolloutFormat
-from rollout_sglang.client import FORMATS, STATISTICS
 from rollout_sglang.server import format_report
 
 
@@ -65,10 +64,6 @@ def gaussian(*shape: int) -> Tensor:
 def norm_of(held: Held) -> float:
     assert held.squares is not None
     return float(held.squares**0.5)
-
-
-def test_the_client_asks_for_this() -> None:
-    assert (format_report.FORMATS, format_report.STATISTICS) == (FORMATS, STATISTICS)
 
 
 def test_stacked_parts_are_told_apart() -> None:
@@ -205,18 +200,6 @@ def test_formats_alone_read_no_weight() -> None:
     model.add_module("o_proj", made)
     (held,) = dict(format_report.held_modules(model, statistics=False)).values()
     assert (held.layout, held.num_values, held.squares, held.scales) == ("full", 16, None, None)
-
-
-def test_other_actions_stay_sglangs() -> None:
-    calls: list[Any] = []
-
-    def original(*arguments: Any, **options: Any) -> str:
-        calls.append((arguments, options))
-        return "checksums"
-
-    checker = SimpleNamespace()
-    assert format_report.handle(original, checker, action="checksum", role="target") == "checksums"
-    assert calls == [((checker,), dict(action="checksum", role="target"))]
 
 
 class RadixAttention(nn.Module):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EngineStartError
-from rollout_sglang.server import rollout_python
 from rollout_sglang.server.rollout_python import PYTHON_VARIABLE, module_command, module_environment, require_sglang
 
 SGLANG = {
@@ -112,14 +111,4 @@ def test_an_interpreter_without_sglang_is_named(monkeypatch: pytest.MonkeyPatch,
     python = tmp_path / "bare" / "bin" / "python"
     monkeypatch.setenv(PYTHON_VARIABLE, str(python))
     with pytest.raises(EngineStartError, match=f"{python} has no sglang"):
-        require_sglang()
-
-
-def test_a_python_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nexec sleep 30\n")
-    script.chmod(0o700)
-    monkeypatch.setenv(PYTHON_VARIABLE, str(script))
-    monkeypatch.setattr(rollout_python, "_ASK_DEADLINE_S", 0.2)
-    with pytest.raises(EngineStartError, match="timed out"):
         require_sglang()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError
@@ -38,11 +37,9 @@ from rollout_sglang.server.start import (
     check_port_free,
     command,
     free_port,
-    free_ports,
     router_command,
     server_environment,
 )
-from tests.support.files import huge_at, pipe_at
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -122,17 +119,6 @@ def test_a_context_as_long_as_the_model_s_positions_is_served(
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
     start.start(spec(tmp_path, port=free_port(), context_tokens=context_tokens))
     assert given.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN") == allowed
-
-
-@pytest.mark.parametrize("put", [pipe_at, huge_at])
-def test_what_is_no_config_holds_no_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path], Path]
-) -> None:
-    given: dict[str, str] = {}
-    monkeypatch.setattr(start, "ServerProcess", lambda *_, environment, **__: given.update(environment))
-    put(tmp_path / "config.json")
-    start.start(spec(tmp_path, port=free_port()))
-    assert given["HF_HUB_OFFLINE"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -221,12 +207,6 @@ def test_the_users_environment_does_not_change_what_is_sampled(
     assert told[variable] == given
 
 
-def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
-    argv = command(spec(tmp_path), cuda=True)
-    assert argv[3] == "rollout_sglang.server.launch_server"
-    assert not {"--device", "--attention-backend", "--max-total-tokens", "--skip-server-warmup"} & set(argv)
-
-
 @pytest.mark.parametrize(
     ("precision", "flag"), [("fp32", False), ("bf16", False), ("fp8_tensor", True), ("fp8_block", False)]
 )
@@ -298,18 +278,6 @@ def test_a_taken_port_is_named() -> None:
     assert port < 32_768, "the kernel gives higher ones to connections that go out"
 
 
-def test_free_ports_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also those of a router and of its metrics."""
-    monkeypatch.setattr(start, "FREE_PORTS", range(20_000, 20_104))
-    found = free_ports(4)
-    assert len(set(found)) == 4
-    monkeypatch.setattr(start, "free_ports", lambda count: found[:count])
-    commands: list[list[str]] = []
-    monkeypatch.setattr(start, "ServerProcess", lambda command, **_: commands.append(command))
-    start.start_router(found[0], None, tmp_path / "log", request_deadline_s=60)
-    assert commands[0][commands[0].index("--prometheus-port") + 1] == str(found[1])
-
-
 def test_a_router_does_not_end_for_its_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,15 +291,6 @@ def test_a_router_does_not_end_for_its_metrics(
     shown = [value_of(argv, "--prometheus-port") for argv in commands]
     assert (shown[0] != str(taken), shown[1]) == (True, str(free))
     assert f"the router shows no metrics: port {taken} is taken" in capsys.readouterr().err
-
-
-def test_too_few_free_ports_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(port: int) -> None:
-        raise PortInUseError(str(port))
-
-    monkeypatch.setattr(start, "check_port_free", taken)
-    with pytest.raises(PortInUseError, match=r"103 ports .* 0 are free, 3 are needed; set rollout\.port"):
-        free_ports(3)
 
 
 def launch_python(code: str, tmp_path: Path, port: int, secret: str | None = None) -> ServerProcess:
@@ -371,11 +330,6 @@ def test_a_server_that_answers_is_ready_and_stops_even_if_it_ignores_sigterm(
     assert server.poll() == -signal.SIGKILL
 
 
-def test_block_shapes_of_a_real_model_fit() -> None:
-    check_block_shapes(QWEN3_8B)
-    check_block_shapes(QWEN3_8B, tensor_parallel=8)
-
-
 @pytest.mark.parametrize(
     ("changes", "tensor_parallel", "named"),
     [
@@ -388,22 +342,6 @@ def test_block_shapes_of_a_real_model_fit() -> None:
 def test_block_shapes_that_do_not_fit_are_named(changes: dict[str, int], tensor_parallel: int, named: str) -> None:
     with pytest.raises(ModelError, match=named):
         check_block_shapes(QWEN3_8B | changes, tensor_parallel)
-
-
-@pytest.mark.parametrize("count", ["num_experts", "num_local_experts"])
-def test_of_a_mixture_the_experts_width_counts(count: str) -> None:
-    """transformers has written the number of experts under both names."""
-    check_block_shapes(QWEN3_8B | {count: 8, "moe_intermediate_size": 256, "intermediate_size": 100})
-    with pytest.raises(ModelError, match="moe_intermediate_size / tensor_parallel = 192"):
-        check_block_shapes(QWEN3_8B | {count: 8, "moe_intermediate_size": 192})
-
-
-def test_heads_follow_from_the_hidden_size_where_the_config_is_silent() -> None:
-    check_block_shapes({"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 512})
-    with pytest.raises(ModelError, match="= 64"):
-        check_block_shapes(
-            {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 512}
-        )
 
 
 def test_shared_memory_of_a_server_goes_with_its_temporary_files(

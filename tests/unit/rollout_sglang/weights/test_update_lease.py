@@ -14,7 +14,6 @@ from pipeline.data.epochs import claim
 from pipeline.errors import DeadlineExceededError, SupersededError
 from rollout_sglang.weights import update_lease
 from rollout_sglang.weights.update_lease import KEPT, UpdateKind, Updates
-from tests.support.files import empty_for
 
 
 def updates_of(run: Path, role: str | None = None, stale_s: float = 60.0) -> Updates:
@@ -121,18 +120,6 @@ def test_a_heartbeat_that_cannot_be_written_neither_ends_nor_hides_the_update(
 
     asyncio.run(publish())
     assert (updates.under_way(), updates.given()) == (None, 4)
-
-
-def test_a_record_that_is_empty_while_it_is_replaced_is_read_again(tmp_path: Path) -> None:
-    updates = updates_of(tmp_path, "learner")
-    first = asyncio.run(number_of(updates, "publish", given=4))
-    with empty_for(0.3, updates.folder / f"{first}.released"):
-        assert updates.given() == 4
-    second = begin_and_vanish(updates, "publish")
-    with empty_for(0.3, updates.folder / f"{second}.json"):
-        assert (updates.given(), updates.under_way()) == (4, second)
-    with empty_for(0.3, updates.folder / f"{second}.json"), pytest.raises(DeadlineExceededError, match="learner-0"):
-        asyncio.run(number_of(updates_of(tmp_path, "collector"), "resync", 0.5))
 
 
 def test_a_publish_does_not_wait_while_single_engines_are_resynced(tmp_path: Path) -> None:
