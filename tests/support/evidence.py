@@ -1,3 +1,0 @@
-"""Results of evidence runs that nobody ran."""
-
-from __future__ import annotations
