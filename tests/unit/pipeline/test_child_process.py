@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -18,10 +17,8 @@ from pipeline import child_process
 from pipeline.child_process import (
     PARENT_VARIABLE,
     ChildProcess,
-    ending,
     first_error,
     log_tail,
-    log_text,
     make_scratch,
     remove_scratch,
 )
@@ -118,22 +115,6 @@ def test_a_child_ignores_no_signals_because_python_does(tmp_path: Path) -> None:
         child.kill()
 
 
-def test_a_parent_with_busy_threads_can_start_children(tmp_path: Path) -> None:
-    done = threading.Event()
-    threads = [threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(done.is_set, True)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        for index in range(5):
-            child = python("", tmp_path / f"{index}.log")
-            child._process.wait(DEADLINE_S)
-            assert child.poll() == 0
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-
-
 def test_a_child_whose_parent_died_before_it_asked_ends(tmp_path: Path) -> None:
     """Its parent is another process by then, which the variable does not name."""
     code = "from pipeline.child_process import die_with_parent; die_with_parent(); print('alive')"
@@ -223,33 +204,6 @@ requests.exceptions.ReadTimeout: HTTPConnectionPool(host='127.0.0.1', port=30000
 )
 def test_the_first_error_is_not_one_of_its_consequences(text: str, told: str | None) -> None:
     assert first_error(text) == told
-
-
-@pytest.mark.parametrize(
-    ("status", "told"),
-    [
-        (-9, "killed by signal 9 (SIGKILL)"),
-        (143, "killed by signal 15 (SIGTERM)"),
-        (3, "ended with status 3"),
-        (0, "ended with status 0"),
-        (255, "ended with status 255"),
-    ],
-)
-def test_a_signal_is_named(status: int, told: str) -> None:
-    assert ending(status) == told
-
-
-def test_of_a_long_log_the_beginning_and_the_end_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "LOG_BYTES", 100)
-    log = tmp_path / "log"
-    log.write_text("of the start before\nValueError: the first\n" + "noise\n" * 1000 + "ValueError: the last\n")
-    said = log_text(log, begin=len("of the start before\n"))
-    assert len(said) == 201
-    assert first_error(said) == "ValueError: the first"
-    assert said.endswith("noise\nValueError: the last\n")
-    assert log_tail(log) == "ValueError: the last"
-    log.write_text("short\n")
-    assert log_text(log) == "short\n"
 
 
 KILLED = (

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config.loader import recipe_from
-from pipeline.errors import RecipeError
 from precision.objectives.base import StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
 from precision.reference import NearReference, ReferenceSection, reference_kl
@@ -99,19 +97,3 @@ def test_a_reference_may_find_a_token_as_unlikely_as_it_likes(estimator: Any) ->
         loss, _ = objective.loss(logprobs, batch, StepContext(num_tokens=2))
         assert torch.isfinite(loss)
         assert torch.isfinite(torch.autograd.grad(loss, logprobs)[0]).all()
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        (
-            dict(advantage=dict(name="grpo", zero_variance="skip"), objective=dict(name="cispo")),
-            "set advantage.zero_var",
-        ),
-        (dict(rollout=dict(top_p=0.9, kept_set=False), objective=dict(name="clipped", anchor="old")), "use k2 or k3"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(sections: dict[str, Any], said: str) -> None:
-    base = dict(run=dict(name="r", steps=1), model=dict(path="m"), task=dict(name="sort_digits"))
-    with pytest.raises(RecipeError, match=said):
-        recipe_from(base | sections | dict(reference=dict(coefficient=0.1, estimator="importance")), source="test")

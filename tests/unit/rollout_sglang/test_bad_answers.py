@@ -149,24 +149,6 @@ def test_an_engine_that_answers_only_errors_is_left_out(tmp_path: Path, monkeypa
     assert kinds_of(changes, 0) == {"joined": 1, "admitted": 1, "bad_answer": MOST_BAD, "quarantined": 1}
 
 
-@pytest.mark.parametrize("name", ["unverified-0", "someone-else"])
-def test_an_error_of_an_engine_that_was_started_again_is_reason_enough(tmp_path: Path, name: str) -> None:
-    changes: list[dict[str, Any]] = []
-    with EngineDouble() as restarted, EngineDouble() as good:
-        fleet = fleet_of(tmp_path, [restarted.url, good.url], changes)
-
-        async def main() -> int:
-            try:
-                await fleet.generate([1], 1, SAMPLING)
-                restarted.version, restarted.generate_faults = name, ["500"]
-                return (await fleet.generate([1], 1, SAMPLING))[0].engine
-            finally:
-                await fleet.close()
-
-        assert asyncio.run(main()) == 1
-    assert kinds_of(changes, 0) == {"joined": 1, "admitted": 1, "quarantined": 1}
-
-
 @pytest.mark.parametrize("fault", ["drop", "hang"])
 def test_an_engine_that_breaks_off_or_hangs_is_left_out_at_once(tmp_path: Path, fault: str) -> None:
     changes: list[dict[str, Any]] = []
@@ -291,17 +273,6 @@ def test_no_bad_answer_gets_into_the_ledger_and_the_run_finishes(
         assert np.isin(batch.response_tokens, np.arange(8)).all(), "what the double samples, and nothing else"
         np.testing.assert_array_equal(batch.rollout_logprobs, -(batch.response_tokens + 1) / 8)
         assert set(batch.response_lengths.tolist()) == {4}
-
-
-def test_a_run_goes_on_beside_an_engine_that_sends_nothing_but_junk(tmp_path: Path, verifiers: Verifiers) -> None:
-    with EngineDouble() as bad, EngineDouble() as good:
-        bad.spoil = BAD_ANSWERS["a log-probability is positive"]
-        run = collect(tmp_path, verifiers, [bad.url, good.url])
-    assert verify_history(run, SYNC, SYNC.steps, limits=LIMITS).sound
-    engines = [BatchStore(run / "batches").read(index, None).engine.tolist() for index in range(SYNC.steps)]
-    assert {one for batch in engines for one in batch} == {1}
-    reasons = [event["reason"] for event in read_events(run, "quarantined")]
-    assert any("answers are bad" in reason and "log-probability 5, expected -128 to 0" in reason for reason in reasons)
 
 
 def test_a_run_with_junk_alone_ends_at_its_deadline_and_says_why(tmp_path: Path, verifiers: Verifiers) -> None:

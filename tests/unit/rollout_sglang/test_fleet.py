@@ -19,7 +19,7 @@ from pipeline.data.checksums import list_checksums
 from pipeline.data.membership import Member, Membership
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, FatalError, StoreError, SupersededError
-from pipeline.ports.weights import Probe, WeightCheck
+from pipeline.ports.weights import WeightCheck
 from rollout_sglang import engine_pool, transport
 from rollout_sglang import fleet as fleet_module
 from rollout_sglang.client import EngineClient
@@ -146,30 +146,6 @@ def test_a_request_that_every_engine_refuses_is_wrong_itself(
     assert count == 1 or min(asked) > 0
 
 
-def test_one_engine_s_refusals_are_no_proof_while_the_other_is_away(
-    tmp_path: Path, engines: list[EngineDouble]
-) -> None:
-    engines[0].generate_faults = ["400"] * 99
-    engines[1].stop()
-    with pytest.raises(EngineUnavailableError, match=r"answered 400"):
-        with_fleet(tmp_path, engines, lambda fleet: fleet.generate([1], 1, SAMPLING), deadline_s=5.0)
-
-
-def test_a_refused_probe_of_an_engine_that_the_recipe_names_is_not_the_end(
-    tmp_path: Path, engines: list[EngineDouble]
-) -> None:
-    engines[0].generate_faults = ["400"] * 99
-    probe = Probe(rows=((1, 2, 3),), logprobs=((-0.375, -0.5),), max_mean_gap_nats=1.0)
-    check = WeightCheck(version=1, probe=probe, digests=())
-
-    async def act(fleet: Fleet) -> tuple[float, list[bool]]:
-        seconds = await fleet.load(1, LOADED, check)
-        return seconds["engines_checked"], [one.quarantined for one in fleet.state()]
-
-    assert with_fleet(tmp_path, engines, act) == (0, [True, False])
-    assert [engine.version for engine in engines] == ["unverified", "1"]
-
-
 def test_a_dead_engine_is_waited_for(tmp_path: Path, engines: list[EngineDouble]) -> None:
     engine = engines[0]
     engine.stop()
@@ -293,35 +269,6 @@ def test_given_engines_that_may_have_served_another_run_are_given_weights_once(
     assert [engine.loads for engine in engines] == [1, 1]
 
 
-def test_an_engine_that_this_run_started_is_believed(tmp_path: Path, engines: list[EngineDouble]) -> None:
-    engines[0].version = "0"
-    membership = Membership(tmp_path / "engines")
-    membership.announce(Member(0, engines[0].url, started=1))
-
-    async def act() -> int:
-        fleet = Fleet(membership, **settings(tmp_path))
-        await fleet.resync(0, LOADED)
-        completions = await fleet.generate([1], 1, SAMPLING)
-        await fleet.close()
-        return completions[0].engine
-
-    assert asyncio.run(act()) == 0
-    assert engines[0].loads == 0
-
-
-def test_a_later_version_of_another_run_is_not_taken_for_this_run_s(
-    tmp_path: Path, engines: list[EngineDouble]
-) -> None:
-    with_fleet(tmp_path, engines, lambda fleet: fleet.load(2, Path("/policy/000002")))
-    engines[0].version = "9"
-
-    async def act(fleet: Fleet) -> list[bool]:
-        await fleet.resync(1, LOADED)
-        return [engine.quarantined for engine in fleet.state()]
-
-    assert with_fleet(tmp_path, engines, act) == [True, True]
-
-
 def test_heal_never_takes_back_what_another_process_loaded(tmp_path: Path, engines: list[EngineDouble]) -> None:
     with_fleet(tmp_path, engines, lambda fleet: fleet.load(2, Path("/policy/000002")))
     with_fleet(tmp_path, engines, lambda fleet: fleet.resync(1, LOADED))
@@ -389,30 +336,6 @@ def test_the_router_forgets_a_dead_engine_until_it_is_resynced(
     assert without == [engines[1].url]
     assert sorted(resynced) == sorted(engine.url for engine in engines)
     assert engines[0].version == "1"
-
-
-def test_heal_puts_back_what_another_process_took_out_of_the_router(
-    tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
-) -> None:
-    async def act(fleet: Fleet) -> None:
-        await fleet.load(1, LOADED)
-        router.members = [engines[1].url]
-        await fleet.resync(1, LOADED)
-
-    with_fleet(tmp_path, engines, act, router=router)
-    assert sorted(router.members) == sorted(engine.url for engine in engines)
-    assert engines[0].loads == 1
-
-
-def test_a_router_that_is_restarted_is_waited_for(
-    tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
-) -> None:
-    router.stop()
-    revival = threading.Timer(1.0, router.start)
-    revival.start()
-    group = with_fleet(tmp_path, engines, lambda fleet: fleet.generate([1], 1, SAMPLING), router=router)
-    revival.join()
-    assert len(group) == 1
 
 
 @pytest.fixture(autouse=True)

@@ -150,24 +150,6 @@ def test_an_engine_that_fails_twice_gets_no_request(
     assert (engines[0].loads, engines[0].version, engines[0].paused) == (2, "unverified", False)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            "weights",
-            f"1 of 1 parameters of version 1 .* first {PARAMETER} of rank 0: f{{16}}, the learner sent 0{{15}}1",
-        ),
-        ("answers", r"scores the probe of version 1 0\.5 nats from the learner in the mean, allowed 0\.1"),
-    ],
-)
-def test_the_error_says_what_is_wrong(
-    tmp_path: Path, engines: list[EngineDouble], damage: Damage, message: str
-) -> None:
-    engines[0].damages = [damage, damage]
-    with pytest.raises(EngineUnavailableError, match=message):
-        asyncio.run(fleet_of(tmp_path, engines[:1]).load(1, tmp_path, CHECK))
-
-
 def test_requests_under_way_are_aborted_when_the_proof_fails(
     tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from launch.convert.folders import compare_with_source, fp8_map, hf_to_fp8, hf_to_megatron, megatron_to_hf
+from launch.convert.folders import compare_with_source, fp8_map, hf_to_fp8, hf_to_megatron
 from launch.convert.modelopt import calibration_rows
 from launch.convert.new_model import new_model
 from megatron_bridge.hf import folders
@@ -23,7 +23,7 @@ from megatron_bridge.hf.headers import weight_files
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.hf.modelopt import check_scales
 from megatron_bridge.hf.tensor_files import check_written
-from pipeline.errors import CorruptCheckpointError, EvenKeelError, LayoutError, ModelError
+from pipeline.errors import EvenKeelError, LayoutError, ModelError
 from precision.formats.formats import scale_of
 from precision.formats.streams import fake_quantize_state, quantize_state
 
@@ -200,15 +200,6 @@ def test_layout_dtype_and_widths_are_checked_first(source: Path, tmp_path: Path)
     with pytest.raises(ModelError, match="intermediate_size"):
         hf_to_fp8(tmp_path / "narrow", tmp_path / "out", "block128", verify_logprobs=False)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("content", [None, "no checkpoint"])
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path, content: str | None) -> None:
-    folder = tmp_path / "checkpoint"
-    if content is not None:
-        folder.mkdir()
-    with pytest.raises(CorruptCheckpointError, match="not a folder" if content is None else "lies in no run"):
-        megatron_to_hf(folder, tmp_path / "out", verify_logprobs=False)
 
 
 def test_calibration_prompts(source: Path, tmp_path: Path) -> None:

@@ -34,16 +34,6 @@ def test_this_machine_is_diagnosed_completely(tmp_path: Path) -> None:
     assert all(check.advice for check in checks.values() if check.status != "ok")
 
 
-@pytest.mark.parametrize(("version", "status"), [("2.27", "fail"), ("2.28", "fail"), ("2.33", "fail"), ("2.34", "ok")])
-def test_the_c_library_is_one_that_engines_can_be_installed_with(
-    version: str, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", version))
-    check = doctor.check_interpreter()[1]
-    assert (check.status, "2.34" in check.advice) == (status, status == "fail")
-    assert ("a learner alone runs here" in check.advice) == (version in ("2.28", "2.33"))
-
-
 @pytest.mark.parametrize(
     ("requirement", "extra", "status", "found"),
     [

@@ -174,20 +174,6 @@ def test_the_model_answers_the_whole_prompt() -> None:
         sampled(Model(), [[3] * 500], 128, 1.0)
 
 
-def test_of_how_the_model_wants_to_be_sampled_only_its_ends_are_taken(model: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    vocabulary = loaded.config.vocab_size
-    loaded.generation_config.update(eos_token_id=None, pad_token_id=0)
-    usual = sampled(loaded, [[3, 4]], 2 * vocabulary, 1.0)
-    loaded.generation_config.update(repetition_penalty=3.0)
-    assert sampled(loaded, [[3, 4]], 2 * vocabulary, 1.0) == usual
-    loaded.generation_config.update(eos_token_id=list(range(vocabulary)), pad_token_id=0)
-    (row,) = sampled(loaded, [[3, 4]], 8, 1.0)
-    assert len(row.tokens) == 3, "the first token of the response is an end"
-
-
 @pytest.mark.parametrize("holds", [True, False])
 def test_whether_the_floor_is_held_is_measured(holds: bool) -> None:
     rows = [ScoredRow(tokens=[1, 2, 3], sampled=[True, True], group=group) for group in range(4)]

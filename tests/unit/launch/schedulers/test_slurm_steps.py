@@ -18,7 +18,7 @@ import pytest
 from launch.run.starter import NoRoomError, Unit
 from launch.schedulers.slurm import srun as srun_module
 from launch.schedulers.slurm.placement import Shape
-from launch.schedulers.slurm.srun import NODE_DIED, Allocation, Guard, Images, SlurmError, Srun, SrunStarter, Step
+from launch.schedulers.slurm.srun import NODE_DIED, Allocation, Guard, SlurmError, Srun, SrunStarter, Step
 from pipeline.child_process import ChildProcess
 from pipeline.errors import STOPPED_EXIT_CODE, SupersededError
 
@@ -224,15 +224,6 @@ def test_all_engines_of_a_node_have_cores(fake: FakeSlurm, tmp_path: Path, cpus:
     fewest = min(int(count) for count in re.findall(r"\b\d+(?=,|\(|$)", cpus))
     assert len(asked) == 8 // gpus
     assert fewest - len(asked) * threads < charged <= fewest
-
-
-def test_images_are_those_of_the_role(allocation: Allocation) -> None:
-    images = Images(learner="l.sqsh", rollout="r.sqsh", mounts="/a:/a")
-    assert images.options(LEARNER) == [
-        *("--container-image=l.sqsh", "--container-mounts=/a:/a", f"--container-workdir={Path.cwd()}"),
-    ]
-    assert images.options(Unit("engine", 0))[0] == "--container-image=r.sqsh"
-    assert Images().options(LEARNER) == []
 
 
 def test_a_role_stays_where_it_was_until_its_node_dies(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:

@@ -65,26 +65,6 @@ def test_fit_as_json(scale_rl: Path) -> None:
     assert result["C_range"] == pytest.approx([4 * 2542 / 40, 4 * 2542])
 
 
-def test_a_given_start_and_the_papers_grid(scale_rl: Path) -> None:
-    ranges = ("--a-min", 0.45, "--a-max", 0.8, "--c-mid-min", 100, "--c-mid-max", 40_000)
-    result = answer(scale_rl, "--r0", 0.35, *ranges)
-    assert result["R_0"] == 0.35
-    assert result["A"] == pytest.approx(0.610, abs=0.011)
-    spacing = (40_000 - 100) / 99
-    assert ((result["C_mid"] - 100) / spacing) % 1 == pytest.approx(0, abs=1e-6)
-
-
-def test_repeats_are_fitted_jointly(tmp_path: Path, scale_rl: Path) -> None:
-    again = write(tmp_path / "again.jsonl", 2542, 1.92, 0.610, seed=5)
-    result = answer(scale_rl, again)
-    assert result["num_points"] == 80
-    assert len(result["A_by_run"]) == 2
-    alone = answer(scale_rl)
-    assert result["A_by_run"][0] == alone["A"]
-    width, alone_width = (np.ptp(one["A_interval"]) for one in (result, alone))
-    assert width < alone_width
-
-
 def test_forecast(scale_rl: Path) -> None:
     result = answer(scale_rl, "--at", 2542, "--at", 25_420)
     inside, beyond = result["forecasts"]

@@ -56,13 +56,6 @@ def test_a_checkpoint_of_them_can_be_converted(case: dict[str, Any], tmp_path: P
     assert sorted(name for source in sources for name in source.names) == sorted(config.tensors())
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_else_is_in_a_state_dict_but_pickles_that_are_left_out(case: dict[str, Any]) -> None:
-    assert case["extra"]
-    assert all("._extra_state" in name for name in case["extra"])
-    assert not any("._extra_state" in name for rank in case["ranks"] for name in rank)
-
-
 @pytest.fixture
 def alone() -> Iterator[None]:
     initialize(Layout(), seed=0, deadline_s=30.0)

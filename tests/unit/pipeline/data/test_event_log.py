@@ -6,12 +6,10 @@ import errno
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.data import event_log
 from pipeline.data.event_log import EventLog, LogTail, read_events, read_metrics
 from pipeline.errors import NonFiniteError
 
@@ -26,13 +24,6 @@ def test_lines_come_back_in_order_with_their_time(tmp_path: Path) -> None:
     assert events[1]["reason"] == "zu lang: é\n"
     assert all(before <= event["time"] <= time.time() for event in events)
     assert [event["batch"] for event in read_events(tmp_path, "issued")] == [0, 1]
-
-
-def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path, "learner-000001")
-    for step, loss in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0)):
-        event_log.metrics(step, loss=loss)
-    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(0, 1.0), (1, 20.0), (2, 3.0)]
 
 
 def test_numpy_values_paths_and_nesting(tmp_path: Path) -> None:
@@ -149,26 +140,3 @@ def test_a_tail_gives_each_complete_line_once_and_by_time(tmp_path: Path) -> Non
     with path.open("a") as file:
         file.write(third[9:] + '{"torn\n' + fourth)
     assert [line["batch"] for _, line in tail.new_lines()] == [2, 3]
-
-
-def test_lines_that_were_not_taken_as_a_read_failed_come_at_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "events").mkdir()
-    for role, numbers in (("collector", (0, 2, 4)), ("learner", (1, 3))):
-        lines = (f'{{"kind": "issued", "batch": {n}, "time": {n}}}\n' for n in numbers)
-        (tmp_path / "events" / f"{role}-000001.jsonl").write_text("".join(lines))
-    tail, parse, fails = LogTail(tmp_path, "events"), event_log.parse_line, True
-
-    def parse_line(line: bytes, log: event_log.Log) -> dict[str, Any] | None:
-        if fails and b'"batch": 3' in line:
-            raise OSError(errno.EIO, "Input/output error")
-        return parse(line, log)
-
-    monkeypatch.setattr(event_log, "parse_line", parse_line)
-    taken: list[int] = []
-    with pytest.raises(OSError, match="Input/output"):
-        taken.extend(line["batch"] for _, line in tail.new_lines())
-    assert taken == [0, 1], "the collector's 2 is read, and not taken"
-    fails = False
-    assert [line["batch"] for _, line in tail.new_lines()] == [2, 3, 4]

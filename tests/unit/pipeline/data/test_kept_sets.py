@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,19 +64,6 @@ def test_a_batch_keeps_its_sets(tmp_path: Path) -> None:
     chosen = found.select(np.array([False, True]))
     assert chosen.kept is not None
     assert lists(chosen.kept) == [[3, 8, 11], [5]]
-
-
-def test_a_batch_goes_to_another_process() -> None:
-    batch = batch_with_kept_sets()
-    assert pickle.loads(pickle.dumps(batch)).tokens.tolist() == batch.tokens.tolist()  # noqa: S301
-
-
-def test_a_batch_without_sets_says_so(tmp_path: Path, make_batch: Callable[..., Batch]) -> None:
-    store = BatchStore(tmp_path)
-    store.commit(make_batch(0))
-    found = store.read(0, None)
-    assert found.kept is None
-    assert not found.contract.kept_set
 
 
 @pytest.mark.parametrize(

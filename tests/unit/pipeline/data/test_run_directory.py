@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from launch.cli import app
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import read_sealed, seal
 from pipeline.data.epochs import claim, newest
-from pipeline.data.files import OLD_S, remove_leftovers, remove_old_leftovers, temporary_name
+from pipeline.data.files import remove_leftovers, remove_old_leftovers, temporary_name
 from pipeline.data.run_directory import RunDirectory, numbered_folders
 from pipeline.data.run_recipes import RUN_FORMAT, begin_recipe
 from pipeline.data.store import BatchStore
@@ -224,16 +223,6 @@ def test_old_temporary_files_and_folders_go_and_young_ones_stay(tmp_path: Path) 
     os.utime(paths[3], (1.0, 1.0))  # what is being written into it says that it is young
     remove_old_leftovers([tmp_path])
     assert {path.name for path in tmp_path.iterdir()} == {paths[2].name, paths[3].name}
-
-
-def test_a_clock_that_is_ahead_of_the_file_systems_makes_nothing_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary_name(tmp_path / "under-way").touch()
-    ahead = time.time() + 2 * OLD_S
-    monkeypatch.setattr(time, "time", lambda: ahead)
-    remove_old_leftovers([tmp_path])
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

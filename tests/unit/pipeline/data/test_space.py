@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.files import amount, as_disk_full, require_space
+from pipeline.data.files import as_disk_full
 from pipeline.errors import DiskFullError
 from tests.support.runs import ROOT
 
@@ -158,13 +158,3 @@ def test_what_a_full_disk_makes_others_raise_is_known_by_its_cause(tmp_path: Pat
         raise RuntimeError("something else")
     with pytest.raises(PermissionError), as_disk_full(tmp_path):
         raise PermissionError(errno.EACCES, "denied")
-
-
-def test_amounts_and_room(tmp_path: Path) -> None:
-    assert [amount(n) for n in (0, 999, 1000, 12_345_678, 3.4e9, 8e15)] == [
-        *("0 bytes", "999 bytes", "1.0 KB", "12.3 MB", "3.4 GB", "8000.0 TB"),
-    ]
-    require_space(tmp_path, 1000, "a line")
-    with pytest.raises(DiskFullError, match=r"too full for a moon: it needs 1152921\.5 TB"):
-        require_space(tmp_path, 1 << 60, "a moon")
-    require_space(tmp_path / "nowhere", 1 << 60, "what cannot be known")

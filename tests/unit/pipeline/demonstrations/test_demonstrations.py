@@ -191,12 +191,6 @@ def test_a_message_whose_role_the_template_does_not_know_is_refused(tokenizer: T
             read(knowing, dict(messages=[user, answer]), dict(messages=messages))
 
 
-def test_a_prompt_becomes_the_users_turn_where_the_task_says_so(tokenizer: Tokenizer) -> None:
-    assert read(tokenizer, dict(prompt="a", response="B"), chat_template=True).first == (
-        "[user]a;\n[assistant]»<t></t>B;«"
-    )
-
-
 def test_the_end_of_a_turn_is_the_end_of_sequence_where_the_template_writes_it(tokenizer: Tokenizer) -> None:
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>!\n{% endif %}{% endfor %}"
     (tokenizer.folder / "chat_template.jinja").write_text(template.replace("</s>", tokenizer.eos_token))

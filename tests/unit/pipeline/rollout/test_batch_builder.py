@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.roles.collector import settings
 from pipeline.analysis.audit import verify_history
-from pipeline.config.loader import load_recipe
 from pipeline.data.batch import VERIFIER_FAILED, Batch, Completion, DroppedGroup, Group, Prompt, Sample
 from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
@@ -157,25 +154,6 @@ def test_a_filter_that_keeps_nothing_ends_the_run(run: RunDirectory, verifiers: 
         collect(collector)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], (0, True)),
-        (["prompts.group_filter=my.own:mixed"], (3, True)),
-        (["prompts.refill=true"], (3, False)),
-        (["prompts.group_filter=my.own:mixed", "prompts.refill=true", "prompts.max_refills=5"], (5, False)),
-    ],
-)
-def test_what_the_recipe_says_of_groups(
-    tmp_path: Path, overrides: list[str], expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("launch.roles.collector.build_interruption", lambda recipe, tokenizer: None)
-    run, recipe = RunDirectory(tmp_path), load_recipe(Path("demo"), overrides)
-    run.freeze(recipe)
-    found = settings(run, recipe, None)  # type: ignore[arg-type]
-    assert (found.max_refills, found.keeps_equal) == expected
-
-
 MakeBatch = Callable[..., Batch]
 
 
@@ -223,12 +201,6 @@ def test_only_batches_below_the_version_count_and_the_retired_stay_away(make_bat
     assert after_one == {1: Attempts(3, 3)}
     assert solved_prompts.solved(2) == solved_prompts.solved(3) == {1: Attempts(3, 3), 2: Attempts(3, 3)}
     assert after_one == {1: Attempts(3, 3)}, "what a batch was told does not change under it"
-
-
-def test_without_a_rule_nobody_retires(make_batch: MakeBatch) -> None:
-    solved_prompts = SolvedPromptFilter(None)
-    solved_prompts.record(batch_of(make_batch, 0, {1: [1, 1, 1]}))
-    assert solved_prompts.solved(1) == {}
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=4), max_size=8), st.data())

@@ -149,19 +149,6 @@ def test_the_verdict_rests_on_what_the_required_version_was_trained_on(run: RunD
     assert verify_history(run.path, schedule, 5, RETIREMENT).sound
 
 
-def test_samples_of_dropped_groups_count_for_the_pass_rate(run: RunDirectory, verifiers: Verifiers) -> None:
-    """All right means zero variance: with refills, such a group is in no batch, and its problem is solved anyway."""
-    schedule = Schedule(kind="sync", steps=5)
-    collector = build(run, verifiers, schedule, num_prompts=8, max_refills=3, solved_rule=RETIREMENT)
-    easy = collector.prompts.prompt(0).text.removesuffix("=")
-    engines_of(collector).solves = lambda digits, member: digits == easy or member == 0
-    found = batches(collect(collector))
-    [dropped] = found[0].dropped
-    assert (dropped.group, dropped.kind, dropped.solved) == (0, "zero_variance", GROUP)
-    assert {drop.problem for b in found[1:] for drop in b.dropped if drop.kind == "solved"} == {dropped.problem}
-    assert verify_history(run.path, schedule, 3, RETIREMENT).sound
-
-
 def test_when_every_problem_has_retired_the_run_ends_with_a_reason(run: RunDirectory, verifiers: Verifiers) -> None:
     schedule = Schedule(kind="sync", steps=9)
     collector = build(run, verifiers, schedule, num_prompts=4, solved_rule=RETIREMENT)

@@ -39,16 +39,6 @@ def test_it_is_the_share_of_subsets_with_a_correct_sample(n: int, data: st.DataO
     assert pass_at_k(n, c, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
 
 
-@given(n=st.integers(1, 3000), data=st.data())
-def test_it_rises_with_k_and_with_c_and_stays_a_probability(n: int, data: st.DataObject) -> None:
-    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
-    value = pass_at_k(n, c, k)
-    assert 0.0 <= value <= 1.0
-    assert pass_at_k(n, c, min(n, k + 1)) >= value - 1e-12
-    assert pass_at_k(n, min(n, c + 1), k) >= value - 1e-12
-    assert pass_at_k(n, c, 1) == pytest.approx(c / n)
-
-
 def test_summary() -> None:
     summary = summarize([4, 2, 0], [4, 4, 4])
     assert summary["pass_at_1"] == pytest.approx(0.5)

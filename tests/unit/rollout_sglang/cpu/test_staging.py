@@ -237,17 +237,6 @@ def test_an_update_that_hangs_writes_to_nothing_of_the_next(tmp_path: Path) -> N
     assert engine.values()["first.weight"] == [9.0] * 6
 
 
-def test_an_order_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ValueError, match="no order drop"):
-        Engine().stage("drop")
-
-
-def test_groups_are_known_by_name() -> None:
-    engine = Engine()
-    assert engine.stage("member", group="group")["member"] == "True"
-    assert engine.stage("member", group="another")["member"] == "False"
-
-
 def test_shared_parameters_stay_shared_and_buffers_are_the_models() -> None:
     model = Model()
     shadow = shadow_of(model)

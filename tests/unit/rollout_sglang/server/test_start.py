@@ -9,18 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeline import child_process
 from pipeline.errors import EngineStartError, ModelError, PortInUseError, RecipeError
 from rollout_sglang.server import launch_server, start
 from rollout_sglang.server.capacity import check_block_shapes
@@ -29,7 +26,6 @@ from rollout_sglang.server.launch_server import (
     HEALTH_SAMPLES_VARIABLE,
     arguments_with_key,
     hide_in_logs,
-    note_shared_memory,
 )
 from rollout_sglang.server.start import (
     EngineSpec,
@@ -278,21 +274,6 @@ def test_a_taken_port_is_named() -> None:
     assert port < 32_768, "the kernel gives higher ones to connections that go out"
 
 
-def test_a_router_does_not_end_for_its_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SGLang's panics where their port is taken."""
-    commands: list[list[str]] = []
-    monkeypatch.setattr(start, "ServerProcess", lambda command, **_: commands.append(command))
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        taken = holder.getsockname()[1]
-        start.start_router(free_port(), None, tmp_path / "log", "127.0.0.1", taken, request_deadline_s=60)
-    start.start_router(free_port(), None, tmp_path / "log", "127.0.0.1", free := free_port(), request_deadline_s=60)
-    shown = [value_of(argv, "--prometheus-port") for argv in commands]
-    assert (shown[0] != str(taken), shown[1]) == (True, str(free))
-    assert f"the router shows no metrics: port {taken} is taken" in capsys.readouterr().err
-
-
 def launch_python(code: str, tmp_path: Path, port: int, secret: str | None = None) -> ServerProcess:
     log = tmp_path / "server.log"
     ready_url = f"http://127.0.0.1:{port}/"
@@ -344,21 +325,6 @@ def test_block_shapes_that_do_not_fit_are_named(changes: dict[str, int], tensor_
         check_block_shapes(QWEN3_8B | changes, tensor_parallel)
 
 
-def test_shared_memory_of_a_server_goes_with_its_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared, temporary = tmp_path / "sglang_loads_0e7c81_5d937f97.shm", tmp_path / "temporary"
-    shared.touch()
-    temporary.mkdir()
-    monkeypatch.setattr(child_process, "_SHARED", tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    note_shared_memory(SimpleNamespace())  # of a release that names it after a socket
-    assert list(temporary.iterdir()) == []
-    note_shared_memory(SimpleNamespace(instance_id="0e7c81"))
-    child_process.remove_scratch(temporary)
-    assert not shared.exists()
-
-
 def test_the_body_of_a_probe_s_answer_is_not_read(tmp_path: Path) -> None:
     """It may have no end, and a sign of life needs none."""
 
@@ -390,14 +356,3 @@ def test_the_body_of_a_probe_s_answer_is_not_read(tmp_path: Path) -> None:
             child.kill()
             server.shutdown()
             thread.join()
-
-
-def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = tmp_path / ("x" * 60)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(RecipeError, match=r"expected at most 95: .*set TMPDIR to a folder with a shorter path"):
-        start.start(spec(tmp_path, port=free_port()))
-    assert list(deep.iterdir()) == []

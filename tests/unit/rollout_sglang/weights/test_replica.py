@@ -95,12 +95,6 @@ def test_only_what_changed_is_read_after_the_first(tmp_path: Path, published: di
         check(replica.make(version), published[version])
 
 
-def test_versions_may_be_left_out(tmp_path: Path, published: dict[int, Tensors]) -> None:
-    replica = new_replica(tmp_path)
-    for version in (10, 12, 14):
-        check(replica.make(version), published[version])
-
-
 def test_before_a_folder_is_written_to_it_is_not_listed(tmp_path: Path, published: dict[int, Tensors]) -> None:
     replica, listed = new_replica(tmp_path), list[list[str]]()
 
@@ -442,11 +436,3 @@ def test_what_could_not_be_announced_is_announced_later(host: Host, monkeypatch:
     unanswered(host, monkeypatch)
     host.publish()
     assert host.prepare(2, deadline_s=3.0).name == host.name(2)
-
-
-def test_a_superseded_start_follows_no_further(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    host.begin()
-    monkeypatch.setattr(host.told, "_fence", Mock(side_effect=SupersededError("later")))
-    host.publish()
-    host.keeper._thread.join(20)
-    assert not host.keeper._thread.is_alive()

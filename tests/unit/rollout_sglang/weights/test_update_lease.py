@@ -120,8 +120,3 @@ def test_a_heartbeat_that_cannot_be_written_neither_ends_nor_hides_the_update(
 
     asyncio.run(publish())
     assert (updates.under_way(), updates.given()) == (None, 4)
-
-
-def test_a_publish_does_not_wait_while_single_engines_are_resynced(tmp_path: Path) -> None:
-    resyncing = begin_and_vanish(updates_of(tmp_path, "collector"), "resync_single")
-    assert asyncio.run(number_of(updates_of(tmp_path, "learner"), "publish", 0.2)) > resyncing

@@ -14,9 +14,7 @@ from pipeline.data.batch import Sampling
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
 from pipeline.ports.weights import WeightUpdateReport
 from rollout_sglang.client import EngineClient
-from rollout_sglang.engine_pool import PooledEngine
-from rollout_sglang.fleet import AGAIN_DEADLINE_S, Fleet
-from rollout_sglang.transport import LOOK_DEADLINE_S
+from rollout_sglang.fleet import Fleet
 from rollout_sglang.weights.update_lease import Updates, fresh_number
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
@@ -113,19 +111,6 @@ def test_an_engine_that_cannot_be_reached_is_reported(tmp_path: Path, engines: l
 
 
 @pytest.mark.parametrize("engines", ["0.5.23"], indirect=True)
-def test_what_fails_at_the_end_is_quarantined_too(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
-    async def act(fleet: FleetUpdateSession) -> WeightUpdateReport:
-        await fleet.begin_weight_update()
-        engines[0].session = False  # its end_weight_update will be refused
-        return await fleet.end_weight_update(13, POLICY, None, {})
-
-    report = with_fleet(tmp_path, engines, act)
-    assert report.failures.keys() == {0}
-    assert "end_weight_update failed" in report.failures[0]
-    assert engines[0].version == "unverified"
-
-
-@pytest.mark.parametrize("engines", ["0.5.23"], indirect=True)
 def test_a_session_that_a_dead_sender_left_open_is_closed(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
     async def open_only(fleet: FleetUpdateSession) -> WeightUpdateReport:
         return await fleet.begin_weight_update()
@@ -193,32 +178,3 @@ def test_a_dropped_update_is_not_asked_again(engines: list[ReceivingDouble]) -> 
     with pytest.raises(EngineUnavailableError, match="1 attempts"):
         asyncio.run(receive())
     assert engines[0].calls == ["POST /update_weights_from_distributed"]
-
-
-def test_an_engine_that_is_gone_is_looked_for_briefly_and_told_nothing(
-    tmp_path: Path, engines: list[ReceivingDouble], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its host may swallow every packet: each call would cost its whole deadline, at each step."""
-    looks: list[float] = []
-
-    async def health(client: EngineClient, deadline_s: float = LOOK_DEADLINE_S) -> bool:
-        if client.index == 1:
-            looks.append(deadline_s)
-        return client.index == 0
-
-    async def give_up(fleet: FleetUpdateSession, engine: PooledEngine, reason: str) -> None:
-        raise AssertionError(f"engine {engine.index} was told something")
-
-    monkeypatch.setattr(EngineClient, "health", health)
-    monkeypatch.setattr(FleetUpdateSession, "_give_up", give_up)
-
-    async def act(fleet: FleetUpdateSession) -> list[WeightUpdateReport]:
-        reports = []
-        for version in (13, 14):
-            begun = await fleet.begin_weight_update()
-            reports.append(await fleet.end_weight_update(version, POLICY, None, begun.failures))
-        return reports
-
-    reports = with_fleet(tmp_path, engines, act)
-    assert [list(report.failures) for report in reports] == [[1], [1]]
-    assert looks == [LOOK_DEADLINE_S, AGAIN_DEADLINE_S]
