@@ -130,6 +130,11 @@ def test_the_last_stage_holds_the_head() -> None:
     assert precise.head - stages[-1].head >= logits + 4 * matrix
 
 
+def test_total_is_the_sum_of_its_items() -> None:
+    for found in footprints(QWEN3_32B, learner(4, 4, 2), work(bucket_bytes=1 << 29)):
+        assert sum(found.items().values()) == found.total
+
+
 def test_publishing_holds_the_largest_tensor_in_pieces_and_whole() -> None:
     embedding = 2 * 151_936 * 5120
     for bucket, expected in ((0, 2 * embedding), (1 << 29, 4 * embedding), (1 << 31, 2 * embedding + (2 << 31))):
