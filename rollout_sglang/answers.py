@@ -1,10 +1,10 @@
-"""From the bytes of an answer to completions: what cannot be is refused here, with the sample and the reason.
+"""Convert the bytes of an answer to completions and scores, refusing invalid samples with a reason.
 
     parts ──ElementCutter──▶ a sample, counted and measured ──pydantic──▶ Generated
-          ──counts against what was asked, shapes──▶ arrays ──pipeline.data.batch_values──▶ a completion
+          ──counts against the request, shapes──▶ arrays ──pipeline.data.batch_values──▶ a completion
 
-Every size is compared before memory is taken for it. An answer is read while it comes, sample by sample: what there is
-of it at once are the arrays of the samples so far, and the bytes of one sample.
+Every size is checked before memory is allocated for it. An answer is read sample by sample as it arrives: memory holds
+the arrays of the samples so far, and the bytes of one sample.
 """
 
 from __future__ import annotations
@@ -27,35 +27,34 @@ from precision.text import quoted
 from rollout_sglang.protocol import GENERATED, Generated, MetaInfo, policy_version
 
 SAMPLE_BYTES = 1 << 16
-"""What a sample has beside its tokens: names, versions, a message."""
+"""Limit of a sample's data beside its tokens: names, versions, a message."""
 TOKEN_BYTES = 512
-"""For a token: its id twice (20), a log-probability (24) and its text, of which the longest of known tokenizers has 128
-characters of which JSON writes some as two bytes, rarely more. Honest answers have about 50."""
+"""Limit for a token: its id twice (20), a log-probability (24) and its text. The longest text of known tokenizers has
+128 characters, and JSON writes some of them as two bytes, rarely more. Honest answers have about 50 bytes."""
 ID_BYTES = 12
 """An id in a kept set, with its comma."""
 MOST_KEPT_IDS = 1 << 12
-"""SGLang ends a request that keeps more for one token."""
+"""SGLang ends a request that keeps more ids for one token."""
 SCORE_BYTES = 64
-"""A scored token: log-probability, id, null."""
+"""Limit for a scored token: log-probability, id, null."""
 _REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a request asked for."""
+    """A request's parameters, with which its answer must agree."""
 
     num_prompt: int
     num_samples: int
     sampling: Sampling
     keeps_kv: bool = False
-    """Whether keys and values outlast an update of the weights, so that nothing is read again."""
+    """Whether keys and values outlast an update of the weights, so that no token is prefilled again."""
     late_tokens: int = 0
-    """How many tokens the old weights have sampled when a server counts what it has sampled so far as theirs, and which
-    it counts to the new ones."""
+    """Tokens before a change of weights that the server counts as the new version's."""
 
     sample_bytes: int = field(init=False)
-    """More than any right answer has for a sample."""
+    """More bytes than any valid sample has."""
 
     def __post_init__(self) -> None:
         sampling, tokens = self.sampling, self.sampling.max_new_tokens
@@ -68,22 +67,21 @@ class Asked:
 
 
 class NoListError(ValueError):
-    """Bytes that are no JSON list of objects of the expected size."""
+    """Bytes that are not a JSON list of objects of the expected size."""
 
 
 class SampleReader(Generic[T]):
-    """Makes something of each sample of an answer, in order, while the answer comes. Methods raise BadAnswerError for
-    what cannot be, and what `make` raises."""
+    """A reader that converts each sample of an answer, in order, while the answer arrives. Methods raise BadAnswerError
+    for an invalid answer, and errors of `make`."""
 
     def __init__(self, make: Callable[[int, Generated], T], *, expected: int, sample_bytes: int) -> None:
-        """`make` is given each sample's number and the sample; `expected` samples of `sample_bytes` at most are."""
+        """`make` takes each sample's number and the sample; `expected` samples of at most `sample_bytes` must come."""
         self._make = make
         self._expected = expected
         self._cutter = ElementCutter(most=expected, element_bytes=sample_bytes)
         self._made: list[T] = []
 
     def add(self, part: bytes) -> None:
-        """Take the next bytes of the answer."""
         try:
             for sample in self._cutter.add(part):
                 number = len(self._made)
@@ -98,7 +96,7 @@ class SampleReader(Generic[T]):
             raise BadAnswerError(f"it answered something else than SGLang's protocol: {error}") from None
 
     def end(self) -> list[T]:
-        """Return what was made: there are no more bytes."""
+        """Return the results of `make`, after the last bytes."""
         try:
             self._cutter.end()
         except NoListError as error:
@@ -109,8 +107,8 @@ class SampleReader(Generic[T]):
 
 
 def completion_reader(asked: Asked, *, engine: int, waited_s: Callable[[], float]) -> SampleReader[Completion]:
-    """Return a reader of the samples that were asked for; `waited_s` says for how long the caller has waited by now.
-    Its methods raise EngineVersionError, too, for tokens of weights that are none of ours."""
+    """Return a reader of the requested samples; `waited_s` returns how long the caller has waited so far. The reader's
+    methods also raise EngineVersionError, for tokens of weights that are not ours."""
     return SampleReader(
         lambda number, sample: _completion(number, sample, asked, engine, waited_s()),
         expected=asked.num_samples,
@@ -123,7 +121,7 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         raise BadAnswerError(f"sample {number}: {what}")
     meta = sample.meta_info
     if meta.finish_reason.type == "abort" and asked.sampling.kept_set and meta.output_token_sampling_mask is None:
-        # It was retracted, and aborted while it waited: SGLang answers the tokens that it had, and no kept sets.
+        # Retracted, then aborted while it waited: SGLang answers the tokens so far without kept sets.
         return aborted_completion(engine, elapsed_s)
     try:
         tokens = np.array(sample.output_ids, np.int64)
@@ -154,7 +152,7 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         tokens=tokens.astype(np.int32),
         logprobs=responses.logprobs,
         versions=(
-            np.broadcast_to(np.int32(versions[0]), len(versions))  # mostly all are one, which takes no memory
+            np.broadcast_to(np.int32(versions[0]), len(versions))  # usually all are equal, and take no memory
             if versions.strides == (0,) and len(versions)
             else versions.astype(np.int32)
         ),
@@ -169,18 +167,18 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
 
 
 def _shape_fault(sample: Generated, asked: Asked) -> str | None:
-    """Return what is wrong with the counts of a sample; None: nothing. No token is looked at here."""
+    """Return the fault in a sample's counts; None when there is none. Token values are not checked."""
     meta, count = sample.meta_info, len(sample.output_ids)
     rows = meta.output_token_logprobs or []
     if meta.finish_reason.type not in _REASONS:
         return f"it ended with {quoted(meta.finish_reason.type)}, expected one of {', '.join(_REASONS)}"
     if isinstance(meta.finish_reason.matched, str):
-        # SGLang says "NaN happened" here, and puts an end of text in place of the token that it could not sample.
+        # SGLang says "NaN happened" here, and puts an end-of-text token in place of the one that it could not sample.
         return f"it was ended by {quoted(meta.finish_reason.matched)}, but no such text was asked for"
     if count > asked.sampling.max_new_tokens:
         return f"it has {count} tokens, at most {asked.sampling.max_new_tokens} were asked for"
     if meta.finish_reason.type == "length" and count < asked.sampling.max_new_tokens:
-        # SGLang lowers what is asked for, without a word, to what all its keys and values hold.
+        # SGLang silently lowers max_new_tokens to the capacity of its keys and values.
         return (
             f"it was cut off at {count} of {asked.sampling.max_new_tokens} tokens: with a prompt of {asked.num_prompt} "
             "they do not fit the engine's keys and values (max_total_num_tokens in its log) or its context; raise "
@@ -198,10 +196,8 @@ def _shape_fault(sample: Generated, asked: Asked) -> str | None:
 
 
 def token_versions(meta: MetaInfo, num_tokens: int, late_tokens: int = 0) -> NDArray[np.int64]:
-    """Return the policy version of each response token; of `late_tokens` see Asked.
-
-    Older engines answer no spans. There, every token counts as of the version with which the sample ended.
-    """
+    """Return the policy version of each response token; see Asked about `late_tokens`. Older engines answer no spans:
+    then every token counts as of the version with which the sample ended."""
     spans = meta.weight_versions
     if spans is None:
         return np.broadcast_to(np.int64(policy_version(meta.weight_version)), num_tokens)
@@ -220,7 +216,7 @@ def token_versions(meta: MetaInfo, num_tokens: int, late_tokens: int = 0) -> NDA
 
 
 def _kept(sample: Generated) -> KeptSets:
-    """Return the kept sets. A request without tokens, which was aborted, comes without them."""
+    """Return the kept sets. An aborted request without tokens comes without kept sets."""
     meta, tokens = sample.meta_info, sample.output_ids
     masks, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if not tokens:
@@ -262,41 +258,40 @@ def _routes(sample: Generated, versions: NDArray[np.integer], asked: Asked) -> R
         rows = decode_engine_rows(meta.routed_experts, num_tokens, shape)
     except ValueError as error:
         raise BadAnswerError(f"engine answered {error}") from error
-    if asked.keeps_kv:  # a retraction is for want of memory then, at a place that the answer does not tell
+    if asked.keeps_kv:  # then a retraction is for lack of memory, at a place that the answer does not give
         return rows.forget(len(rows)) if meta.num_retractions else rows
     return rows_still_true(rows, asked.num_prompt, versions, meta.num_retractions)
 
 
 def aborted_completion(engine: int, elapsed_s: float) -> Completion:
-    """Return the record of a sample that was aborted, and of which nothing can be stored."""
+    """Return an empty completion for a sample that was aborted."""
     nothing = Completion.given((), ())
     return replace(nothing, finish="abort", engine=engine, queued_s=elapsed_s)
 
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _CASE_BIT = np.uint8(0x20)
-"""Of ASCII: with it set, [ is {, and ] is }."""
+"""ASCII's case bit: with it set, [ is {, and ] is }."""
 _OPENING, _CLOSING = ord("{"), ord("}")
 
 
 class ElementCutter:
-    """Of a JSON list of lists or objects. What lies between its elements is looked at, what lies in them is not."""
+    """A cutter of a JSON list of lists or objects into elements. It checks the bytes between elements, not within."""
 
     def __init__(self, *, most: int, element_bytes: int) -> None:
-        """Up to `most` elements of up to `element_bytes` each are expected."""
         self.count = 0
         """Elements that have begun."""
         self._most = most
         self._element_bytes = element_bytes
         self._depth = self._quotes_before = self._backslashes_before = 0
         self._open: bytearray | None = None
-        """What there is of an element that has not ended; None between two."""
+        """The bytes of an element that has not ended; None between two elements."""
         self._between = b""
-        """What was seen since the last element, without blanks."""
+        """The bytes since the last element, without blanks."""
 
     def add(self, part: bytes) -> Iterator[bytes]:
-        """Yield the elements that end in `part`, which follows the parts before it; all are to be taken before the next
-        one is added. Raises NoListError when this can be no such list, or is a larger one than was expected."""
+        """Yield the elements that end in `part`, which follows the parts before it. Take all of them before adding the
+        next part. Raises NoListError for bytes that are not the expected list, or that exceed it."""
         done = 0
         for edge in self._edges(part):
             opened = self._keep(part[done:edge])
@@ -314,12 +309,12 @@ class ElementCutter:
         self._keep(part[done:])
 
     def end(self) -> None:
-        """End the list: there are no more parts. Raises NoListError unless the list has ended with them."""
+        """End the list after the last part. Raises NoListError when it is incomplete."""
         if self._open is not None or self._between != (b"]" if self.count else b"[]"):
             raise NoListError("it is no JSON list of objects, or not a whole one")
 
     def _keep(self, piece: bytes) -> bytearray | None:
-        """Add bytes to the element that is open, and return it; None between two, where few bytes are right."""
+        """Add bytes to the open element and return it; return None between two elements, where few bytes are valid."""
         if self._open is None:
             self._between += b"".join(piece.split())
             if len(self._between) > 2:
@@ -331,16 +326,16 @@ class ElementCutter:
         return self._open
 
     def _edges(self, part: bytes) -> list[int]:
-        """Where elements begin and end, by turns: the places of brackets that lead into depth 2, and behind those that
-        lead out of it."""
+        """Return where elements begin and end, by turns: the places of brackets that lead into depth 2, and the places
+        behind brackets that lead out of it."""
         block = np.frombuffer(part, np.uint8)
         quotes = np.flatnonzero(block == _QUOTE)
         plain, backslashes = block != _BACKSLASH, self._backslashes_before
         self._backslashes_before = 0
         if backslashes or not plain.all():
             others = np.flatnonzero(plain)
-            # The last byte before each quote that is no backslash; the ones of the block before count as bytes before
-            # byte 0. A quote after an odd number of backslashes is part of its text.
+            # For each quote, the last byte before it that is no backslash; backslashes at the end of the previous block
+            # count as bytes before byte 0. A quote after an odd number of backslashes is part of its text.
             last = np.concatenate([[-1 - backslashes], others])[np.searchsorted(others, quotes)]
             self._backslashes_before = len(block) - 1 - int(others[-1]) if len(others) else len(block) + backslashes
             quotes = quotes[(quotes - 1 - last) % 2 == 0]
@@ -357,11 +352,11 @@ class ElementCutter:
 
 
 PIECE_BYTES = 1 << 16
-"""What is read at once. Where an answer has no more, it is read on the loop, which takes about a millisecond."""
+"""Bytes that are parsed at once. An answer of fewer is parsed on the event loop, which takes about a millisecond."""
 
 
 async def read_answer(parts: AsyncIterator[bytes], reader: SampleReader[T]) -> list[T]:
-    """Return what `reader` makes of the samples of an answer that comes in `parts`. Raises what the reader raises."""
+    """Return `reader`'s results for the samples of an answer that arrives in `parts`. Raises as the reader does."""
     held, is_small = bytearray(), True
     async for part in parts:
         held += part
@@ -377,14 +372,14 @@ async def read_answer(parts: AsyncIterator[bytes], reader: SampleReader[T]) -> l
 
 
 _WHOLE = 1e-3
-"""How far the probabilities of a whole distribution may be from 1 in all."""
+"""Largest distance from 1 of the sum of a whole distribution's probabilities."""
 
 
 def input_logprobs(row: Sequence[int], sample: Generated) -> NDArray[np.float32]:
-    """[n - 1] of tokens 1 … n - 1. Raises BadAnswerError. Nobody sampled these tokens: one may be as unlikely as
-    float32 can say."""
+    """Return the [n - 1] log-probabilities of tokens 1…n-1. Raises BadAnswerError. The tokens were not sampled, so a
+    log-probability may be as low as float32 allows."""
     scored = sample.meta_info.input_token_logprobs or []
-    # SGLang names the last id of the vocabulary 0 here (it clips the ids of image tokens), yet scores the real one.
+    # SGLang names the vocabulary's last id 0 here (it clips the ids of image tokens), yet scores the real token.
     foreign = sum(named not in (token, 0) for token, (_, named, _) in zip(row, scored, strict=False))
     values = [value for value, _, _ in scored[1:] if value is not None]
     if foreign or len(scored) != len(row) or len(values) != len(row) - 1:
@@ -401,7 +396,7 @@ def input_logprobs(row: Sequence[int], sample: Generated) -> NDArray[np.float32]
 def tempered_totals(
     row: Sequence[int], sample: Generated, temperature: float, kept: Sequence[NDArray[np.int32]]
 ) -> NDArray[np.float64]:
-    """For each of tokens 1 … n-1, log sum p^(1/T) over the distribution from which it came, or what was kept of it."""
+    """Return [n - 1] for tokens 1…n-1: log sum p^(1/T) over each token's distribution, or over its `kept` ids."""
     distributions = (sample.meta_info.input_top_logprobs or [])[1:]
     if len(distributions) != len(row) - 1 or not all(distributions):
         raise BadAnswerError(f"it gave {len(distributions)} of {len(row) - 1} distributions")

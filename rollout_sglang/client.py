@@ -1,4 +1,4 @@
-"""One SGLang server: token in, token out, and which weights it serves."""
+"""Call one SGLang server: sample and score tokens, query and update its weights. Also use teacher servers in turn."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ from rollout_sglang.protocol import (
 from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
 FORMATS, STATISTICS = "formats", "statistics"
-"""As in rollout_sglang.server.format_report, which loads torch."""
+"""Equal to the names in rollout_sglang.server.format_report, which imports torch."""
 REPORT_BYTES = 1 << 26
-"""Of a report about all parameters: a mixture of 48 layers and 128 experts has 18,000 on each of 8 ranks, of some 200
-bytes each."""
+"""Limit for a report about all parameters: some 200 bytes for each of 8 × 18,000, in a mixture of 48 layers, 128
+experts."""
 PREFIX = "stage "
-"""As in rollout_sglang.cpu.staging, which loads torch."""
+"""Equal to the name in rollout_sglang.cpu.staging, which imports torch."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.004, 0.05
 CONTROL_DEADLINE_S = 30.0
 """For calls that an engine answers between two of its steps: pause, continue, names of weights."""
@@ -77,11 +77,8 @@ T = TypeVar("T")
 
 
 class EngineClient:
-    """A server at `url`; `index` names it in records.
-
-    Every method raises EngineUnavailableError when the server refuses, drops, garbles or never answers the call, and
-    FatalError when the server finds the call itself wrong (key, prompt length).
-    """
+    """A client of the server at `url`; `index` names the engine in records. Every method raises EngineUnavailableError
+    when the server refuses, drops, garbles or never answers the call, and FatalError for a wrong key or request."""
 
     def __init__(
         self,
@@ -93,9 +90,9 @@ class EngineClient:
         update: int | None = None,
         keeps_kv: bool = False,
     ) -> None:
-        """Calls that concern weights belong to the weight update `update`, a number of
-        rollout_sglang.weights.update_lease; without one, engines refuse them. `keeps_kv`: requests under way go on
-        over the keys and values of the old weights (weights.kv_cache of a recipe)."""
+        """Calls about weights belong to the weight update `update`, a number of rollout_sglang.weights.update_lease;
+        engines refuse them without a number. `keeps_kv`: requests under way continue over the keys and values of the
+        old weights (weights.kv_cache of a recipe)."""
         self.url = url.rstrip("/")
         self.index = index
         self._part = "router" if index == UNKNOWN_ENGINE else f"engine {index}"
@@ -109,12 +106,11 @@ class EngineClient:
         self.while_alive = self._transport.while_alive
 
     def take_part(self, update: int, *, staging: bool = False) -> None:
-        """Belong to another weight update from now on; `staging` says whether another sender has had the engine
-        `stage` it."""
+        """Belong to another weight update from now on. `staging`: another sender has had the engine `stage` it."""
         self._transport.update, self._staging = update, staging
 
     async def dialect(self) -> Dialect:
-        """Return what the server can do; it is asked once. Raises EngineUnavailableError when it does not say."""
+        """Return the server's dialect, queried once. Raises EngineUnavailableError when the server names no version."""
         if self._known_dialect is None:
             answer = await self._transport.call("GET", "/server_info", deadline_s=self._control_deadline_s)
             try:
@@ -127,8 +123,8 @@ class EngineClient:
 
     async def generate(self, prompt_tokens: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample a group in one request. Log-probabilities are of softmax(logits / temperature), before top-p and
-        top-k; with `sampling.kept_set` they are of what these left, renormalized, and each completion holds its kept
-        sets. Samples of a request that was aborted have as many tokens as there were, or none."""
+        top-k. With `sampling.kept_set` they are renormalized over the tokens that top-p and top-k keep, and each
+        completion holds its kept sets. Samples of an aborted request have the tokens sampled so far, or none."""
         _require_tokens([prompt_tokens], sampling.vocab_size)
         started = time.monotonic()
         asked = Asked(
@@ -138,8 +134,8 @@ class EngineClient:
             keeps_kv=self._keeps_kv,
             late_tokens=int(self._keeps_kv and (await self.dialect()).overlaps),
         )
-        # For n samples SGLang (0.5.23) first prefills the prompt by a request of no new tokens. With kept sets it finds
-        # none for that one and refuses all. Equal prompts share their prefill too.
+        # For n samples SGLang (0.5.23) first prefills the prompt with a request for no new tokens. That request has no
+        # kept sets, so with kept sets SGLang refuses all. Equal prompts share their prefill too.
         copies, n = (num_samples, 1) if sampling.kept_set else (1, num_samples)
         completions = await self._generate(
             {
@@ -165,24 +161,22 @@ class EngineClient:
         return completions
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Prefill scoring: for each row of n tokens, [n - 1] log-probabilities of tokens 1…n-1 given those before.
-
-        At temperature 1: SGLang does not scale the log-probabilities of input tokens.
-        """
+        """Score prompts by prefill: return for each row of n tokens [n - 1] log-probabilities of tokens 1…n-1 given the
+        tokens before. At temperature 1: SGLang does not scale the log-probabilities of input tokens."""
         return await self._prefill(rows, {}, 0, lambda number, sample: input_logprobs(rows[number], sample))
 
     async def response_logprobs(
         self, prompt: Sequence[int], responses: Sequence[Sequence[int]]
     ) -> list[NDArray[np.float32]]:
-        """Prefill scoring of responses to a prompt of one token at least: for each, [tokens] log-probabilities, at
-        temperature 1. The prompt's own tokens are not scored: so the server may read it once for all of them."""
+        """Score responses to a prompt of at least one token by prefill: return for each [tokens] log-probabilities at
+        temperature 1. The server may prefill the prompt once for all responses, because its tokens are not scored."""
         rows, start = [[*prompt, *response] for response in responses], len(prompt) - 1
         return await self._prefill(
             rows, {"logprob_start_len": start}, 0, lambda number, sample: input_logprobs(rows[number][start:], sample)
         )
 
     async def tokenize(self, text: str) -> list[int]:
-        """The ids that the server's own tokenizer makes of a text, without special tokens at its ends."""
+        """Return the ids that the server's own tokenizer makes of a text, without special tokens at its ends."""
         request = {"prompt": text, "add_special_tokens": False}
         answer = await self._transport.call(
             "POST", "/tokenize", deadline_s=self._control_deadline_s, json=request, most_bytes=REPORT_BYTES
@@ -196,12 +190,9 @@ class EngineClient:
         vocab_size: int,
         kept: Sequence[Sequence[NDArray[np.int32]]] | None = None,
     ) -> list[NDArray[np.float32]]:
-        """As `prompt_logprobs`, at another temperature: log p / T - log sum p'^(1/T) over the whole distribution p' of
-        each token, which the server answers. For small vocabularies: an answer holds vocab_size numbers a token.
-
-        `kept`, for each row the token ids over which tokens 1 … n-1 are renormalized, restricts that sum; an empty set
-        stands for the whole vocabulary.
-        """
+        """Score prompts as `prompt_logprobs` does, at another temperature: log p / T - log sum p'^(1/T) over the whole
+        distribution p' of each token. For small vocabularies: an answer holds vocab_size numbers per token. `kept`
+        restricts that sum: for each row, the ids over which tokens 1…n-1 are renormalized (an empty set: all ids)."""
 
         def score(number: int, sample: Generated) -> NDArray[np.float32]:
             sets = () if kept is None else kept[number]
@@ -217,9 +208,9 @@ class EngineClient:
         vocab_size: int,
         read: Callable[[int, Generated], NDArray[np.float32]],
     ) -> list[NDArray[np.float32]]:
-        """What `read` makes of the answer to each row."""
+        """Return the result of `read` for the answer to each row."""
         _require_tokens(rows)
-        # More than any right answer has for the scores of a row, of each of `vocab_size` candidates for a token, too.
+        # More than any valid answer needs for a row, with the scores of `vocab_size` candidates for each token.
         token_bytes = TOKEN_BYTES + (1 + vocab_size) * SCORE_BYTES
         row_bytes = [SAMPLE_BYTES + len(row) * token_bytes for row in rows]
         scores = await self._generate(
@@ -238,13 +229,13 @@ class EngineClient:
         return scores
 
     async def model_info(self, deadline_s: float | None = None) -> ModelInfo:
-        """Which folder and version the server serves. A busy engine answers at once: its HTTP process alone does."""
+        """Return the folder and version that the server serves. Even a busy engine answers at once."""
         deadline_s = self._control_deadline_s if deadline_s is None else deadline_s
         answer = await self._transport.call("GET", "/model_info", deadline_s=deadline_s)
         return _parse(TypeAdapter(ModelInfo), answer)
 
     async def health(self, deadline_s: float = LOOK_DEADLINE_S) -> bool:
-        """Whether the server answers and says that it is well. It is not asked to sample: one that is busy answers."""
+        """Return whether the server says that it is well. It does not sample to answer: a busy server answers too."""
         try:
             await self._transport.call("GET", "/health", deadline_s=min(deadline_s, self._control_deadline_s))
         except EngineUnavailableError:
@@ -252,25 +243,23 @@ class EngineClient:
         return True
 
     async def pause(self) -> None:
-        """Stop sampling. Requests under way go on after `resume`, with the weights that there are then: retracted, so
-        that what they have so far is read again with them, or in place where keys and values are kept. A server that
-        could not tell the tokens of the two apart aborts them instead (see sglang_compat).
-
-        A paused engine answers control calls and checksums, but does not score prompts.
-        """
+        """Stop sampling. Requests under way go on after `resume` with the weights of that time: retracted, so that
+        their tokens are prefilled again, or in place where keys and values are kept. A server that cannot attribute
+        tokens to versions aborts requests instead (Dialect.pause). A paused engine answers control calls and checksums,
+        but scores no prompts."""
         mode = (await self.dialect()).pause
         request = {"mode": "in_place" if self._keeps_kv and mode == "retract" else mode}
         await self._transport.call("POST", "/pause_generation", deadline_s=self._control_deadline_s, json=request)
 
     async def resume(self) -> None:
-        """Sample again. Nothing happens on an engine that is not paused."""
+        """Sample again. No effect on an engine that is not paused."""
         request = {"torch_empty_cache": False}
         await self._transport.call("POST", "/continue_generation", deadline_s=self._control_deadline_s, json=request)
 
     async def stage_folder(self, directory: Path, *, deadline_s: float) -> bool:
-        """Have the weights of `directory` loaded and hashed while the engine serves; `update_from_disk` of it then
-        takes next to no time. False where the server cannot. Raises EngineVersionError
-        when weights could not be staged, or a later weight update has overtaken this one."""
+        """Have the weights of `directory` loaded and hashed while the engine serves; `update_from_disk` of the folder
+        is then nearly instant. Return False where the server cannot stage. Raises EngineVersionError when staging
+        fails, or a later weight update has overtaken this one."""
         order = {"do": "folder", "folder": str(directory.absolute())}
         if not (await self.dialect()).stages or await self._order(order) is None:
             return False
@@ -278,14 +267,12 @@ class EngineClient:
         return True
 
     async def update_from_disk(self, version: int, directory: Path, *, deadline_s: float) -> None:
-        """Take the weights of `directory`, a folder that the engine can read, as `version`, unverified.
-
-        Call it between `pause` and `resume`. Raises EngineVersionError when the engine does not take them.
-        """
+        """Load the weights of `directory`, a folder that the engine can read, as `version`, unverified. Call it between
+        `pause` and `resume`. Raises EngineVersionError when the engine does not take the weights."""
         request = {
             "model_path": str(directory.absolute()),
             "weight_version": f"{UNVERIFIED}{version}",
-            # Cached prefixes belong to the old weights. While requests stand on some, SGLang refuses to drop any.
+            # Cached prefixes belong to the old weights. SGLang refuses to drop prefixes that requests use.
             "flush_cache": not self._keeps_kv,
             "keep_pause": True,
         }
@@ -299,7 +286,7 @@ class EngineClient:
             )
 
     async def verify(self, version: int) -> None:
-        """Raises EngineVersionError unless the engine claims `version`, verified or not."""
+        """Raise EngineVersionError unless the engine claims `version`, verified or not."""
         served = (await self.model_info()).weight_version
         if claimed_version(served) != version:
             raise EngineVersionError(
@@ -308,8 +295,8 @@ class EngineClient:
             )
 
     async def checksums(self, action: str = "checksum", *, deadline_s: float) -> list[dict[str, str]] | None:
-        """Return for each tensor parallel rank parameter → digest of what the engine holds. None when the server has no
-        such route (older ones) or refuses the engine's quantization (newer ones)."""
+        """Return for each tensor parallel rank parameter → digest of the engine's weights. None when the server has no
+        such route (older releases) or refuses the engine's quantization (newer releases)."""
         path = "/weights_checker"
         request = {"action": action}
         answer = await self._transport.call(
@@ -324,8 +311,8 @@ class EngineClient:
         return [dict(rank.checksums) for rank in ranks]
 
     async def formats(self, *, deadline_s: float, statistics: bool = False) -> list[dict[str, Held]] | None:
-        """For each tensor parallel rank, module → in which format the engine holds it; with `statistics`, its scales
-        and norm as well. None when the server has no such route, or was not started by this package."""
+        """Return for each tensor parallel rank module → the format in which the engine holds it; with `statistics`, its
+        scales and norm as well. None when the server has no such route or was not started by this package."""
         ranks = await self.checksums(STATISTICS if statistics else FORMATS, deadline_s=deadline_s)
         if ranks is None:
             return None
@@ -338,7 +325,7 @@ class EngineClient:
             ) from error
 
     async def name(self, version: int) -> None:
-        """Name the weights that the engine holds `version`, as verified. Requests under way go on."""
+        """Name the engine's weights `version`, as verified. Requests under way go on."""
         request = {"new_version": str(version), "abort_all_requests": False}
         await self._transport.call("POST", "/update_weight_version", deadline_s=self._control_deadline_s, json=request)
 
@@ -348,18 +335,17 @@ class EngineClient:
         await self._transport.call("POST", "/update_weight_version", deadline_s=self._control_deadline_s, json=request)
 
     async def close(self) -> None:
-        """Release the connections."""
         await self._transport.close()
 
     async def _generate(
         self, request: dict[str, Any], *, most_bytes: int, reader: Callable[[], SampleReader[T]]
     ) -> list[T] | None:
-        """Return what a reader makes of the answer; None when the request was aborted before there was any sample."""
+        """Return a reader's result for the answer; None when the request was aborted before it had a sample."""
 
         async def take(response: httpx.Response, parts: AsyncIterator[bytes]) -> list[T] | None:
             return None if response.status_code == ABORTED else await read_answer(parts, reader())
 
-        if self._keeps_kv:  # what others have cached may be of older weights: no request finds it
+        if self._keeps_kv:  # prefixes cached by other requests may be of older weights: a unique key hides them
             request |= {"extra_key": secrets.token_hex(8)}
         options: dict[str, Any] = dict(json=request, accept=(ABORTED,), most_bytes=most_bytes)
         try:
@@ -367,20 +353,18 @@ class EngineClient:
         except BadAnswerError as error:
             raise BadAnswerError(f"engine {self.index} at {self.url}: {error}; the answer is thrown away") from error
 
-    # Weights that are sent as tensors. No call of these is repeated: it would wait for a second broadcast. All raise
-    # EngineVersionError when the engine answers that it could not do it.
+    # Weights sent as tensors. No call below is repeated: it would wait for a second broadcast. Each raises
+    # EngineVersionError when the engine answers that it failed.
 
     async def stage(self) -> bool:
-        """Have the engine take its next weights while it serves, with the version that it has. False where it cannot;
-        then it is paused, and `begin_update` comes next."""
+        """Have the engine take its next weights while it serves. Return False where it cannot: use `begin_update`."""
         self._staging = False
         with suppress(EngineVersionError):
             self._staging = (await self.dialect()).stages and await self._order({"do": "begin"}) is not None
         return self._staging
 
     async def finish_stage(self, folder: Path, deadline_s: float) -> None:
-        """Wait, once all tensors came, until they are loaded and hashed, as the weights of a folder that there will
-        be."""
+        """Wait until all received tensors are loaded and hashed as the weights of `folder`, which may not exist yet."""
         await self._known_order({"do": "finish", "folder": str(folder.absolute())})
         await self._staged(deadline_s)
 
@@ -390,7 +374,7 @@ class EngineClient:
         if dialect.no_tensors:
             raise EngineVersionError(f"{self.url}: {dialect.no_tensors}")
         if dialect.sessions and not (await self._ask("/begin_weight_update", {})).success:
-            # A sender that died left its session open.
+            # A sender died and left its session open.
             await self._do("/end_weight_update", {})
             await self._do("/begin_weight_update", {})
         await self._do("/update_weight_version", {"new_version": INVALIDATED, "abort_all_requests": False})
@@ -408,12 +392,8 @@ class EngineClient:
         await self._do("/init_weights_update_group", request, deadline_s)
 
     async def is_member(self, group: str) -> bool:
-        """Return whether the server still has the group. It is asked by an update of no tensors, for which nothing is
-        sent.
-
-        A server without sessions would end at that call if it had no such group. It is told to leave the group instead,
-        and joins it again.
-        """
+        """Return whether the server still has the group. It asks by an update of no tensors, for which nothing is sent.
+        A server without sessions would end at the call if it lacked the group: it leaves the group instead."""
         if self._staging:
             return (await self._known_order({"do": "member", "group": group}))["member"] == "True"
         if not (await self.dialect()).sessions:
@@ -423,12 +403,11 @@ class EngineClient:
         return (await self._ask("/update_weights_from_distributed", request)).success
 
     async def leave(self, group: str) -> None:
-        """Have the engine forget the group."""
         await self._do("/destroy_weights_update_group", {"group_name": group})
 
     async def receive(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
-        """Have the engine take part in one broadcast of the flattened tensors, load them, and drop what other weights
-        have cached, unless it is kept."""
+        """Have the engine take part in one broadcast of the flattened tensors, load them, and drop the caches of older
+        weights unless they are kept."""
         named: dict[str, Any] = dict(
             names=[tensor.name for tensor in tensors],
             dtypes=[tensor.dtype for tensor in tensors],
@@ -438,14 +417,14 @@ class EngineClient:
             await self._known_order({"do": "group", "group": group, **named})
             await self._staged(deadline_s)
             return
-        # The cache is flushed with every bucket, because no sender knows which is the engine's last. That costs less
-        # than one call of /flush_cache, which also gives memory back to the system.
+        # The cache is flushed with every bucket, because no sender knows the engine's last bucket. That costs less than
+        # a call of /flush_cache, which also returns memory to the system.
         request = named | dict(group_name=group, load_format="flattened_bucket", flush_cache=not self._keeps_kv)
         await self._do("/update_weights_from_distributed", request, deadline_s)
 
     async def receive_shared(self, bucket: bytes, ranks: int, deadline_s: float) -> None:
         """Have the engine open a bucket in the memory of another process of the machine (one copy of the pickle for
-        each rank), load its tensors, and drop what was cached with other weights, unless it is kept."""
+        each rank), load its tensors, and drop the caches of older weights unless they are kept."""
         text = base64.b64encode(bucket).decode()
         if self._staging:
             await self._known_order({"do": "bucket", "bucket": text})
@@ -462,7 +441,7 @@ class EngineClient:
         await self._do("/update_weight_version", claim)
 
     async def give_up_update(self) -> None:
-        """Close the session only: not all tensors came."""
+        """Close only the session of an update that lacks tensors."""
         if not self._staging and (await self.dialect()).sessions:
             await self._ask("/end_weight_update", {})
 
@@ -479,7 +458,7 @@ class EngineClient:
         return _parse(TypeAdapter(Updated), answer)
 
     async def _staged(self, deadline_s: float) -> None:
-        """Wait until every order to stage is done."""
+        """Wait until every staging order is done."""
         poll_s = _FIRST_POLL_S
         try:
             async with asyncio.timeout(deadline_s):
@@ -498,7 +477,7 @@ class EngineClient:
         return state
 
     async def _order(self, order: dict[str, Any]) -> dict[str, str] | None:
-        """Return the state of the slowest of the engine's ranks; None where the server knows no such order to stage
+        """Return the state of the engine's slowest rank; None where the server cannot stage
         (rollout_sglang.cpu.staging)."""
         answer = await self._transport.call(
             "POST",
@@ -525,8 +504,8 @@ class EngineClient:
 
 
 def _require_tokens(rows: Sequence[Sequence[int]], vocab_size: int | None = None) -> None:
-    """Raises FatalError for a row that would end an engine, whoever asks: one without tokens, or with an id that its
-    model has no row for. Releases of SGLang before 0.5.23 look at neither; none looks at the first."""
+    """Raise FatalError for a row that would crash an engine: a row without tokens, or with an id outside the
+    vocabulary. SGLang before 0.5.23 checks neither; no release checks the first."""
     for row in rows:
         if not len(row):
             raise FatalError("a prompt of no tokens would end an engine; it was not sent: give each prompt some text")
@@ -549,7 +528,7 @@ def _parse(adapter: TypeAdapter[T], answer: httpx.Response) -> T:
 
 
 class TeacherServers:
-    """Asks them in turn; an attempt that failed is followed by one at another server."""
+    """Teacher servers used in turn; a failed attempt is followed by an attempt at another server."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None, *, request_deadline_s: float) -> None:
         self._clients = [
@@ -559,16 +538,16 @@ class TeacherServers:
         self._turns = cycle(self._clients)
 
     async def logprobs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """For each response to `prompt`, [tokens] natural log-probabilities at temperature 1. Raises RetryableError
-        when no server could answer, and FatalError when one finds the call itself wrong."""
+        """Return for each response to `prompt` [tokens] natural log-probabilities at temperature 1. Raises
+        RetryableError when the server could not answer, and FatalError when it rejects the call itself."""
         try:
             return await next(self._turns).response_logprobs(prompt, responses)
         except RetryableError as error:
             raise EngineUnavailableError(f"the teacher did not score a group: {error}") from error
 
     async def require_same_tokenizer(self, texts: Mapping[str, Sequence[int]]) -> None:
-        """Raises RecipeError unless every server makes the ids of each text that the student's tokenizer makes of it,
-        and EngineUnavailableError when one cannot be asked."""
+        """Raise RecipeError unless every server's tokenizer makes the given ids of each text, as the student's does.
+        Raises EngineUnavailableError when a server cannot be asked."""
         for client in self._clients:
             for text, ids in texts.items():
                 theirs = await client.tokenize(text)
@@ -579,6 +558,5 @@ class TeacherServers:
                     )
 
     async def close(self) -> None:
-        """Release the connections."""
         for client in self._clients:
             await client.close()

@@ -1,4 +1,4 @@
-"""The engines that a fleet knows now: built from the run's membership, each admitted or quarantined.
+"""Track the engines of a run: build them from the membership, admit or quarantine each, and keep the router in step.
 
     membership ──refresh──▶ engines: joined (quarantined until verified), moved or restarted (the same), left
     admit / quarantine ──▶ the router's workers, requests in flight, on_change
@@ -28,25 +28,25 @@ from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S, Transport
 
 T = TypeVar("T")
 OnChange = Callable[..., None]
-"""Called with "joined", "admitted", "quarantined", "bad_answer" or "left", and with engine=, url= and, for all but the
-second, reason=. Of an engine that is quarantined already it is told each new reason."""
+"""Called with "joined", "admitted", "quarantined", "bad_answer" or "left", and with engine=, url= and, except for
+"admitted", reason=. It is called with each new reason for quarantining an engine."""
 REFUSED_S = 60.0
-"""All engines refuse for so long: then the key or the addresses are wrong, not just an address that is stale."""
+"""When all engines refuse for REFUSED_S, the key or the addresses are wrong, not just a stale address."""
 _LEFT = "it has left, or was started again"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """What there is to say about one engine, for people and metrics."""
+    """The state of one engine, for people and metrics."""
 
     index: int
     url: str
     version: int | None
-    """That it served when it was last looked at, verified; None when it serves none."""
+    """The verified version that it served at the last look; None when it served none."""
     quarantined: bool
     in_flight: int
-    """Requests that were sent to it directly; of those through a router nobody knows where they are."""
+    """Requests sent to it directly; the engines of requests through a router are unknown."""
     reason: str | None = None
     """Why it is quarantined."""
     since: float | None = None
@@ -55,23 +55,22 @@ class EngineState:
 
 @dataclass
 class AnswerRecord:
-    """Of one engine."""
+    """A record of one engine's good and bad answers."""
 
     last: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Whether each of the last answers was good."""
     times: int = 0
-    """How often it was left out for its answers."""
+    """How often the engine was quarantined for its answers."""
     until: float = 0.0
     """When it may come back, by time.monotonic."""
 
     def good(self) -> None:
-        """Count an answer to what was asked."""
         self.last.append(True)
         if self.times and len(self.last) == WINDOW and all(self.last):
             self.times = 0
 
     def bad(self) -> bool:
-        """Count a bad answer. Returns whether it is to be left out now."""
+        """Count a bad answer. Return whether to quarantine the engine now."""
         self.last.append(False)
         if self.last.count(False) < MOST_BAD:
             return False
@@ -93,21 +92,19 @@ class PooledEngine:
     served: int | None = None
     answered: float = field(default_factory=time.monotonic)
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Requests in flight."""
     formats: Mapping[str, str] | None = None
-    """The quant map's formats in which it was seen to hold its modules: they last as long as its server."""
+    """The formats that its modules were verified to have, as in the quant map: they last as long as its server."""
     refusal: FatalError | None = None
-    """What its server last refused as wrong, key or path; another server may have its address by now."""
+    """The server's last refusal of a key or path; another server may have the address by now."""
     refused_at: float = math.inf
     """When it began to refuse (time.monotonic)."""
     failures: int = 0
-    """How often in a row it could not be resynced."""
+    """Failed resyncs in a row."""
     try_at: float = 0.0
-    """When it may be resynced again."""
     answers: AnswerRecord = field(default_factory=AnswerRecord)
     is_believed: bool = field(init=False)
-    """Whether the version that it claims is one of this run's. A name is only a number, and an engine of rollout.urls
-    may have served another run, until it is admitted here."""
+    """Whether its claimed version is one of this run's. A version is only a number, and an engine of rollout.urls may
+    have served another run before it is admitted here."""
     index: int = field(init=False)
     url: str = field(init=False)
 
@@ -116,17 +113,17 @@ class PooledEngine:
         self.is_believed = self.member.started > 0
 
     def refuses(self, error: FatalError) -> None:
-        """Its server finds a call itself wrong."""
+        """Note that its server rejects a call itself."""
         self.refusal, self.refused_at = error, min(self.refused_at, time.monotonic())
 
     @property
     def trouble(self) -> str:
-        """What is known to be wrong with it, without asking it; empty for nothing."""
+        """A known fault, without asking the engine; empty when there is none."""
         return self.member.silent or str(self.refusal or "")
 
 
 class EnginePool:
-    """Engines by index, and the router before them, if there is one."""
+    """The engines of a run by index, and the router before them, if any."""
 
     def __init__(
         self,
@@ -137,7 +134,6 @@ class EnginePool:
         *,
         keeps_kv: bool = False,
     ) -> None:
-        """`keeps_kv`: see EngineClient."""
         self._membership = membership
         self._listed = Listed(membership)
         self._api_key = api_key
@@ -146,18 +142,18 @@ class EnginePool:
         self._on_change: OnChange = on_change or (lambda *_, **__: None)
         self._engines: dict[int, PooledEngine] = {}
         self._refreshes = self._refreshed = 0
-        """How often `refresh` was called, and the last call whose reading was taken."""
+        """Number of calls of `refresh`, and the last call whose reading was used."""
         self.router: RouterClient | None = None
         self.entrance: EngineClient | None = None
-        """The router as one that samples."""
+        """A client that samples through the router."""
         self.router_calls: set[asyncio.Task[Any]] = set()
         self.router_is_suspect = False
         self.direct_until = 0.0
-        """So long engines are asked directly, by time.monotonic."""
+        """Until then, by time.monotonic, engines are asked directly."""
 
     @property
     def engines(self) -> list[PooledEngine]:
-        """All, by index."""
+        """All engines, by index."""
         return [engine for _, engine in sorted(list(self._engines.items()))]
 
     @property
@@ -183,7 +179,7 @@ class EnginePool:
         return self._engines[index]
 
     async def refresh(self) -> None:
-        """Read the membership again. Of calls that are under way at once, the last one counts."""
+        """Read the membership again. Among concurrent calls, the last one counts."""
         self._refreshes += 1
         number = self._refreshes
         listed, router = await asyncio.to_thread(lambda: (self._listed.engines(), self._membership.router()))
@@ -204,8 +200,8 @@ class EnginePool:
                 self.abandon(engine, _LEFT)
 
     def _take(self, listed: Sequence[Member]) -> list[PooledEngine]:
-        """Know these engines and no others. Returns those that are gone. It happens at once: while the router is told,
-        another call may begin."""
+        """Replace the known engines by the listed ones and return those that are gone. Not async: another `refresh` may
+        begin while the router is updated."""
         members, gone = {member.index: member for member in listed}, list[PooledEngine]()
         for index, engine in list(self._engines.items()):
             if members.get(index) != engine.member:
@@ -216,7 +212,7 @@ class EnginePool:
                 gone.append(engine)
         for index, member in members.items():
             if index in self._engines:
-                self._engines[index].member = member  # the same start; its role may say that it hangs
+                self._engines[index].member = member  # the same start; its role may report that it hangs
             else:
                 client = self.client(member.url, index)
                 reason = "it has joined and is not verified yet"
@@ -225,13 +221,12 @@ class EnginePool:
         return gone
 
     def client(self, url: str, index: int) -> EngineClient:
-        """Return a client of the server at `url`, which is named `index`."""
         return EngineClient(
             url, self._api_key, index=index, request_deadline_s=self._request_deadline_s, keeps_kv=self._keeps_kv
         )
 
     async def admit(self, engine: PooledEngine, version: int | None) -> None:
-        """Let it have requests, from now on, unless it has left meanwhile."""
+        """Let the engine have requests from now on, unless it has left meanwhile."""
         if self._engines.get(engine.index) is not engine:
             return
         engine.served, engine.failures, engine.answered = version, 0, time.monotonic()
@@ -242,7 +237,7 @@ class EnginePool:
             self._on_change("admitted", engine=engine.index, url=engine.url, version=version)
 
     async def quarantine(self, engine: PooledEngine, reason: str) -> None:
-        """Let it have no more requests. Those in flight go on: see `abandon`."""
+        """Let the engine have no more requests. Requests in flight go on: see `abandon`."""
         self._set_aside(engine, reason)
         await self._tell_router(engine, admitted=False)
 
@@ -255,8 +250,8 @@ class EnginePool:
         engine.served = None
 
     async def answered_badly(self, engine: PooledEngine | None, reason: str) -> None:
-        """An answer of the engine cannot be, or is an error; of None, one that came through the router. Too many of
-        them, and it is quarantined until it is verified again, which it may be after a pause."""
+        """Count an invalid answer or an error of the engine, or of the router for None. After too many, quarantine the
+        engine until it is verified again, after a pause at the earliest."""
         if engine is None:
             self.direct_until = time.monotonic() + DIRECT_S
             self._on_change(
@@ -269,8 +264,8 @@ class EnginePool:
             await self.quarantine(engine, f"{MOST_BAD} of its last {WINDOW} answers are bad, the last one: {reason}")
 
     async def mark_suspect(self, engine: PooledEngine | None, reason: str, oldest_allowed: int | None) -> None:
-        """Quarantine the engine that failed. The router does not say which engine that was: each one is asked then
-        whether it serves `oldest_allowed` or a later version."""
+        """Quarantine the engine that failed. For None, a failure through the router, quarantine each engine that does
+        not serve `oldest_allowed` or a later version."""
         if engine is not None:
             await self.quarantine(engine, reason)
             return
@@ -282,9 +277,9 @@ class EnginePool:
                 await self.quarantine(candidate, reason)
 
     async def refused(self, engine: PooledEngine, error: FatalError) -> str:
-        """Quarantine an engine whose server refused a call as wrong: other engines need not suffer from an address that
-        is another server's by now. Returns the reason. Raises as `check_refusals`, and `error` when the recipe names
-        the engine's URL and its server refuses a look, too: it is no engine, or has another key."""
+        """Quarantine an engine whose server rejected a call, and return the reason: its address may be another server's
+        by now. Raises as `check_refusals`, and `error` when the recipe names the URL and the server rejects a look too:
+        then it is no engine, or has another key."""
         if self._membership.given:
             await look(engine)
             if engine.refusal is not None:
@@ -295,35 +290,34 @@ class EnginePool:
         return str(error)
 
     def check_refusals(self) -> None:
-        """Raises what an engine refused when all have refused for REFUSED_S: by then, an engine that died would have
-        been started again, and its old address, where another server may be, forgotten."""
+        """Raise an engine's refusal when all engines have refused for REFUSED_S: by then a dead engine would have been
+        restarted, and its stale address forgotten."""
         if self._membership.given or not self.engines:
             return
         if all(time.monotonic() - one.refused_at >= REFUSED_S for one in self.engines):
             raise next(one.refusal for one in self.engines if one.refusal is not None)
 
     def lost(self, member: Member) -> str | None:
-        """Why nobody need wait for this start of an engine; None while it is listed as well. Reads files."""
+        """Return why waiting for this start of an engine is pointless; None while it is listed as well. Reads files."""
         if self._membership.given:
             return None
         listed = self.listed(member)
         return _LEFT if listed is None else listed.silent or None
 
     def listed(self, member: Member) -> Member | None:
-        """What this start of an engine says about itself now; None where it is not listed. Reads files."""
+        """Return the current announcement of this start of an engine; None where it is not listed. Reads files."""
         found = {one.index: one for one in self._listed.engines()}.get(member.index)
         return found if found == member else None
 
     def abandon(self, engine: PooledEngine, reason: str) -> None:
-        """Give up its requests in flight; they are asked elsewhere. The router does not say which of its requests are
-        with this engine, so all of those are given up."""
+        """Cancel the engine's requests in flight, for a retry elsewhere. The router does not report where its requests
+        run, so all requests through it are cancelled too."""
         _log.warning("engine %d at %s: requests in flight are abandoned: %s", engine.index, engine.url, reason)
         for call in [*engine.calls, *self.router_calls]:
             call.cancel()
 
     async def ask(self, engine: PooledEngine | None, call: Coroutine[Any, Any, T]) -> T:
-        """The answer to a request to the engine, or to the router for None. Raises EngineUnavailableError when it was
-        abandoned."""
+        """Return the answer of the engine, or of the router for None. Raises EngineUnavailableError when abandoned."""
         calls = self.router_calls if engine is None else engine.calls
         task = asyncio.create_task(call)
         calls.add(task)
@@ -339,8 +333,7 @@ class EnginePool:
             calls.discard(task)
 
     async def sync_router(self) -> None:
-        """Have the router know the admitted engines and no others: it may have been started again, or told otherwise
-        by the learner's publish."""
+        """Give the router exactly the admitted engines: a restart or the learner's publish may have changed it."""
         if self.router is None:
             return
         wanted = {engine.url for engine in self.admitted}
@@ -352,14 +345,14 @@ class EnginePool:
                 await self.router.remove(url)
             self.router_is_suspect = not (wanted and await self.router.ready())
             self._router_answered = time.monotonic()
-        except (RetryableError, FatalError):  # it does not answer, or another server has its address by now
+        except (RetryableError, FatalError):  # it does not answer, or another server has its address
             self.router_is_suspect = True
             if time.monotonic() - self._router_answered > SILENCE_S:
                 for call in self.router_calls:
                     call.cancel()
 
     async def _tell_router(self, engine: PooledEngine, *, admitted: bool) -> None:
-        """A router that does not answer delays nobody: whoever comes back to it is told by `sync_router`."""
+        """Update the router, unless it is suspect. A silent router delays no caller: `sync_router` catches up."""
         if self.router is None or self.router_is_suspect:
             return
         try:
@@ -369,13 +362,12 @@ class EnginePool:
             _log.warning("the router is left aside: %s", error)
 
     async def close(self) -> None:
-        """Release connections."""
         clients = [self.router, self.entrance, *(engine.client for engine in self.engines)]
         await asyncio.gather(*(client.close() for client in clients if client is not None))
 
 
 async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
-    """The version that an engine serves verified, and the one that it claims; None where there is none or no answer."""
+    """Return the verified version that an engine serves, and the version that it claims; None where there is none."""
     try:
         name = (await engine.client.model_info(LOOK_DEADLINE_S)).weight_version
     except RetryableError:
@@ -390,33 +382,31 @@ async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
 
 
 async def serves(engine: PooledEngine, oldest_allowed: int | None) -> bool:
-    """Whether an engine answers a look now, and serves that version or a later one, verified; None: any."""
+    """Return whether an engine answers now with a verified version of at least `oldest_allowed` (None: any version)."""
     served, _ = await look(engine)
     return served is not None and (oldest_allowed is None or served >= oldest_allowed)
 
 
 WINDOW = 32
 MOST_BAD = 3
-"""A broken engine costs three requests. One that errs in one answer of a hundred stays: three among 32 happen to it in
-0.4 % of windows."""
+"""A broken engine costs three requests. With one bad answer in a hundred, three among 32 occur in 0.4 % of windows."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 300.0
 DIRECT_S = 60.0
-"""The router does not say which engine answered. For so long after a bad answer through it, engines are asked directly,
-so that the one at fault is found."""
+"""How long engines are asked directly after a bad answer through the router, to identify the engine at fault."""
 
 
 ROUTING_DEADLINE_S = 10.0
 """Longest wait until the router has added or removed a worker, which it does in the background."""
 NO_TOKENIZER = os.devnull
-"""The router reads a tokenizer for each engine, and nobody uses it: from this path or, without one, from the engine's
-folder of weights. Where that is gone by then, it would ask huggingface.co for it, whatever HF_HUB_OFFLINE says."""
+"""The router reads an unused tokenizer for each engine, from this path or, by default, from the engine's folder of
+weights. Where that folder is gone, it would ask huggingface.co, whatever HF_HUB_OFFLINE says."""
 _POLL_S = 0.05
 _CALL_DEADLINE_S = 5.0
 
 
 class RouterClient:
-    """Membership of a running router. Methods raise EngineUnavailableError when the router does not answer."""
+    """A client of a router's list of workers. Methods raise EngineUnavailableError when the router does not answer."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -424,7 +414,7 @@ class RouterClient:
         self._transport = Transport(url, api_key)
 
     async def workers(self) -> Mapping[str, str]:
-        """Engine URL → the router's id, for engines that it sends requests to."""
+        """Return engine URL → the router's id, for the engines that get its requests."""
         answer = await self._transport.call("GET", "/workers", deadline_s=_CALL_DEADLINE_S)
         try:
             listed = Workers.model_validate_json(answer.content).workers
@@ -433,7 +423,7 @@ class RouterClient:
         return {worker.url.rstrip("/"): worker.id for worker in listed if worker.is_healthy}
 
     async def ready(self) -> bool:
-        """Whether the router answers and has an engine to send requests to."""
+        """Return whether the router answers and has an engine."""
         try:
             await self._transport.call("GET", "/readiness", deadline_s=_CALL_DEADLINE_S)
         except (EngineUnavailableError, FatalError):
@@ -441,7 +431,7 @@ class RouterClient:
         return True
 
     async def admit(self, engine_url: str) -> None:
-        """Send requests to this engine too; returns once the router does. An engine that is known stays as it is."""
+        """Send requests to this engine too; return once the router does. A known engine stays as it is."""
         if engine_url in await self.workers():
             return
         request = {"url": engine_url, "api_key": self._api_key, "labels": {"tokenizer_path": NO_TOKENIZER}}
@@ -449,7 +439,7 @@ class RouterClient:
         await self._await_routing(engine_url, present=True)
 
     async def remove(self, engine_url: str) -> None:
-        """Send this engine no more requests; returns once the router does not."""
+        """Send this engine no more requests; return once the router does not."""
         worker_id = (await self.workers()).get(engine_url)
         if worker_id is None:
             return
@@ -457,7 +447,6 @@ class RouterClient:
         await self._await_routing(engine_url, present=False)
 
     async def close(self) -> None:
-        """Release the connections."""
         await self._transport.close()
 
     async def _await_routing(self, engine_url: str, *, present: bool) -> None:
@@ -472,7 +461,7 @@ class RouterClient:
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls. A failure cancels none of the others: the first error is raised when all have ended."""
+    """Return the results of all calls. No failure cancels another call: the first error is raised at the end."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -481,10 +470,8 @@ async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def summarize(version: int, results: Sequence[dict[str, float] | str]) -> dict[str, float]:
-    """What a weight update took, over all engines: the largest of each number, but engines_checked is a count.
-
-    A result is an engine's numbers or why it failed. Raises EngineUnavailableError when all failed.
-    """
+    """Combine the results of a weight update: the sum of engines_checked, and the maximum of each other number. A
+    result holds an engine's numbers, or the reason of its failure. Raises EngineUnavailableError when all failed."""
     taken = [result for result in results if isinstance(result, dict)]
     if not taken:
         raise EngineUnavailableError(

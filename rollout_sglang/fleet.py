@@ -1,16 +1,16 @@
-"""All engines of a run as one: which of them get requests, which are given weights, which are waited for.
+"""Use all engines of a run as one: route requests to them, give them weights, and watch their health.
 
-An engine is *admitted* (gets requests) while it answers and serves at least the version that this fleet was last told
-to serve. Otherwise it is quarantined until it is verified again; so it begins. Engines come, move and go while the run
-goes on (rollout_sglang.engine_pool). Two processes give weights to the same engines: the learner publishes, the
-collector resyncs. Each of their updates has a number, and engines refuse the lower one (weights.update_lease).
+An engine is *admitted* (gets requests) while it answers and serves at least this fleet's target version. Otherwise, as
+at its start, it is quarantined until it is verified. Engines come, move and go during the run
+(rollout_sglang.engine_pool). Two processes give weights to the same engines: the learner publishes, the collector
+resyncs. Each update has a number, and engines refuse a lower one (weights.update_lease).
 
-    generate   waits for an admitted engine; an engine that fails is quarantined and the next one asked; one that is
-               well otherwise, only after several bad answers (rollout_sglang.engine_pool)
+    generate   waits for an admitted engine; quarantines an engine that fails and asks the next one; quarantines a
+               healthy engine only after several bad answers
     load       number → all engines take the weights at once → each is verified → those that fail are quarantined
-    resync     number → quarantined engines that claim the version of this run are verified, the others are given its
+    resync     number → quarantined engines that claim this run's version are verified, the others are given its
                weights, unless another process has given a later version
-    monitored  looks at all engines once a second, and resyncs those that came, or came back (rollout_sglang.fleet)
+    monitored  looks at all engines once a second (Monitor), and resyncs those that came, or came back
 """
 
 from __future__ import annotations
@@ -53,25 +53,23 @@ from rollout_sglang.weights.replica import replica_name
 from rollout_sglang.weights.update_lease import UpdateKind, Updates
 
 ATTEMPTS = 4
-"""Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
+"""Failed answers after which `generate` gives up. Waiting for an engine to come back does not count."""
 REFUSALS = ATTEMPTS - 1
-"""Of them, by two engines where there are two, after which the request itself counts as wrong; one is a router's."""
+"""Refusals, by two engines if there are two, after which the request counts as wrong; a router's refusal is extra."""
 UPDATE_ATTEMPTS = 2
-"""How often an engine is given one version before it is quarantined."""
+"""How often an engine is given a version before it is quarantined."""
 AGAIN_DEADLINE_S = 1.0
-"""For engines that did not answer at the last update either: a host that is gone must not delay each step by seconds.
-One that answers later is given the weights by the process that monitors the fleet."""
+"""Deadline for engines that were silent at the last update too: a lost host must not delay each step by seconds. The
+process that monitors the fleet gives the weights to an engine that answers later."""
 _PROBE_PAUSE_S = 0.2
 _FIRST_RETRY_PAUSE_S = 0.05
 T = TypeVar("T")
 
 
 class Fleet:
-    """The engines of a membership. With a router in it, requests go there while it answers, but for those that ask for
-    records of the engine (kept sets, experts), and for all where keys and values are kept.
-
-    One process may use it from one event loop after another, but not from two at once.
-    """
+    """The engines of a membership. Requests go through a router, if there is one and it answers, except requests for
+    records of the engine (kept sets, experts), and all requests where keys and values are kept. A process may use it
+    from several event loops in sequence, but not from two at once."""
 
     def __init__(self, membership: Membership, **settings: Unpack[FleetSettings]) -> None:
         self._request_deadline_s = settings["request_deadline_s"]
@@ -82,7 +80,7 @@ class Fleet:
         self._pool = EnginePool(membership, key, self._request_deadline_s, told, keeps_kv=self._keeps_kv)
         self._target: Target | None = None
         self._oldest_allowed: int | None = None
-        """The version that an engine should serve at least: the target's."""
+        """The target's version: the least that an engine should serve."""
         self._silent: set[Member] = set()
         """Engines that did not answer when the last update began."""
         self._verifier = WeightVerifier(self._load_deadline_s)
@@ -90,7 +88,7 @@ class Fleet:
         self._probe: asyncio.Task[None] | None = None
 
     def state(self) -> tuple[EngineState, ...]:
-        """Every engine as it is now. May be called from another thread."""
+        """Return the state of every engine. May be called from another thread."""
         states = []
         for one in self._pool.engines:
             why, since = one.quarantined, one.since if one.quarantined is not None else None
@@ -98,11 +96,9 @@ class Fleet:
         return tuple(states)
 
     async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """Sample a group on one engine. Waits up to the request deadline while no engine is admitted.
-
-        Raises EngineUnavailableError when none came back, or after ATTEMPTS failed answers; FatalError after REFUSALS,
-        and for a prompt at which SGLang would end.
-        """
+        """Sample a group on one engine. Waits up to the request deadline while no engine is admitted. Raises
+        EngineUnavailableError when no engine came back, or after ATTEMPTS failed answers; FatalError after REFUSALS,
+        and for a prompt that would crash SGLang."""
         most = math.inf if sampling.vocab_size is None else sampling.vocab_size
         if len(prompt) == 0 or min(prompt) < 0 or max(prompt) >= most:
             raise FatalError(
@@ -115,7 +111,7 @@ class Fleet:
         doubted, direct = set[PooledEngine](), False
         while len(failures) < ATTEMPTS:
             engine = await self._admitted_engine(ends, doubted)
-            # The router (0.3.2) drops fields of a request that it does not know, such as those that ask for records.
+            # The router (0.3.2) drops unknown fields of a request, such as those for records.
             known = not (sampling.kept_set or sampling.experts is not None or self._keeps_kv)
             routed = self._pool.entrance is not None and known
             suspect = self._pool.router_is_suspect or time.monotonic() < self._pool.direct_until
@@ -124,8 +120,8 @@ class Fleet:
                 return await self._ask(asked, prompt, num_samples, sampling)
             except (EngineUnavailableError, EngineVersionError) as error:
                 failures.append(str(error))
-                # SGLang ends a request with 500 or 503 for reasons of that request, too: no memory for it alone, a full
-                # queue. Such an engine is doubted only after several.
+                # SGLang also answers 500 or 503 for reasons of one request: no memory for it, a full queue. Such an
+                # engine is doubted only after several.
                 only_an_answer = isinstance(error, BadAnswerError)
                 if isinstance(error, RequestFailedError) and asked is not None:
                     only_an_answer = await serves(asked, self._oldest_allowed)
@@ -136,7 +132,7 @@ class Fleet:
                     await self._pool.mark_suspect(asked, str(error), self._oldest_allowed)
             except FatalError as error:
                 failures.append(str(error))
-                if asked is None:  # another server may be at its address by now: the engine is asked itself
+                if asked is None:  # another server may have its address: ask the engine directly
                     direct = self._pool.router_is_suspect = True
                     await self._pool.answered_badly(None, str(error))
                 elif (await look(engine))[1] is None:
@@ -151,12 +147,10 @@ class Fleet:
         raise EngineUnavailableError(f"{ATTEMPTS} engines in a row failed one request; the last: {failures[-1]}")
 
     async def load(self, version: int, directory: Path, check: WeightCheck | None = None) -> dict[str, float]:
-        """Give `version` to every engine and verify it, by `check` or else by the one in `directory`.
-
-        Returns the slowest engine's prepare_s, stage_s, pause_s, load_s, checksum_s, probe_s, and lock_s; with a probe,
-        the largest probe_gap_nats; and engines_checked, how many could show checksums. Engines that fail twice are
-        quarantined. Raises EngineUnavailableError when none serves `version`.
-        """
+        """Give `version` to every engine and verify it, by `check` or else by the check in `directory`. Returns the
+        slowest engine's prepare_s, stage_s, pause_s, load_s, checksum_s, probe_s, and lock_s; with a probe, the largest
+        probe_gap_nats; and engines_checked, the number that could show checksums. Engines that fail twice are
+        quarantined. Raises EngineUnavailableError when none serves `version`."""
         watch = Stopwatch()
         target = Target(version, directory, check or WeightCheck.load(directory, version))
         async with self._updates.take("publish", self._load_deadline_s) as update:
@@ -168,26 +162,24 @@ class Fleet:
                 results = await all_of(self._update_engine(engine, target, update.number) for engine in engines)
                 lost = [engine for engine in engines if await asyncio.to_thread(self._pool.lost, engine.member)]
                 if not lost or time.monotonic() > ends:
-                    break  # else all that answered were lost meanwhile: those that are started again are waited for
+                    break  # else all answering engines were lost: wait for their restart
             numbers = summarize(version, [*results, *absent.values()])
             update.given = version
         return numbers | watch.seconds
 
     async def resync(self, version: int, directory: Path) -> None:
-        """Have engines admitted that hold `version` verified: give it to those that claim another one, and quarantine
-        those that do not answer or cannot be verified.
-
-        A fleet that is monitored returns as soon as one engine is admitted; the monitor sees to the others. When
-        another process has meanwhile given another version, the caller is behind: no engine is given weights.
-        """
+        """Admit engines that hold `version` verified: give it to engines that claim another version, and quarantine
+        engines that do not answer or cannot be verified. A monitored fleet returns as soon as one engine is admitted;
+        the monitor resyncs the others. When another process has given a later version, the caller is behind: no engine
+        is given weights."""
         self._aim_at(await asyncio.to_thread(Target.read, version, directory, self._target))
         await self._share_resync()
 
     @asynccontextmanager
     async def monitored(self, published: Callable[[], tuple[int, Path]]) -> AsyncIterator[None]:
-        """While the block runs, engines that come, move, fail or come back are noticed within seconds. `published`
-        says which version is published, and where its folder lies. What ends the monitor, such as a later start of this
-        role, is raised by the next `generate`."""
+        """Notice within seconds, while the block runs, that engines come, move, fail or come back. `published` returns
+        the published version and its folder. The next `generate` raises an error that ended the monitor, such as
+        SupersededError for a later start of this role."""
 
         async def resync(engines: Sequence[PooledEngine]) -> None:
             self._aim_at(await asyncio.to_thread(Target.read, *published(), self._target))
@@ -203,13 +195,12 @@ class Fleet:
             await asyncio.gather(task, return_exceptions=True)
 
     async def versions(self) -> dict[str, int | None]:
-        """URL → policy version that the engine serves; None where it does not answer or serves none of ours."""
+        """Return engine URL → the verified policy version that it serves; None where there is none or no answer."""
         await self._pool.refresh()
         found = await all_of(look(engine) for engine in self._pool.engines)
         return {engine.url: served for engine, (served, _) in zip(self._pool.engines, found, strict=True)}
 
     async def close(self) -> None:
-        """Release connections; engines and router go on."""
         if self._probe is not None and not self._probe.done():
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
@@ -218,7 +209,7 @@ class Fleet:
     async def _ask(
         self, engine: PooledEngine | None, prompt: Sequence[int], num_samples: int, sampling: Sampling
     ) -> list[Completion]:
-        """One answer of the engine, or of any behind the router."""
+        """Return one answer of the engine, or of any engine behind the router for None."""
         oldest_allowed = self._oldest_allowed
         client = self._pool.entrance if engine is None else engine.client
         if client is None:
@@ -235,8 +226,7 @@ class Fleet:
         return completions
 
     async def _admitted_engine(self, ends: float, doubted: Collection[PooledEngine] = ()) -> PooledEngine:
-        """The least busy admitted engine, one of `doubted` only where there is no other. Raises EngineUnavailableError
-        at time `ends`."""
+        """Return the least busy admitted engine, `doubted` ones last. Raises EngineUnavailableError at time `ends`."""
         while True:
             if self._monitor is not None and self._monitor.done():
                 self._monitor.result()
@@ -258,7 +248,7 @@ class Fleet:
         self._target, self._oldest_allowed = target, target.version
 
     async def _share_resync(self) -> None:
-        """Resync, together with other callers where a resync is under way."""
+        """Resync, or join a resync under way."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._resync())
         await asyncio.shield(self._probe)
@@ -284,12 +274,11 @@ class Fleet:
         await self._pool.sync_router()
 
     async def _resync_engines(self, engines: Sequence[PooledEngine]) -> None:
-        """Bring quarantined engines back."""
         target = self._target
         assert target is not None, "the callers name it"
         kind: UpdateKind = "resync_single" if self._pool.admitted else "resync"
         async with self._updates.take(kind, self._load_deadline_s) as update:
-            # What was given last may be remembered wrongly for a while (cached listings), but versions only rise.
+            # Cached listings may show an old version as given last for a while, but versions only rise.
             superseded = update.given is not None and update.given > target.version
             await all_of(self._bring_back(engine, target, update.number, superseded) for engine in engines)
 
@@ -313,7 +302,7 @@ class Fleet:
             await self._pool.refused(engine, error)
 
     async def _holds(self, engine: PooledEngine, target: Target) -> bool:
-        """Whether an engine that claims the version holds this run's; False too where nothing can tell."""
+        """Return whether an engine that claims the version holds this run's weights; False if nothing can tell."""
         with suppress(RetryableError):
             own = await asyncio.to_thread(target.of_map, engine.member)
             if engine.is_believed or own.has_digests:
@@ -322,10 +311,8 @@ class Fleet:
         return False
 
     async def _answering(self) -> tuple[list[PooledEngine], dict[int, str]]:
-        """The engines that answer, when at least one does, and why the others are left out: they are quarantined.
-
-        Raises EngineUnavailableError when none comes within the deadline.
-        """
+        """Return the answering engines, once there is one, and for each other engine why it is left out and
+        quarantined. Raises EngineUnavailableError when no engine answers within the deadline."""
         ends = time.monotonic() + self._load_deadline_s
         self._pool.router_is_suspect = False
 
@@ -360,7 +347,7 @@ class Fleet:
     async def _update_engine(
         self, engine: PooledEngine, target: Target, number: int, attempts_left: int = UPDATE_ATTEMPTS
     ) -> dict[str, float] | str:
-        """Give the weights and verify them, `attempts_left` times at most. What it took, or why it is quarantined."""
+        """Give the engine the weights and verify them, in at most `attempts_left` tries. Return times or an error."""
         client = engine.client
         client.take_part(number)
         try:
@@ -378,7 +365,7 @@ class Fleet:
                     checked = await self._while_alive(engine, self._verify(engine, target.version, own.coming))
                 except EvenKeelError as error:
                     if not loaded and not isinstance(error, EngineHungError):
-                        await invalidate(client)  # a load that failed may have changed part of the weights
+                        await invalidate(client)  # a failed load may have changed part of the weights
                     if not attempts_left or not isinstance(error, EngineVersionError):
                         raise
                 else:
@@ -393,12 +380,12 @@ class Fleet:
         return seconds
 
     async def _while_alive(self, engine: PooledEngine, call: Coroutine[Any, Any, T]) -> T:
-        """See Transport.while_alive. An engine whose role says that it hangs is not waited for."""
+        """Await a call as Transport.while_alive does. An engine whose role reports a hang is not waited for."""
         return await engine.client.while_alive(call, partial(self._pool.lost, engine.member))
 
     async def _verify(self, engine: PooledEngine, version: int, check: ComingCheck) -> dict[str, float]:
-        """See WeightVerifier.verify; does not admit the engine. Its formats are looked at before it is admitted, and
-        not again with each version; those of rollout.urls always: they may be started again under the same URL."""
+        """Verify as WeightVerifier.verify does, without admitting the engine. Formats are verified before each
+        admission, not for each version; but always for rollout.urls, whose servers may restart under the same URL."""
         is_known = engine.member.started > 0 and engine.quarantined is None and engine.formats == check.formats
         measured = await self._verifier.verify(engine.client, version, check, formats_are_known=is_known)
         engine.formats = check.formats
@@ -407,14 +394,13 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Target:
-    """The version that every engine should serve, where its weights lie, and how it is verified that an engine holds
-    them."""
+    """The version that every engine should serve, the folder of its weights, and the check that verifies an engine."""
 
     version: int
     directory: Path
     check: WeightCheck | None
     coming: ComingCheck = field(init=False, compare=False, repr=False)
-    """The check, all of which is there."""
+    """The check, complete."""
     has_digests: bool = field(init=False, compare=False, repr=False)
     """Whether checksums alone tell the version's weights from all others."""
 
@@ -424,26 +410,23 @@ class Target:
 
     @staticmethod
     def read(version: int, directory: Path, known: Target | None = None) -> Target:
-        """Read the target of a policy folder, with the check in it. Where no digests tell whether an engine holds these
-        weights, the files are compared with their checksums, unless it is the target that was `known` before. Raises
-        StoreError for a folder that is damaged, or that of another version."""
+        """Read the target of a policy folder, with its check. Without digests, compare the files with their checksums,
+        unless the target equals `known`. Raises StoreError for a folder that is damaged or holds another version."""
         target = Target(version, directory, WeightCheck.load(directory, version))
         if target != known and target.check is not None and not target.has_digests:
             verify_folder(directory, "stop the run and repair it: `evenkeel repair`")
         return target
 
     def of_map(self, engine: Member) -> Target:
-        """Return the target of one engine, in the formats of the quant map that it was started with.
-
-        Raises EngineVersionError where the version was published after the last engine with that map had gone.
-        """
+        """Return the target of one engine, in the formats of the quant map that it was started with. Raises
+        EngineVersionError where the version was published after the last engine with that map had gone."""
         if not engine.quant_map:
             return self
         older = older_folder(self.directory, engine.quant_map)
         if older.is_dir():
             return Target(self.version, older, WeightCheck.load(older, self.version))
         newest = digest_of(read_quant_map(self.directory))
-        if newest not in ("", engine.quant_map):  # empty where the folder behind a broadcast was not written yet
+        if newest not in ("", engine.quant_map):  # empty before the folder of a broadcast is written
             raise EngineVersionError(
                 f"engine {engine.index} at {engine.url} was started with quant map {engine.quant_map}, and version "
                 f"{self.version} is there for map {newest} alone; it is started again with that when it is its turn"
@@ -452,8 +435,6 @@ class Target:
 
 
 class FleetSettings(TypedDict):
-    """What a Fleet takes beside the run's engines."""
-
     updates: Updates
     api_key: str | None
     request_deadline_s: float
@@ -461,7 +442,7 @@ class FleetSettings(TypedDict):
     load_deadline_s: float
     """Longest wait for an engine to serve new weights."""
     keeps_kv: NotRequired[bool]
-    """Whether requests under way go on over the keys and values of the old weights; default: they are read again."""
+    """Whether requests under way keep the old weights' keys and values; by default they are prefilled again."""
     on_change: OnChange | None
 
 
@@ -472,7 +453,7 @@ _log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """See the module's head."""
+    """A task that looks at all engines each second, and resyncs those that came, or came back."""
 
     def __init__(
         self,
@@ -490,7 +471,6 @@ class Monitor:
         self._syncing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Look until cancelled."""
         try:
             while True:
                 try:
@@ -507,14 +487,14 @@ class Monitor:
             await asyncio.gather(*beside, return_exceptions=True)
 
     async def look(self) -> None:
-        """Look once. Raises what the last resync raised."""
+        """Look once. Raises the error of the last resync."""
         if self._resyncing is not None and self._resyncing.done():
             resyncing, self._resyncing = self._resyncing, None
             resyncing.result()
         await self._pool.refresh()
         settled = await asyncio.to_thread(self._updates.settled)
         if settled is not None:
-            # Versions only rise: a lower one is what an update that saw a cached listing has remembered.
+            # Versions only rise: a lower one comes from an update that saw a cached listing.
             settled = settled[0], max(await asyncio.to_thread(self._published), settled[1] or 0)
         engines = self._pool.engines
         began = time.monotonic()
@@ -526,7 +506,7 @@ class Monitor:
         for engine in engines:
             silent_s, reason, abandons = time.monotonic() - engine.answered, engine.trouble, engine.quarantined is None
             if not reason and abandons:
-                # A publish that lost an engine of another version left it paused: it would not answer.
+                # A publish that lost an engine of another version has left it paused: it would not answer.
                 silent = f"it has answered nothing for {silent_s:.0f} s"
                 reason = silent if silent_s > SILENCE_S else wrong.get(engine, "")
             if reason and engine.quarantined != reason:
@@ -536,7 +516,7 @@ class Monitor:
         answering = [e for e in self._pool.returnable if e.answered >= began and e.try_at <= time.monotonic()]
         if answering and self._resyncing is None:
             self._resyncing = asyncio.create_task(self._try_to_resync(answering))
-        if self._syncing is None or self._syncing.done():  # beside it: a router that hangs delays no look
+        if self._syncing is None or self._syncing.done():  # in a separate task: a hung router delays no look
             self._syncing = asyncio.create_task(self._pool.sync_router())
 
     async def _try_to_resync(self, engines: Sequence[PooledEngine]) -> None:
@@ -557,12 +537,9 @@ _POLL_S = 0.05
 async def prepared(
     pool: EnginePool, engine: PooledEngine, target: Target, deadline_s: float
 ) -> tuple[Target, dict[str, float]]:
-    """The target as the engine loads it, once that is there and staged, where the engine can; and prepare_s and
-    stage_s, how long that was waited for.
-
-    Raises EngineVersionError when the engine's replica cannot be made, is beyond the target, or does not come in time,
-    and as Target.of_map does.
-    """
+    """Return the target as the engine loads it, once its folder is there and, if possible, staged; and prepare_s and
+    stage_s, the waits for both. Raises EngineVersionError when the engine's replica cannot be made, is beyond the
+    target, or comes too late, and as Target.of_map does."""
     watch = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version)
     member = engine.member
     own = await asyncio.to_thread(target.of_map, member)
@@ -576,15 +553,15 @@ async def prepared(
             "it by `evenkeel role engine`, or publish by another channel (weights.channel)"
         )
     watch.lap("prepare_s")
-    if engine.quarantined is None:  # else it serves nobody, and may be paused
-        with suppress(EngineUnavailableError, EngineVersionError):  # loading it, paused, says what is wrong
+    if engine.quarantined is None:  # a quarantined engine serves no requests, and may be paused
+        with suppress(EngineUnavailableError, EngineVersionError):  # loading it, paused, will report the error
             await engine.client.stage_folder(own.directory, deadline_s=deadline_s)
     watch.lap("stage_s")
     return own, watch.seconds
 
 
 async def _replica(pool: EnginePool, member: Member, version: int, name: str, deadline_s: float) -> Path:
-    """The engine's folder of that name, once it is announced."""
+    """Return the engine's folder `name`, once it is announced."""
     whose, ends = f"engine {member.index} at {member.url}", time.monotonic() + deadline_s
     while True:
         now = await asyncio.to_thread(pool.listed, member) or member

@@ -1,4 +1,4 @@
-"""What SGLang and its router answer, as far as it is read here. Unknown fields are ignored, missing ones refused.
+"""Parse the answers of SGLang and its router. Unknown fields are ignored, missing ones refused.
 
 Types are strict: `true` and "5" are no numbers, 5.0 is no integer, and no number is NaN or infinite.
 """
@@ -15,22 +15,20 @@ from pipeline.errors import EngineVersionError
 from precision.text import quoted
 
 UNKNOWN_ENGINE = 2**16 - 1
-"""Index of the engine of a completion that came through a router, which does not say who answered."""
+"""Engine index of a completion that came through a router, which does not name the engine."""
 
 UNVERIFIED = "unverified-"
-"""Begins the weight version of an engine that has not been verified yet; the policy version follows."""
+"""Prefix of the weight version of an engine that is not verified yet; the policy version follows."""
 INVALIDATED = "unverified"
-"""Weight version of an engine that failed its check: it must be given weights again."""
+"""Weight version of an engine that failed its check and must be given weights again."""
 
 
 class Answer(BaseModel):
-    """Base of all answers."""
-
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class VersionSpan(Answer):
-    """Response tokens start ≤ i < end were sampled with the weights named `version`."""
+    """A span of response tokens, start ≤ i < end, sampled with the weights named `version`."""
 
     version: str
     start: Count
@@ -38,12 +36,12 @@ class VersionSpan(Answer):
 
 
 class Finish(Answer):
-    """Why a sample ended: stop, length or abort."""
+    """The reason why a sample ended: stop, length or abort."""
 
     type: str
     message: str | None = None
     matched: int | str | list[int] | None = None
-    """Which token, or which text, ended it."""
+    """The token or text that ended it."""
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -52,7 +50,7 @@ TokenLogprob = Annotated[tuple[float | None, int, str | None], "log-probability 
 
 
 class MetaInfo(Answer):
-    """What SGLang reports about one sample. Only these fields are there for one that was aborted while it waited."""
+    """SGLang's report about one sample. A sample aborted while it waited has only the fields without a default."""
 
     finish_reason: Finish
     weight_version: str
@@ -69,13 +67,13 @@ class MetaInfo(Answer):
     queue_time: Seconds | None = None
     """Seconds in the engine's queue; only with --enable-metrics."""
     routed_experts: str | None = None
-    """See pipeline.data.routed_experts.decode_engine_rows; only when asked for, with --enable-return-routed-experts."""
+    """See pipeline.data.routed_experts.decode_engine_rows; only on request, with --enable-return-routed-experts."""
     output_token_sampling_mask: list[list[int]] | None = None
-    """The kept set of each response token, most likely token first; only when asked for (return_sampling_mask)."""
+    """The kept set of each response token, most likely token first; only on request (return_sampling_mask)."""
     output_token_sampling_logprobs: list[float] | None = None
-    """Natural log of each response token's probability, renormalized over its kept set; with the former."""
+    """Natural log of each response token's probability, renormalized over its kept set; only with the kept sets."""
     num_retractions: Count | None = None
-    """How often the request lost its keys and values and was prefilled again, also for an update of the weights."""
+    """How often the request lost its keys and values and was prefilled again, weight updates included."""
 
 
 class Generated(Answer):
@@ -99,21 +97,21 @@ class Tokenized(Answer):
 
 
 class Updated(Answer):
-    """POST /update_weights_from_disk, with status 200 as with 400."""
+    """POST /update_weights_from_disk, with status 200 or 400."""
 
     success: bool
     message: str
 
 
 class Placement(Answer):
-    """Which part of a model a process of an engine holds."""
+    """The part of a model that a process of an engine holds."""
 
     tp_rank: Count
     tp_size: Count
 
 
 class RankChecksums(Answer):
-    """The checksums of one process of an engine, by name of parameter."""
+    """The checksums of one process of an engine: parameter name → digest."""
 
     checksums: dict[str, str]
     parallelism_info: Annotated[
@@ -125,7 +123,7 @@ class RankChecksums(Answer):
 
 
 class Checksums(Answer):
-    """POST /weights_checker, with status 200 as with 400."""
+    """POST /weights_checker, with status 200 or 400."""
 
     success: bool
     message: str
@@ -133,7 +131,7 @@ class Checksums(Answer):
 
 
 class Worker(Answer):
-    """An engine as the router knows it."""
+    """An engine in the router's list."""
 
     id: str
     url: str
@@ -148,12 +146,11 @@ class Workers(Answer):
 
 GENERATED = TypeAdapter(Generated)
 _VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
-"""`int` would take "1_2", " 12" and digits of other scripts, too. Versions are stored as int32."""
+"""`int` would also accept "1_2", " 12" and digits of other scripts. Versions are stored as int32."""
 
 
 def policy_version(weight_version: str) -> int:
-    """Return the policy version that SGLang's `weight_version` stands for. Raises EngineVersionError when it is not one
-    of ours, or unverified."""
+    """Return the policy version in SGLang's `weight_version`. Raises EngineVersionError if unverified or not ours."""
     if _VERSION.fullmatch(weight_version):
         return int(weight_version)
     raise EngineVersionError(
@@ -163,7 +160,7 @@ def policy_version(weight_version: str) -> int:
 
 
 def claimed_version(weight_version: str) -> int | None:
-    """Return the policy version that an engine claims to hold, verified or not; None when it is none of ours."""
+    """Return the policy version that an engine claims to hold, verified or not; None when it is not one of ours."""
     name = weight_version.removeprefix(UNVERIFIED)
     return int(name) if _VERSION.fullmatch(name) else None
 
@@ -172,25 +169,25 @@ SPANS_SINCE = (0, 5, 19)
 SESSIONS_SINCE = (0, 5, 21)
 EXPERTS_SINCE = (0, 5, 23)
 ABORTED = 499
-"""Status of a request that was aborted before the engine took it up; 0.5.17 only."""
+"""Status of a request that was aborted before the engine took it up; SGLang 0.5.17 only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """What one server can do, as far as versions differ."""
+    """The abilities of one server, as far as SGLang's versions differ."""
 
     version: str
     pause: Literal["retract", "abort"]
-    """How it is paused for new weights."""
+    """How the server is paused for new weights."""
     sessions: bool
-    """Whether updates by tensors stand between begin_weight_update and end_weight_update."""
+    """Whether tensor updates are framed by begin_weight_update and end_weight_update."""
     records_experts: bool
-    """Whether it can say which experts each token went to."""
+    """Whether it can report the experts of each token."""
     quantizes: bool
-    """Whether the engine quantizes the weights that it is given (`--quantization`)."""
+    """Whether the engine quantizes the weights that it receives (`--quantization`)."""
     overlaps: bool
-    """Whether it notes what a step has sampled while the next one computes: a server stopped in place has then sampled
-    one token of each request that it has not noted. It does, unless started with --disable-overlap-schedule."""
+    """Whether it notes the tokens of a step while the next step computes. When stopped in place, it has then sampled
+    one token of each request that it has not noted. True unless started with --disable-overlap-schedule."""
 
     stages: bool
     """Whether it may be asked to take weights while it serves."""
@@ -200,7 +197,7 @@ class Dialect:
 
 
 class ServerInfo(BaseModel):
-    """GET /server_info, as far as it is read here."""
+    """GET /server_info; unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -211,8 +208,7 @@ class ServerInfo(BaseModel):
 
 
 def dialect_of(info: ServerInfo) -> Dialect:
-    """Return what a server can do. A version that is no release (`0.0.0.dev0`, a build from source) counts as the
-    newest."""
+    """Return a server's dialect. A version that is no release (`0.0.0.dev0`, built from source) is the newest."""
     found = re.match(r"([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})", info.version)
     number = tuple(map(int, found.groups())) if found else (0, 0, 0)
     released = number if any(number) else EXPERTS_SINCE

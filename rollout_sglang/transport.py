@@ -1,4 +1,4 @@
-"""One HTTP call to a server of ours: deadline, bounded retries, errors of our tree."""
+"""Make one HTTP call to a server of ours: with a deadline, bounded retries, and errors of our tree."""
 
 from __future__ import annotations
 
@@ -26,33 +26,31 @@ from rollout_sglang.server.update_fence import UPDATE_HEADER
 
 CONNECT_ATTEMPTS = 3
 FIRST_PAUSE_S = 0.1
-"""Before the second attempt; doubles with each one."""
+"""Pause before the second attempt; doubles with each attempt."""
 LOOK_DEADLINE_S = 4.0
-"""For calls that the HTTP process of an engine answers alone: health, version."""
+"""For calls that an engine's HTTP process answers alone: health, version."""
 SILENCE_S = 8.0
-"""An engine that has answered no such call for so long is taken to be gone. A long prefill does not delay them."""
+"""An engine that answers no such call for SILENCE_S counts as gone. A long prefill does not delay the answers."""
 _LOOK_PAUSE_S = 1.0
 MOST_BYTES = 1 << 20
-"""Of an answer about which the caller says nothing else: names, versions, states of an engine."""
+"""Default limit of an answer: names, versions, states of an engine."""
 _LENGTH_DIGITS = 18
 REFUSAL_BYTES = 1 << 16
-"""Of an answer that refuses the call; the rest is not read."""
+"""Limit of an answer that refuses the call; the rest is not read."""
 
 T = TypeVar("T")
 Lost = Callable[[], str | None]
-"""Says why a server is not to be waited for; None while it is. It reads files, in a thread."""
+"""A function that returns why waiting for a server is pointless; None while it is not. It reads files, in a thread."""
 Take = Callable[[httpx.Response, AsyncIterator[bytes]], Awaitable[T]]
-"""Makes something of an answer, whose bytes come in parts; the response has its status alone."""
+"""A reader of an answer, whose bytes come in parts; of the response only the status is set."""
 
 
-_tls = cache(ssl.create_default_context)  # reading the certificates of the machine takes longer than a call
+_tls = cache(ssl.create_default_context)  # reading the machine's certificates takes longer than a call
 
 
 class Transport:
-    """JSON over HTTP to one server. Safe to use from several event loops one after the other: no connection is kept.
-
-    (A kept connection belongs to the loop that opened it, and may be closed by the server at the moment it is used.)
-    """
+    """JSON over HTTP to one server. Safe to use from several event loops in sequence: no connection is kept. (A kept
+    connection belongs to the loop that opened it, and the server may close it at the moment of its use.)"""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -99,13 +97,13 @@ class Transport:
         repeatable: bool = True,
         most_bytes: int = MOST_BYTES,
     ) -> T:
-        """Return what `take` makes of an answer with a status of 200…299 or one in `accept`, while it comes.
+        """Return `take`'s result for an answer with a status of 200…299 or one in `accept`, read while it arrives.
 
-        Connections that break are tried again, unless the call is not `repeatable`; `take` begins anew then.
-        Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, RequestFailedError for an
-        error of the server's own (5xx), BadAnswerError for an answer of more bytes than expected, EngineVersionError
-        when a later weight update has overtaken the one of this call (409), FatalError when the server refuses the
-        request itself (other 4xx), and what `take` raises.
+        Connections that break are tried again, with a new `take`, unless the call is not `repeatable`. Raises
+        EngineUnavailableError when no usable answer arrives within `deadline_s`, RequestFailedError for the server's
+        own error (5xx), BadAnswerError for an answer of more than `most_bytes`, EngineVersionError when a later weight
+        update has overtaken this call's update (409), FatalError for a rejected request (other 4xx), and errors of
+        `take`.
         """
         what, attempts = f"{method} {self.url}{path}", CONNECT_ATTEMPTS if repeatable else 1
         headers = {} if self.update is None else {UPDATE_HEADER: str(self.update)}
@@ -129,7 +127,7 @@ class Transport:
                 f"{what} got no answer within {deadline_s:g} s; the server hangs or is overloaded"
             ) from None
         except httpx.LocalProtocolError:
-            # httpx quotes the header that it does not send, and the key is in it.
+            # httpx quotes the rejected header, which contains the key.
             raise EngineUnavailableError(
                 f"{what} cannot be sent; is the API key printable ASCII without blanks?"
             ) from None
@@ -140,9 +138,8 @@ class Transport:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def while_alive(self, call: Coroutine[Any, Any, T], lost: Lost = lambda: None) -> T:
-        """Return the result of a call that may take minutes, given up when the server answers nothing else meanwhile,
-        or when `lost` says why nobody need wait: a server that hangs costs seconds, not the deadline of the call.
-        Raises EngineHungError then."""
+        """Return the result of a call that may take minutes. Raises EngineHungError when the server answers nothing
+        else meanwhile or `lost` returns a reason: a hung server costs seconds instead of the call's deadline."""
         task, answered = asyncio.create_task(call), time.monotonic()
         try:
             while not task.done():
@@ -163,13 +160,12 @@ class Transport:
             await asyncio.wait([task])
 
     async def close(self) -> None:
-        """Release the connections."""
         await self._http.aclose()
 
 
 async def _parts(response: httpx.Response, most_bytes: int) -> AsyncIterator[bytes]:
-    """Yield the bytes of an answer as they come. Raises BadAnswerError as soon as there are more than `most_bytes`, or
-    when they are compressed: a few bytes may become gigabytes, and nobody asked for it."""
+    """Yield the bytes of an answer as they arrive. Raises BadAnswerError as soon as there are more than `most_bytes`,
+    or when they are compressed: a few bytes could expand to gigabytes."""
     what = f"{response.request.method} {response.request.url}"
     if (encoding := response.headers.get("Content-Encoding", "identity").strip().lower()) not in ("identity", ""):
         raise BadAnswerError(f"{what} was answered in the encoding {quoted(encoding)}, which nobody asked for")
@@ -185,7 +181,7 @@ async def _parts(response: httpx.Response, most_bytes: int) -> AsyncIterator[byt
 
 
 async def _refusal(response: httpx.Response) -> EvenKeelError:
-    """Return the error for an answer that refuses its call, with the beginning of what it says."""
+    """Return the error for an answer that refuses its call, with the beginning of the answer's text."""
     beginning = bytearray()
     async for part in response.aiter_raw():
         beginning += part

@@ -1,26 +1,25 @@
-"""Verifies that an engine holds the version that it claims. What is compared is in pipeline.ports.weights.
+"""Verify that an engine holds the version that it claims. pipeline.ports.weights defines the checks.
 
     weights   the engine names the version ─▶ its checksums are the check's digests, where those are known
     formats   it holds each module in the format of the check, where its server can tell; once for each admission
-    answers   it prefills the probe ─▶ its log-probabilities are as close to the learner's as its precision allows,
-              to those with the engine's formats emulated where they are known
+    answers   it prefills the probe ─▶ its log-probabilities are as close to the learner's as its precision allows, and
+              to the learner's in emulated formats where those are known
     peers     where digests are not known: its checksums are those of the first engine that was verified
 
-Digests are exact: one flipped bit is found. They are not known for engines on GPUs. There, one engine's fault shows in
-the comparison with the others, though not which of them is right. A fault that all share is found by the probe alone.
+Digests are exact: they reveal one flipped bit. They are not known for engines on GPUs. There, comparing engines reveals
+a fault of one of them, though not which engine is right, and only the probe reveals a fault that all share.
 
-The result is written where every process sees it and where a restart loses it: in the engine, as the name of its
-weights. An engine serves `unverified-12` after it was started or given weights, `12` when it is verified, and
-`unverified` after its check failed. Whoever gets a token of unverified weights refuses the answer (see
-protocol.policy_version).
+The engine holds the result, as the name of its weights, so that every process sees it and a restart loses it. An engine
+serves `unverified-12` after it was started or given weights, `12` when it is verified, and `unverified` after its check
+failed. Clients refuse tokens of unverified weights (see protocol.policy_version).
 
     pause ─▶ give weights `unverified-12` ─▶ weights ─▶ name `12` ─▶ resume ─▶ answers, peers ─▶ admit
                                              └─── fails ─▶ `unverified`, requests aborted ◀──┘
 
 Checksums are compared while the engine is paused, so that no token comes from weights with a flipped bit. The probe
-needs an engine that runs: meanwhile requests under way go on, and those that end in that moment are kept. They come
-from weights whose checksums were right, where checksums are known. An engine works its answers out at once; what they
-are compared with may come later (pipeline.ports.weights).
+needs a running engine: requests under way go on meanwhile, and those that end are kept. Their weights had the right
+checksums, where checksums are known. An engine computes its answers at once; the values to compare them with may come
+later (pipeline.ports.weights).
 """
 
 from __future__ import annotations
@@ -36,30 +35,30 @@ from precision.formats.audit import audit
 from rollout_sglang.client import EngineClient
 
 INVALIDATE_DEADLINE_S = 5.0
-"""Longest wait for an engine that failed: it gets no requests, whatever it answers."""
+"""Longest wait for an engine that failed: it gets no requests, whether it answers or not."""
 NAMED_FINDINGS = 3
 Held = Sequence[Mapping[str, str]]
 """For each tensor parallel rank, parameter → digest."""
 
 
 class WeightVerifier:
-    """Verifies engines, and remembers the first of each version as the others' reference."""
+    """A verifier of engines; each version's first verified engine is the reference for the others."""
 
     def __init__(self, deadline_s: float) -> None:
-        """`deadline_s` bounds one engine's checksum of all of its weights."""
+        """`deadline_s` bounds the checksum of all weights of one engine."""
         self._reference: tuple[int, WeightCheck, str, Held] | None = None
-        """Where digests are not known: version, check, URL and checksums of the first engine that was verified."""
+        """Where digests are not known: version, check, URL and checksums of the first verified engine."""
         self._deadline_s = deadline_s
 
     async def verify(
         self, engine: EngineClient, version: int, check: ComingCheck, *, formats_are_known: bool = False
     ) -> dict[str, float]:
-        """Verify that the engine, paused or not, holds `version`. Afterwards it is named so and not paused. An engine
-        whose formats are known is not asked for them.
+        """Verify that the engine, paused or not, holds `version`; then name it so and resume it. `formats_are_known`
+        skips the comparison of formats.
 
-        Returns checksum_s and probe_s, in which parts of the check are waited for, their sum verify_s, engines_checked
-        (1 if it could show checksums, else 0) and what verify_probe measures. An engine that fails is invalidated.
-        Raises EngineVersionError with what is wrong, RetryableError when it does not answer.
+        Returns checksum_s and probe_s, including waits for parts of the check, their sum verify_s, engines_checked (1
+        if it could show checksums, else 0) and verify_probe's measurements. Raises EngineVersionError with the
+        difference, and RetryableError when the engine does not answer; either way the engine is invalidated.
         """
         watch = Stopwatch(lane=f"engine {engine.index}/weights", version=version)
         try:
@@ -75,7 +74,7 @@ class WeightVerifier:
         try:
             measured = await verify_probe(engine, check)
             if held is not None and not await come(check.digests):
-                # A version may be published again with other weights: with another check, and another first engine.
+                # A version may be published again with other weights: then the check and the first engine differ too.
                 if self._reference is not None and self._reference[:2] == (version, check.whole()):
                     _, _, url, expected = self._reference
                     _compare(engine, version, held, expected, f"{url} holds")
@@ -90,10 +89,8 @@ class WeightVerifier:
 
 
 async def invalidate(engine: EngineClient) -> None:
-    """Take the version from an engine, abort its requests, and let it go on.
-
-    An engine that does not answer is left as it is: it is unverified when it is started again.
-    """
+    """Take the version from an engine, abort its requests, and resume it. An engine that does not answer stays as it
+    is: it is unverified when it is started again."""
     with suppress(EvenKeelError, TimeoutError):
         async with asyncio.timeout(INVALIDATE_DEADLINE_S):
             await engine.invalidate()
@@ -105,14 +102,11 @@ async def invalidate(engine: EngineClient) -> None:
 async def verify_checksums(
     engine: EngineClient, version: int, check: ComingCheck, *, deadline_s: float, formats_are_known: bool = False
 ) -> Held | None:
-    """Return the checksums of the engine, paused or not, compared with the check's digests where there are any; None
-    where the server cannot tell.
-
-    Raises EngineVersionError naming the first parameter that differs, or modules in other formats than the check's,
-    RetryableError when the engine does not answer.
-    """
+    """Return the checksums of the engine, paused or not, after comparing them with the check's digests, if any; None
+    where the server cannot tell. Raises EngineVersionError naming the first parameter that differs or the modules whose
+    formats differ from the check's, RetryableError when the engine does not answer."""
     await engine.verify(version)
-    # Formats are not compared where the check names none, or the server cannot tell: this package did not start it.
+    # Formats are compared where the check names some and the server can tell: this package started it.
     if check.formats is not None and not formats_are_known:
         ranks = await engine.formats(deadline_s=deadline_s)
         if findings := [] if ranks is None else audit(ranks, check.formats):
@@ -130,15 +124,15 @@ async def verify_checksums(
 
 
 async def verify_probe(engine: EngineClient, check: ComingCheck) -> dict[str, float]:
-    """Return, with a probe, probe_gap_nats, and probe_kernels_nats where the formats were emulated: mean gaps to the
-    learner plainly, and with the rollout's formats. The engine must not be paused. Raises EngineVersionError."""
+    """Return probe_gap_nats and, where formats were emulated, probe_kernels_nats: mean gaps to the learner, and to the
+    learner in the rollout's formats; empty without a probe. The engine must run. Raises EngineVersionError."""
     scored = await engine.prompt_logprobs(check.rows) if check.rows else []
     probe = await come(check.probe)
     if probe is None:
         return {}
     gap = mean_gap_nats(probe.logprobs, scored)
     kernels = mean_gap_nats(probe.quantized, scored) if probe.quantized else None
-    # What the formats cost is no fault of the engine, and as training goes on it may grow beyond any bound.
+    # The formats' cost is no fault of the engine, and may grow beyond any bound during training.
     checked, of_whom = (gap, "the learner") if kernels is None else (kernels, "the learner in the engine's formats")
     if checked > probe.max_mean_gap_nats:
         raise EngineVersionError(

@@ -1,9 +1,8 @@
 """Start stock SGLang on a machine without CUDA: `python -m rollout_sglang.cpu.cpu_server <SGLang's own arguments>`.
 
-What a CPU without SGLang's kernels needs: settings of the environment, stubs for missing GPU packages, quantized
-linear layers emulated, and memory for the record of routed experts. All of it happens while this module is run, so that
-a child that re-imports it (multiprocessing's `spawn` runs the module again as `__mp_main__`) is equipped like its
-parent.
+It adds to a CPU without SGLang's kernels: environment settings, stubs for missing GPU packages, emulated quantized
+linear layers, and memory for the record of routed experts. All of it happens while this module runs, so that a child
+that runs it again (multiprocessing's `spawn`, as `__mp_main__`) is prepared like its parent.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from rollout_sglang.server.launch_server import register_hooks, serve
 
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    # Decoding is many small matrix products: threads only wait for one another.
+    # Decoding consists of many small matrix products, in which threads only wait for one another.
     "OMP_NUM_THREADS": "1",
     # torch.compile would look for the kernels that are stubs here.
     "TORCHDYNAMO_DISABLE": "1",
-    # Only our model families are imported, not SGLang's two hundred; the rest is still found when asked for.
+    # Imports only our model families, not SGLang's two hundred; the others are still found on request.
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "rollout_sglang.cpu.sglang_models",
 }
 
 
 def prepare() -> None:
-    """Equip this process, before it imports anything of SGLang."""
+    """Prepare this process, before it imports anything of SGLang."""
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from rollout_sglang.cpu.stubs import install_stubs
@@ -48,8 +47,8 @@ def prepare() -> None:
 
 
 def _allow_cpu(*_: Any, **__: Any) -> None:
-    """SGLang keeps its record of routed experts (`--enable-return-routed-experts`) in host memory that it registers
-    with CUDA. Here there is nothing to register it with: plain memory is the same."""
+    """Give SGLang plain memory for its record of routed experts (`--enable-return-routed-experts`). On a GPU it
+    registers the memory with CUDA."""
     import torch
     from sglang.srt.state_capturer.base import ALLOC_MEMORY_FUNCS
 
@@ -57,10 +56,8 @@ def _allow_cpu(*_: Any, **__: Any) -> None:
 
 
 def _fork_children(*_: object) -> None:
-    """SGLang asks for `spawn`, which CUDA needs. Without CUDA a fork saves every child a dozen seconds of imports.
-
-    What was imported stays: SGLang takes it out of garbage collection after its warm-up, which a CPU engine has not.
-    """
+    """Fork children, which saves each a dozen seconds of imports: SGLang asks for `spawn`, which only CUDA needs. Keep
+    imports out of garbage collection, as SGLang does after its warm-up, which a CPU engine skips."""
     gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
 

@@ -1,5 +1,5 @@
-"""SGLang's classes for a policy in an emulated format (rollout_sglang.cpu.quantized). Imports SGLang: a server does,
-once it is equipped."""
+"""Give SGLang classes for a policy in an emulated format (rollout_sglang.cpu.quantized). Importing this module imports
+SGLang, so it is imported only in a prepared server."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from precision.formats.rollout_format import EMULATED_METHOD, RolloutFormat
 
 
 class EmulatedLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
-    """A linear layer whose weight is sent rounded, and whose input is rounded here."""
+    """A linear layer whose weight arrives rounded, and whose input is rounded here."""
 
     def __init__(self, rollout_format: RolloutFormat) -> None:
         super().__init__()
         self.rollout_format = rollout_format
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Any:
-        """`x` [..., in] rounded, times the weight [out, in]."""
+        """Round `x` [..., in] and multiply by the weight [out, in]."""
         return super().apply(layer, fake_quantize(x, self.rollout_format, per_token=True), bias)
 
 
 class EmulatedConfig(QuantizationConfig):  # type: ignore[misc]
-    """Which linear layers are in the format. Embeddings and the head never are."""
+    """The linear layers that are in the format; embeddings and the head never are."""
 
     def __init__(self, rollout_format: RolloutFormat, ignored: list[str], fused: dict[str, list[str]]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class EmulatedConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> EmulatedConfig:
-        """Raises ValueError for a format that is not emulated."""
+        """Build the config. Raises ValueError for a format that is not emulated."""
         rollout_format = RolloutFormat.named(config["format"])
         if not rollout_format.is_emulated:
             raise ValueError(f"config.json asks for {rollout_format} to be emulated; publish the policy again")

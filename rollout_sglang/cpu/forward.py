@@ -1,18 +1,16 @@
 """Compute a step of a CPU engine in few operations, through SGLang's own hook registry.
 
 SGLang's only attention backend for a CPU without its kernels (`torch_native`) loops over requests in Python, in every
-layer of every step: with 64 requests that loop is most of a small model's time. Here keys and values are gathered to
-the longest request, what a token does not see is masked, and one scaled_dot_product_attention does the rest. Short
-prompts are padded to the longest of their step; hundreds of them come after each update in async runs, where the cache
-is emptied and every sample in flight is read again.
+layer of every step: with 64 requests the loop takes most of a small model's time. Here keys and values are gathered to
+the longest request, keys that a token does not see are masked, and one scaled_dot_product_attention does the rest.
+Short prompts are padded to the longest of their step: hundreds of them come after each update in async runs, when the
+cache is emptied and every sample in flight is prefilled again. The gathered and masked keys are the same in every
+layer, and computed once a step.
 
-Which keys are gathered and which are masked is the same in every layer, so it is worked out once a step.
-
-A dense Qwen3 in float32 runs as its operations alone. A CPU has no graph that records a step once and repeats it: every
-operation of every step goes through Python. SGLang's layers call some 45 operations each, behind hooks for devices,
-formats and ways to share a layer that a CPU engine has not; with few requests that takes most of a step. `forward` has
-them in SGLang's order, so that every number is the same to the last bit. Models of any other kind or format go to
-SGLang.
+A dense Qwen3 in float32 runs as bare operations. A CPU has no graph that records and repeats a step: every operation
+goes through Python. SGLang's layers call some 45 operations each, behind hooks for devices, formats and parallelism
+that a CPU engine does not have; with few requests that takes most of a step. `forward` runs the same operations in
+SGLang's order, so that every number is equal to the last bit. All other models and formats go to SGLang.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBack
 
 
 PADDED_PRODUCTS = 1 << 20
-"""Prompts of a step are taken together up to so many pairs of tokens, padding included: 16 MB for four heads. Few long
-ones lose nothing by the loop."""
+"""Limit of token pairs, padding included, up to which the prompts of a step are computed together: 16 MB for four
+heads. A few long prompts lose nothing by the loop."""
 
 
 def register_hooks() -> None:
-    """Replace the loops over requests, and the walk through the layers. Once a process."""
+    """Replace the loops over requests and the pass through the layers. Call once per process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_BACKEND}.init_forward_metadata", _begin_step, HookType.AFTER)
@@ -45,36 +43,36 @@ def register_hooks() -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """Where the keys and values of a step's requests lie, and which of them each new token sees."""
+    """The places of the keys and values of a step's requests, and the mask of each new token."""
 
     slots: Tensor
     """[requests, longest] rows of the cache."""
     mask: Tensor
-    """[requests, most new tokens, longest] 0 up to the token itself, -inf beyond. Not of booleans:
-    scaled_dot_product_attention would convert them in every layer."""
+    """[requests, most new tokens, longest] 0 up to the token itself, -inf beyond. A bool mask would be converted by
+    scaled_dot_product_attention in every layer."""
     new: Tensor
     """[requests, most new tokens] bool: false beyond the new tokens of a request."""
 
 
 def step_of(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, new_lens: Tensor | None = None) -> Step:
-    """From SGLang's tables: the row of each token of each request, the requests of this step, their lengths, and how
-    many of their tokens are new (None: one)."""
+    """Build a step from SGLang's tables: the cache row of each token of each request, the requests of this step, their
+    lengths, and the numbers of their new tokens (None: one each)."""
     new_lens = torch.ones_like(seq_lens) if new_lens is None else new_lens
     longest, most = int(seq_lens.max()), int(new_lens.max())
     order = torch.arange(most)
-    own = (seq_lens - new_lens)[:, None] + order  # [requests, most] the place of each new token
+    own = (seq_lens - new_lens)[:, None] + order  # [requests, most] the position of each new token
     beyond = torch.arange(longest) > own[..., None]
     mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
     return Step(req_to_token[req_pool_indices, :longest], mask, order < new_lens[:, None])
 
 
 def _begin_step(_: None, backend: Any, *__: Any, **___: Any) -> None:
-    """After the backend's own preparation of a step."""
+    """Reset the step, after the backend's own preparation."""
     backend.even_keel_step = None
 
 
 def step_at(backend: Any, *tables: Tensor) -> Step:
-    """Of this step, from what `step_of` takes; worked out by its first layer."""
+    """Return the current step, built in its first layer from the arguments of `step_of`."""
     if backend.even_keel_step is None:
         backend.even_keel_step = step_of(*tables)
     step: Step = backend.even_keel_step
@@ -94,7 +92,7 @@ def _decode(
     encoder_lens: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """SGLang's signature. Cross attention and sliding windows go to the original."""
+    """Replace SGLang's method, with its signature. Cross attention and sliding windows go to the original."""
     if encoder_lens is not None or options.get("sliding_window_size") is not None:
         arguments = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
         return original(backend, *arguments, **options)
@@ -119,13 +117,13 @@ def _extend(
     encoder_lens: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """SGLang's signature. Long prompts go to the original."""
+    """Replace SGLang's method, with its signature. Long prompts go to the original."""
     places = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
-    # All requests, each as long as the longest, must be few enough products.
+    # Products when every request is padded to the longest.
     products = len(seq_lens) * int(extend_seq_lens.max()) * int(seq_lens.max())
     if encoder_lens is not None or options.get("sliding_window_size") is not None or products > PADDED_PRODUCTS:
         return original(backend, *places, extend_prefix_lens, extend_seq_lens, encoder_lens, **options)
-    if len(query) == len(seq_lens):  # one token of each
+    if len(query) == len(seq_lens):  # one new token per request
         return _decode(original, backend, *places, **options)
     step = step_at(backend, req_to_token, req_pool_indices, seq_lens, extend_seq_lens)
     keys, values = (request_rows(cache, step.slots) for cache in (k_cache, v_cache))
@@ -136,21 +134,18 @@ def _extend(
 
 
 def request_rows(cache: Tensor, slots: Tensor) -> Tensor:
-    """[*slots.shape, kv_heads, size] of a cache [rows, kv_heads, size]. Whole rows are copied: `cache[slots]` copies
+    """Return [*slots.shape, kv_heads, size] of a cache [rows, kv_heads, size]. Copies whole rows: `cache[slots]` copies
     number by number, which takes six times as long."""
     return cache.flatten(1).index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:])
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attention of as many new tokens for each request.
-
-    query [requests, new, heads, size]; keys and values [requests, longest, kv_heads, size]; mask [requests, new,
-    longest], added to the products. Returns [requests, new, heads, size].
-    """
+    """Compute attention of equally many new tokens for each request: query [requests, new, heads, size], keys and
+    values [requests, longest, kv_heads, size], mask [requests, new, longest] added to the products → as query."""
     requests, new, heads, size = query.shape
     kv_heads = keys.shape[2]
     shared = heads // kv_heads
-    # The query heads that share a key head stand side by side: they become that head's queries.
+    # Query heads that share a key head are adjacent: they become the queries of that head.
     grouped = query.view(requests, new, kv_heads, shared, size).permute(0, 2, 3, 1, 4)
     mixed = scaled_dot_product_attention(
         grouped.reshape(requests, kv_heads, shared * new, size),
@@ -171,18 +166,17 @@ def _forward(
     input_embeds: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """SGLang's signature."""
     if forward_batch.forward_mode.name in ("DECODE", "EXTEND") and input_embeds is None and is_plain(model):
         return forward(model, input_ids, positions, forward_batch)
     return original(model, input_ids, positions, forward_batch, input_embeds, **options)
 
 
 def is_plain(model: Any) -> bool:
-    """Whether `forward` computes what the model's own forward would; asked of the model once."""
+    """Return whether `forward` computes the same as the model's own forward; checked once per model."""
     if not hasattr(model, "even_keel_plain"):
         try:
             model.even_keel_plain = _is_plain_model(model)
-        except AttributeError:  # the layers of another release of SGLang keep their parts elsewhere
+        except AttributeError:  # another release of SGLang keeps the layers' parts elsewhere
             model.even_keel_plain = False
     return bool(model.even_keel_plain)
 
@@ -225,13 +219,12 @@ def _is_plain_model(model: Any) -> bool:
 
 @torch.no_grad()
 def forward(model: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
-    """[tokens, hidden] after the last norm, for the new tokens of each request, whose keys and values go to the
-    cache."""
+    """Return [tokens, hidden] after the last norm, for each request's new tokens, and cache their keys and values."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     backend = get_attn_backend()
     rotary = model.layers[0].self_attn.rotary_emb
-    # [tokens, 1, head size / 2] of a step's positions, the same in every layer.
+    # [tokens, 1, head size / 2] at the step's positions, the same in every layer.
     cosine, sine = rotary.cos_sin_cache.index_select(0, positions.flatten()).unsqueeze(-2).chunk(2, dim=-1)
     hidden = model.embed_tokens(input_ids)
     for layer in model.layers:

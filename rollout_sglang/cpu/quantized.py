@@ -1,7 +1,7 @@
 """Emulate quantized linear layers of SGLang on a CPU, through SGLang's own hook registry.
 
-SGLang's FP8 path asserts AMX or CUDA kernels. The emulation computes what they compute: e4m3 weights times e4m3
-activations, accumulated in the activation's dtype. It is exact in the formats and saves neither time nor memory.
+SGLang's FP8 path asserts AMX or CUDA kernels. The emulation computes the same: e4m3 weights times e4m3 activations,
+accumulated in the activation's dtype. It is exact in the formats and saves neither time nor memory.
 
     fp8_tensor  `--quantization fp8` on a full-precision checkpoint: one scale for each matrix SGLang multiplies by
                 (q, k and v are one matrix, as are gate and up), one activation scale a token.
@@ -10,14 +10,13 @@ activations, accumulated in the activation's dtype. It is exact in the formats a
     stored      a checkpoint stored as e4m3 with one `weight_scale` for each matrix of the checkpoint; a stack of
                 them keeps a scale for each part, as SGLang's CUTLASS path does. One activation scale a token.
 
-SGLang calls `process_weights_after_loading` after the first load and again after every update of the weights; that is
-where the dequantized weight is made, once. The parameters that SGLang's weight loaders fill are left as they are.
+SGLang calls `process_weights_after_loading` after the first load and after every update of the weights: only then is
+the weight dequantized. The parameters that SGLang's weight loaders fill stay unchanged.
 
 Formats that no GPU path serves are emulated too: emulated_fp6, emulated_fp4, emulated_nvfp4 and emulated_mxfp4
-(precision.formats.rollout_format). The learner sends weights that are rounded already, in the engine's own dtype, so
-checksums are those of what was sent; the engine rounds the input of each linear layer (emulated_layers). The
-config.json of such a policy names the quant_method "evenkeel_emulated", which is added to SGLang's table here. An
-engine without this module knows no such method and refuses the folder.
+(precision.formats.rollout_format). The learner sends rounded weights in the engine's dtype, so checksums match; the
+engine rounds the input of each linear layer (emulated_layers). The config.json of the policy names the quant_method
+"evenkeel_emulated", which is added to SGLang's table here. An engine without this module refuses the folder.
 """
 
 from __future__ import annotations
@@ -38,29 +37,27 @@ _VERIFY = "sglang.srt.configs.model_config.ModelConfig._verify_quantization"
 
 
 def register_hooks() -> None:
-    """Replace the two methods of SGLang's FP8 linear layer that need kernels, and have SGLang know the emulated method
-    before it looks at a folder. Once a process."""
+    """Replace the two methods of SGLang's FP8 linear layer that need kernels, and add the emulated method to SGLang's
+    table before SGLang checks a folder. Call once per process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_METHOD}.process_weights_after_loading", _remember_dequantized, HookType.AROUND)
     HookRegistry.register(f"{_METHOD}.apply", _apply, HookType.AROUND)
-    # Kernels take 16-bit activations only; the emulation is at its most exact in 32.
+    # Kernels accept only 16-bit activations; the emulation is most exact in 32.
     dtypes = f"{_MODULE}.Fp8Config.get_supported_act_dtypes"
     HookRegistry.register(dtypes, lambda supported, *_: [*supported, torch.float32], HookType.AFTER)
     HookRegistry.register(_VERIFY, _add_method, HookType.BEFORE)
 
 
 def _remember_dequantized(_: Callable[..., None], method: Any, layer: nn.Module) -> None:
-    """Store on `layer` the weight [out, in] as the matrix product sees it, in the model's dtype."""
+    """Store the weight [out, in] on `layer` as the matrix product uses it, in the model's dtype."""
     layer.dequantized_weight = dequantized(method, layer)
 
 
 @torch.no_grad()
 def dequantized(method: Any, layer: Any) -> Tensor:
-    """The weight of an FP8 layer after rounding to e4m3, [out, in], in the model's dtype.
-
-    Raises NotImplementedError for blocks of another size than 128 by 128 and for scales of activations.
-    """
+    """Return the weight of an FP8 layer after rounding to e4m3, [out, in], in the model's dtype. Raises
+    NotImplementedError for blocks other than 128 by 128, and for stored activation scales."""
     weight: Tensor = layer.weight.data
     if method.block_quant:
         if tuple(method.weight_block_size) != BLOCK:
@@ -92,5 +89,5 @@ def _add_method(*_: object, **__: object) -> None:
     from rollout_sglang.cpu.emulated_layers import EmulatedConfig
 
     quantization.QUANTIZATION_METHODS.setdefault(EMULATED_METHOD, EmulatedConfig)
-    # A table of its own for CPUs with AMX, which not all releases of SGLang have.
+    # A separate table for CPUs with AMX, which not all releases of SGLang have.
     getattr(quantization, "CPU_QUANTIZATION_METHODS", {}).setdefault(EMULATED_METHOD, EmulatedConfig)

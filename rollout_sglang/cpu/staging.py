@@ -1,17 +1,17 @@
-"""A CPU engine takes its next weights while it serves: into second parameters, which become its own in one moment.
+"""Load a CPU engine's next weights while it serves: into second parameters, which are then exchanged with its own.
 
-    scheduler     stage … stage ─▶ done? …       pause ─▶ update_weights_from_disk: they change places ─▶ checksum
+    scheduler     stage … stage ─▶ done? …       pause ─▶ update_weights_from_disk: exchange ─▶ checksum
     own thread    receive ─▶ SGLang's loaders ─▶ SGLang's checksums of the second parameters
 
-SGLang's calls that change weights wait for every request to end, or stop the engine, and its one thread decodes nothing
-while it receives, loads and hashes. Staging is an action of `POST /weights_checker`, which does neither: its text is
-`stage ` and JSON, and a thread does the work. What is staged is known by the folder that it is of, or will be of. When
-the engine is then told to load that folder, the tensors that were hashed become those that it computes with, and none
-is written to in between. So the next checksum that is asked for is the one of that hash, unless SGLang began to
-load something else meanwhile. Every later one is computed.
+SGLang's calls that change weights wait for every request to end, or stop the engine: its one thread decodes nothing
+while it receives, loads and hashes. Staging is an action of `POST /weights_checker`, which does neither. Its text is
+`stage ` and JSON, and a separate thread does the work. Staged weights are identified by their folder, which may not
+exist yet. When the engine is then told to load that folder, it computes with the hashed tensors, to which nothing was
+written in between. So the next checksum request returns the hash already computed, unless SGLang began another load
+meanwhile. Every later checksum is computed.
 
-It costs the memory of the weights once more. GPU servers import none of this and are not asked; releases of SGLang that
-keep these methods elsewhere refuse the action. Weights are then loaded while the engine is paused.
+Staging takes the memory of the weights once more. GPU servers do not import this module; releases of SGLang that keep
+the methods elsewhere refuse the action. Weights are then loaded while the engine is paused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Job = Callable[[], None]
 
 
 def register_hooks() -> None:
-    """Add the action, and look at every order to load a folder. Once a process."""
+    """Add the action, and intercept every order to load a folder. Call once per process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_RUNNER}.check_weights", _check_weights, HookType.AROUND)
@@ -66,18 +66,18 @@ def _from_disk(original: Callable[..., Any], updater: Any, model_path: str, *arg
 
 
 def _forget_checksums(updater: Any, *_: Any, **__: Any) -> None:
-    """SGLang is about to write to the engine's weights."""
+    """Drop the checksums: SGLang is about to write to the engine's weights."""
     staging: Staging | None = getattr(updater.get_model_runner(), "even_keel_staging", None)
     if staging is not None:
         staging.take_checksums()
 
 
 class Staging:
-    """The weights of one update. All but its thread's work is called by the scheduler's thread."""
+    """The staged weights of one update. Only the staging thread's work runs outside the scheduler's thread."""
 
     def __init__(self, runner: Any, shadow: Any) -> None:
-        """`shadow` is a model of `shadow_of` that nobody writes to any more, or None. Raises RuntimeError where SGLang
-        would not ask us before it loads a folder."""
+        """`shadow` is a model of `shadow_of` that no thread writes to any more, or None. Raises RuntimeError where
+        SGLang would load folders without calling `adopt`."""
         found = type(runner.weight_updater)
         if f"{found.__module__}.{found.__qualname__}" != _UPDATER:
             raise RuntimeError(f"weights are loaded by {found}, expected {_UPDATER}: they cannot be staged")
@@ -94,8 +94,8 @@ class Staging:
         self._thread.start()
 
     def obey(self, order: dict[str, Any]) -> dict[str, str]:
-        """Do, or begin to do, what an order says. Returns `pending`, how many orders are not done, `failure`, why no
-        more will be, if so, and of "member" whether the engine is in that process group."""
+        """Carry out or queue an order. Return `pending`, the number of queued orders; `failure`, the reason why staging
+        has ended, if any; and for "member" whether the engine is in that process group."""
         jobs: dict[str, Callable[[], None]] = {
             "folder": lambda: self._finish(order["folder"], _tensors(Path(order["folder"]))),
             "group": lambda: self._load(self._received(order)),
@@ -112,7 +112,7 @@ class Staging:
         return {"pending": str(self._asked - self._done), "failure": self._failure} | member
 
     def adopt(self, folder: str) -> bool:
-        """Whether the weights of that folder are staged; they are the engine's now."""
+        """Make the staged weights of the folder the engine's. Return False when they are not staged."""
         if self._adopted or self._failure or self._folder != folder or self._asked != self._done:
             return False
         exchange(self._runner.model, self._shadow)
@@ -120,13 +120,12 @@ class Staging:
         return True
 
     def take_checksums(self) -> dict[str, Any] | None:
-        """Those of what was adopted, once; None when they were taken, or nothing was adopted."""
+        """Return the checksums of the adopted weights, once; None when they were taken or nothing was adopted."""
         found, self._checksums = (self._checksums, None) if self._adopted else (None, self._checksums)
         return found
 
     def stop(self) -> Any:
-        """Begin nothing more. Returns the second model, for the next update; None while the thread may still write to
-        it."""
+        """Start no more work. Return the second model for the next update; None while the thread may still write it."""
         self._failure = self._failure or "another update was begun"
         self._checksums = None
         self._jobs.put(None)
@@ -143,7 +142,7 @@ class Staging:
                         self._updater = dataclasses.replace(self._runner.weight_updater, get_model=lambda: self._shadow)
                         self._updater.begin_weight_update()
                     job()
-            except Exception as error:  # noqa: BLE001 (who waits is told)
+            except Exception as error:  # noqa: BLE001 (reported to the waiting sender)
                 self._failure = f"{type(error).__name__}: {error}"
             self._done += 1
 
@@ -178,16 +177,14 @@ class Staging:
 
 
 def shadow_of(model: nn.Module) -> Any:
-    """The same modules with parameters of their own, for SGLang's loaders to write to; buffers are those of `model`.
-
-    Loaders are methods of the modules of `model`, but write to the parameter that they are given.
-    """
+    """Return the same modules with separate parameters, for SGLang's loaders to write to; buffers are shared with
+    `model`. Loaders are methods of `model`'s modules, but write to the parameter that they are given."""
     parameters: dict[int, nn.Parameter] = {}
     modules: dict[int, nn.Module] = {}
 
     def second(parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in parameters:
-            data = parameter.data.clone()  # loaders leave the rows alone that pad a vocabulary
+            data = parameter.data.clone()  # loaders do not write the rows that pad a vocabulary
             twin = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
             twin.__dict__.update(parameter.__dict__)
             parameters[id(parameter)] = twin
@@ -205,7 +202,7 @@ def shadow_of(model: nn.Module) -> Any:
 
 @torch.inference_mode(mode=False)
 def exchange(model: nn.Module, shadow: nn.Module) -> None:
-    """The two change parameters, and what layers derived from them after loading. No byte is copied."""
+    """Exchange the parameters of both models, and the tensors that layers derived from them. No byte is copied."""
     for (_, own), (_, other) in zip(model.named_parameters(), shadow.named_parameters(), strict=True):
         own.data, other.data = other.data, own.data
     for own_module, other_module in zip(model.modules(), shadow.modules(), strict=True):

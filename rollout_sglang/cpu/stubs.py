@@ -1,8 +1,7 @@
-"""Importable stand-ins for GPU packages that SGLang imports but never calls on a CPU.
+"""Provide importable stand-ins for GPU packages that SGLang imports but never calls on a CPU.
 
-SGLang imports triton, torchvision, soundfile and sgl_kernel unconditionally, and decorates kernels with
-`triton.jit` while modules load. A stub survives import, attribute access, subclassing and decoration; calling a
-function of it raises NotImplementedError that names the function.
+SGLang imports triton, torchvision, soundfile and sgl_kernel unconditionally, and decorates kernels with `triton.jit` at
+import. A stub survives import, attribute access, subclassing and decoration; a call raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _DECORATORS = frozenset({"triton.jit", "triton.autotune", "triton.heuristics"})
 
 
 class Stub(types.ModuleType):
-    """A module, function or class that is not there. Names with a capital are classes, others are stubs again."""
+    """A missing module, function or class. Capitalized names in it are classes, others are stubs again."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -53,7 +52,7 @@ class Stub(types.ModuleType):
 
 
 class _StubObject:
-    """Base of the classes of a stub: takes any arguments, can be indexed like a generic."""
+    """Base of a stub's classes: takes any arguments, and can be indexed like a generic."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -62,7 +61,7 @@ class _StubObject:
         return cls
 
 
-# The few names whose value is used while modules load.
+# The names whose values modules use at import.
 _IMPLEMENTED: dict[str, Any] = {
     "triton.cdiv": lambda numerator, denominator: -(-numerator // denominator),
     "triton.next_power_of_2": lambda number: 1 << max(0, number - 1).bit_length(),
@@ -74,7 +73,7 @@ _IMPLEMENTED: dict[str, Any] = {
 
 
 class StubFinder(MetaPathFinder, Loader):
-    """Answers imports of the packages it is given, after every real finder has failed."""
+    """A finder of the given packages, after every real finder has failed."""
 
     def __init__(self, packages: Iterable[str]) -> None:
         self.packages = frozenset(packages)
@@ -97,10 +96,10 @@ class StubFinder(MetaPathFinder, Loader):
 
 
 def install_stubs() -> None:
-    """Stub the packages that are not installed. Calling it again changes nothing."""
+    """Stub the packages that are not installed. A second call changes nothing."""
     missing = tuple(name for name in STUBBED_PACKAGES if importlib.util.find_spec(name) is None)
     if "torchvision" in missing:
-        # transformers remembers its first answer: let it find out that there is no torchvision before the stub is.
+        # transformers caches its first check: let it see that torchvision is missing, before the stub exists.
         from transformers.utils import import_utils
 
         import_utils.is_torchvision_available()

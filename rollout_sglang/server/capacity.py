@@ -1,12 +1,12 @@
-"""How many tokens of keys and values an engine has room for. Loads neither torch nor SGLang.
+"""Compute how many tokens of keys and values an engine has room for. Loads neither torch nor SGLang.
 
-    room of a GPU   = memory × mem_fraction_static - weights
-    bytes a token   = 2 · layers · kv_heads · head_dim · bytes, ÷ min(TP, kv_heads) on each GPU
+    room of a GPU    = memory × mem_fraction_static - weights
+    bytes per token  = 2 · layers · kv_heads · head_dim · bytes, ÷ min(TP, kv_heads) on each GPU
 
-SGLang's `--mem-fraction-static` is the share of a GPU for weights and keys and values together; what is left serves
-activations and CUDA graphs. It is taken of the memory that is free when an engine starts; `--max-total-tokens` bounds
-the room, so that an engine that shares its GPU has the same after every start. With more ranks than key/value heads
-every rank still holds one head.
+SGLang's `--mem-fraction-static` is the share of a GPU's memory for weights, keys and values together; activations and
+CUDA graphs use the rest. SGLang takes the share of the memory that is free when the engine starts. `--max-total-tokens`
+bounds the room, so that an engine that shares its GPU has the same room after every start. With more ranks than
+key/value heads, every rank still holds one head.
 """
 
 from __future__ import annotations
@@ -20,50 +20,46 @@ from pipeline.errors import LayoutError, ModelError, RecipeError
 from pipeline.gpu_needs import option
 
 DEFAULT_MEM_FRACTION = 0.85
-"""Assumed when the recipe's extra_args do not set it. SGLang itself chooses by GPU and settings."""
+"""The share assumed when the recipe's extra_args do not set it. SGLang itself chooses by GPU and settings."""
 
 KV_CACHE_BYTES = {"fp8_e5m2": 1.0, "fp8_e4m3": 1.0, "bf16": 2.0, "bfloat16": 2.0, "fp4_e2m1": 0.5}
-"""Values of --kv-cache-dtype; `auto` is the engine's dtype."""
+"""Value of --kv-cache-dtype → bytes per number. `auto` is the engine's dtype."""
 
 BLOCK_SCALE_BYTES = 4 / (128 * 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """What an engine's memory depends on."""
+    """The sizes of a model that determine an engine's memory."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     linear: int
-    """Numbers in the matrices that fp8 rollouts quantize, experts included."""
+    """Parameters in the matrices that fp8 rollouts quantize, experts included."""
     other: int
-    """Numbers in everything else: embedding, head, norms, router."""
+    """All other parameters: embedding, head, norms, router."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Of one engine."""
-
     mem_fraction: float
     weight_bytes: float
-    """On each of its GPUs."""
+    """Per GPU."""
     kv_bytes_per_token: float
-    """On each of its GPUs."""
+    """Per GPU."""
     kv_tokens: int
     """0 when the weights alone do not fit."""
 
     @property
     def gpu_bytes(self) -> float:
-        """Weights, keys and values on each of its GPUs."""
+        """The bytes of weights, keys and values on each GPU."""
         return self.weight_bytes + self.kv_tokens * self.kv_bytes_per_token
 
 
 def engine_capacity(model: EngineModel, rollout: RolloutSection, gpu_bytes: float) -> Capacity:
-    """Compute the capacity of one engine of `rollout.tensor_parallel` GPUs with `gpu_bytes` each.
-
-    Raises LayoutError when key/value heads and GPUs do not divide each other, RecipeError for unreadable extra_args.
-    """
+    """Compute the capacity of one engine of `rollout.tensor_parallel` GPUs with `gpu_bytes` each. Raises LayoutError
+    when key/value heads and GPUs do not divide each other, RecipeError for unreadable extra_args."""
     ranks, heads = rollout.tensor_parallel, model.num_kv_heads
     if heads % ranks and ranks % heads:
         raise LayoutError(
@@ -96,9 +92,8 @@ def engine_capacity(model: EngineModel, rollout: RolloutSection, gpu_bytes: floa
 
 
 def weight_bytes(model: EngineModel, rollout: RolloutSection) -> float:
-    """Return the bytes of all weights in the rollout's formats: what the engines hold together, and what a publish
-    moves."""
-    dtype = 4.0 if rollout.precision == "fp32" else 2.0  # of what is not quantized; FP8 engines have bfloat16
+    """Return the bytes of all weights in the rollout's formats: on the GPUs of an engine together, and in a publish."""
+    dtype = 4.0 if rollout.precision == "fp32" else 2.0  # of unquantized weights; bfloat16 in FP8 engines
     linear = {"fp8_block": 1 + BLOCK_SCALE_BYTES, "fp8_tensor": 1.0}.get(rollout.precision, dtype)
     return model.linear * linear + model.other * dtype
 
@@ -107,12 +102,12 @@ BLOCK_CHANNELS = 128
 
 
 def check_block_shapes(hf_config: Mapping[str, Any], tensor_parallel: int = 1) -> None:
-    """Check the content of a `config.json`. Raises ModelError naming every width that block FP8 cannot cut."""
+    """Raise ModelError naming every width of a `config.json` that block FP8 cannot divide."""
     hidden = int(hf_config["hidden_size"])
     heads = int(hf_config["num_attention_heads"])
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)
     head_dim = int(hf_config.get("head_dim") or hidden // heads)
-    # Newer transformers releases write the number of experts under the second name.
+    # Newer transformers releases write the number of experts as num_local_experts.
     experts = hf_config.get("num_experts") or hf_config.get("num_local_experts")
     inner = "moe_intermediate_size" if experts else "intermediate_size"
     widths = {

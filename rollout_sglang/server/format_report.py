@@ -1,10 +1,10 @@
-"""An engine says in which formats it holds its weights: `POST /weights_checker {"action": "formats"}`. With the action
-`statistics` it says their scales and norms as well, for which it reads all of them.
+"""Report the formats in which an engine holds its weights: `POST /weights_checker {"action": "formats"}`. With the
+action `statistics`, read all weights and report their scales and norms as well.
 
-SGLang's own route asks each of an engine's processes and gathers their answers, text by name of parameter. This adds an
-action to it, in which the text describes a module (precision.formats.audit.Held) instead of being a checksum. Nothing
-else of the server changes, and nothing is computed until somebody asks. What is reported is what the layers hold after
-loading: the method that multiplies, the dtype, the scales.
+SGLang's own route asks each of an engine's processes and gathers their answers: parameter name → text. This module adds
+actions whose text describes a module (precision.formats.audit.Held) instead of a checksum. The rest of the server is
+unchanged, and nothing is computed before a request. The report describes the layers after loading: the method that
+multiplies, the dtype, the scales.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMATS, STATISTICS = "formats", "statistics"
 
 
 def handle(original: Callable[..., Any], checker: Any, *args: Any, **options: Any) -> Any:
-    """In place of SGLang's WeightChecker.handle, which is `original`; other actions are its own."""
+    """Answer the actions of this module, and pass others to `original`, SGLang's WeightChecker.handle."""
     action = options.get("action", args[0] if args else None)
     if action not in (FORMATS, STATISTICS):
         return original(checker, *args, **options)
@@ -33,7 +33,7 @@ def handle(original: Callable[..., Any], checker: Any, *args: Any, **options: An
         from sglang.srt.runtime_context import get_model
 
         asked = str(get_model().kv_cache_dtype)
-    except (ImportError, AttributeError):  # before SGLang 0.5.23, which keeps it elsewhere
+    except (ImportError, AttributeError):  # before SGLang 0.5.23, which keeps the model elsewhere
         asked = "auto"
     model = checker._get_model()
     placement = checker._parallelism_info(**{name: options[name] for name in ("role",) if name in options})
@@ -52,11 +52,9 @@ def handle(original: Callable[..., Any], checker: Any, *args: Any, **options: An
 
 @torch.no_grad()
 def held_modules(model: nn.Module, *, statistics: bool = True) -> Iterator[tuple[str, Held]]:
-    """Every module of the model that multiplies by a weight, under the name of its Hugging Face module.
-
-    Parts of a stacked matrix are told apart. The experts of a layer are two modules, `….experts.gate_up_proj` and
-    `….experts.down_proj`. Without `statistics` no weight is read, only its kind and size.
-    """
+    """Yield every module that multiplies by a weight, under its Hugging Face name. Parts of a stacked matrix are
+    separate modules. The experts of a layer are two modules, `….experts.gate_up_proj` and `….experts.down_proj`.
+    Without `statistics` only the kind and size of a weight is read."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None:
@@ -71,7 +69,7 @@ def held_modules(model: nn.Module, *, statistics: bool = True) -> Iterator[tuple
 
 
 def held_caches(model: nn.Module, asked: str) -> Iterator[tuple[str, Held]]:
-    """Every attention layer that keeps its keys and values in FP8, with their scales: SGLang takes 1.0 where a
+    """Yield every attention layer that keeps its keys and values in FP8, with their scales: SGLang uses 1.0 where a
     checkpoint has none. `asked` is the server's --kv-cache-dtype."""
     config = getattr(model, "quant_config", None)
     stored = str(getattr(config, "kv_cache_quant_algo", None)).lower() if asked == "auto" else asked
@@ -85,30 +83,30 @@ def held_caches(model: nn.Module, asked: str) -> Iterator[tuple[str, Held]]:
 
 
 class _Values(NamedTuple):
-    """Of a weight, or of its part in a stacked one."""
+    """The values of a weight, or of one part of a stacked weight."""
 
     weight: Tensor
     scales: Tensor | None
     exact: Tensor | None = None
-    """The values that are multiplied by, where the layer keeps them beside the weight."""
+    """The values that the layer multiplies by, where it keeps them beside the weight."""
 
 
 def _parts(name: str, module: Any) -> Iterator[tuple[str, _Values]]:
-    """A linear layer, or the linear layers that were stacked into one."""
+    """Yield a linear layer, or the linear layers that were stacked into it."""
     before, _, own = name.rpartition(".")
     sizes = list(getattr(module, "output_partition_sizes", ()))
     weight, scales, num_rows = module.weight.data, _scales(module, "weight"), sum(sizes)
-    transposed = weight.dim() == 2 and weight.shape[1] == num_rows  # as some kernels hold it
+    transposed = weight.dim() == 2 and weight.shape[1] == num_rows  # some kernels hold it so
     if transposed and (weight.shape[0] != num_rows or weight.stride(0) == 1):
         weight = weight.t()
-    exact = getattr(module, "dequantized_weight", None)  # the CPU's, see rollout_sglang.cpu.quantized
+    exact = getattr(module, "dequantized_weight", None)  # of CPU engines: rollout_sglang.cpu.quantized
     if own not in STACKS or len(sizes) != len(STACKS[own]) or weight.shape[0] != num_rows:
         yield name, _Values(weight, scales, exact)
         return
     start = 0
     for part, size in zip(STACKS[own], sizes, strict=True):
         rows = slice(start, start + size)
-        own_scales = scales  # one of all rows is that of each part
+        own_scales = scales  # a single scale of the stack applies to each part
         if scales is not None and scales.numel() > 1:
             by_row = scales.shape[0] == num_rows
             own_scales = scales.reshape(-1)[rows] if by_row else scales[start // BLOCK[0] : -(-rows.stop // BLOCK[0])]
@@ -132,7 +130,7 @@ def _held(method: Any, values: _Values, statistics: bool) -> Held:
 
 
 def _layout(method: Any, weight: Tensor, scales: Tensor | None) -> str:
-    """The name of the format, or of SGLang's method where it is none of ours."""
+    """Return the name of the format, or SGLang's name of the method where the format is not one of ours."""
     kind = type(method).__name__
     if kind == "EmulatedLinearMethod":  # rollout_sglang.cpu.emulated_layers
         return str(method.rollout_format)
@@ -153,13 +151,12 @@ def _layout(method: Any, weight: Tensor, scales: Tensor | None) -> str:
 
 
 def _packed(scales: Tensor | None) -> bool:
-    """Whether they are exponents, four in an int32: what DeepGEMM has SGLang make of them on Blackwell. The weights
-    were rounded anew by them, and no published version can be loaded over either."""
+    """Return whether the scales are exponents, packed four to an int32 by DeepGEMM on Blackwell. SGLang has requantized
+    the weights by them, and no published version can be loaded over them."""
     return scales is not None and not scales.is_floating_point()
 
 
 def _scales(module: Any, weight: str) -> Tensor | None:
-    """The scales of a weight after loading; None where there are none."""
     for suffix in ("_scale_inv", "_scale"):
         found = getattr(module, weight + suffix, None)
         if isinstance(found, Tensor) and found.numel():

@@ -1,7 +1,4 @@
-"""Start SGLang's router: `EVENKEEL_API_KEY=… python -m rollout_sglang.server.launch_router <its own arguments>`.
-
-As with rollout_sglang.server.launch_server, the key is not on the command line.
-"""
+"""Start SGLang's router: `EVENKEEL_API_KEY=… python -m rollout_sglang.server.launch_router ROUTER_ARGUMENTS…`."""
 
 from __future__ import annotations
 

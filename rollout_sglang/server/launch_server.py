@@ -1,20 +1,19 @@
 """Start stock SGLang: `EVENKEEL_API_KEY=… python -m rollout_sglang.server.launch_server <SGLang's own arguments>`.
 
-It is `python -m sglang.launch_server`, except that the API key comes from the environment, because every user of the
-machine can read a command line, and that its weights are fenced (rollout_sglang.server.update_fence). And:
+It is `python -m sglang.launch_server` with the API key from the environment, because every user of the machine can read
+a command line, and with fenced weight updates (rollout_sglang.server.update_fence). In addition:
 
-No process of an engine outlives its server. SGLang's schedulers ask the kernel to end them with their parent, but a
-parent that died before they asked is missed: with spawn that is after seconds of imports, and what stays behind holds
-the memory of a GPU. Each process tells its children by the environment who it is, and each child compares.
+No process of an engine outlives its server. SGLang's schedulers ask the kernel to end them with their parent, but miss
+a parent that dies before they ask: spawned processes ask after seconds of imports, and a survivor holds GPU memory.
+Here each process passes its id to its children through the environment, and each child compares it with its parent's.
 
-An engine gives up a broadcast whose sender is gone without a word. SGLang joins a sender's process group with torch's
-timeout of half an hour: so long would an engine take nothing from the successor of a learner whose host was frozen. On
-a CPU the call fails and the engine goes on; with NCCL torch ends the engine's process, which is started again.
+An engine gives up a broadcast whose sender has vanished. SGLang joins a sender's process group with torch's timeout of
+half an hour, and would take nothing meanwhile from the successor of a learner whose host froze. On a CPU the call fails
+and the engine goes on; with NCCL, torch ends the engine's process, which is then restarted.
 
-The ranks of an engine meet at one address, not at every address of the machine. A scheduler of SGLang makes a torch
-store for them: at PORT + 100 … 1000 of its HTTP port, on all addresses, open to whoever reaches it. Here the socket is
-bound at the address that the ranks are told. An engine of one rank needs no port that others know: it takes a free one,
-so it never has the port that another engine was promised.
+The ranks of an engine meet at one address only. SGLang's scheduler makes a torch store for them that listens at all
+addresses of the machine, at PORT + 100 … 1000 of its HTTP port. Here the socket is bound at the address that the ranks
+are given. An engine of one rank takes any free port, and so never the port that another engine was promised.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ from pipeline.child_process import die_with_parent
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
 HEALTH_SAMPLES_VARIABLE = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
-"""/health says whether the server is up; one that must sample would wait behind a long prefill, and for ever on an
-engine that is paused for an update."""
+"""Whether /health samples a token. Without sampling it only says that the server is up; with sampling it would wait
+behind a long prefill, and forever on an engine that is paused for an update."""
 PARENT_VARIABLE = "EVENKEEL_SERVER_PARENT"
-"""The process that spawns or forks those that read it."""
+"""The id of the process that spawns or forks the readers of the variable."""
 GROUP_TIMEOUT_S = 75.0
 """A little more than a sender waits for one bucket (megatron_bridge.weight_sync.transport.BUCKET_DEADLINE_S)."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
 def arguments_with_key(argv: Sequence[str]) -> list[str]:
-    """`argv` and the key of the environment, which is removed from it."""
+    """Return `argv` with the key of the environment, and remove the key from the environment."""
     key = os.environ.pop(API_KEY_VARIABLE, "")
     # One word: argparse would take a key that begins with a dash for another option.
     return [*argv, f"--api-key={key}"] if key else list(argv)
 
 
 def hide_in_logs(secret: str) -> None:
-    """From now on, log stars in place of `secret`, here and in forked processes: SGLang logs its arguments."""
-    from precision.text import without  # PyYAML: every SGLang has it, an interpreter that is only asked may not
+    """Log stars in place of `secret` from now on, here and in forked processes: SGLang logs its arguments."""
+    from precision.text import without  # needs PyYAML: every SGLang has it, an interpreter without SGLang may not
 
     make = logging.getLogRecordFactory()
 
@@ -67,7 +66,7 @@ def hide_in_logs(secret: str) -> None:
 
 
 def serve(argv: Sequence[str]) -> None:
-    """Run SGLang in this process until it ends, then kill what it left behind."""
+    """Run SGLang in this process until it ends, then kill its remaining processes."""
     be_a_parent()
     os.environ[HEALTH_SAMPLES_VARIABLE] = "false"
     key = os.environ.get(API_KEY_VARIABLE)
@@ -92,7 +91,7 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def register_hooks() -> None:
-    """What is changed of SGLang on every device. Call it in each of its processes, before it applies its hooks."""
+    """Register the changes to SGLang for every device. Call it in each SGLang process, before SGLang applies hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     timeout = {"timeout": timedelta(seconds=GROUP_TIMEOUT_S)}
@@ -101,7 +100,7 @@ def register_hooks() -> None:
         lambda *arguments, **options: (arguments, timeout | options),
         HookType.BEFORE,
     )
-    # Private (torch 2.13). With a release that has none SGLang logs that a hook failed, and listens as before.
+    # Private (torch 2.13). Where torch lacks it, SGLang logs that the hook failed and listens at all addresses.
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _bound, HookType.AROUND)
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _report_formats, HookType.AROUND)
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", note_shared_memory, HookType.AFTER)
@@ -109,38 +108,34 @@ def register_hooks() -> None:
 
 
 def note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
-    """Leave a file of the name that the server gives its shared memory, among its temporary files: who removes those
-    (pipeline.child_process) removes the shared memory. Before 0.5.23 it is named after a socket, which is there."""
+    """Leave a file with the name of the server's shared memory among its temporary files: removing those
+    (pipeline.child_process) then removes the memory too. Before 0.5.23 a socket in the folder has the memory's name."""
     if name := getattr(ports, "instance_id", ""):
         Path(tempfile.gettempdir(), name).touch()
 
 
 def finish_copies(_: Any, updater: Any, *__: Any, **___: Any) -> None:
-    """A rank has begun to copy tensors out of memory that the sender has lent it: wait until it has read them.
+    """Wait until a rank has read the tensors in memory that the sender lent it. On a GPU, copies go on after the calls
+    that begin them return. After this hook all ranks of an engine meet, and then the sender may reuse the memory."""
+    import torch  # imported only once an engine receives tensors
 
-    On a GPU copies go on after the calls that begin them. All ranks of an engine meet after this, and then the sender
-    is answered, who may write to that memory again.
-    """
-    import torch  # not before an engine was given tensors
-
-    # All streams: loaders of experts copy in threads of their own.
+    # All streams: loaders of experts copy in separate threads.
     torch.get_device_module(updater.device).synchronize()
 
 
 def _report_formats(*arguments: Any, **options: Any) -> Any:
-    from rollout_sglang.server import format_report  # torch: not before somebody asks
+    from rollout_sglang.server import format_report  # imports torch: only on request
 
     return format_report.handle(*arguments, **options)
 
 
 def be_a_parent() -> None:
-    """Call it in the server's first process: children that it forks or spawns from now on die with it, and theirs with
-    them."""
+    """Make later children, forked or spawned, die with this process. Call it in the server's first process."""
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     forks_in_main = [False]
 
     def before() -> None:
-        # The kernel watches the thread that forks: a child of a thread that ends would be ended.
+        # The kernel watches the forking thread: it would end a child when the thread ends.
         forks_in_main[0] = threading.current_thread() is threading.main_thread()
 
     def in_child() -> None:
@@ -152,7 +147,7 @@ def be_a_parent() -> None:
 
 
 def be_a_spawned_child() -> None:
-    """Call it first in a child that multiprocessing has spawned."""
+    """Make this process die with its parent. Call it first in a child that multiprocessing has spawned."""
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is not None:
         die_with_parent(int(parent))

@@ -1,12 +1,12 @@
-"""Whether a server is hung, as its own machine can tell: so a frozen engine is known within seconds, and why.
+"""Detect a hung server from its own machine within seconds, and say why it is hung.
 
     one of its processes is stopped (SIGSTOP, a debugger) for STOPPED_S     hung, whatever its HTTP process answers
     its HTTP process has answered nothing for SILENCE_S                     hung
 
-SGLang has an HTTP process, a scheduler for each rank, and a detokenizer. With its scheduler frozen it answers /health
-as ever, and requests wait for ever. That requests wait proves nothing: a long prefill, a first compilation or a load of
-weights keep a scheduler from answering for a minute. But a process that is stopped is stopped. A scheduler that runs
-and gets nowhere is ended by SGLang's own watchdog (--watchdog-timeout, 300 s for one step).
+SGLang has an HTTP process, a scheduler per rank, and a detokenizer. While a scheduler is stopped, /health answers as
+usual and requests wait without end. Waiting requests alone prove nothing: a prefill, a compilation or a load of weights
+may block a scheduler for a minute. SGLang's own watchdog ends a running scheduler that makes no progress
+(--watchdog-timeout, 300 s for one step). `Presence` judges a run's engines from other machines.
 """
 
 from __future__ import annotations
@@ -29,34 +29,32 @@ from rollout_sglang.protocol import INVALIDATED
 from rollout_sglang.transport import LOOK_DEADLINE_S
 
 STOPPED_S = 2.0
-"""A process that is stopped for so long was not stopped in passing, by a tool that looks into it."""
+"""A shorter stop may come from a tool that inspects the process."""
 SILENCE_S = 8.0
 STOPPED_GRACE_S = 30.0
-"""How long a server with a stopped process may come to itself before it is ended."""
+"""How long a server with a stopped process may recover before it is ended."""
 SILENT_GRACE_S = 90.0
-"""The same for one that answers nothing, though all its processes run: the machine may be busy."""
+"""The same for a server that answers nothing though all its processes run: the machine may be busy."""
 _FIND_S = 5.0
-"""How often the processes of the server are listed anew."""
+"""Interval at which the processes of the server are listed again."""
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class Liveness:
-    """Looks at one server that is up."""
-
     def __init__(
         self, pid: int, answers: Callable[[], bool] | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`answers` asks its HTTP process; None where it has none: another host has that."""
+        """`answers` queries the HTTP process; None where the process runs on another host."""
         self._pid, self._answers, self._clock = pid, answers, clock
         self._answered = self._well = clock()
         self._is_stopped = False
         self._found_at = float("-inf")
         self._processes: list[psutil.Process] = []
         self._stopped: dict[int, float] = {}
-        """Process id → since when each look has found it stopped."""
+        """Process id → time of the first look since which every look has seen it stopped."""
 
     def look(self) -> str | None:
-        """Return why the server is hung; None when it is not, as far as can be seen."""
+        """Return why the server is hung; None when no sign of it is visible."""
         reason = self._look_at_processes()
         self._is_stopped = reason is not None
         if reason is None and self._answers is not None:
@@ -70,12 +68,12 @@ class Liveness:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has hung for so long that it is to be ended."""
+        """Whether the server has hung for so long that it must be ended."""
         return self.hung_s > (STOPPED_GRACE_S if self._is_stopped else SILENT_GRACE_S)
 
     @property
     def hung_s(self) -> float:
-        """Since the last look that found it well."""
+        """Seconds since the last look at which the server was well."""
         return self._clock() - self._well
 
     def _look_at_processes(self) -> str | None:
@@ -102,7 +100,7 @@ Look = Callable[[Member], str | None]
 
 
 def look_with(api_key: str | None) -> Look:
-    """A look at the engine's own server, for LOOK_DEADLINE_S at most. Not from within an event loop."""
+    """Return a function that asks an engine's own server, for LOOK_DEADLINE_S at most. Not for use in an event loop."""
 
     async def look(member: Member) -> str | None:
         client = EngineClient(member.url, api_key, index=member.index, request_deadline_s=LOOK_DEADLINE_S)
@@ -118,20 +116,19 @@ def look_with(api_key: str | None) -> Look:
 
 @dataclass(frozen=True)
 class Presence:
-    """Of the engines of a run."""
+    """The presence of a run's engines, as other machines see it."""
 
     run: RunDirectory
     start_deadline_s: float
-    """What a start may take."""
     look: Look
 
     def serves(self, member: Member) -> bool:
-        """Whether the engine answers, with weights that were verified."""
+        """Return whether the engine answers, with verified weights."""
         name = self.look(member)
         return name is not None and not name.startswith(INVALIDATED)
 
     def is_lost(self, index: int, member: Member | None) -> bool:
-        """Whether nobody needs to wait for engine `index`; `member` is its announcement, where there is one."""
+        """Return whether waiting for engine `index` is pointless; `member` is its announcement, if there is one."""
         signs = (_changed(self.run.membership().folder), _changed(epoch_folder(self.run.path, "engine", index)))
         if time.time() - max(signs) <= self.start_deadline_s:
             return False
@@ -139,7 +136,7 @@ class Presence:
 
 
 def _changed(folder: Path) -> float:
-    """When a file of the folder came, went or was replaced last, seconds since 1970; 0 where there is no folder."""
+    """Return when a file of the folder last came, went or was replaced, in seconds since 1970; 0 without a folder."""
     with suppress(FileNotFoundError):
         return folder.stat().st_mtime
     return 0.0

@@ -1,8 +1,8 @@
-"""Which Python runs engines and router: this one, or the one that EVENKEEL_ROLLOUT_PYTHON names.
+"""Choose the Python that runs engines and router: this interpreter, or the one named by EVENKEEL_ROLLOUT_PYTHON.
 
-Learner and engine may need different releases of torch or transformers. Another interpreter needs SGLang and nothing of
-ours: this package's modules are run in it from where they lie here (see run_module.py), and what was on this
-interpreter's PYTHONPATH stays out. It may be a script that ends with `exec … python "$@"`.
+Learner and engine may need different releases of torch or transformers. The other interpreter needs SGLang and none of
+our packages: it runs this package's modules from their folder here (run_module.py), and does not get this interpreter's
+PYTHONPATH. It may be a script that ends with `exec … python "$@"`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from rollout_sglang.server import run_module
 
 PYTHON_VARIABLE = "EVENKEEL_ROLLOUT_PYTHON"
 BESIDE_CPU_EXTRA = ("sglang==0.5.23", "xgrammar==0.2.7")
-"""What a CPU installs after the extra `cpu`, without what these ask for: SGLang's list has CUDA-only packages, and
-xgrammar asks for Triton, which SGLang would take for a GPU's."""
+"""Packages that a CPU installs after the extra `cpu`, without their dependencies: SGLang's include CUDA-only packages,
+and xgrammar's include Triton, which SGLang would take for a sign of a GPU."""
 _ASK_DEADLINE_S = 60.0
 _ASK = (
     "import importlib.metadata, importlib.util, json;"
     "found = importlib.util.find_spec('sglang') is not None;"
     "print(json.dumps(importlib.metadata.version('sglang') if found else None))"
 )
-"""Imports nothing: SGLang takes seconds."""
+"""Does not import SGLang, which takes seconds."""
 
 
 def rollout_python() -> str | None:
-    """The other interpreter; None when it is this one."""
+    """Return the other interpreter; None when this interpreter runs the engines."""
     return os.environ.get(PYTHON_VARIABLE) or None
 
 
 def module_command(module: str) -> list[str]:
-    """The argv that runs a module of this package, in which its own arguments follow."""
+    """Return the argv that runs a module of this package; append the module's arguments."""
     python = rollout_python()
     if python is None:
         return [sys.executable, "-P", "-m", module]
@@ -47,17 +47,14 @@ def module_command(module: str) -> list[str]:
 
 
 def module_environment() -> dict[str, str]:
-    """The environment for `module_command`."""
     if rollout_python() is None:
         return program_environment()
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def sglang_version() -> str | None:
-    """Of the interpreter that runs engines; None when it has no SGLang.
-
-    Raises EngineStartError when EVENKEEL_ROLLOUT_PYTHON names no Python.
-    """
+    """Return the version of SGLang in the interpreter that runs engines; None when it has no SGLang. Raises
+    EngineStartError when EVENKEEL_ROLLOUT_PYTHON names no Python."""
     python = rollout_python()
     if python is None:
         try:
@@ -87,7 +84,7 @@ def sglang_version() -> str | None:
 
 
 def require_sglang() -> str:
-    """The version of SGLang that engines will run. Raises EngineStartError when there is none."""
+    """Return the version of SGLang that engines will run. Raises EngineStartError when there is none."""
     version = sglang_version()
     if version is None:
         raise EngineStartError(

@@ -1,4 +1,4 @@
-"""Start engines and the router as processes of this machine: on loopback, or at an address of it, with a key."""
+"""Start engines and the router as processes of this machine, on loopback or, with an API key, at another address."""
 
 from __future__ import annotations
 
@@ -41,45 +41,42 @@ __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", 
 
 HOST = "127.0.0.1"
 IGNORED_LAYERS_VARIABLE = "SGLANG_FP8_IGNORED_LAYERS"
-"""SGLang reads from it which layers `--quantization fp8` leaves as they are (layers/quantization/fp8.py)."""
+"""The layers that SGLang's `--quantization fp8` leaves unquantized (layers/quantization/fp8.py)."""
 DEEPGEMM_VARIABLE = "SGLANG_ENABLE_JIT_DEEPGEMM"
 BLACKWELL = 10
-"""The first number of its compute capability; GPUs of consumers have 12."""
+"""The major compute capability of Blackwell data-center GPUs; that of consumer GPUs is 12."""
 _CAPABILITY_MAJOR = 75
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR."""
 DISTRIBUTION: Mapping[str, str] = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # log-probabilities at temperature 1, whatever the recipe samples at
-    "SGLANG_SANITIZE_NAN_LOGITS": "false",  # tokens sampled from what NaN was replaced by, and no sign of it
-    "SGLANG_MAX_NEW_TOKENS_LIMIT": "0",  # shorter answers than were asked for; 0 is none
-    "SGLANG_SIMULATE_UNIFORM_EXPERTS": "false",  # these two: experts that the router did not choose
+    "SGLANG_SANITIZE_NAN_LOGITS": "false",  # tokens sampled after replacing NaN, without a sign of it
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "0",  # shorter answers than requested; 0 is no limit
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": "false",  # this and the next: experts that the router did not choose
     "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "false",
-    "SGLANG_SIMULATE_ACC_LEN": "-1",  # these two, of speculative decoding: tokens that the policy did not sample
+    "SGLANG_SIMULATE_ACC_LEN": "-1",  # this and the next: speculative tokens not sampled by the policy
     "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "false",
-    "SGLANG_FORCE_FP8_MARLIN": "false",  # FP8 layers with activations that are not quantized, on GPUs that can do both
+    "SGLANG_FORCE_FP8_MARLIN": "false",  # FP8 layers with unquantized activations, on GPUs that support both
 }
-"""Variables of SGLang that change, without a word, what is sampled or what is said about it, at the values that do not.
-Always set: the user's environment may have them from another experiment, and no recipe would show it."""
+"""Variables of SGLang that silently change the sampling distribution or the reported log-probabilities, with the values
+that leave both alone. Always set: the user's environment may hold other values, and no recipe would show them."""
 CPU_TOKENS, CPU_CONTEXTS = 32_768, 8
-"""A CPU engine has room for the keys and values of so many tokens, and of so many contexts of full length at least.
-SGLang would take most of the memory. With less than what is asked for at once, each sample that ends lets a few others
-in, in a step of their own: hundreds of short ones came to 17 such steps a batch beside 14 of decoding."""
+"""A CPU engine has room for the keys and values of CPU_TOKENS tokens, and of CPU_CONTEXTS contexts of full length at
+least. SGLang would take most of the memory. With less room than the concurrent requests need, each sample that ends
+admits a few others, in a separate step: hundreds of short requests took 17 such steps a batch beside 14 of decoding."""
 
 LONGEST_SCRATCH = 107 - len("/tmp12345678")
-"""Bytes of the path of a folder for sockets: Linux allows 107 in all."""
+"""Longest path, in bytes, of a folder for sockets: Linux allows 107 in all."""
 ROUTER_MARGIN_S = 60
-"""The router gives up a request so long after the recipe's deadline for it, so that whoever asked has given up first.
-It counts from when it has the request, and would itself give up any after 1800 s."""
+"""How much longer than the recipe's request deadline the router waits, so that the client gives up first. The router
+counts from when it receives the request; its default limit is 1800 s."""
 INPUT_ROOM = 7
-"""SGLang refuses inputs of fewer than so many tokens below --context-length (managers/tp_worker.py, scheduler.py)."""
+"""SGLang refuses inputs within INPUT_ROOM tokens of --context-length (managers/tp_worker.py, scheduler.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """One SGLang server.
-
-    `model` is a HF folder; for fp8_block one whose linear weights are stored as e4m3 with `weight_scale_inv`. `dtype`
-    is that of activations and of everything that is not quantized.
-    """
+    """The settings of one SGLang server. `model` is a HF folder; for fp8_block, its linear weights are stored as e4m3
+    with `weight_scale_inv`. `dtype` is the dtype of activations and of all weights that are not quantized."""
 
     model: Path
     port: int
@@ -87,29 +84,28 @@ class EngineSpec:
     dtype: str
     """float32 or bfloat16."""
     log: Path | None
-    """None: where this process's own output goes."""
+    """None: the output of this process."""
     version: int
-    """Of the weights in `model`; the server starts unverified (rollout_sglang.weight_verifier)."""
+    """The version of the weights in `model`; the server starts unverified (rollout_sglang.weight_verifier)."""
     host: str = HOST
-    """The address that it listens at."""
     nodes: int = 1
-    """Hosts that share its tensor parallel ranks evenly; each has an EngineSpec of its own."""
+    """Number of hosts that share its tensor parallel ranks evenly; each has a separate EngineSpec."""
     node: int = 0
-    """Which of these hosts this is. Only node 0 answers requests."""
+    """Index of this host. Only node 0 answers requests."""
     rendezvous: str | None = None
     """ADDRESS:PORT of node 0, where the hosts meet."""
     api_key: str | None = None
     tensor_parallel: int = 1
     context_tokens: int = 512
-    """Longest input, and longest prompt and response, that it takes."""
+    """Longest input, and longest prompt and response together."""
     seed: int = 0
     metrics: bool = False
-    """Whether it shows SGLang's /metrics, without a key, on the port that it serves on."""
+    """Whether it serves SGLang's /metrics, without a key, on its port."""
     extra_args: tuple[str, ...] = ()
     full_precision: tuple[str, ...] = ()
-    """fp8_tensor: linear layers that SGLang must not quantize, by exact name, a mixture by that of its experts."""
+    """For fp8_tensor: exact names of linear layers that SGLang must not quantize; a mixture is named by its experts."""
     update_floor: int = 0
-    """The newest number of a weight update of the run: lower ones are refused (rollout_sglang.server.update_fence)."""
+    """The newest weight update number of the run: lower numbers are refused (rollout_sglang.server.update_fence)."""
 
     url: str = field(init=False)
 
@@ -125,21 +121,20 @@ def num_gpus() -> int:
 
 
 def has_cuda() -> bool:
-    """Whether there is a CUDA driver with a device."""
     return num_gpus() > 0
 
 
 def gpu_generation() -> int:
-    """Return the first number of the compute capability of the first CUDA device; 0 without one."""
+    """Return the major compute capability of the first CUDA device; 0 without a device."""
     driver, found = _cuda_driver(), ctypes.c_int(0)
     known = driver is not None and driver.cuDeviceGetAttribute(ctypes.byref(found), _CAPABILITY_MAJOR, 0) == 0
     return found.value if known else 0
 
 
 def _cuda_driver() -> ctypes.CDLL | None:
-    """Load the driver, so that torch need not be imported and no memory of a GPU is taken. None also where the torch
-    that is installed is a build for CPUs, as that of `make install`, and no other Python runs the engines."""
-    with suppress(PackageNotFoundError):  # such as a machine that only plans
+    """Load the driver directly: importing torch is slow, and its use takes GPU memory. Return None also where the
+    installed torch is a CPU build, as from `make install`, and no other Python runs the engines."""
+    with suppress(PackageNotFoundError):  # torch is absent, for example on a machine that only plans
         if version("torch").endswith("+cpu") and rollout_python() is None:
             return None
     try:
@@ -150,7 +145,7 @@ def _cuda_driver() -> ctypes.CDLL | None:
 
 
 def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
-    """Return the argv of a server: stock SGLang's own arguments, no secret among them."""
+    """Return the argv of a server: stock SGLang's own arguments, without secrets."""
     module = "rollout_sglang.server.launch_server" if cuda else "rollout_sglang.cpu.cpu_server"
     argv = [*module_command(module), "--model-path", str(spec.model), "--host", spec.host, "--port", str(spec.port)]
     argv += ["--dtype", spec.dtype, "--tp-size", str(spec.tensor_parallel)]
@@ -174,11 +169,8 @@ def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
 
 
 def start(spec: EngineSpec) -> ServerProcess:
-    """Start the server and return at once; `wait_ready` waits for it.
-
-    The server dies with the calling thread. Raises PortInUseError, and RecipeError when other hosts could reach it
-    without a key, or the paths of its sockets would be too long.
-    """
+    """Start the server and return at once; `wait_ready` waits for it. The server dies with the calling thread. Raises
+    PortInUseError, and RecipeError when the address needs a key or the temporary folder's path is too long."""
     require_key(spec.host, spec.api_key)
     check_port_free(spec.port, spec.host)
     scratch = make_scratch("engine")
@@ -192,22 +184,22 @@ def start(spec: EngineSpec) -> ServerProcess:
         server_environment(spec.api_key)
         | scratch_environment(scratch)
         | {
-            # A folder that is missing must be an error, not a download.
+            # A missing folder must be an error, not a download.
             "HF_HUB_OFFLINE": "1",
             FLOOR_VARIABLE: str(spec.update_floor),
-            # Always set: layers named in the user's environment would be served in another format than the map says.
+            # Always set: the user's environment could name layers, against the quant map.
             IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),
             **DISTRIBUTION,
         }
     )
-    # SGLang refuses a context beyond the model's positions. INPUT_ROOM may go beyond: no request comes that far.
+    # SGLang refuses a context beyond the model's positions. INPUT_ROOM may exceed them: no request uses it.
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         config = parse_object(read_at_most(spec.model / "config.json", MODEL_JSON_BYTES))
         if spec.context_tokens <= int(config["max_position_embeddings"]):
             environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "true"
-    # On Blackwell DeepGEMM has SGLang round the scales of blocks to powers of two and pack them as it loads
-    # (requant_block_scale_ue8m0_for_deepgemm). The weights are then others than those published, and the next version
-    # does not fit into them. Other kernels multiply by the scales as they are, as DeepGEMM itself does on Hopper.
+    # On Blackwell SGLang rounds block scales to powers of two and packs them for DeepGEMM as it loads
+    # (requant_block_scale_ue8m0_for_deepgemm). The weights then differ from the published ones, and the next version
+    # does not fit into them. Other kernels multiply by the scales as they are, as does DeepGEMM on Hopper.
     if spec.precision == "fp8_block" and gpu_generation() >= BLACKWELL:
         environment[DEEPGEMM_VARIABLE] = "false"
     return ServerProcess(
@@ -221,13 +213,9 @@ def start(spec: EngineSpec) -> ServerProcess:
 
 
 def router_command(port: int, metrics: tuple[str, int], host: str = HOST, *, request_deadline_s: float) -> list[str]:
-    """Return the argv of SGLang's router, which starts without engines. Only Fleet decides which are members: the
-    router neither retries nor checks health. It waits for an answer for longer than the client does,
-    request_deadline_s.
-
-    With these thresholds it balances by load, as soon as loads differ. Its policy `power_of_two` would too, but does
-    not start without engines.
-    """
+    """Return the argv of SGLang's router, which starts without engines and waits longer than `request_deadline_s`, the
+    client's deadline. The router neither retries nor checks health: Fleet alone decides which engines are members. The
+    thresholds make it balance by load as soon as loads differ; `power_of_two` would not start without engines."""
     argv = [*module_command("rollout_sglang.server.launch_router"), "--host", before_port(host), "--port", str(port)]
     argv += ["--policy", "cache_aware", "--prometheus-host", metrics[0], "--prometheus-port", str(metrics[1])]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]
@@ -245,9 +233,8 @@ def start_router(
     *,
     request_deadline_s: float,
 ) -> ServerProcess:
-    """Start SGLang's router. Dies with the calling thread. Raises as `start` does. It shows its metrics at
-    `metrics_port` of `host`; without one, or where that is taken, where nobody looks: the router would not start. See
-    router_command about `request_deadline_s`."""
+    """Start SGLang's router. It dies with the calling thread. Raises as `start` does. The router serves its metrics at
+    `metrics_port` of `host`, or at a free port of loopback where that is None or taken: it needs a port to start."""
     require_key(host, api_key)
     check_port_free(port, host)
     metrics = (HOST, next(free for free in free_ports(2) if free != port))
@@ -267,12 +254,11 @@ def start_router(
 
 
 def server_url(host: str, port: int) -> str:
-    """Return the URL of a server at that port of a host, by name or address."""
     return f"http://{before_port(host)}:{port}"
 
 
 def before_port(host: str) -> str:
-    """A host as it stands before `:PORT`: an IPv6 address is in brackets."""
+    """Return the host as it is written before `:PORT`: an IPv6 address is in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -283,25 +269,24 @@ def require_key(address: str, api_key: str | None) -> None:
 
 
 def server_environment(api_key: str | None) -> dict[str, str]:
-    """Return our environment, with the key where only this user can read it."""
+    """Return the environment of a server, with the key where only this user can read it."""
     environment = module_environment()
     environment.pop(API_KEY_VARIABLE, None)
     return environment | ({API_KEY_VARIABLE: api_key} if api_key else {})
 
 
 LOG_LINES = 12
-"""Last lines of the log that an EngineStartError carries, where no line of it says what went wrong."""
+"""Last lines of the log that an EngineStartError carries, where no line of the log names an error."""
 ERROR_NAMED = "the first error in "
-"""Before the log of a server in a message that quotes from it why the server ended."""
+"""The words before the path of the log in a message that quotes an error from it."""
 FREE_PORTS = range(20_000, 32_768)
 _POLL_S = 0.2
 
 
 class ServerProcess(ChildProcess):
-    """A running server. Its session is its own: Ctrl-C reaches the supervisor only, which then stops its servers in
-    order."""
+    """A running server, in a separate session: Ctrl-C reaches only the supervisor, which stops its servers in order."""
 
-    grace_s = 1.0  # SGLang looks at SIGTERM once in five seconds, and an engine has nothing to save: most are killed
+    grace_s = 1.0  # SGLang polls for SIGTERM every five seconds, and an engine has nothing to save: most are killed
     when_parent_dies = signal.SIGKILL
 
     def __init__(
@@ -314,20 +299,18 @@ class ServerProcess(ChildProcess):
         secret: str | None,
         scratch: Path | None = None,
     ) -> None:
-        """Start `command`. `ready_url` answers 2xx once the server can be used; `secret` is kept out of error
-        messages; `scratch` is a folder (pipeline.child_process) that is removed with the server."""
+        """Start `command`. `ready_url` answers 2xx once the server is ready; `secret` is kept out of error messages;
+        `scratch` is a folder (pipeline.child_process) that is removed with the server."""
         self._scratch = scratch
         super().__init__(command, log, environment, own_session=True)
         self._ready_url = ready_url
         self._secret = secret
 
     def stop(self) -> None:
-        """See ChildProcess; the server's folder goes with it."""
         super().stop()
         self._clean()
 
     def kill(self) -> None:
-        """See ChildProcess; the server's folder goes with it."""
         super().kill()
         self._clean()
 
@@ -336,8 +319,8 @@ class ServerProcess(ChildProcess):
             remove_scratch(self._scratch)
 
     def wait_ready(self, deadline_s: float) -> float:
-        """Wait until the server answers; returns the seconds. Raises EngineStartError with the end of the log when
-        it ended before, or was stopped because it took too long."""
+        """Wait until the server answers and return the seconds. Raises EngineStartError with an excerpt of the log when
+        the server ended, or was stopped because it took too long."""
         started = time.monotonic()
         while not self.is_ready():
             if self.poll() is not None:
@@ -349,23 +332,22 @@ class ServerProcess(ChildProcess):
         return time.monotonic() - started
 
     def is_ready(self) -> bool:
-        """Whether the server answers now."""
         try:
             with (
                 httpx.Client(timeout=2.0, trust_env=False, verify=False) as http,
-                http.stream("GET", self._ready_url) as answer,  # its body is not read, however long it is
+                http.stream("GET", self._ready_url) as answer,  # the body is never read
             ):
                 return answer.is_success
         except httpx.TransportError:
             return False
 
     def how_it_ended(self) -> str:
-        """ "ended with status 3" or "was killed by signal 9 (SIGKILL)"."""
+        """Return how the server ended, for example "ended with status 3" or "was killed by signal 9 (SIGKILL)"."""
         said = ending(self.poll() or 0)
         return said if said.startswith("ended") else f"was {said}"
 
     def why(self) -> str:
-        """The first error in its log since this start, or else the last lines, on one line and without the key."""
+        """Return the first error in the log since this start, or else its last lines, as one line without the key."""
         if self.log is None:
             return "see its output"
         said = self.said()
@@ -375,11 +357,9 @@ class ServerProcess(ChildProcess):
 
 
 def free_ports(count: int) -> list[int]:
-    """Find different ports of loopback that are free now. Raises PortInUseError.
-
-    Servers take them seconds later. The kernel hands ports from 32768 on (Linux) or 49152 on (macOS) to connections
-    that go out, so one of those could be gone by then; these are below.
-    """
+    """Find different ports of loopback that are free now. Raises PortInUseError. Servers bind them seconds later. The
+    kernel uses ports from 32768 (Linux) or 49152 (macOS) on for outgoing connections, which could take a port
+    meanwhile; FREE_PORTS lies below."""
     found: list[int] = []
     for port in random.SystemRandom().sample(FREE_PORTS, 100 + count):
         if len(found) == count:
@@ -396,7 +376,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """Return one of `free_ports`."""
+    """Return a free port of loopback. Raises PortInUseError."""
     return free_ports(1)[0]
 
 

@@ -1,15 +1,15 @@
-"""In front of SGLang's HTTP server: nobody changes weights who was overtaken, and nobody does anything without the key.
+"""Guard SGLang's HTTP server: require the API key, and refuse weight updates that a newer update has overtaken.
 
     open     health, readiness, metrics: for probes, without a key
     free     sampling, scoring, reading: with the key
-    fenced   everything else, also what a later release adds: with the key, and with the number of a weight update in
-             the header X-EvenKeel-Update that is not lower than the highest seen
+    fenced   all other paths, unknown ones included: with the key, and with an update's number in the header
+             X-EvenKeel-Update that is not lower than the highest number seen
 
-A refusal is 409 with {"success": false, "message": …}. A call with a higher number goes on when the calls with lower
-numbers that were let in before have ended: a load under way cannot end in the middle of its successor's.
+A refusal is 409 with {"success": false, "message": …}. A call with a higher number waits until the admitted calls with
+lower numbers have ended, so that a load under way cannot end in the middle of its successor's.
 
-SGLang checks its key itself, but neither of websockets nor of paths that only begin like those of probes. Needs the
-standard library alone (and Starlette's protocol): it runs in the interpreter of the engines.
+SGLang checks its key itself, but neither for websockets nor for paths that begin like the paths of probes. Needs only
+the standard library (and Starlette's protocol): it runs in the interpreter of the engines.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 UPDATE_HEADER = "X-EvenKeel-Update"
 FLOOR_VARIABLE = "EVENKEEL_UPDATE_FLOOR"
-"""The newest number when the engine was started: a restart forgets what the engine had seen."""
+"""The newest update number when the engine started: a restarted engine has lost the numbers that it had seen."""
 DRAIN_DEADLINE_S = 5.0
-"""Longest wait of a call for those of an earlier update. Its sender takes the engine out of this update then."""
+"""Longest wait of a call for the calls of an earlier update. After it, the sender leaves the engine out."""
 
 Access = Literal["open", "free", "fenced"]
 OPEN = frozenset({"/health", "/ready", "/metrics", "/metrics/"})
@@ -62,11 +62,11 @@ FREE = frozenset(
         "/openapi.json",
         "/parse_function_call",
         "/separate_reasoning",
-        "/freeze_gc",  # SGLang calls it once itself, after its warm-up; it touches no weights
+        "/freeze_gc",  # SGLang calls it once, after its warm-up; it touches no weights
     }
 )
 _SERVED_BY_APP = dict(tokenizer_worker_num=1, grpc_mode=False, smg_grpc_mode=False, grpc_port=None, encoder_only=False)
-"""Arguments of SGLang with which one process serves HTTP, by its usual application."""
+"""SGLang's arguments with which a single process serves HTTP, by SGLang's usual application."""
 FREE_BELOW = ("/v1/models/", "/v1/responses/")
 
 Scope = MutableMapping[str, Any]
@@ -76,7 +76,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def access(path: str) -> Access:
-    """Return what a call of the path needs. A path that is not known is fenced."""
+    """Return the access class of a path. An unknown path is fenced."""
     if path in OPEN:
         return "open"
     if path in FREE or path.startswith(FREE_BELOW):
@@ -85,7 +85,7 @@ def access(path: str) -> Access:
 
 
 class Fence:
-    """Which updates an engine lets in: the highest number seen, and what is still at work for lower ones."""
+    """The updates that an engine admits: the highest number seen, and the calls at work for each number."""
 
     def __init__(self, floor: int = 0) -> None:
         self.highest = floor
@@ -93,7 +93,7 @@ class Fence:
         self._ended = asyncio.Event()
 
     async def enter(self, number: int | None) -> str | None:
-        """Begin a call; None when it may go on, else why not. Each call that may is ended by `leave`."""
+        """Begin a call. Return None if it may go on, else the reason for refusing it. `leave` ends an admitted call."""
         if number is None:
             return f"this call needs the number of a weight update in the header {UPDATE_HEADER}; begin an update"
         overtaken = "weight update {} was overtaken by {}; this process must not change the weights any more"
@@ -113,7 +113,6 @@ class Fence:
         return None
 
     def leave(self, number: int) -> None:
-        """A call has ended."""
         self._at_work.remove(number)
         self._ended.set()
 
@@ -129,7 +128,7 @@ class UpdateFence:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         needs: Access = "open"
         if scope["type"] in ("http", "websocket"):
-            # The path that routes are matched with (as starlette._utils.get_route_path).
+            # The path that Starlette matches routes with (starlette._utils.get_route_path).
             path, root = str(scope["path"]), str(scope.get("root_path") or "")
             needs = access(path.removeprefix(root) if root and path.startswith(f"{root}/") else path)
             kind, _, key = _header(scope, b"authorization").partition(b" ")
@@ -153,8 +152,8 @@ class UpdateFence:
 
 
 def install(key: str | None) -> None:
-    """Put the fence in front of the server that this process will run. Ends the process when it cannot be put there:
-    an engine without it could be given weights by anybody."""
+    """Put the fence in front of the server that this process will run. Exit the process if that fails: anyone could
+    change the weights of an engine without a fence."""
     try:
         from sglang.srt.entrypoints import http_server
 
@@ -171,7 +170,7 @@ def install(key: str | None) -> None:
 
 
 def check_arguments(server_args: Any) -> None:
-    """Ends the process when SGLang would serve by something else than the application that the fence stands before."""
+    """Exit the process when SGLang would serve HTTP by any application other than the fenced one."""
     wrong = [name for name, allowed in _SERVED_BY_APP.items() if getattr(server_args, name, allowed) != allowed]
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
         wrong.append("SGLANG_RUST_SERVER")
@@ -183,7 +182,7 @@ def check_arguments(server_args: Any) -> None:
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """Return the value of a header that is there once, or several times alike: SGLang's router repeats the key."""
+    """Return the value of a header that is present once or with equal values: SGLang's router repeats the key."""
     found = {bytes(value) for key, value in scope["headers"] if key.lower() == name}
     return found.pop() if len(found) == 1 else b""
 

@@ -1,14 +1,13 @@
-"""What SGLang's checksums of its parameters will be, computed from the tensors that it is given.
+"""Compute SGLang's checksums of its parameters from the tensors that an engine is given.
 
     HF tensors, as written or sent ─▶ joined and cut as the engine holds them ─▶ in its dtype ─▶ sha256, 16 digits
 
-`POST /weights_checker` of an engine on a CPU hashes the bytes of each parameter (managers/mm_utils.py tensor_hash);
-e4m3 weights with block scales are hashed as the bfloat16 values that they stand for (utils/weight_checker.py). A
-tensor is hashed when it comes and not kept, unless an earlier part of the same parameter has yet to come.
+`POST /weights_checker` of an engine on a CPU hashes the bytes of each parameter (managers/mm_utils.py tensor_hash). It
+hashes e4m3 weights with block scales as the bfloat16 values that they stand for (utils/weight_checker.py). A tensor is
+hashed when it comes and not kept, unless an earlier part of its parameter is missing.
 
-Two things are not computed, and only the probe checks them. One is the rounding to e4m3 that an fp8_tensor engine does
-itself: its checksum is that of the weights it was given. The other is anything on a GPU, where the engine hashes by
-another function.
+Only the probe checks two things. One is the rounding to e4m3 by an fp8_tensor engine: its checksum is the checksum of
+the weights that it was given. The other is any weight on a GPU, where the engine uses another hash function.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from precision.formats.formats import E4M3, dequantize_block
 from precision.formats.rollout_format import STACKS
 
 VOCABULARY_MULTIPLE = 64
-"""Engines pad the rows of embedding and head to this, with zeros (layers/vocab_parallel_embedding.py)."""
+"""Engines pad the rows of embedding and head to a multiple of it, with zeros (layers/vocab_parallel_embedding.py)."""
 _DIGITS = 16
 _SCALE = "_scale_inv"
 _HEAD = "lm_head.weight"
 
 _JOINED = {part: (joined, parts) for joined, parts in STACKS.items() for part in parts}
-"""HF module → the engine's module and its parts, in the order in which their rows lie."""
+"""HF module → the engine's module and its parts, in the order of their rows."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "experts.w2_weight")
 _SPLIT_BY_ROWS = tuple(_JOINED)
@@ -42,7 +41,7 @@ _VOCABULARY = ("model.embed_tokens.weight", _HEAD)
 
 @dataclass
 class _Parameter:
-    """An engine parameter under way: a running hash for each rank, and parts that wait for an earlier one."""
+    """An engine parameter in progress: a running hash for each rank, and parts that wait for an earlier part."""
 
     parts: tuple[str, ...]
     hashes: list[Any]
@@ -57,7 +56,7 @@ class _Place(NamedTuple):
 
 
 class ExpectedChecksums:
-    """Digests of one policy, as an engine of `tensor_parallel` ranks reports them."""
+    """The digests of a policy, as an engine of `tensor_parallel` ranks reports them."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class ExpectedChecksums:
         tied_embeddings: bool = False,
         tensor_parallel: int = 1,
     ) -> None:
-        """`dtype` is the engine's (`--dtype`), to which it casts what is not e4m3."""
+        """`dtype` is the engine's (`--dtype`), to which it casts tensors that are not e4m3."""
         self._dtype = dtype
         self._kv_shards = min(tensor_parallel, num_kv_heads)
         self._ranks = tensor_parallel
@@ -78,19 +77,19 @@ class ExpectedChecksums:
         self._blocks: dict[str, dict[str, Tensor]] = defaultdict(dict)
 
     def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same stream, observed as it passes."""
+        """Yield the same stream, observing each tensor."""
         for name, tensor in stream:
             self.observe(name, tensor)
             yield name, tensor
 
     def observe(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, by its HF name, in the format in which the engine gets it."""
+        """Take one tensor, by its HF name, in the format that the engine gets."""
         if self._tied and name == _HEAD:
             return
         if tensor.dtype is not E4M3 and not name.endswith(_SCALE):
             self._take(name, tensor.detach().to("cpu", self._dtype))
             return
-        # e4m3 values and their scales come one after the other; together they are one weight.
+        # e4m3 values and their scales come in succession; together they are one weight.
         weight = name.removesuffix(_SCALE)
         pair = self._blocks[weight]
         pair["scale" if name.endswith(_SCALE) else "values"] = tensor.detach().to("cpu", copy=True)
@@ -99,7 +98,7 @@ class ExpectedChecksums:
             self._take(weight, dequantize_block(pair["values"], pair["scale"]).to(torch.bfloat16))
 
     def digests(self) -> tuple[dict[str, str], ...]:
-        """Return for each rank engine parameter → digest. Raises ValueError when a part of one never came."""
+        """Return for each rank engine parameter → digest. Raises ValueError when a part is missing."""
         missing = sorted(
             f"{name} ({', '.join(one.parts[one.hashed :])})"
             for name, one in self._parameters.items()
@@ -131,7 +130,7 @@ class ExpectedChecksums:
             part = one.waiting.pop(one.parts[one.hashed], None) if one.waiting else None
 
     def _shard(self, part: str, parameter: str, tensor: Tensor, rank: int) -> Tensor:
-        """What `rank` holds of a part of an engine parameter."""
+        """Return the share of `rank` in a part of an engine parameter."""
         if parameter in _VOCABULARY:
             padding = -tensor.shape[0] % VOCABULARY_MULTIPLE
             padded = torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]) if padding else tensor
@@ -146,8 +145,7 @@ class ExpectedChecksums:
 
 
 def _place(name: str, num_experts: int) -> _Place:
-    """Return where a HF tensor goes in the engine. Experts lie one after the other: gate and up of each in one
-    parameter, down in another."""
+    """Return where a HF tensor goes in the engine. The experts' gates and ups are one parameter, the downs another."""
     if match := _EXPERT.fullmatch(name):
         experts, number, projection = match.groups()
         parameter, projections = ("w2_weight", ("down",)) if projection == "down" else ("w13_weight", ("gate", "up"))

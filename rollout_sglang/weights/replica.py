@@ -1,13 +1,13 @@
-"""The weights of a run on an engine's own host: made from the policy folders, and kept up to date by what changed.
+"""Keep a copy of a run's weights on an engine's host: made from the policy folders, and updated by deltas.
 
     RUN/policy/000013 ──┐
-    RUN/policy/000014 ──┴─▶ REPLICA/000012-0a1b2c3d4e5f   what the engine serves, or served before
-                            REPLICA/000014-5f4e3d2c1b0a   the next: 12 was at hand, deltas 13 and 14 overwrote it
+    RUN/policy/000014 ──┴─▶ REPLICA/000012-0a1b2c3d4e5f   the folder that the engine serves, or served before
+                            REPLICA/000014-5f4e3d2c1b0a   the next: a copy of 12, overwritten by deltas 13 and 14
 
-There are two folders, so that the weights which the engine loaded last are never written to. A folder is named by its
-version and by the digest of all its tensors. It has that name only once every tensor that was written has the SHA-256
-of the version's manifest; before, it has none. So a delta that is damaged, missing or not for these weights is found
-here, and nothing that a kill leaves behind is ever loaded: the next start of the engine makes a replica of its own.
+There are two folders, so that the weights which the engine loaded last are never written to. A folder's name is its
+version and the digest of all its tensors. It gets the name only once every written tensor has the SHA-256 of the
+version's manifest. So a delta that is damaged, missing or for other weights is detected, and nothing that a kill leaves
+behind is ever loaded: the engine's next start makes a new replica.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from rollout_sglang.server.start import EngineSpec
 
 _KEPT = 2
 _OF_THE_VERSION = ("SHA256SUMS", "manifest.json", "weight_check.json")
-"""Files of a policy folder that describe one version; no engine reads them."""
+"""Files of a policy folder that describe the version; no engine reads them."""
 _REMEDY = "its next whole version is taken"
 _HEADER_LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000
-"""Of a file of safetensors, as its library has it."""
+"""Limit for the header of a safetensors file, as in its library."""
 
 
 def replica_name(version: int, state: str) -> str:
-    """Return the name of a folder with these weights, on whatever host."""
+    """Return the name of a folder with these weights, on any host."""
     return f"{numbered(version)}-{state[:STATE_DIGITS]}"
 
 
@@ -58,25 +58,25 @@ class Replica:
 
     policies: Path
     folder: Path
-    """On the engine's host; no other process writes there."""
+    """The parent folder on the engine's host; no other process writes there."""
     on_change: Callable[[Sequence[Path]], None] = lambda _: None
-    """Called with the folders, newest last, whenever there is another one, and before one is written to."""
+    """Called with the folders, newest last, after one is added and before one is written to."""
 
     def __post_init__(self) -> None:
         self._held: list[_Copy] = []
 
     @property
     def folders(self) -> list[Path]:
-        """Those that may be loaded, newest last."""
+        """The folders that may be loaded, newest last."""
         return [copy.folder for copy in self._held]
 
     def make(self, version: int) -> Path:
-        """Make, or find, the folder with the weights of a version, as it is published now. Raises StoreError."""
+        """Return the folder with the weights of a version as published now, making it if missing. Raises StoreError."""
         held = {copy.link.state for copy in self._held}
         try:
             return self._make(chain_to(self.policies, version, held))
         except StoreError as error:
-            try:  # beginning with whole weights, a delta that is damaged may not be needed
+            try:  # from whole weights, a damaged delta may not be needed
                 return self._make(chain_to(self.policies, version))
             except StoreError:
                 raise error from None
@@ -85,7 +85,7 @@ class Replica:
         first, last = chain[0], chain[-1]
         own = {copy.link.state: copy for copy in self._held}
         if last.state in own and own[last.state].link.version == last.version:
-            self.on_change(self.folders)  # once more: the first time it may have failed
+            self.on_change(self.folders)  # again: the first call may have failed
             return own[last.state].folder
         target = self.folder / replica_name(last.version, last.state)
         temporary = temporary_name(target)
@@ -101,9 +101,9 @@ class Replica:
         return target
 
     def _begin(self, first: Link, own: _Copy | None, temporary: Path) -> None:
-        """Make `temporary` the weights of `first`: a folder that is not needed any more, or a copy."""
+        """Make `temporary` the weights of `first`: by reusing the oldest folder, or by a copy."""
         if len(self._held) == _KEPT:
-            self.on_change(self.folders[1:])  # before it is written to: who reads the list loads another one
+            self.on_change(self.folders[1:])  # before it is written to: readers of the list load another
             spare = self._held.pop(0)
             spare.folder.rename(temporary)
             if spare == own:
@@ -123,7 +123,7 @@ class Replica:
 
 
 def _overwrite(folder: Path, chain: Sequence[Link]) -> None:
-    """Apply all deltas of the chain, then compare what was written with the manifest of the last version."""
+    """Apply all deltas of the chain, then compare the written tensors with the manifest of the last version."""
     changed = {name for link in chain[1:] if link.delta is not None for name in link.delta.payloads}
     first, last = chain[0].manifest, chain[-1].manifest
     for name in first.keys() | last.keys():
@@ -145,21 +145,19 @@ def _overwrite(folder: Path, chain: Sequence[Link]) -> None:
 
 
 class TensorPlace(NamedTuple):
-    """Where the bytes of a tensor lie."""
-
     file: Path
     offset: int
     num_bytes: int
 
     def map(self, mode: Literal["r", "r+"] = "r") -> Bytes:
-        """Map the bytes in the file's own memory: with `r+`, what is written there is in the file."""
+        """Map the bytes into memory; with `r+`, writes go to the file."""
         if not self.num_bytes:
             return np.empty(0, np.uint8)
         return np.memmap(self.file, np.uint8, mode, self.offset, (self.num_bytes,))
 
 
 def tensor_places(folder: Path) -> dict[str, TensorPlace]:
-    """Find the tensors of a folder of safetensors. Raises StoreError."""
+    """Return tensor name → place for a folder of safetensors. Raises StoreError."""
     found: dict[str, TensorPlace] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -174,7 +172,7 @@ def tensor_places(folder: Path) -> dict[str, TensorPlace]:
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
-                # A place beyond the file would make it longer as soon as it is mapped to write.
+                # Mapping a place beyond the file for writing would extend the file.
                 if not (type(begin) is type(end) is int and 0 <= begin <= end <= size - data):
                     raise ValueError(
                         f"tensor {quoted(name)} lies at {quoted(begin)} to {quoted(end)} of {size - data} bytes of "
@@ -192,15 +190,15 @@ def _sha256(data: Bytes) -> str:
 
 LOOK_S = 0.1
 RETRY_S = 5.0
-"""How often it is tried again to make what could not be made: a file system may have shown it late."""
+"""Pause before another attempt to make a replica: a file system may have shown the files late."""
 _ATTEMPTS = 20
 
 
 class ReplicaKeeper:
-    """Of one start of an engine."""
+    """A thread that keeps the replica of one start of an engine up to date."""
 
     def __init__(self, run: RunDirectory, announce: Callable[..., None]) -> None:
-        """`announce` is told `replicas`, the folders, and `stuck`, why there is no newer one
+        """`announce` gets `replicas`, the folders, and `stuck`, the reason why there is no newer folder
         (pipeline.data.membership.Announcement)."""
         self._run = run
         self._announce = announce
@@ -209,14 +207,14 @@ class ReplicaKeeper:
             run.policies, self._folder, lambda folders: announce(replicas=tuple(map(str, folders)), stuck="")
         )
         self._seen: tuple[int, int, int] | None = None
-        """The newest version, and which file its manifest was, when it was made or tried last."""
+        """The newest version and its manifest's inode and time, at the last attempt to make it."""
         self._again = 0.0
-        """When that is tried again, by time.monotonic."""
+        """When to try that again, by time.monotonic."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="replica", daemon=True)
 
     def first(self, newest: Callable[[], EngineSpec]) -> EngineSpec:
-        """Return `newest()`, with the replica of its weights. Raises StoreError."""
+        """Return `newest()` with the replica of its weights as model. Raises StoreError."""
         spec = newest()
         for _ in range(_ATTEMPTS):
             try:
@@ -225,12 +223,12 @@ class ReplicaKeeper:
                 before, spec = spec, newest()
                 if not isinstance(error, StoreError) or spec.version == before.version:
                     self.close()
-                    raise  # or else the old policy was deleted meanwhile
+                    raise  # with a newer version, the old one was deleted: try again
         self.close()
         raise StoreError(f"{spec.model}, and those before it, were deleted while they were copied; raise weights.keep")
 
     def begin(self) -> None:
-        """Follow the run from now on: the engine has loaded its first replica. May be called again."""
+        """Follow the run from now on, after the engine has loaded its first replica. May be called again."""
         if self._thread.ident is None:
             self._thread.start()
 
@@ -248,12 +246,12 @@ class ReplicaKeeper:
             except SupersededError as error:
                 print(f"the replica is not kept any longer: {error}", flush=True)
                 return
-            except EvenKeelError as error:  # the run's file system did not answer; the role goes on as well
+            except EvenKeelError as error:  # the run's file system did not answer; try again, as the role does
                 print(f"warning: {error}; the replica is looked at again", flush=True)
 
     def _look(self) -> None:
         """Make the newest version, unless that was done."""
-        with suppress(OSError, ValueError):  # ValueError: there is none
+        with suppress(OSError, ValueError):  # ValueError: there is no version
             version = max(numbered_folders(self._run.policies))
             written = (self._run.policy_directory(version) / MANIFEST_FILE).stat()
             seen = (version, written.st_ino, written.st_mtime_ns)
@@ -264,7 +262,7 @@ class ReplicaKeeper:
                 self._replica.make(version)
             except SupersededError:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, nobody must wait for this replica
+            except Exception as error:  # noqa: BLE001 - after any error, nobody must wait for this replica
                 self._again = time.monotonic() + RETRY_S
                 why = str(error) if isinstance(error, EvenKeelError | OSError) else repr(error)
                 name = numbered(version)

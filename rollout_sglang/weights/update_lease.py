@@ -1,18 +1,18 @@
-"""Who gives weights to engines: every weight update takes a number, and a later number wins.
+"""Order the weight updates of engines: every update takes a number, and the highest number wins.
 
-    RUN/policy/updates/1795331000123.json       made by exclusive creation: who began the update, and why
+    RUN/policy/updates/1795331000123.json       made by exclusive creation: the role, host and kind of the update
     RUN/policy/updates/1795331000123.released   the update has ended; it holds the version that was given last
 
 Each call of an update carries its number, and an engine refuses numbers below the highest that it has seen
-(rollout_sglang.server.update_fence). So a process that was frozen in the middle of an update changes nothing when it
-goes on after its successor. The wait for one's turn is for speed alone; safety never depends on it:
+(rollout_sglang.server.update_fence). So a process that froze during an update changes nothing when it goes on after its
+successor. Waiting for a turn only avoids wasted work; safety never depends on it:
 
     while the newest update has not ended, wait; but no longer
         when a later start of its role has taken over,
-        when its record has not changed for `stale_s`, by the waiting process' own clock (its owner rewrites it),
+        when its record has not changed for `stale_s`, by the waiting process's clock (its owner rewrites it),
         or when it resyncs single engines and a publish is to begin: the publish leaves those engines out
 
-A number is the time in milliseconds, or the newest number and one where clocks disagree: engines that served another
+A number is the time in milliseconds, or the newest number plus one where clocks disagree: engines that served another
 run before have seen lower numbers.
 """
 
@@ -36,12 +36,12 @@ from pipeline.data.files import NUMBER, make_folder
 from pipeline.errors import DeadlineExceededError
 
 UpdateKind = Literal["publish", "resync", "resync_single"]
-"""publish: the learner gives a new version to all. resync: no engine serves the version, it is given to all.
-resync_single: the version is given to some engines, while others serve it."""
+"""publish: the learner gives a new version to all engines. resync: no engine serves the version, and all are given it.
+resync_single: some engines are given the version, while others serve it."""
 STALE_S = 60.0
 """Longer than file systems cache attributes (30 s are common)."""
 KEPT = 8
-"""Numbers that stay in the folder."""
+"""Numbers whose files stay in the folder."""
 _BEAT_S = 5.0
 _POLL_S = 0.05
 _RECORD, _RELEASED = ".json", ".released"
@@ -50,21 +50,19 @@ _OWNER = re.compile(rf"(.+)-({NUMBER})")
 
 
 Listing = Mapping[str, set[int]]
-"""The numbers of the two kinds of files."""
+"""File suffix → the update numbers that have the file."""
 
 
 @dataclass
 class Update:
-    """A weight update under way."""
-
     number: int
     given: int | None
-    """The version that engines were last given; set it to what this update gives."""
+    """The version that engines were last given; set it to the version that this update gives."""
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The folder `RUN/policy/updates`, as one process uses it. `epoch` is that of its role; tools have none."""
+    """The folder `RUN/policy/updates`, as a process uses it. `epoch` is the epoch of its role; tools have none."""
 
     folder: Path
     epoch: Epoch | None = None
@@ -72,11 +70,8 @@ class Updates:
 
     @asynccontextmanager
     async def take(self, kind: UpdateKind, patience_s: float) -> AsyncIterator[Update]:
-        """Wait for one's turn, and hold the newest number for as long as the block runs.
-
-        Raises DeadlineExceededError when another process goes on for longer than `patience_s`, SupersededError when a
-        later start of this role has taken over.
-        """
+        """Wait for a turn, and hold the newest number while the block runs. Raises DeadlineExceededError when another
+        process updates for longer than `patience_s`, SupersededError when a later start of this role has taken over."""
         make_folder(self.folder)
         ends, update = time.monotonic() + patience_s, None
         while update is None:
@@ -90,8 +85,8 @@ class Updates:
                 update = None
         beat = asyncio.create_task(self._beat(update, kind))
         try:
-            # The epoch is compared after the number was taken. If no later start has claimed by now, then its numbers
-            # will be higher than this one.
+            # The epoch is compared after the number was taken: a start that claims the role later takes a higher
+            # number.
             if self.epoch is not None:
                 self.epoch.check()
             yield update
@@ -107,22 +102,19 @@ class Updates:
                     self._path(number, suffix).unlink(missing_ok=True)
 
     def newest(self) -> int:
-        """Return the newest number; 0 when no update was begun."""
+        """Return the newest number; 0 when no update has begun."""
         return max(self._listed()[_RECORD], default=0)
 
     def settled(self) -> tuple[int, int | None] | None:
-        """Return the newest number and the version that engines were given last; None while an update is under way.
-
-        All of it is of one listing: between two, an update may begin or end. While `newest` stays the same afterwards,
-        engines serve that version.
-        """
+        """Return the newest number and the version that engines were given last, from a single listing; None while an
+        update is under way. Engines serve that version for as long as `newest` stays the same."""
         listed = self._listed()
         if self.under_way(listed) is not None:
             return None
         return max(listed[_RECORD], default=0), self.given(listed)
 
     def given(self, listed: Listing | None = None) -> int | None:
-        """Return the version that engines were given last; None when none was."""
+        """Return the version that engines were given last; None when there was none."""
         listed = listed or self._listed()
         for number in sorted(listed[_RECORD], reverse=True):
             suffix = _RELEASED if number in listed[_RELEASED] else _RECORD
@@ -133,8 +125,7 @@ class Updates:
         return None
 
     def under_way(self, listed: Listing | None = None) -> int | None:
-        """Return the number of an update that has not ended, though its process may be gone; None when there is
-        none."""
+        """Return the number of an unfinished update, though its process may be gone; None when there is none."""
         listed = listed or self._listed()
         number = max(listed[_RECORD], default=0)
         if not number or number in listed[_RELEASED]:
@@ -163,7 +154,7 @@ class Updates:
             await asyncio.sleep(_POLL_S)
 
     async def _beat(self, update: Update, kind: UpdateKind) -> None:
-        """Change the record now and then: those who wait see that this process lives."""
+        """Rewrite the record regularly, as a sign of life for waiting processes."""
         beats = 0
         while True:
             await asyncio.sleep(min(_BEAT_S, self.stale_s / 4))
@@ -182,15 +173,14 @@ class Updates:
         return self.folder / f"{number:06d}{suffix}"
 
     def _read(self, number: int, suffix: str) -> dict[str, Any]:
-        """Return what a file says; nothing when it was pruned. Raises StoreError when it is damaged."""
+        """Return the content of a file; empty when it was pruned. Raises StoreError when it is damaged."""
         path, remedy = self._path(number, suffix), "remove it: weights are then given to engines again"
         with suppress(OSError):
             return read_sealed_json(path, remedy, is_replaced=True)
         return {}
 
     def _listed(self) -> Listing:
-        """Read the folder in one listing: file systems that cache remember names that were not
-        there, and so would hide a release."""
+        """Read the folder in one listing: file systems may cache that a name is missing, and would hide a release."""
         found: dict[str, set[int]] = {_RECORD: set(), _RELEASED: set()}
         with suppress(FileNotFoundError):
             for name in os.listdir(self.folder):
@@ -200,5 +190,5 @@ class Updates:
 
 
 def fresh_number() -> int:
-    """Return a number that is higher than those that were taken before now, unless clocks disagree."""
+    """Return a number higher than all earlier ones, unless clocks disagree."""
     return time.time_ns() // 1_000_000

@@ -1,19 +1,19 @@
-"""Receive tensors as a fleet: one process begins and ends the update of all engines.
+"""Send tensors to a fleet: one process begins and ends the update of all engines, several may send.
 
     begin_weight_update   number → engines that answer: pause, begin, `unverified`      (the process that publishes)
-    attend                the other senders hear number and engines, and send as part of that update
+    attend                the other senders get number and engines, and send as part of that update
     receive               one bucket: the engine joins a broadcast, or opens memory of the sender, and loads it
                                                                             (every sender, for its own engines)
     end_weight_update     engines that took everything: end, flush, `unverified-13` → verify → admit; the others:
                           quarantine; then record the version and end the update
 
-An engine that can stage weights (rollout_sglang.client) is not paused at the beginning of an update beside
-training. It serves the version that it has until it was sent everything; then it is paused for as long as the staged
-weights take the place of the others, and their checksums are compared. A sender that dies before that changes nothing.
+An engine that can stage weights (rollout_sglang.client) is not paused at the beginning of an update during training. It
+serves its version until it has all tensors; then it is paused while the staged weights replace the others and their
+checksums are compared. A sender that dies earlier changes nothing.
 
-From `begin_weight_update` until it is verified, any other engine claims no version. When a sender dies in between, it
-gets no requests until it is given weights again: by a resync from the last published folder, or by the next publish. An
-engine that joins meanwhile is none of this update's: the collector gives it the version afterwards.
+From `begin_weight_update` until its verification, any other engine claims no version. When a sender dies in between,
+the engine gets no requests until it is given weights again: by a resync from the last published folder, or by the next
+publish. An engine that joins meanwhile is not part of the update: the collector gives it the version afterwards.
 """
 
 from __future__ import annotations
@@ -37,40 +37,36 @@ from rollout_sglang.weights.update_lease import Update
 
 T = TypeVar("T")
 GIVE_UP_DEADLINE_S = 5.0
-"""Longest wait for an engine that failed to end its session. It is quarantined whatever it answers."""
+"""Longest wait for a failed engine to end its session. It is quarantined in any case."""
 
 
 class FleetUpdateSession(Fleet):
-    """A Fleet whose engines can be sent tensors, for one publish at a time. Every sender attends the update that one
-    process begins, and asks its own engines to receive. A process awaits all methods on one event loop."""
+    """A Fleet that sends tensors to its engines, for one publish at a time. Every sender attends the update that one
+    process begins, and asks its own engines to receive. Await all methods of a process on one event loop."""
 
     def __init__(self, membership: Membership, *, ranks_per_engine: int, **settings: Unpack[FleetSettings]) -> None:
         super().__init__(membership, **settings)
         self.ranks_per_engine = ranks_per_engine
         self._receivers: dict[int, EngineClient] = {}
         self._members: Mapping[int, Member] = {}
-        """Of the engines of the update, by index."""
         self._open: AsyncExitStack | None = None
         self._update: Update | None = None
         self._engines: list[PooledEngine] = []
         self._staging: set[int] = set()
-        """Of the engines of the update, those that take it while they serve."""
+        """The engines of the update that take it while they serve."""
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has begun an update and not ended it."""
         return self._open is not None
 
     def url(self, engine: int) -> str:
-        """Return where an engine of the update listens."""
         return self._receivers[engine].url
 
     async def begin_weight_update(self, *, serving: bool = False) -> WeightUpdateReport:
         """Take the next number, pause every engine and make it ready for new weights. From now on an engine claims no
-        version, until it is verified that it holds what it was sent. With `serving`, engines that can are not paused
-        before the end of the update, and keep their version until then; the report names them.
-
-        Measured: lock_s, pause_s. Raises DeadlineExceededError when another process goes on for too long."""
+        version until it is verified. With `serving`, engines that can stage weights keep serving their version until
+        the end of the update; the report names them. Measured: lock_s, pause_s. Raises DeadlineExceededError if no turn
+        comes."""
         assert self._open is None, "the last update was not ended"
         watch = Stopwatch()
         async with AsyncExitStack() as stack:
@@ -104,7 +100,7 @@ class FleetUpdateSession(Fleet):
         )
 
     def attend(self, number: int, engines: Sequence[Member], staging: Sequence[int] = ()) -> None:
-        """Send as part of the update that another process has begun, in which some engines are `staging`."""
+        """Send as part of an update that another process has begun, in which the engines of `staging` stage."""
         known, self._receivers = self._receivers, {}
         self._members = {member.index: member for member in engines}
         for index, member in self._members.items():
@@ -115,7 +111,7 @@ class FleetUpdateSession(Fleet):
             self._receivers[index] = receiver
 
     async def _while_listed(self, engine: int, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a call to an engine of the update; it is given up where the engine's role does so."""
+        """Return the result of a call to an engine of the update; give it up when the engine's role gives up."""
         return await self._receivers[engine].while_alive(call, partial(self._pool.lost, self._members[engine]))
 
     async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:
@@ -124,7 +120,7 @@ class FleetUpdateSession(Fleet):
         await self._while_listed(engine, joining)
 
     async def is_member(self, engine: int, group: str) -> bool:
-        """Return whether the engine still has the group: one that was restarted has not. Raises RetryableError."""
+        """Return whether the engine still has the group: a restarted engine has not. Raises RetryableError."""
         return await self._while_listed(engine, self._receivers[engine].is_member(group))
 
     async def leave(self, engine: int, group: str) -> None:
@@ -135,25 +131,23 @@ class FleetUpdateSession(Fleet):
                     await self._receivers[engine].leave(group)
 
     async def receive(self, engine: int, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
-        """Have the engine take part in one broadcast of these tensors, flattened to bytes one after the other, and load
-        them. Raises RetryableError."""
+        """Have the engine take part in one broadcast of the flattened tensors, and load them. Raises RetryableError."""
         await self._while_listed(engine, self._receivers[engine].receive(group, tensors, deadline_s))
 
     async def receive_shared(self, engine: int, bucket: bytes, deadline_s: float) -> None:
-        """Have the engine open memory of this process and load the tensors in it; when it answers, it has let go of
-        that memory. `bucket` is a pickle that SGLang's own unpickler accepts
-        (megatron_bridge.weight_sync.ipc_transport). Raises RetryableError."""
+        """Have the engine open memory of this process and load the tensors in it; when it answers, it no longer uses
+        the memory. `bucket` is a pickle for SGLang's unpickler (megatron_bridge.weight_sync.ipc_transport). Raises
+        RetryableError."""
         receiving = self._receivers[engine].receive_shared(bucket, self.ranks_per_engine, deadline_s)
         await self._while_listed(engine, receiving)
 
     async def end_weight_update(
         self, version: int, directory: Path, check: WeightCheck | ComingCheck | None, failures: Mapping[int, str]
     ) -> WeightUpdateReport:
-        """Verify that the engines that took everything hold `version`, and admit them; quarantine those named in
-        `failures` and those that fail now. The report names all that failed. Engines work while parts of the check have
-        yet to come. `directory` is where the weights lie, now or soon, for engines that come back later.
-
-        Measured: load_s, and what WeightVerifier.verify measures."""
+        """Verify that the engines without `failures` hold `version`, and admit them; quarantine the engines in
+        `failures` and those that fail now. The report names all failures. `check` may be incomplete at the beginning.
+        `directory` is the folder of the weights, now or soon, for engines that come back later. Measured: load_s, and
+        the measurements of WeightVerifier.verify."""
         assert self._open is not None, "begin_weight_update comes first"
         assert self._update is not None
         coming = check if isinstance(check, ComingCheck) else ComingCheck.known(version, check)
@@ -185,7 +179,6 @@ class FleetUpdateSession(Fleet):
         )
 
     async def close(self) -> None:
-        """Release connections; engines and router go on."""
         await super().close()
         await asyncio.gather(*(receiver.close() for receiver in self._receivers.values()))
 
@@ -211,7 +204,7 @@ class FleetUpdateSession(Fleet):
     async def _failures(
         self, engines: Sequence[PooledEngine], action: Callable[[PooledEngine], Awaitable[None]]
     ) -> dict[int, str]:
-        """Act on all engines at once. Return the engines for which it failed, and why."""
+        """Act on all engines at once. Return engine index → reason for each failure."""
         failures = {}
 
         async def act(engine: PooledEngine) -> None:
@@ -226,7 +219,7 @@ class FleetUpdateSession(Fleet):
         return {engine.index: failures[engine.index] for engine in engines if engine.index in failures}
 
     async def _give_up(self, engine: PooledEngine, reason: str) -> None:
-        """Quarantine the engine. If it still answers, its requests are aborted: other engines are then asked."""
+        """Quarantine the engine. If it still answers, abort its requests: they go to other engines."""
         await self._pool.quarantine(engine, reason)
         if await asyncio.to_thread(self._pool.lost, engine.member) is not None:
             return

@@ -1,4 +1,4 @@
-"""The four model families, as SGLang implements them."""
+"""Register the four model families, as SGLang implements them."""
 
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
