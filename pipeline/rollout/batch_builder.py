@@ -1,8 +1,8 @@
-"""One batch under way: which groups it asks, which of them it keeps.
+"""Build one batch: choose which groups to ask and which to keep, filter groups, and leave out solved problems.
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), if the recipe wants it: a group whose rewards are all equal says
-nothing about which answers are better. It is dropped and another one asked in its place, up to a bound. Past the bound
-the batch is filled up with groups that were to be dropped.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), if the recipe enables it: a group with equal rewards does not
+show which answers are better. It is dropped and another group asked in its place, up to a bound. Past the bound the
+batch is filled up with groups that were to be dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from precision.text import one_line, quoted
 
 
 class PromptSource(Protocol):
-    """What each group of the run asks, and the held-out prompts."""
+    """The prompt of each group of the run, and the held-out prompts."""
 
     @property
     def num_problems(self) -> int:
@@ -48,11 +48,11 @@ class PromptSource(Protocol):
 
     @property
     def sources(self) -> Mapping[str, range]:
-        """Name → the problems of each source; empty where there is one."""
+        """Source name → its problems; empty where there is only one source."""
         ...
 
     def problem(self, group: int) -> int:
-        """Which problem the group asks, 0 ≤ problem < num_problems."""
+        """Return the problem that the group asks, 0 ≤ problem < num_problems."""
         ...
 
     def prompt(self, group: int) -> Prompt: ...
@@ -68,25 +68,25 @@ class BatchBuilder:
     prompts: PromptSource
     allocator: Allocator
     solved: Mapping[int, Attempts]
-    """Problems that are not asked any more. At least one problem of `prompts` is not among them."""
+    """Problems that are no longer asked. At least one problem of `prompts` is not among them."""
     wanted: int
     """Groups that the batch should hold."""
     max_refills: int
     """How often `wanted` further groups may be asked; 0 keeps every group, whatever its rewards."""
     keeps_equal: bool = False
-    """Groups of equal rewards are kept all the same: only those that are filtered out make room."""
+    """Whether groups with equal rewards are kept: then only groups that the user's filter drops are replaced."""
     solved_at: float = SOLVED_REWARD
     asked: int = 0
     kept: list[Group] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
     num_solved: int = 0
-    """Samples, those of dropped groups too."""
+    """Solved samples, those of dropped groups included."""
     highest: float | None = None
-    """Reward of any sample; None until one was judged."""
+    """Highest reward of any sample; None until one was judged."""
     num_repeated: int = 0
-    """Samples that `num_repeated` counts, likewise."""
+    """Samples counted by the function `num_repeated`, dropped groups included."""
     _num_equal: int = 0
-    """Groups of equal rewards, kept or not."""
+    """Groups with equal rewards, kept or not."""
     _reserve: list[Group] = field(default_factory=list)
 
     def next_prompt(self) -> Prompt | None:
@@ -100,15 +100,15 @@ class BatchBuilder:
         return None
 
     def _passed_over(self, group: int) -> bool:
-        """Whether the group asks a solved problem; it is dropped then."""
+        """Drop the group if it asks a solved problem, and return whether it does."""
         problem = self.prompts.problem(group)
         if problem in self.solved:
             self.dropped.append(DroppedGroup.passed_over(group, problem))
         return problem in self.solved
 
     def keep(self, group: Group, *, is_filtered: bool = False) -> bool:
-        """Keep the group for the batch or for the reserve; False when another one should be asked in its place. One
-        that the user's filter does not keep is dropped."""
+        """Keep the group for the batch or for the reserve; drop a group that the user's filter rejected. Return False
+        when another group should be asked in its place."""
         rewards, informative = group.rewards, is_informative(group)
         self._num_equal += not informative
         self.num_solved += int(is_solved(rewards, self.solved_at).sum())
@@ -122,8 +122,8 @@ class BatchBuilder:
         return wanted
 
     def require_kept(self) -> None:
-        """After `fill_up`. Raises RewardError when nothing is left since the user's filter dropped it, RecipeError when
-        no prompt could be asked: a learner can take no step on nothing."""
+        """Raise RewardError after `fill_up` when the user's filter dropped all groups, RecipeError when no prompt could
+        be asked: a learner cannot take a step on nothing."""
         if self.kept:
             return
         if filtered := sum(drop.kind == "filtered" for drop in self.dropped):
@@ -139,13 +139,13 @@ class BatchBuilder:
         )
 
     def drop(self, prompt: Prompt, reason: str) -> bool:
-        """Drop a prompt that cannot be asked; False when another one should be asked in its place."""
+        """Drop a prompt that cannot be asked. Return False when another prompt should be asked in its place."""
         self.dropped.append(DroppedGroup(group=prompt.group, reason=reason, problem=prompt.problem))
         return self.max_refills == 0
 
     def fill_up(self) -> None:
-        """Call it when nothing more is asked: groups of the reserve take the free places, the others are dropped. So
-        are those that only this batch may have."""
+        """Fill free places from the reserve, and drop the rest, as well as leftover groups that no other batch may
+        have. Call it when nothing more is asked."""
         for group in self.allocator.leftover():
             if not self._passed_over(group):
                 reason, problem = "not needed when the batch was made again", self.prompts.problem(group)
@@ -160,7 +160,7 @@ class BatchBuilder:
         self.dropped.sort(key=lambda drop: drop.group)
 
     def _drop_sampled(self, group: Group, kind: DropKind, reason: str) -> None:
-        """Drop a group though it was sampled: its samples count for pass rates."""
+        """Drop a sampled group, counting its samples for pass rates."""
         solved = is_solved(group.rewards, self.solved_at)
         counts = dict(samples=len(solved), solved=int(solved.sum()))
         number, problem = group.prompt.group, group.prompt.problem
@@ -183,7 +183,7 @@ class BatchBuilder:
 
 
 def require_scores(batch: Batch) -> None:
-    """Raises RewardError for a batch of which nothing can be learned, since no sample was scored."""
+    """Raise RewardError for a batch that teaches nothing, since no sample was scored."""
     if batch.num_samples and not taught(batch).any():
         raise RewardError(
             f"the teacher scored none of the {batch.num_samples} samples of batch {batch.index}; "
@@ -202,16 +202,15 @@ def is_informative(group: Group) -> bool:
 
 
 NO_CHANCE_NATS = 30.0
-"""One in 10^13."""
+"""A chance of one in 10^13."""
 
 
 def num_repeated(completions: Sequence[Completion], contract: LogprobContract) -> int:
-    """Count the completions of a group that repeat another, though by the engine's own log-probabilities there was no
-    chance of it: an engine that draws each with one seed, or copies its answer. Short answers of a policy that is sure
-    of them are alike, and are not counted."""
+    """Count the completions of a group that repeat another, against all odds by the engine's log-probabilities: the
+    engine draws each with the same seed, or copies its answer. Likely repeats, such as short answers, do not count."""
     if contract.top_k != -1 and not contract.kept_set:
-        return 0  # nobody knows what was left to draw from: at top_k 1 all are alike
-    # Cut at top_p, a token is at most 1 / top_p as likely as it is in the whole vocabulary.
+        return 0  # unknown which tokens top_k left: with top_k 1 all are alike
+    # Restricted by top_p, a token is at most 1 / top_p as likely as in the whole vocabulary.
     more = 0.0 if contract.kept_set else -math.log(contract.top_p)
     alike: dict[bytes, list[float]] = {}
     for one in completions:
@@ -221,22 +220,18 @@ def num_repeated(completions: Sequence[Completion], contract: LogprobContract) -
 
 
 class GroupAllocator:
-    """Hands out group numbers, each once and in order, to whichever batch asks.
-
-    How many groups a batch uses is not known before it is done (some are dropped, others asked instead), and several
-    batches are under way at once. So a batch, when it is committed, also says which groups below the highest number
-    given out belong to no committed batch (`open_groups`, and `next_group`): after a crash those are handed out first,
-    then the numbers above. Nothing is lost, and nothing is asked for two batches.
-    """
+    """An allocator of group numbers, each once and in order, for all batches under way. How many groups a batch uses is
+    known only when it is done (some are dropped, others asked instead). So a committed batch also stores which groups
+    below the highest number given out belong to no committed batch (`open_groups`, and `next_group`): after a crash
+    those are given out first, then the numbers above. No group is lost or asked twice."""
 
     def __init__(self, next_group: int, open_groups: Iterable[int]) -> None:
         self._next_group = next_group
         self._reclaimed = deque(sorted(open_groups))
         self._held: dict[int, list[int]] = {}
-        """By batch under way, its groups."""
+        """Batch under way → its groups."""
 
     def take(self, batch: int) -> int:
-        """One more group for `batch`."""
         if self._reclaimed:
             group = self._reclaimed.popleft()
         else:
@@ -246,26 +241,23 @@ class GroupAllocator:
         return group
 
     def leftover(self) -> Sequence[int]:
-        """None: what a batch does not take, a later one does."""
+        """Return no groups: a later batch takes those that a batch leaves."""
         return ()
 
     def close_batch(self, batch: int) -> tuple[int, tuple[int, ...]]:
-        """`next_group` and `open_groups` as `batch`, which is about to be committed, must store them."""
+        """Return `next_group` and `open_groups` for `batch` to store at its commit."""
         del self._held[batch]
         under_way = (group for groups in self._held.values() for group in groups)
         return self._next_group, tuple(sorted([*self._reclaimed, *under_way]))
 
 
 class HoleAllocator:
-    """Hands out the groups of one damaged batch that is made again though later ones are there (a hole).
-
-    It asks the groups that the batches around it leave, and no others: later batches have said long ago which are
-    theirs.
-    """
+    """An allocator for one damaged batch that is made again though later batches exist (a hole). It takes only groups
+    that the batches around the hole leave, because later batches have fixed theirs."""
 
     def __init__(self, before: Entry, after: Entry, wanted: int) -> None:
-        """`before` is the batch just before this one, `after` the next one that there is. `wanted` groups are kept
-        back for each further batch between the two."""
+        """`before` is the batch just before the hole, `after` the next existing batch. `wanted` groups are kept back
+        for each further batch between the two."""
         self._index = before.index + 1
         self._after = after
         self._left = deque(groups_between(before, after))
@@ -274,17 +266,17 @@ class HoleAllocator:
 
     @staticmethod
     def of(store: BatchStore, index: int, wanted: int) -> HoleAllocator:
-        """For batch `index`: all batches before it are there or lost, and at least one after it."""
+        """Return the allocator for batch `index`: all earlier batches exist or are lost, and a later batch exists."""
         after = min(there for there in store.settled() if there > index)
         return HoleAllocator(entry(store, index - 1), entry(store, after), wanted)
 
     def take(self, batch: int) -> int | None:
-        """The lowest group that is left, as long as enough are left for the further batches."""
+        """Return the lowest remaining group, as long as enough remain for the further batches."""
         assert batch == self._index
         return self._left.popleft() if len(self._left) > self._kept_back else None
 
     def leftover(self) -> Sequence[int]:
-        """Of the last batch of the hole: what it does not take."""
+        """Return the groups that the last batch of the hole does not take."""
         if self._further:
             return ()
         left = [*self._left]
@@ -292,7 +284,7 @@ class HoleAllocator:
         return left
 
     def close_batch(self, batch: int) -> tuple[int, tuple[int, ...]]:
-        """As the batch must store them, so that those after it stay true."""
+        """Return the values for the batch to store, with which those of later batches stay true."""
         assert batch == self._index
         return self._after.next_group, open_before(self._after, set(self._left))
 
@@ -302,7 +294,7 @@ Allocator = GroupAllocator | HoleAllocator
 
 @dataclass(frozen=True, kw_only=True)
 class SolvedPromptRule:
-    """When a problem counts as solved: it has `min_samples` samples, and at least the share `pass_rate` solved it."""
+    """The rule for a solved problem: it has `min_samples` samples, and a share of at least `pass_rate` solved it."""
 
     pass_rate: float
     min_samples: int
@@ -312,7 +304,7 @@ class SolvedPromptRule:
 
 @dataclass(frozen=True)
 class Attempts:
-    """Samples of one problem, and how many of them solved it."""
+    """The number of samples of one problem, and of those that solved it."""
 
     samples: int = 0
     solved: int = 0
@@ -322,13 +314,10 @@ class Attempts:
 
 
 class SolvedPromptFilter:
-    """Keeps problems that are solved often enough from being asked again: no positive resampling (ScaleRL, arXiv
-    2510.13786). Without a `solved_rule` none ever is.
-
-    The pass rate of a problem is over all its samples so far, those of groups dropped for zero variance included. For
-    batch b it counts the batches below required_version(b) and no others. Those are always committed when b starts. So
-    a run that is resumed, and an audit, leave out the same problems.
-    """
+    """A filter against asking solved problems again: no positive resampling (ScaleRL, arXiv 2510.13786). Without a
+    `solved_rule` no problem counts as solved. The pass rate of a problem is over all its samples so far, those of
+    groups dropped for zero variance included. For batch b it counts exactly the batches below required_version(b),
+    which are always committed when b starts. So a resumed run, and an audit, leave out the same problems."""
 
     def __init__(self, solved_rule: SolvedPromptRule | None) -> None:
         self._solved_rule = solved_rule
@@ -338,15 +327,12 @@ class SolvedPromptFilter:
         """(batch, attempts by problem), recorded and not yet counted."""
 
     def record(self, batch: Batch) -> None:
-        """A batch that was committed."""
         if self._solved_rule is not None:
             self._later.append((batch.index, attempts(batch, self._solved_rule.solved_at)))
 
     def solved(self, version: int) -> Mapping[int, Attempts]:
-        """Problem → the attempts that made it count as solved, by the batches below `version`.
-
-        `version` must not be lower than in the call before. A returned mapping never changes.
-        """
+        """Return solved problem → the attempts that made it count as solved, by the batches below `version`. `version`
+        must not be lower than in the call before. A returned mapping never changes."""
         if (rule := self._solved_rule) is None:
             return self._solved
         while self._later and self._later[0][0] < version:
@@ -366,8 +352,7 @@ class SolvedPromptFilter:
 
 
 def attempts(batch: Batch, solved_at: float) -> dict[int, Attempts]:
-    """Count by problem its samples in one batch, those of dropped groups included. Groups of no known problem are left
-    out."""
+    """Count by problem its samples in a batch, those of dropped groups included. Ignore groups of unknown problems."""
     problems, members = np.unique(batch.problem, return_inverse=True)
     samples = np.bincount(members, batch.judged, minlength=len(problems)).astype(int).tolist()
     solved = (
@@ -384,39 +369,39 @@ def attempts(batch: Batch, solved_at: float) -> dict[int, Attempts]:
 
 
 GIVEN = ("prompt", "answer", "metadata", "responses", "rewards", "reward_parts", "info")
-"""What a filter may name: text and columns of the prompt, then lists with an entry a sample. A reward is None where the
-verifier failed; `info` has prompt_tokens, response_tokens and finish."""
+"""Arguments that a filter may name: text and columns of the prompt, then lists with an entry per sample. A reward is
+None where the verifier failed; `info` has prompt_tokens, response_tokens and finish."""
 
 
 @dataclass
 class GroupFilter:
     """A user's function that chooses which sampled groups are trained on (`prompts.group_filter`).
 
-        def mixed(rewards, info):           # it gets what it names of GIVEN
+        def mixed(rewards, info):           # it gets the arguments that it names, of GIVEN
             known = [reward for reward in rewards if reward is not None]
             return all(one["finish"] == "stop" for one in info) and len(set(known)) > 1
 
-    It is asked about one finished group at a time, in a thread of the collector. Held-out prompts are not filtered.
+    It gets one finished group at a time, in a thread of the collector. Held-out prompts are not filtered.
     """
 
     name: str
     function: Callable[..., Any]
     names: frozenset[str]
     deadline_s: float
-    """For one group; past it the run ends."""
+    """For one group; the run ends after it."""
     _one_at_a_time: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     @staticmethod
     def load(name: str, deadline_s: float) -> GroupFilter:
-        """Raises RecipeError for what cannot be imported, and for a function that asks for something else."""
+        """Load the function. Raises RecipeError when it cannot be imported, or names an argument not in GIVEN."""
         function, names = own_function("prompts.group_filter", name, GIVEN)
         if inspect.iscoroutinefunction(function):
             raise RecipeError(f"prompts.group_filter {name} is async; write it as a plain function")
         return GroupFilter(name, function, names, deadline_s)
 
     async def keeps(self, group: Group, text: Callable[[Completion], str]) -> bool:
-        """Whether the group may be trained on; `text` decodes a response. Raises RewardError when the function fails,
-        is too late, or says neither true nor false."""
+        """Return whether the group may be trained on; `text` decodes a response. Raises RewardError when the function
+        fails, takes too long, or returns neither true nor false."""
         samples, prompt = group.samples, group.prompt
         given: dict[str, Any] = dict(
             prompt=prompt.text,
@@ -459,7 +444,7 @@ class GroupFilter:
 
 
 async def _in_a_thread(call: Callable[[], Any]) -> Any:
-    """Return the result of a call. The thread is a daemon: one that hangs does not hold up the end of the process."""
+    """Return the result of a call in a daemon thread: a hung call does not delay the end of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -468,12 +453,12 @@ async def _in_a_thread(call: Callable[[], Any]) -> Any:
         error: Exception | None = None
         try:
             result = call()
-        except StopIteration as stopped:  # a future does not take it
+        except StopIteration as stopped:  # a future does not accept it
             error = RuntimeError(f"StopIteration: {stopped}")
-        except Exception as failed:  # noqa: BLE001 - raised where it is waited for
+        except Exception as failed:  # noqa: BLE001 - raised in the awaiting task
             error = failed
         settle = future.set_result if error is None else future.set_exception
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no task waits any more
             loop.call_soon_threadsafe(lambda: future.done() or settle(result if error is None else error))
 
     threading.Thread(target=work, name="group-filter", daemon=True).start()

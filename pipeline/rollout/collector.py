@@ -1,18 +1,17 @@
-"""The collector loop: prompts in, committed batches out.
+"""Run the collector loop: prompts in, committed batches out.
 
     task ──prompts──▶ engines ──completions──▶ verifiers ──groups──▶ store.commit(batch)
 
-    produce(batch)   consumes: nothing but the committed batches, from which a dead collector starts again
+    produce(batch)   reads: the committed batches only, from which a restarted collector continues
                      waits for: policy/PUBLISHED ≥ required_version(batch), then the batch before it to be committed
                      unblocked by: the learner's publish
-    evaluate         consumes: nothing; runs before the commit of a batch at which it is due, and after the last step
-                     waits for: the version that the batches before that one lead to
+    evaluate         runs before the commit of a batch at which it is due, and after the last step
+                     waits for: the version that the earlier batches lead to
                      unblocked by: the learner's publish. No later version can come before the commit, so all answers
                      are of one version, also in an asynchronous run
 
 Up to `schedule.batches_in_flight` batches are under way at once; the engines are asked for the oldest batch first. A
-completion that holds a token older than the schedule allows is thrown away and sampled again: nothing stale is ever
-committed.
+completion with a token older than the schedule allows is discarded and sampled again: no stale token is ever committed.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ if TYPE_CHECKING:
     from rollout_sglang.fleet import Fleet
 
 _UNSOLVED_BATCHES = 3
-"""Without a solved sample, after which it is told."""
+"""Batches without a solved sample after which the event log says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorSettings:
-    """The recipe's numbers that this loop reads."""
+    """The recipe's numbers that the collector reads."""
 
     prompts_per_batch: int
     group_size: int
@@ -88,26 +87,24 @@ class CollectorSettings:
     evaluation_samples: int
     evaluation_sampling: Sampling
     wait_deadline_s: float
-    """Longest wait for an answer or a publish; past it the collector ends (and the supervisor starts it again)."""
+    """Longest wait for an answer or a publish; the collector ends after it, and the supervisor restarts it."""
     recipe_sha256: str
     interruption: Interruption | None = None
     max_refills: int = 0
     """Dynamic sampling, or a filter: how often `prompts_per_batch` further groups may be asked for a batch."""
     keeps_equal: bool = False
-    """With max_refills: groups of equal rewards are kept."""
+    """With max_refills: whether groups with equal rewards are kept."""
     solved_rule: SolvedPromptRule | None = None
     solved_at: float = SOLVED_REWARD
     special_tokens: bool = False
-    """Whether rewards, filters and people see the special tokens of responses."""
+    """Whether rewards, filters and logs see the special tokens of responses."""
     poll_s: float = 0.5
-    """Pause between two looks at PUBLISHED, at most; the first ones come sooner."""
+    """Longest pause between two looks at PUBLISHED; the first pauses are shorter."""
     retry_s: float = 0.2
 
 
 @dataclass
 class Collector:
-    """See the module's head for the data flow."""
-
     run: RunDirectory
     store: BatchStore
     schedule: Schedule
@@ -120,20 +117,20 @@ class Collector:
     event_log: EventLog
     settings: CollectorSettings
     teacher: TeacherScores | None = None
-    """Who judges each token, beside the verifiers; None: nobody."""
+    """The teacher that scores each token, beside the verifiers; None: no teacher."""
     group_filter: GroupFilter | None = None
-    """Which groups are trained on; None: all."""
+    """The filter of groups to train on; None: all."""
     decided_lags: Callable[[int], tuple[tuple[int, int], ...]] | None = None
-    """Schedule.decided_lags when a version was published; None where no controller decides any."""
+    """Schedule.decided_lags as of a version's publish; None where no controller decides lags."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set it to end in order: nothing more is asked, what is in flight is asked again at the next start."""
+    """Set it to end in order: no more prompts are asked, and those in flight are asked again at the next start."""
     _sampler: GroupSampler = field(init=False)
     _solved: SolvedPromptFilter = field(init=False)
     _allocator: Allocator = field(init=False)
     _evaluated: set[int] = field(init=False)
     _for_publish: Patience = field(init=False)
     _unsolved: list[float] | None = field(init=False, default_factory=list)
-    """The highest reward of each batch so far; None once a sample was solved, or once it was told that none was."""
+    """The highest reward of each batch so far; None once a sample was solved, or the log says that none was."""
 
     def __post_init__(self) -> None:
         say = noted_in(self.event_log.event)
@@ -152,12 +149,12 @@ class Collector:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that wait for a free place at the engines; may be asked from another thread."""
+        """Prompts that wait for a slot at the engines; may be read from another thread."""
         return self._sampler.slots.num_waiting
 
     async def collect(self) -> bool:
-        """Commit every batch that the run still lacks, then evaluate the final policy. Returns whether that is done:
-        False once `stop` was set. Raises SupersededError once another collector has taken over."""
+        """Commit every batch that the run lacks, then evaluate the final policy. Return True when done, False once
+        `stop` was set. Raises SupersededError once another collector has taken over."""
         work, stopped = asyncio.create_task(self._collect()), asyncio.create_task(self.stop.wait())
         try:
             await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -170,7 +167,7 @@ class Collector:
             await asyncio.gather(work, stopped, return_exceptions=True)
 
     async def _collect(self) -> None:
-        """Make the batches that are gone, though later ones are there; then those that are to come, several at once."""
+        """Make the missing batches that precede existing ones; then the batches to come, several at once."""
         await self._resync()
         for hole in self.store.holes(self.schedule.steps):
             self._refuse_learned(hole)
@@ -197,7 +194,7 @@ class Collector:
         await self._evaluate(self.schedule.steps)
 
     def _refuse_learned(self, index: int) -> None:
-        """Raises StoreError when batch `index`, which is to be made, has been there before: answers are refused."""
+        """Raise StoreError when the learner has already consumed batch `index`: it must not be sampled again."""
         if (reason := self.run.why_not_sampled(index)) is not None:
             raise StoreError(
                 f"{self.store.path(index)} is missing, and {reason}, so it is not sampled again; put back a copy, or "
@@ -205,7 +202,7 @@ class Collector:
             )
 
     async def _take_up(self, index: int, allocator: Allocator) -> None:
-        """What the batches below `index` say."""
+        """Set the allocator, and restore the solved problems from the batches below `index`."""
         self._allocator = allocator
         self._solved = SolvedPromptFilter(self.settings.solved_rule)
         if self.settings.solved_rule:
@@ -213,10 +210,8 @@ class Collector:
                 self._solved.record(await asyncio.to_thread(self.store.read_samples, there))
 
     async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:
-        """Make one batch: wait for its version, ask and score prompts, wait for its turn, evaluate, commit, tell.
-
-        Work over all tokens is done in threads: an event loop that stands still looks dead to those who wait for it.
-        """
+        """Make one batch: wait for its version, ask and score prompts, wait for its turn, evaluate, commit, log. Work
+        over all tokens runs in threads: a blocked event loop would look dead to waiting processes."""
         version = await self._wait_for_turn(index)
         required = self.schedule.required_version(index)
         if previous is not None:
@@ -248,7 +243,7 @@ class Collector:
         self.event_log.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
 
         async def fill_place(prompt: Prompt | None) -> None:
-            """Ask one prompt after the other until the batch keeps one, or may ask no more."""
+            """Ask prompts in succession until the batch keeps one, or may ask no more."""
             while prompt is not None and not await self._ask(builder, prompt):
                 prompt = builder.next_prompt()
 
@@ -257,7 +252,7 @@ class Collector:
         builder.require_kept()
         generated = time.time()
         if previous is not None:
-            await asyncio.shield(previous.task)  # batches are committed in order, so that none is missing in between
+            await asyncio.shield(previous.task)  # batches are committed in order, without gaps
         held = time.time()
         if index % self.settings.evaluate_every == 0:
             await self._evaluate(index)
@@ -277,7 +272,7 @@ class Collector:
             repeated=builder.num_repeated,
         )
         require_scores(batch)
-        self._solved.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
+        self._solved.record(batch)  # before the commit: after it, the learner may soon unblock a later batch
         await asyncio.to_thread(self.store.commit, batch)
 
         interrupted = await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged & taught(batch)).sum()))
@@ -294,7 +289,7 @@ class Collector:
         )
 
     async def _ask(self, builder: BatchBuilder, prompt: Prompt) -> bool:
-        """Whether the prompt's place in the batch is settled."""
+        """Sample and score a prompt. Return whether its place in the batch is settled."""
         settings = self.settings
         if len(prompt.tokens) > settings.max_prompt_tokens:
             reason = f"prompt has {len(prompt.tokens)} tokens, at most {settings.max_prompt_tokens} fit"
@@ -308,16 +303,16 @@ class Collector:
             allowed=lambda version: self._allows(builder.index, version),
         )
         repeated = await beside_loop(num_repeated, completions, self.contract)
-        builder.num_repeated += repeated  # not in one line: other groups are counted meanwhile
+        builder.num_repeated += repeated  # after the await: other groups count meanwhile
         group = Group(prompt=prompt, samples=await self._score(prompt, completions))
         if self.group_filter is not None and not await self.group_filter.keeps(group, self._text):
             return builder.keep(group, is_filtered=True)
         return builder.keep(group)
 
     def _allows(self, index: int, version: int) -> bool:
-        """Whether batch `index` may hold a token of `version`. Raises StoreError when a version that has learned from
-        it is published while it is made: its file was there when the learner read it, and is gone. No engine can answer
-        for it any more, so to ask again would never end."""
+        """Return whether batch `index` may hold a token of `version`. Raises StoreError when a published version has
+        already learned from the batch: its file existed when the learner read it, and is gone. No engine serves the
+        older version any more, so asking again would never end."""
         if self.schedule.allows(index, version):
             return True
         if version > index:
@@ -325,7 +320,7 @@ class Collector:
         return False
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
-        """Verify every completion, and have the teacher score it. Nothing is learned of a sample where either fails."""
+        """Verify every completion, and have the teacher score it. Mask a sample from the loss where either fails."""
         if self.teacher is not None:
             completions = await self.teacher.of(prompt, completions)
         texts = [await beside_loop(self._text, completion) for completion in completions]
@@ -336,7 +331,7 @@ class Collector:
         )
         samples = []
         for one, verdict in zip(completions, verdicts, strict=True):
-            # An engine sampled some token of it; where none may be learned from, the teacher did not score it.
+            # An engine sampled some token; an empty mask means that the teacher did not score it.
             untaught = {} if one.loss_mask.any() else {TEACHER_FAILED: 1.0}
             learned = one if verdict.failed is None else one.unlearned()
             samples.append(
@@ -345,8 +340,8 @@ class Collector:
         return tuple(samples)
 
     async def _tell_people(self, builder: BatchBuilder) -> None:
-        """Log one sample of the batch, of another place in each, for people who watch the run; and that no sample of
-        the first batches solved its problem: the reward may never give so much."""
+        """Log one sample of the batch, at another place in each batch; and warn when no sample of the first batches
+        solved its problem: the reward may never be that high."""
         if builder.kept:
             group = builder.kept[builder.index % len(builder.kept)]
             sample = group.samples[builder.index % len(group.samples)]
@@ -366,12 +361,12 @@ class Collector:
     def _text(self, completion: Completion) -> str:
         tokens = completion.tokens.tolist()
         if self.settings.special_tokens and completion.finish == "stop" and tokens[-1] in self.tokenizer.reserved:
-            tokens.pop()  # what ended it is no part of the answer
+            tokens.pop()  # the end token is no part of the answer
         return self.tokenizer.decode(tokens, special=self.settings.special_tokens)
 
     async def _evaluate(self, index: int) -> None:
-        """Held-out pass@k and rewards of the version that the batches before batch `index` lead to, once per version
-        however often the collector is started. Until batch `index` is committed no later version can be published."""
+        """Log pass@k and rewards on held-out prompts of the version that the batches before batch `index` lead to, once
+        per version across restarts. Until batch `index` is committed, no later version can be published."""
         version = self.schedule.published_before(index)
         if version in self._evaluated:
             return
@@ -386,13 +381,13 @@ class Collector:
         if self.prompts.sources:
             found["sources"] = by_source([prompt.source for prompt in held_out], answers, self.settings.solved_at)
         self.run.fence()
-        # Reports read the log: a collector that dies between the two lines evaluates once more, and loses nothing.
+        # Reports read the log: a collector that dies between the two writes evaluates again, and loses nothing.
         self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)
         responses = await beside_loop(kept_responses, held_out, answers, self._text)
         self.run.write_evaluation(version, found | dict(responses=responses))
 
     async def _answers(self, prompt: Prompt, samples: int, version: int, index: int) -> tuple[Sample, ...]:
-        """`samples` attempts of `version` at a held-out prompt; in the order of batch `index` at the engines."""
+        """Return `samples` attempts of `version` at a held-out prompt, asked with the priority of batch `index`."""
         answers = await self._sampler.sample(
             prompt,
             samples,
@@ -403,19 +398,19 @@ class Collector:
         return await self._score(prompt, answers)
 
     async def _wait_for_turn(self, index: int) -> int:
-        """Wait for the version that the batch may start with. Whatever was decided about its lag was decided before the
-        version that it needs by the lag before was published (pipeline.control.loop)."""
+        """Wait for the version with which the batch may start, and return it. Decisions about the batch's lag were made
+        before the publish of the version that it needs by the previous lag (pipeline.control.loop)."""
         while True:
             version = await self._wait_published(self.schedule.required_version(index))
             lags = () if self.decided_lags is None else await asyncio.to_thread(self.decided_lags, version)
-            # Batches that begin at once ask in threads: an answer of an earlier version may come after a later one's.
+            # Batches that begin together ask in threads: an earlier version's answer may come after a later version's.
             self.schedule = replace(self.schedule, decided_lags=max(self.schedule.decided_lags, lags, key=len))
-            if version >= self.schedule.required_version(index):  # by what another batch has learned meanwhile, too
+            if version >= self.schedule.required_version(index):  # also by lags that another batch has read meanwhile
                 return version
 
     async def _wait_published(self, version: int) -> int:
-        """Wait until the engines serve at least `version`; the learner publishes, or dies and is started again. While
-        it trains, it is waited for: a long stage has many steps between two publishes."""
+        """Wait until the engines serve at least `version`, and return the published version. The deadline is extended
+        while the learner trains: a long stage has many steps between two publishes."""
         trained, deadline = self.run.trained_at_ns(), time.monotonic() + self.settings.wait_deadline_s
         pause_s = FIRST_POLL_S
         while (published := self.run.published_version()) < version:

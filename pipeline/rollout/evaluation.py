@@ -1,6 +1,6 @@
-"""pass@k and its uncertainty, and what was rewarded, from n samples of each held-out prompt.
+"""Evaluate held-out prompts: pass@k with its uncertainty, rewards, and kept responses, from n samples of each prompt.
 
-A sample whose verifier failed is neither right nor wrong: no estimate counts it, and `verifier_failures` says how many.
+A sample whose verifier failed is neither right nor wrong: no estimate counts it, and `verifier_failures` does.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from precision.text import one_line
 
 _Z_95 = 1.959963984540054
 MOST_SHORT = 0.1
-"""Of the prompts of an estimate of pass@k: the share that may have fewer than k samples with a verdict."""
+"""The share of an estimate's prompts that may have fewer than k samples with a verdict."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that at least one of k samples, drawn without replacement from the n there are, is correct.
-
-    1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv 2107.03374), as a product of n - c + 1 … n factors
-    so that no binomial overflows. Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
-    """
+    """Return the chance that at least one of k samples, drawn without replacement from n, is correct. 1 - C(n - c, k) /
+    C(n, k), unbiased (Chen et al. 2021, arXiv 2107.03374), as a product of factors n - c + 1 … n so that no binomial
+    overflows. Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n."""
     if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
         raise ValueError(
             f"pass@{k} of {num_correct} correct among {num_samples} is undefined, expected 1 ≤ k ≤ samples"
@@ -35,10 +33,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def evaluate(answers: Sequence[Sequence[Sample]], solved_at: float = SOLVED_REWARD) -> dict[str, Any]:
-    """Scores from the samples of each prompt, as many of each; plain values, ready for a file.
-
-    `prompts`, `samples` of each, `correct` and `judged` [prompts], and what `summarize` and `rewards` find.
-    """
+    """Return the scores of all prompts, with equally many samples each, as plain values for a file: `prompts`,
+    `samples` of each, `correct` and `judged` [prompts], and the results of `summarize` and `rewards`."""
     judged = [[sample for sample in each if sample.judged] for each in answers]
     correct, known = (
         [int(is_solved([sample.reward for sample in each], solved_at).sum()) for each in judged],
@@ -50,12 +46,12 @@ def evaluate(answers: Sequence[Sequence[Sample]], solved_at: float = SOLVED_REWA
 
 
 def summarize(num_correct: Sequence[int], num_judged: Sequence[int]) -> dict[str, Any]:
-    """`pass_at_1` with its 95 % bounds `pass_at_1_low` and `pass_at_1_high`, and `pass_at_k`: {"1": …, "2": …, "4": …}
-    up to the most samples of a prompt; from the correct and the judged samples of each prompt.
+    """Return `pass_at_1` with its 95 % bounds `pass_at_1_low` and `pass_at_1_high`, and `pass_at_k`: {"1": …, "2": …,
+    "4": …} up to the most samples of a prompt; from the correct and the judged samples of each prompt.
 
-    Means over the prompts of which a sample was judged, the same ones for every k; empty where none was. A prompt with
-    fewer than k judged samples counts with all that it has, which is at most its pass@k; a k of which more than
-    MOST_SHORT of the prompts are short is left out. Raises ValueError when there is no prompt.
+    Means over the prompts with a judged sample, the same for every k; empty where there is none. A prompt with fewer
+    than k judged samples counts with all of them, at most its pass@k; a k for which more than MOST_SHORT of the prompts
+    are short is left out. Raises ValueError without prompts.
     """
     if len(num_correct) == 0:
         raise ValueError("there are no prompts to summarize, expected at least one")
@@ -72,12 +68,12 @@ def summarize(num_correct: Sequence[int], num_judged: Sequence[int]) -> dict[str
 
 
 def clustered_wilson(num_correct: Sequence[int], num_judged: Sequence[int]) -> tuple[float, float]:
-    """95 % Wilson interval for pass@1 from the correct and the judged samples of each prompt, at least one of each.
+    """Return the 95 % Wilson interval for pass@1 from each prompt's correct and judged samples, at least one of each.
 
-    Samples of a prompt resemble one another, so they are not prompts × samples independent trials. Wilson's formula is
-    given the effective number of trials, p (1 - p) / var(mean), where the variance comes from the spread between
-    prompts (Kish's design effect); it lies between the number of prompts and that of samples. Unlike a bootstrap it is
-    deterministic, and wider than a point when all samples agree.
+    Samples of a prompt are correlated, so there are fewer than prompts × samples independent trials. Wilson's formula
+    gets the effective number of trials, p (1 - p) / var(mean), with the variance between prompts (Kish's design
+    effect); it lies between the numbers of prompts and samples. Unlike a bootstrap it needs no random numbers, and it
+    keeps a width when all samples agree.
     """
     prompts = len(num_correct)
     rates = np.asarray(num_correct) / np.asarray(num_judged)
@@ -94,10 +90,8 @@ def clustered_wilson(num_correct: Sequence[int], num_judged: Sequence[int]) -> t
 
 
 def rewards(samples: Sequence[Sample]) -> dict[str, Any]:
-    """`reward_mean`, `reward_parts` {part: mean over the samples that have it} and `verifier_failures`.
-
-    Samples whose verifier failed are counted in the last one alone; where no other is left there is no mean.
-    """
+    """Return `reward_mean`, `reward_parts` {part: mean over the samples that have it} and `verifier_failures`. Samples
+    whose verifier failed count only in the last; where no others are left there is no mean."""
     judged = [sample for sample in samples if sample.judged]
     parts: dict[str, list[float]] = {}
     for sample in judged:
@@ -112,8 +106,8 @@ def rewards(samples: Sequence[Sample]) -> dict[str, Any]:
 def by_source(
     sources: Sequence[str], answers: Sequence[Sequence[Sample]], solved_at: float = SOLVED_REWARD
 ) -> dict[str, dict[str, float]]:
-    """`prompts`, `verifier_failures` and, where a sample has a reward, `pass_at_1` and `reward_mean` of each source;
-    from the source of each prompt and the samples of it."""
+    """Return for each source `prompts`, `verifier_failures` and, where a sample has a reward, `pass_at_1` and
+    `reward_mean`; from the source and the samples of each prompt."""
     found: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(sources):
         own = [each for name, each in zip(sources, answers, strict=True) if name == source]
@@ -124,12 +118,12 @@ def by_source(
 
 
 _PROMPT, _RESPONSE = 300, 600
-"""Characters that are told."""
+"""Characters kept of a prompt, and of a response, in a logged sample."""
 
 
 def told_of(prompt: Prompt, sample: Sample, text: str) -> dict[str, Any]:
-    """`group`, `prompt`, `response` (which is `text`), `reward` (None: its verifier failed), `reward_parts`, `finish`
-    and `response_tokens`."""
+    """Return a sample for the event log: `group`, `prompt`, `response` (`text`), `reward` (None: its verifier failed),
+    `reward_parts`, `finish` and `response_tokens`."""
     return dict(
         group=prompt.group,
         prompt=one_line(prompt.text, _PROMPT),
@@ -142,14 +136,14 @@ def told_of(prompt: Prompt, sample: Sample, text: str) -> dict[str, Any]:
 
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_CHARACTERS = 8, 4, 4_000
-"""Kept of an evaluation: its first prompts, of each the first samples, of each text so many characters at most."""
+"""Limits of the responses kept of an evaluation: first prompts, first samples of each, characters of each text."""
 
 
 def kept_responses(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Sample]], text_of: Callable[[Completion], str]
 ) -> list[dict[str, Any]]:
-    """Of the first held-out prompts, the same in every evaluation: `prompt`, `answer`, `source` and the first `samples`
-    with `response`, `reward` (None: the verifier failed) and `finish`."""
+    """Return for the first held-out prompts, the same in every evaluation: `prompt`, `answer`, `source` and the first
+    `samples` with `response`, `reward` (None: the verifier failed) and `finish`."""
     return [
         dict(
             prompt=_cut(prompt.text),
@@ -169,7 +163,7 @@ def kept_responses(
 
 
 def _cut(text: str) -> str:
-    """The two ends of a long text: an answer stands at the end."""
+    """Return the two ends of a long text: an answer stands at the end."""
     if len(text) <= MOST_CHARACTERS:
         return text
     head = MOST_CHARACTERS // 2

@@ -1,8 +1,8 @@
-"""The samples of one prompt, whatever the engines do meanwhile.
+"""Sample the completions of a prompt despite failures and new versions of the engines, and have a teacher score them.
 
-slots ──priority──▶ engines ──answers──▶ is every token of an allowed version? ──no──▶ resync, ask for what is missing
-                   ▲                                                                             │
-                   └─────────────────────────────────────────────────────────────────────────────┘
+slots ──priority──▶ engines ──answers──▶ is every token's version allowed? ──no──▶ resync, ask for missing samples
+                    ▲                                                                             │
+                    └─────────────────────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSampler:
-    """Asks the engines for as many prompts at once as there are slots."""
+    """A sampler of prompts at the engines, as many at once as there are slots."""
 
     engines: Fleet
     slots: PrioritySemaphore
@@ -43,20 +43,18 @@ class GroupSampler:
     event_log: EventLog
     interruption: Interruption | None
     deadline_s: float
-    """Longest time, in seconds, in which no sample of a prompt comes."""
+    """Longest time, in seconds, without a sample of the prompt after a failure."""
     retry_s: float
-    """Pause after a prompt's first failure; it doubles with each one in a row."""
+    """Pause after a prompt's first failure; it doubles with each failure in a row."""
     patience: Patience
-    """Of all prompts together: a sample of any of them is progress."""
+    """Shared by all prompts: a sample of any prompt is progress."""
 
     async def sample(
         self, prompt: Prompt, wanted: int, sampling: Sampling, *, priority: Priority, allowed: Callable[[int], bool]
     ) -> list[Completion]:
-        """Sample `wanted` completions whose every token has an allowed version; several versions in one are welcome.
-
-        What is missing is sampled again, so a dead engine or a policy that moved on costs time and nothing else. Raises
-        DeadlineExceededError when no sample has come for `deadline_s`.
-        """
+        """Sample `wanted` completions whose every token has an allowed version; a completion may mix versions. Missing
+        samples are sampled again, so a dead engine or a newer policy costs only time. Raises DeadlineExceededError when
+        no sample has come for `deadline_s`."""
         accepted: dict[int, Completion] = {}
         give_up: float | None = None
         failures = 0
@@ -95,7 +93,7 @@ class GroupSampler:
     async def _ask(
         self, prompt: Prompt, members: Sequence[int], sampling: Sampling
     ) -> Sequence[Completion | RetryableError]:
-        """Return, for each sample that is asked for, its completion or why there is none."""
+        """Return, for each member, its completion or why there is none."""
         if self.interruption is not None:
             cuts = [(member, self.interruption) for member in members]
             return await gather_or_cancel([self._interrupted(prompt, *cut, sampling) for cut in cuts])
@@ -107,7 +105,7 @@ class GroupSampler:
     async def _interrupted(
         self, prompt: Prompt, member: int, interruption: Interruption, sampling: Sampling
     ) -> Completion | RetryableError:
-        """Sample once: up to its cut and, when it has not ended there, from the phrase to its end."""
+        """Sample a completion up to its cut and, unless it ended before, from the phrase to its end."""
         to_cut = replace(sampling, max_new_tokens=interruption.cut_after(prompt.group, member))
         to_end = replace(sampling, max_new_tokens=interruption.answer_tokens)
         try:
@@ -124,12 +122,12 @@ class GroupSampler:
 Result = TypeVar("Result")
 
 Priority = tuple[int, int]
-"""(batch, group): what is smaller goes first."""
+"""(batch, group): the smaller goes first."""
 
 
 class PrioritySemaphore:
-    """A semaphore whose waiters are served by priority, not by time of arrival. A group of an old batch that is asked
-    late, or again, goes before the groups of later batches that already wait."""
+    """A semaphore whose waiters are served by priority, not by arrival. A group of an old batch that is asked late, or
+    again, goes before waiting groups of later batches."""
 
     def __init__(self, number: int) -> None:
         self._free = number
@@ -138,12 +136,12 @@ class PrioritySemaphore:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait for a slot."""
+        """Number of waiters for a slot."""
         return sum(not granted.done() for _, _, granted in list(self._waiting))
 
     @asynccontextmanager
     async def acquire(self, priority: Priority) -> AsyncIterator[None]:
-        """Hold one of the slots for the time of the `async with`."""
+        """Hold a slot during the `async with`."""
         if self._free > 0:
             self._free -= 1
         else:
@@ -153,7 +151,7 @@ class PrioritySemaphore:
                 await granted
             except asyncio.CancelledError:
                 if not granted.cancelled():
-                    self._give()  # cancelled in the moment in which it was granted
+                    self._give()  # cancelled at the moment of the grant
                 raise
         try:
             yield
@@ -161,7 +159,7 @@ class PrioritySemaphore:
             self._give()
 
     def _give(self) -> None:
-        """Give the slot to the first in order that still waits."""
+        """Give the slot to the first waiter by priority."""
         while self._waiting:
             _, _, granted = heapq.heappop(self._waiting)
             if not granted.done():
@@ -171,17 +169,13 @@ class PrioritySemaphore:
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Results in order. When one of them fails, or the caller is cancelled, the others are cancelled and waited for.
-
-    A failure is raised as it is, not in a group: callers and the supervisor tell errors apart by their type.
-    When the caller is cancelled, it gets CancelledError, whatever failed meanwhile.
-
-    The loop has its turn after the beginning of each: a request begins with a millisecond of work, and a hundred that
-    began at once would stop the loop for a tenth of a second.
-    """
+    """Return the results in order. When a call fails, or the caller is cancelled, cancel the others and wait for them.
+    A failure is raised as it is, not in a group: callers and the supervisor distinguish errors by type. A cancelled
+    caller gets CancelledError, whatever failed meanwhile. The loop runs other tasks after each call begins: a request
+    begins with a millisecond of work, and a hundred together would block the loop for a tenth of a second."""
     if not work:
         return []
-    # Not a TaskGroup: it lets a failure hide the cancellation of its caller.
+    # Not a TaskGroup: there a failure may hide the cancellation of its caller.
     tasks: list[asyncio.Task[Result]] = []
     try:
         for item in work:
@@ -199,35 +193,32 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list[
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """Cuts a response that is still going on at a random length, and tells it to come to its answer.
-
+    """A cut of an unfinished response at a random length, with a phrase that makes the model come to its answer.
     ScaleRL (arXiv 2510.13786, section 2) cuts thoughts between 10,000 and 12,000 tokens with "Okay, time is up. Let me
     stop thinking and formulate an answer now. </think>". The model reads the tokens of the phrase, but no engine
-    sampled them, so nothing is learned from them.
-    """
+    sampled them, so they are masked from the loss."""
 
     from_tokens: int
     to_tokens: int
     """The cut is drawn from from_tokens … to_tokens, both included."""
     phrase: tuple[int, ...]
-    """Token ids."""
     answer_tokens: int
     seed: int
 
     def cut_after(self, group: int, sample: int) -> int:
-        """After how many tokens sample `sample` of a group is cut; the same each time it is sampled."""
+        """Return the number of tokens after which sample `sample` of a group is cut; equal each time it is sampled."""
         digest = hashlib.sha256(f"interruption/{self.seed}/{group}/{sample}".encode()).digest()
         return self.from_tokens + int.from_bytes(digest[:8], "little") % (self.to_tokens - self.from_tokens + 1)
 
     def join(self, thought: Completion, answer: Completion) -> Completion:
-        """One completion of thought, phrase and answer. `finish` is that of the answer."""
+        """Return one completion of thought, phrase and answer, with the answer's `finish`."""
         said = len(self.phrase)
         experts, kept = None, None
         if thought.experts is not None and answer.experts is not None:
-            # Those with which each part was sampled. The second request prefilled the thought again, or found it in the
-            # cache: its account of the thought does not count.
+            # The experts with which each part was sampled. The second request prefilled the thought again, or read it
+            # from the cache: its experts of the thought do not count.
             experts = thought.experts.continued_by(answer.experts)
-        if thought.kept is not None and answer.kept is not None:  # the phrase was not chosen from anything
+        if thought.kept is not None and answer.kept is not None:  # the phrase was not sampled
             kept = KeptSets.joined([thought.kept, KeptSets.empty(said), answer.kept])
         phrase = np.array(self.phrase, np.int32)
         return Completion(
@@ -246,25 +237,20 @@ class Interruption:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherScores:
-    """Asks a teacher for the log-probabilities of sampled tokens, again where it fails.
-
-    A group that no server scores, after some attempts, is left out of the loss; its rewards are kept. Too many of them
-    end the run (reward.max_failed_share).
-    """
+    """A client that has a teacher score sampled tokens, with retries. A group that no server scores is left out of the
+    loss; its rewards are kept. Too many of them end the run (reward.max_failed_share)."""
 
     teacher: TeacherServers
     retries: int
     watch: FailureWatch
     require_alive: Callable[[], None] = lambda: None
-    """Called after a failure; raises where no server will ever answer again."""
+    """Called after a failure; raises when no server will ever answer again."""
     first_pause_s: float = 0.5
 
     async def of(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Completion]:
-        """The completions with the teacher's log-probabilities; without anything to learn from, where it gave none.
-
-        What the teacher finds all but impossible is stored as exp(-128), the least that any engine samples. Raises
-        RewardError when too many of the last samples were not scored, and what `require_alive` raises.
-        """
+        """Return the completions with the teacher's log-probabilities, or masked from the loss where it gave none.
+        Log-probabilities below -128, the least of any engine, are stored as -128. Raises RewardError when too many
+        recent samples were not scored, and errors of `require_alive`."""
         responses = [completion.tokens.tolist() for completion in completions]
         for failures in range(1, self.retries + 2):
             try:
@@ -284,14 +270,14 @@ class TeacherScores:
 
 
 def _taught(completion: Completion, logprobs: NDArray[np.float32]) -> Completion:
-    """With what the teacher says of every token; of those that no engine sampled, 0.0 is kept."""
+    """Return the completion with the teacher's log-probabilities; 0.0 for tokens that no engine sampled."""
     possible = np.maximum(logprobs, np.float32(LOWEST_LOGPROB))
     return replace(completion, teacher_logprobs=np.where(completion.loss_mask, possible, np.float32(0.0)))
 
 
 def distance_from_teacher(answers: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """`reverse_kl` of held-out answers, nats a token: of the student as evaluations sample it, from its own tokens; it
-    is missing where the teacher scored none. `teacher_failures`: samples that it did not score."""
+    """Return `reverse_kl` of held-out answers, in nats per token, of the student as evaluations sample it, estimated on
+    its tokens; missing where the teacher scored none. `teacher_failures` counts the samples that it did not score."""
     scored = [
         (sample.completion.logprobs, sample.completion.teacher_logprobs, sample.completion.loss_mask)
         for each in answers
