@@ -1,12 +1,12 @@
-"""Compares what an engine holds with the quant map, and with what the learner published or emulates. Needs no torch.
+"""Audit an engine: compare its weights with the quant map and with the learner's weights. Needs no torch.
 
     map       a module is held in another format than the map says; ranks of an engine differ; a router or a head is
               quantized that the map leaves alone
-    weights   the scales, or the values that the engine multiplies by, are others than those expected
+    weights   the scales, or the values that the engine multiplies by, differ from those published or emulated
 
-Statistics stand for the weights: the number, the smallest, the largest and the sum of a module's scales, and the sum of
-the squares of the values after quantization. They are sums, so they add up over the ranks of an engine and hold for any
-layout that a kernel asks for. An engine's answer is small, and one wrong scale among thousands changes a sum.
+Statistics stand for the weights: the number, minimum, maximum and sum of a module's scales, and the sum of the squares
+of its values after quantization. Sums add up over the ranks of an engine and hold for any layout that a kernel needs.
+An engine's answer is small, and a single wrong scale among thousands changes a sum.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from precision.formats.quant_map import QuantMap
 
 Kind = Literal["missing", "two formats", "format", "shape", "scales", "values"]
 SCALE_TOLERANCE = 1e-4
-"""Relative. Scales are sent as they are; sums are made in other orders."""
+"""Relative. Scales are sent unchanged, but summed in another order."""
 VALUE_TOLERANCE = 2e-3
 """Relative, of the root of the sum of squares: dequantized values may be rounded to the engine's dtype."""
 REQUANTIZED_TOLERANCE = 3e-2
 """The same where the engine chooses scales itself (fp8_tensor; one scale a row on a GPU, one a shard)."""
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|up|down)_proj")
 KV_CACHE = "fp8_kv_cache"
-"""The layout of an attention layer whose keys and values are kept in FP8, by one scale each."""
+"""The layout of an attention layer that keeps its keys and values in FP8, with one scale each."""
 FULL = "full"
-"""The layout of what is not quantized."""
+"""The layout of unquantized weights."""
 _SERVED_AS = {"fp8_tensor": ("fp8_tensor", "fp8_channel")}
-"""A map's format → what engines make of it, where that is not the same: on a GPU, SGLang gives each row a scale."""
+"""A map's format → its formats in engines, where they may differ: on a GPU, SGLang gives each row a scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +49,21 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What one rank of an engine holds of a module, or what is expected of a whole engine."""
+    """The statistics of a module, as one rank of an engine holds it, or as expected of a whole engine."""
 
     layout: str
-    """full, a RolloutFormat, or the name of another method of SGLang."""
+    """full, a RolloutFormat, fp8_kv_cache, or SGLang's name of another method."""
     dtype: str
-    """In which the weight is stored, as torch names it without its prefix."""
+    """The dtype of the stored weight, as torch names it without its prefix."""
     num_values: int
     squares: float | None = None
-    """Sum of the squares of the values that the engine multiplies by; None where it is not known."""
+    """Sum of the squares of the values that the engine multiplies by; None where it is unknown."""
     scales: Scales | None = None
-    """None where there are none, or where they are packed."""
+    """None where there are no scales, or where they are packed."""
 
     @classmethod
     def from_json(cls, text: str) -> Held:
-        """Read the JSON of a description's fields. Raises ValueError for anything else."""
+        """Read a JSON object of the fields. Raises ValueError for anything else."""
         try:
             data: dict[str, Any] = json.loads(text)
             scales = data.pop("scales", None)
@@ -72,7 +72,7 @@ class Held:
             raise ValueError(f"{text[:80]!r} is no description of a module ({error})") from error
 
     def plus(self, other: Held) -> Held:
-        """Add the values of another share of the module, in this one's format."""
+        """Add the values of another share of the module, keeping this share's format."""
         scales, more = self.scales, other.scales
         return replace(
             self,
@@ -91,20 +91,19 @@ class Held:
 
 @dataclass(frozen=True)
 class Misheld:
-    """A module that an engine holds otherwise than it should."""
+    """A difference between a module of an engine and its expected state."""
 
     module: str
     kind: Kind
     message: str
-    """A sentence without the module."""
+    """A sentence without the module's name."""
 
     def __str__(self) -> str:
         return f"{self.module}: {self.message}"
 
 
 def audited_name(module: str) -> str:
-    """Return the name under which a module is audited: its own; for an expert, that of the experts' stack of its
-    layer."""
+    """Return the audited name of a module: its own, or for an expert the name of its layer's stack of experts."""
     match = _EXPERT.fullmatch(module)
     if match is None:
         return module
@@ -112,8 +111,8 @@ def audited_name(module: str) -> str:
 
 
 def formats_of(quant_map: QuantMap | None, dtype: str) -> dict[str, str]:
-    """Return what an engine that computes in `dtype` ("bfloat16") should hold: audited name of each module of the map →
-    its format, or `dtype` where it is not quantized. Empty where nothing is."""
+    """Return the formats expected of an engine that computes in `dtype` ("bfloat16"): audited name of each module of
+    the map → its format, or `dtype` where it is not quantized. Empty without a map."""
     if quant_map is None:
         return {}
     modules = (module for group in quant_map.fused_groups for module in group)
@@ -123,12 +122,9 @@ def formats_of(quant_map: QuantMap | None, dtype: str) -> dict[str, str]:
 def audit(
     ranks: Sequence[Mapping[str, Held]], formats: Mapping[str, str], expected: Mapping[str, Held] | None = None
 ) -> list[Misheld]:
-    """Return what is wrong with an engine, in the order of the map's modules; an empty list when nothing is.
-
-    `ranks`: for each tensor parallel rank, module by its audited name → what it holds. `formats`: as `formats_of` makes
-    them; modules that are not among them must not be quantized. `expected`: module → what the ranks should hold
-    together, of any modules.
-    """
+    """Return the faults of an engine, in the order of the map's modules; empty when there are none. `ranks`: for each
+    tensor parallel rank, audited name → statistics. `formats`: from `formats_of`; other modules must not be quantized.
+    `expected`: audited name → statistics of all ranks together, of any modules."""
     findings = []
     for name in [*formats, *dict.fromkeys(name for rank in ranks for name in rank if name not in formats)]:
         held = [rank[name] for rank in ranks if name in rank]
@@ -160,10 +156,9 @@ def audit(
 
 
 def _compare(name: str, held: Sequence[Held], expected: Held) -> Iterator[Misheld]:
-    """Compare the statistics of all ranks together with what is expected of the engine."""
     whole = functools.reduce(Held.plus, held)
     copies, left = divmod(whole.num_values, expected.num_values)
-    if left or not 1 <= copies <= len(held):  # ranks that share a key-value head each have a copy of it
+    if left or not 1 <= copies <= len(held):  # ranks that share a key-value head each hold a copy
         yield Misheld(name, "shape", f"the engine holds {whole.num_values} values, expected {expected.num_values}")
         return
     if whole.scales and expected.scales:

@@ -1,16 +1,16 @@
-"""Quantize weights and activations; the engine's emulation and the learner's use the same functions.
+"""Quantize weights and activations, with the same functions for the engine's emulation and the learner's.
 
-e4m3 ("fn": no infinities, largest value 448, 3 mantissa bits) has a half-ulp of at most 2^-4 of the value down to
-2^-6, and steps of 2^-9 below. A scale maps the largest magnitude of a tensor, block or group to 448:
+e4m3 ("fn": no infinities, largest value 448, 3 mantissa bits) has a half-ulp of at most 2^-4 of the value down to 2^-6,
+and steps of 2^-9 below. A scale maps the largest magnitude of a tensor, block or group to 448:
 
     scale = max(amax / 448, 1e-12),   q = e4m3(clamp(w / scale, -448, 448)),   w' = q * scale
 
-Values are clamped before the cast, because devices differ in what the cast alone makes of larger ones (NaN, or 448).
-Input is checked to be finite besides. Layouts are those of Hugging Face checkpoints: a block scale is called
-`weight_scale_inv` there, although values are multiplied by it.
+Values are clamped before the cast, because devices cast larger ones differently (to NaN, or 448). Input is also checked
+to be finite. Layouts follow Hugging Face checkpoints, which call a block scale `weight_scale_inv`, although values are
+multiplied by it.
 
-Two smaller formats are emulated in float32, which holds their values exactly (no torch dtype holds e3m2, and none of
-e2m1 can be cast to). Neither has infinities or NaN; values that are too large saturate.
+Two smaller formats are emulated in float32, which holds their values exactly (no torch dtype holds e3m2, and none for
+e2m1 supports casts). Neither has infinities or NaN; values that are too large saturate.
 
     e3m2   0, ±.0625 … ±28    2 mantissa bits, steps of 2^-4 below 2^-2    (OCP Microscaling Formats 1.0, table 5)
     e2m1   0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives                   (the same, table 4)
@@ -18,10 +18,10 @@ e2m1 can be cast to). Neither has infinities or NaN; values that are too large s
     one scale        amax / largest, for a matrix, or for a token of the activations
     NVFP4            s = amax / (6 · 448) in float32, for a matrix or a token; s₁₆ = e4m3(amax₁₆ / (6 s)) for 16 values;
                      w' = e2m1(w / (s₁₆ s)) · (s₁₆ s): the scales of ModelOpt's NVFP4QTensor, bit for bit
-    MXFP4            2^⌈log2(amax₃₂ / 6)⌉ for 32 values: nothing saturates, as ModelOpt has it and as our MXFP8
+    MXFP4            2^⌈log2(amax₃₂ / 6)⌉ for 32 values: nothing saturates, as in ModelOpt and in our MXFP8
 
-Engines calibrate the float32 scale of NVFP4's activations beforehand. Here each token has its own, so that the rounding
-of a token depends neither on a calibration nor on the tokens beside it.
+Engines calibrate the float32 scale of NVFP4's activations beforehand. Here each token has its own scale, so that its
+rounding depends neither on a calibration nor on other tokens.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ E4M3_MAX = 448.0
 SCALE_FLOOR = 1e-12
 """Keeps tensors of zeros from dividing by zero."""
 SMALLEST_E4M3 = 2.0**-9
-"""The smallest positive value: a scale of zero would make zeros, or NaN, of what it scales."""
+"""The smallest positive value. A scale of zero would turn the scaled values to zeros or NaN."""
 _EXPONENT = 0x7F800000
 """The exponent bits of a float32."""
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """Round to the nearest e4m3 value (ties to even), saturating at +-448. Finite input is the caller's duty."""
+    """Round to the nearest e4m3 value (ties to even), saturating at ±448. The input must be finite."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def scale_of(amax: Tensor, largest: float = E4M3_MAX) -> Tensor:
-    """Return the float32 scale(s) that map the largest magnitude(s) `amax` to `largest`, the largest value of the
-    format. Raises FloatingPointError when one is not finite."""
+    """Return the float32 scale(s) that map the largest magnitude(s) `amax` to `largest`, the format's largest value.
+    Raises FloatingPointError when an `amax` is not finite."""
     amax = amax.float()
     require_finite(amax)
-    # By a tensor: CUDA divides by a number by multiplying with its reciprocal, a bit off what a CPU makes of it.
+    # Divide by a tensor: CUDA divides by a number through its reciprocal, a bit off a CPU's result.
     return (amax / torch.full_like(amax, largest)).clamp(min=SCALE_FLOOR)
 
 
 def require_finite(amax: Tensor) -> None:
-    """Raise FloatingPointError unless all largest magnitudes are finite. On a GPU, waits for them."""
+    """Raise FloatingPointError unless all largest magnitudes are finite. Synchronizes with a GPU."""
     if not bool(amax.isfinite().all()):
         raise FloatingPointError(
             f"largest magnitude to quantize is {float(amax.max())}, expected finite values; a cast would hide it as "
@@ -69,12 +69,9 @@ def require_finite(amax: Tensor) -> None:
 
 
 def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
-    """Quantize with one scale a block: (q e4m3 [N, K], scale_inv f32 [ceil(N / rows), ceil(K / columns)]) of `weight`
-    [N, K].
-
-    Blocks at the lower and right edge may be smaller. Raises FloatingPointError on non-finite input, ValueError
-    unless `weight` is a matrix with elements.
-    """
+    """Quantize `weight` [N, K] with one scale per block: return (q e4m3 [N, K], scale_inv f32 [ceil(N / rows), ceil(K /
+    columns)]). Blocks at the lower and right edge may be smaller. Raises FloatingPointError on non-finite input,
+    ValueError unless `weight` is a matrix with elements."""
     require_matrix(weight)
     rows, columns = block
     height, width = weight.shape
@@ -86,8 +83,7 @@ def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tens
 
 
 def dequantize_block(quantized: Tensor, scale_inv: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
-    """Return the float32 values [N, K] of `quantize_block`'s result. Raises ValueError when the scales do not fit the
-    matrix."""
+    """Return the float32 values [N, K] of `quantize_block`'s result. Raises ValueError when the scales do not fit."""
     require_matrix(quantized)
     height, width = quantized.shape
     expected = (-(-height // block[0]), -(-width // block[1]))
@@ -105,7 +101,6 @@ def _spread(scales: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> T
 
 
 def require_matrix(weight: Tensor) -> None:
-    """Raise ValueError for anything but a matrix with elements."""
     if not weight.numel():
         raise ValueError(f"weight of shape {tuple(weight.shape)} is empty, expected elements; check the shard")
     if weight.dim() != 2:
@@ -120,12 +115,11 @@ class SmallFloat:
 
     mantissa_bits: int
     smallest_exponent: int
-    """Of a normal value."""
+    """Smallest exponent of a normal value."""
     largest: float
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Round to the nearest values of the format in float32, ties to even, saturating; the sign of a zero stays.
-        Finite input is the caller's duty."""
+        """Round finite values to the format's nearest, as float32, ties to even, saturating; zeros keep their sign."""
         clamped = values.float().clamp(-self.largest, self.largest)
         binade = (clamped.view(torch.int32) & _EXPONENT).view(torch.float32)  # 2^⌊log2 |x|⌋
         step = binade.clamp(min=2.0**self.smallest_exponent) * 2.0**-self.mantissa_bits
@@ -140,18 +134,16 @@ _SMALL = {
     RolloutFormat.EMULATED_NVFP4: E2M1,
     RolloutFormat.EMULATED_MXFP4: E2M1,
 }
-"""Formats of other values than e4m3."""
+"""Format → its values, where those are not e4m3."""
 
 
 def fake_quantize(
     values: Tensor, rollout_format: RolloutFormat, *, per_token: bool = False, amax: Tensor | None = None
 ) -> Tensor:
-    """Quantize and back, in the dtype of `values`; gradients pass straight through.
-
-    `values` are a weight [out, in], or with `per_token` activations [..., channels], each token of which is rounded
-    alone. `amax` (scalar) raises the largest magnitude of a weight that shares its one scale with others. Raises
-    FloatingPointError on non-finite input, ValueError for a weight without elements.
-    """
+    """Quantize and dequantize, in the dtype of `values`; gradients pass straight through. `values` are a weight [out,
+    in] or, with `per_token`, activations [..., channels], each token rounded alone. `amax` (scalar) raises the largest
+    magnitude of a weight that shares its single scale with others. Raises FloatingPointError on non-finite input,
+    ValueError for a weight without elements."""
     if not values.numel():
         if per_token:
             return values
@@ -182,9 +174,9 @@ def fake_quantize(
 
 
 def _power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
-    """Return amax / `largest` as float32 powers of two, rounded up, so that nothing saturates: as engines and
-    Transformer Engine have it (arXiv 2506.08027, section 3), where the OCP specification rounds down. At least 2^-126:
-    a smaller scale is no normal float32, and some devices make zero of it."""
+    """Return amax / `largest` as float32 powers of two, rounded up, so that nothing saturates, as in engines and
+    Transformer Engine (arXiv 2506.08027, section 3); the OCP specification rounds down. At least 2^-126: a smaller
+    scale is no normal float32, and some devices flush it to zero."""
     require_finite(amax)
     mantissa, exponent = torch.frexp(amax / torch.full_like(amax, largest))  # mantissa in [0.5, 1)
     rounded_up = torch.where(mantissa > 0.5, exponent, exponent - 1)
@@ -193,10 +185,8 @@ def _power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
 
 
 def straight_through(original: Tensor, quantized: Tensor) -> Tensor:
-    """Return exactly `quantized`, in `original`'s dtype, with the identity as derivative in `original`.
-
-    (`original + (quantized - original).detach()` would round twice.)
-    """
+    """Return exactly `quantized`, in `original`'s dtype, with the identity as derivative in `original`. (`original +
+    (quantized - original).detach()` would round twice.)"""
     result: Tensor = _StraightThrough.apply(original, quantized)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,21 +1,21 @@
-"""The quant map: which module of the model is held in which format, by exact Hugging Face name. Needs no torch.
+"""Map each module of a model to its format, by exact Hugging Face name, and read and write maps. Needs no torch.
 
-One map serves both sides: what a publish sends and what the learner emulates (precision.formats.streams), and what an
-engine is told about its checkpoint.
+Both sides use one map: it determines the tensors that a publish sends, the learner's emulation
+(precision.formats.streams), and the config of an engine's checkpoint.
 
-Engines stack q, k and v, and gate and up, into one matrix each, which has one format. So has a whole mixture: engines
-hold the experts of a layer as one module. These are the groups, the smallest units that change their format.
+Engines stack q, k and v, and gate and up, into one matrix each, which has one format. They also hold the experts of a
+layer as one module with one format. The stacks and mixtures are the groups, the smallest units that change format.
 
-A map's file is YAML: a base format, and the modules that are held in another one.
+A map's file is YAML: a base format, and the modules with other formats.
 
     base: fp8_block
     exceptions:
       model.layers.0.mlp.down_proj: full
       model.layers.3.mlp.experts: full
 
-Names are exact Hugging Face names of linear layers; the experts of a mixture, which have one format together, may be
-named as one. `full` is the dtype in which the engine computes. bf16, fp16 and fp32 are the same, and are refused when
-the engine computes in another one. fp8_channel and mxfp8 are emulated by the learner alone.
+Names are exact Hugging Face names of linear layers; a mixture may be named as a whole. `full` is the dtype in which the
+engine computes. bf16, fp16 and fp32 name that dtype explicitly, and are refused when the engine computes in another.
+fp8_channel and mxfp8 are emulated only by the learner.
 """
 
 from __future__ import annotations
@@ -58,19 +58,18 @@ ModuleFormat = Literal[
 FULL: ModuleFormat = "full"
 _QUANTIZED: Mapping[str, RolloutFormat] = {rollout_format.value: rollout_format for rollout_format in RolloutFormat}
 ENGINE_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""The formats that name a dtype, and that dtype as SGLang calls it."""
+"""The formats that name a dtype → SGLang's name of the dtype."""
 
 
 class QuantMapFile(Settings):
-    """What the file says, before the names are compared with a model (precision.formats.quant_map.QuantMap)."""
+    """The content of the file, before its names are compared with a model (precision.formats.quant_map.QuantMap)."""
 
     base: ModuleFormat = Field(description="Format of every linear layer of the decoder that is not an exception.")
     exceptions: dict[str, ModuleFormat] = Field(default_factory=dict, description="Exact module name → its format.")
 
     @classmethod
     def read(cls, path: Path, text: str | None = None) -> QuantMapFile:
-        """Read the file at `path`, or its `text`. Raises ValueError, in one line, for a file that cannot be read or
-        says something else."""
+        """Read the file at `path`, or its `text`. Raises ValueError, in one line, for an unreadable or invalid file."""
         try:
             return cls.model_validate(parse_yaml(path.read_bytes() if text is None else text))
         except OSError as error:
@@ -87,15 +86,14 @@ class QuantMapFile(Settings):
             raise ValueError(f"quant map {path}: {listed(problems)}; expected `base` and `exceptions`") from None
 
     def to_yaml(self) -> str:
-        """Return the file's text."""
         return dump_yaml(self.model_dump(mode="json"))
 
     def rollout_formats(self) -> frozenset[RolloutFormat]:
-        """Return the quantized formats that it names."""
+        """Return the quantized formats in the file."""
         return frozenset(_QUANTIZED[name] for name in (self.base, *self.exceptions.values()) if name in _QUANTIZED)
 
     def check_dtype(self, dtype: str) -> None:
-        """Raise ValueError when a module is to be held in another dtype than the engine's (`--dtype`)."""
+        """Raise ValueError when a module has another dtype than the engine's (`--dtype`)."""
         for module, name in (("base", self.base), *self.exceptions.items()):
             if ENGINE_DTYPES.get(name, dtype) != dtype:
                 raise ValueError(
@@ -106,11 +104,11 @@ class QuantMapFile(Settings):
 
 @dataclass(frozen=True)
 class QuantMap:
-    """Formats by module name, such as `model.layers.0.self_attn.q_proj`; what is not named is not quantized."""
+    """Module name, such as `model.layers.0.self_attn.q_proj` → format; other modules are not quantized."""
 
     formats: Mapping[str, RolloutFormat]
     fused_groups: tuple[tuple[str, ...], ...]
-    """Every module that can be quantized, in exactly one group: those that the engine stacks into one matrix."""
+    """Every module that can be quantized, in exactly one group: the modules that the engine stacks into one matrix."""
 
     def __post_init__(self) -> None:
         modules = [module for group in self.fused_groups for module in group]
@@ -125,11 +123,9 @@ class QuantMap:
     def for_decoder(
         cls, num_layers: int, rollout_format: RolloutFormat | str | None, num_experts: int | None = None
     ) -> QuantMap:
-        """All attention and MLP projections of a decoder; embeddings, norms, routers and lm_head stay as they are.
-
-        None for a map that quantizes nothing yet. With `num_experts`, the MLP of every layer is a mixture of so many.
-        Raises ValueError for an unknown format, no layers or no experts.
-        """
+        """Return the map of all attention and MLP projections of a decoder; embeddings, norms, routers and lm_head are
+        never quantized. Format None: nothing is quantized yet. With `num_experts`, the MLP of every layer is a mixture
+        of as many. Raises ValueError for an unknown format, no layers or no experts."""
         if num_layers < 1:
             raise ValueError(f"num_layers is {num_layers}, expected at least 1; read it from the model's config.json")
         if num_experts is not None and num_experts < 1:
@@ -149,8 +145,8 @@ class QuantMap:
 
     @classmethod
     def from_file(cls, file: QuantMapFile, num_layers: int, num_experts: int | None = None) -> QuantMap:
-        """The file's map of a model. Raises ValueError for names that the model does not have, with the nearest that
-        it has, and when an engine could not give a group's modules the formats that they are named with."""
+        """Return the file's map of a model. Raises ValueError for a name that the model does not have, with the nearest
+        valid name, and when the modules of a group have different formats."""
         whole = cls.for_decoder(num_layers, _QUANTIZED.get(file.base), num_experts)
         formats: dict[str, RolloutFormat | None] = dict(whole.formats)
         mixtures = {name: modules for name, modules in whole.groups.items() if name.endswith(".experts")}
@@ -163,7 +159,7 @@ class QuantMap:
         return made
 
     def to_file(self) -> QuantMapFile:
-        """Return the map as a file that `from_file` makes the same map of."""
+        """Return a file from which `from_file` makes the same map."""
         counts = {name: list(self.formats.values()).count(name) for name in RolloutFormat}
         base = max(RolloutFormat, key=lambda name: counts[name])
         if not counts[base]:
@@ -178,12 +174,9 @@ class QuantMap:
 
     @cached_property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """Return the engine's name of each module that it multiplies by → the Hugging Face modules in it, in
-        their order.
-
-        Such as `model.layers.0.self_attn.qkv_proj`, `….o_proj`, `….mlp.gate_up_proj`, `….mlp.down_proj`, and
-        `….mlp.experts` for all experts of a layer.
-        """
+        """The engine's name of each module that it multiplies by → the Hugging Face modules in it, in order. Names are
+        for example `model.layers.0.self_attn.qkv_proj`, `….o_proj`, `….mlp.gate_up_proj`, `….mlp.down_proj`, and
+        `….mlp.experts` for all experts of a layer."""
         found: dict[str, list[str]] = {}
         for group in self.fused_groups:
             stack = _STACK_OF.get(tuple(module.rpartition(".")[2] for module in group))
@@ -195,8 +188,7 @@ class QuantMap:
 
     @property
     def rollout_format(self) -> RolloutFormat | None:
-        """The quantized format of the map; None when nothing is quantized. Raises ValueError when there are several,
-        which no engine serves at once."""
+        """The quantized format of the map, or None. Raises ValueError for several: no engine serves them at once."""
         found = sorted(set(self.formats.values()))
         if len(found) > 1:
             raise ValueError(
@@ -206,27 +198,21 @@ class QuantMap:
         return found[0] if found else None
 
     def promoted(self, modules: Iterable[str], to: RolloutFormat | str | None = None) -> QuantMap:
-        """Another map, in which the groups of `modules` have the format `to`; None: they are not quantized.
-
-        `modules` are names of modules or of `groups`; one module stands for its whole group. Raises ValueError for
-        unknown names, with the nearest known one.
-        """
+        """Return a map in which the groups of `modules` have the format `to`, or are not quantized for None. `modules`
+        are names of modules, which stand for their groups, or of `groups`. Raises ValueError for an unknown name."""
         chosen = None if to is None else RolloutFormat.named(to)
         formats = dict(self.formats) | dict.fromkeys(self._whole_groups(modules), chosen)
         return replace(self, formats={module: name for module, name in formats.items() if name is not None})
 
     def only(self, modules: Iterable[str]) -> QuantMap:
-        """Another map, in which the groups of `modules` keep their formats and nothing else is quantized. Names as in
-        `promoted`."""
+        """Return a map that quantizes only the groups of `modules` (named as in `promoted`), in their formats."""
         kept = set(self._whole_groups(modules))
         return replace(self, formats={module: name for module, name in self.formats.items() if module in kept})
 
     def restricted(self, modules: Iterable[str]) -> QuantMap:
-        """The map of a share of the model, such as one pipeline stage; other modules may be named as well.
-
-        The check of `quantize_state` and `fake_quantize_state` then demands this share, all of it and no more. Raises
-        ValueError when the share cuts through a group that the engine stacks.
-        """
+        """Return the map of a share of the model, such as a pipeline stage; `modules` may include names that are not in
+        the map. `quantize_state` and `fake_quantize_state` then require exactly this share. Raises ValueError when the
+        share cuts through a group that the engine stacks."""
         named = set(modules)
         groups = tuple(group for group in self.fused_groups if not named.isdisjoint(group))
         for group in groups:
@@ -239,12 +225,12 @@ class QuantMap:
         return QuantMap({module: self.formats[module] for module in share}, groups)
 
     def to_hf_quantization_config(self) -> dict[str, Any] | None:
-        """`quantization_config` for config.json, next to what `quantize_state` yields.
+        """Return `quantization_config` for config.json, to go with the tensors of `quantize_state`.
 
-        None for fp8_tensor: the folder holds plain weights, and SGLang quantizes them on loading (--quantization fp8).
-        None as well when nothing is quantized. An emulated format names a method that stock SGLang does not know:
-        only our CPU engine loads such a folder (rollout_sglang.cpu.quantized). Raises ValueError when the map mixes
-        formats, which no such config can say, and for formats that are not served.
+        None when nothing is quantized, and for fp8_tensor: the folder holds plain weights, which SGLang quantizes on
+        loading (--quantization fp8). An emulated format names a method that stock SGLang does not know: only our CPU
+        engine loads the folder (rollout_sglang.cpu.quantized). Raises ValueError when the map mixes formats, which a
+        config cannot express, and for formats that are not served.
         """
         rollout_format = self.rollout_format
         if rollout_format is not None and not rollout_format.is_served:
@@ -260,17 +246,13 @@ class QuantMap:
         if rollout_format.is_emulated:
             config = {"quant_method": EMULATED_METHOD, "format": rollout_format.value}
         ignored = list(self.ignored_layers())
-        # SGLang and vLLM read the first of the two, transformers the second.
+        # SGLang and vLLM read the first key, transformers the second.
         return config | ({"ignored_layers": ignored, "modules_to_not_convert": ignored} if ignored else {})
 
     def ignored_layers(self) -> tuple[str, ...]:
-        """The modules that could be quantized and are not, by the names that engines take: exact, a mixture by the name
-        of all its experts.
-
+        """Return the modules that could be quantized and are not, by exact name; a mixture by the name of its experts.
         Raises ValueError when the experts of a layer differ. SGLang compares names at their dots (0.5.23,
-        layers/quantization/utils.py `_module_path_match`); older releases look for substrings. Whole names are safe
-        with both: none of them is a part of another one.
-        """
+        layers/quantization/utils.py `_module_path_match`), older releases by substrings; no name is part of another."""
         names: list[str] = []
         for name, modules in self.groups.items():
             self._require_one_format(modules, "are one module of the engine")

@@ -1,9 +1,9 @@
-"""e4m3 quantization in blocks as a Triton kernel: bit for bit what formats.py makes of the same weight, in one read.
+"""Quantize to e4m3 in blocks with a Triton kernel: bit for bit as formats.py, in a single read of the weight.
 
-A program holds its block in registers, finds the scale, divides and rounds. Not yet run on a GPU. There is no kernel
-for one scale a matrix: an fp8_tensor engine is sent plain weights and quantizes them itself.
+A program holds its block in registers, computes the scale, divides and rounds. Not yet run on a GPU. There is no kernel
+for one scale per matrix: an fp8_tensor engine receives plain weights and quantizes them itself.
 
-Bits agree on every device because the kernel uses none of a device's approximations:
+Bits agree on every device because the kernel uses no device's approximations:
 - Largest magnitudes are compared as integers. Floats of one sign are ordered as their bits are, and NaN comes out above
   infinity, where a float maximum would drop it.
 - Division is the correctly rounded one.
@@ -12,7 +12,7 @@ Bits agree on every device because the kernel uses none of a device's approximat
 - Nothing is clamped: a quotient exceeds 448 by rounding only, far from the next step of the grid.
 
 A non-finite weight makes its scale non-finite. The host checks the scales of each weight, so that the error can name
-it. That waits for the device for tens of microseconds; sending a weight takes milliseconds.
+it. The check waits for the device for tens of microseconds; sending a weight takes milliseconds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SIGN = tl.constexpr(-(1 << 31))
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
 _EXPONENT = tl.constexpr(0xFF << 23)
 _SMALLEST_NORMAL = tl.constexpr((127 - 6) << 23)
-"""Exponent bits of 2^-6: below, e4m3's steps grow no smaller."""
+"""Exponent bits of 2^-6: below it, e4m3's steps grow no smaller."""
 _TO_ANCHOR = tl.constexpr((23 - 3) << 23)
-"""From the exponent of a value to that of the float32 whose unit in the last place is e4m3's step there (3 bits)."""
+"""Offset from a value's exponent to that of the float32 whose unit in the last place is e4m3's step there (3 bits)."""
 _E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 _SCALE_FLOOR = tl.constexpr(formats.SCALE_FLOOR)
 
@@ -39,7 +39,7 @@ WARPS = 8
 
 
 def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
-    """formats.quantize_block of a bfloat16, float16 or float32 `weight` [N, K]: (q e4m3, scale_inv f32)."""
+    """Quantize a bfloat16, float16 or float32 `weight` [N, K] as formats.quantize_block: (q e4m3, scale_inv f32)."""
     formats.require_matrix(weight)
     weight = weight.detach()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -52,7 +52,7 @@ def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tens
 
 
 def tile(block: tuple[int, int]) -> dict[str, int]:
-    """What the kernel of blocks is compiled for."""
+    """Return the compile-time constants of the block kernel."""
     sides = {"BLOCK_ROWS": block[0], "BLOCK_COLUMNS": block[1]}
     powers = {"TILE_ROWS": triton.next_power_of_2(block[0]), "TILE_COLUMNS": triton.next_power_of_2(block[1])}
     return {**sides, **powers, "num_warps": WARPS}
@@ -60,7 +60,7 @@ def tile(block: tuple[int, int]) -> dict[str, int]:
 
 @triton.jit
 def _magnitude_bits(values: tl.tensor) -> tl.tensor:
-    """Return the int32 bits of |values|, which are in float32."""
+    """Return the int32 bits of |values|, which are float32."""
     return values.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 

@@ -1,13 +1,13 @@
-"""Streams of (Hugging Face name, tensor) in the formats of a quant map.
+"""Convert streams of (Hugging Face name, tensor) to the formats of a quant map.
 
-`quantize_state` makes the tensors that the engine is given, `fake_quantize_state` the weights that the engine then
-computes with, for the learner's emulation of it. At the end both check that every module of the map came: one that did
-not would be served in another format than the map says.
+`quantize_state` makes the tensors for the engine, and `fake_quantize_state` the weights that the engine then computes
+with, for the learner's emulation. At the end both check that every module of the map came: a missing module would be
+served in another format than the map says.
 
-Block scales are the same whether or not the engine stacks matrices (the rows of each part are a multiple of 128, as
-SGLang requires of stacked parts). With fp8_tensor the stacked matrix has a single scale, so the members of a fused
-group share their largest magnitude. That holds for an engine of tensor parallel size 1; a sharded engine has a scale
-for each shard. Each expert of a mixture is stacked by itself.
+Block scales do not depend on stacking (the rows of each part are a multiple of 128, as SGLang requires of stacked
+parts). With fp8_tensor the stacked matrix has a single scale, so the members of a fused group share their largest
+magnitude. That holds for an engine of tensor parallel size 1; a sharded engine has a scale per shard. Each expert of a
+mixture is stacked by itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from precision.formats.rollout_format import RolloutFormat
 
 
 def quantize_block(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize `weight` [N, K] in 128x128 blocks on the device that holds it: by a kernel on a GPU, with the same bits
-    as `precision.formats.formats.quantize_block`."""
+    """Quantize `weight` [N, K] in 128x128 blocks on its device: by a kernel on a GPU, with the same bits as
+    `precision.formats.formats.quantize_block`."""
     if not weight.is_cuda:
         return formats.quantize_block(weight)
     from precision.formats import quantize_triton  # only where there is Triton
@@ -33,10 +33,10 @@ def quantize_block(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_state(named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap) -> Iterator[tuple[str, Tensor]]:
-    """Stream HF (name, tensor) pairs into what the engine loads, in the same order.
+    """Stream HF (name, tensor) pairs into the engine's tensors, in the same order.
 
-    fp8_block modules yield `<module>.weight` (e4m3) and `<module>.weight_scale_inv` (f32), those of an emulated format
-    the rounded values in the weight's own dtype; everything else, fp8_tensor weights included, passes unchanged. Raises
+    fp8_block modules yield `<module>.weight` (e4m3) and `<module>.weight_scale_inv` (f32), modules of an emulated
+    format the rounded values in the weight's dtype; all others, fp8_tensor weights included, pass unchanged. Raises
     FloatingPointError naming a non-finite weight, ValueError for a format that engines are not sent, and at the end
     when a module of the map never came.
     """
@@ -58,11 +58,9 @@ def quantize_state(named_tensors: Iterable[tuple[str, Tensor]], quant_map: Quant
 def fake_quantize_state(
     named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream HF (name, tensor) pairs into the values that the engine computes with, each in its own dtype.
-
-    Pass tensors in the dtype that the engine loads. Members of a fused fp8_tensor group are held back until the group
-    is whole; all else keeps its order. Raises as `quantize_state`.
-    """
+    """Stream HF (name, tensor) pairs into the values that the engine computes with, each in its dtype. Pass tensors in
+    the dtype that the engine loads. Members of a fused fp8_tensor group wait until the group is complete; all others
+    keep their order. Raises as `quantize_state`."""
     groups = {f"{module}.weight": group for group in quant_map.fused_groups for module in group}
     waiting: dict[str, tuple[Tensor, Tensor]] = {}
     for name, tensor, rollout_format in _with_formats(named_tensors, quant_map):

@@ -1,6 +1,6 @@
-"""The statistics of weights that an audit compares (precision.formats.audit), on any device.
+"""Compute the statistics of weights that an audit compares (precision.formats.audit), on any device.
 
-Runs in an engine's interpreter too: needs torch, and nothing else that SGLang does not have.
+Runs in an engine's interpreter too: beside torch it needs only packages that SGLang has.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from precision.formats.rollout_format import BLOCK, RolloutFormat
 from precision.formats.streams import fake_quantize_state
 
 _ROWS_AT_ONCE = 4096
-"""A multiple of a block's rows. A wide matrix is not made float32 as a whole: an engine has no memory for that."""
+"""A multiple of a block's rows. A wide matrix is not converted to float32 as a whole: an engine lacks the memory."""
 
 
 def sum_of_squares(values: Tensor, scales: Tensor | None = None, block: tuple[int, int] = BLOCK) -> float:
-    """Sum (value × scale)² of a matrix [rows, columns], or of a stack of them, of any floating dtype.
-
-    `scales`: None; one value; one a row, [rows] or [rows, 1]; or one a block of `block`, [⌈rows/128⌉, ⌈columns/128⌉].
-    """
+    """Sum (value × scale)² of a matrix [rows, columns], or of a stack of matrices, of any floating dtype. `scales`:
+    None; a single value; one per row, [rows] or [rows, 1]; or one per block, [⌈rows/128⌉, ⌈columns/128⌉]."""
     matrices = values.detach().reshape(-1, *values.shape[-2:]) if values.dim() > 1 else values.detach()[None, None]
     count, rows, columns = matrices.shape
     total = torch.zeros((), dtype=torch.float64, device=values.device)
@@ -46,15 +44,14 @@ def sum_of_squares(values: Tensor, scales: Tensor | None = None, block: tuple[in
 
 
 def scale_statistics(scales: Tensor) -> Scales:
-    """Return the statistics of all scales of a module."""
     flat = scales.detach().double().flatten()
     smallest, largest = flat.aminmax()
     return Scales(count=flat.numel(), smallest=float(smallest), largest=float(largest), total=float(flat.sum()))
 
 
 def published_modules(named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap) -> dict[str, Held]:
-    """Return what an engine should hold of a published policy (HF names, as `quantize_state` yields them, or as a
-    policy folder holds them): audited name of each module of the map → its statistics."""
+    """Return the expected statistics of a published policy: audited name of each module of the map → its statistics.
+    Tensors have HF names, as from `quantize_state` or in a policy folder."""
     found: dict[str, Held] = {}
     pairs: dict[str, dict[str, Tensor]] = {}
     plain: dict[str, Tensor] = {}
@@ -64,7 +61,7 @@ def published_modules(named_tensors: Iterable[tuple[str, Tensor]], quant_map: Qu
         if module not in modules or kind not in ("weight", "weight_scale_inv"):
             continue
         rollout_format = quant_map.formats.get(module)
-        if rollout_format is not None and rollout_format.is_emulated:  # sent as they are multiplied by
+        if rollout_format is not None and rollout_format.is_emulated:  # sent rounded, as the engine multiplies by them
             _add(found, module, rollout_format, tensor)
         elif rollout_format is not RolloutFormat.FP8_BLOCK:
             plain[name] = tensor
@@ -78,8 +75,7 @@ def published_modules(named_tensors: Iterable[tuple[str, Tensor]], quant_map: Qu
 
 
 def emulated_modules(named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap) -> dict[str, Held]:
-    """Return what the learner's emulation of the map multiplies by, from weights that are not quantized, by audited
-    name. The scales are not known."""
+    """Return audited name → statistics, without scales, of the learner's emulation of the map, from plain weights."""
     found: dict[str, Held] = {}
     modules = {module for group in quant_map.fused_groups for module in group}
     for name, values in fake_quantize_state(named_tensors, quant_map):
@@ -96,7 +92,7 @@ def _add(
     values: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """Add the statistics of a weight to those of the module under whose name it is audited."""
+    """Add the statistics of a weight to those of its audited module."""
     held = Held(
         layout=str(rollout_format or FULL),
         dtype=str(values.dtype).removeprefix("torch."),
