@@ -1,9 +1,8 @@
-"""The learner on Megatron-Core, and the sending side of the weight channel.
+"""Train the policy on Megatron-Core and send its weights to the engines.
 
-A process that imports it imports less of Megatron-Core than Megatron-Core asks for, whether Megatron is imported before
-or after other packages. Its writers to W&B and TensorBoard take a rank a second and a half, and two folders that stay
-when it is killed; ours draw from the run directory (launch.export). Its fused operations are compiled by torch, whose
-compiler takes as long; on a CPU none is in use.
+Importing this package keeps parts of Megatron-Core from loading, in any order of imports. Its writers to W&B and
+TensorBoard take each rank 1.5 s and leave two folders when the rank is killed; our exports read the run directory
+(launch.export). torch compiles its fused operations, which takes as long and is useless on a CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _WithoutCompiler(SourceFileLoader):
 
 
 def _importer() -> str:
-    """The name of the module whose import statement is under way."""
+    """Return the name of the module whose import statement is running."""
     frame = sys._getframe(2)
     while frame.f_back is not None and "importlib" in frame.f_globals.get("__name__", ""):
         frame = frame.f_back
@@ -49,10 +48,9 @@ def _importer() -> str:
 
 sys.meta_path.insert(0, _Finder())
 
-# Megatron-Core says so on every import; `model.choose_layers` decides what is built.
+# Megatron-Core warns on every import; `model.build.choose_layers` decides which layers are built.
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
 
-# Read by Transformer Engine when it is imported: scales of 128×128 blocks as engines have them, amax / 448, instead of
-# the next power of two, so that learner.precision fp8_block multiplies by the weights that rollouts multiply by, where
-# its blocks are theirs.
+# Transformer Engine reads this when it is imported: scales of 128×128 blocks are amax / 448, as in engines, instead of
+# the next power of two. So learner.precision fp8_block multiplies by the same weights as rollouts in the same blocks.
 os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")

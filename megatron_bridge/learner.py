@@ -84,7 +84,6 @@ class MegatronLearner(RankSync):
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         self.layout = Layout.of(learner)
-        """The parallel sizes in use."""
         dtype = torch.float32 if learner.precision == "fp32" else torch.bfloat16
         self.layers = choose_layers(layers if emulate is None else "megatron", dtype)
         """The layers' origin: Megatron's own or Transformer Engine's."""
@@ -260,8 +259,7 @@ class MegatronLearner(RankSync):
             first, found = found, self._pass(rows, plan, inputs, num_tokens, prepared.step_ess)
             _compare(first, found, batch.index)
 
-        # Batch age counts from the batch's version. In a second update on a batch the policy is newer, so all tokens
-        # count as one version older.
+        # In a second update on a batch the policy is newer than the batch's version: tokens count as one version older.
         later_update, self._measured = self._measured == (batch.index, self.step - 1), (batch.index, self.step)
         gathered, looked = found.gathered, None
         seen = torch.from_numpy(batch.loss_mask).to(self.device)
@@ -340,8 +338,8 @@ class MegatronLearner(RankSync):
         self, directory: Path, fence: Callable[[], None] = unfenced, beside: Callable[[Path], None] | None = None
     ) -> None:
         """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json. `beside` is as in
-        `write_policy`. `fence` is called before the folder is renamed into place; it raises if this process may not
-        write anymore."""
+        `write_policy`. `fence` is called before the folder is named; it raises if this process may not write anymore.
+        """
         export_policy(self.named_weights(), self.model_folder, directory, self, beside=beside, fence=fence)
 
     def barrier(self) -> None:
@@ -477,8 +475,7 @@ def _compare(first: TrainingPass, second: TrainingPass, batch: int) -> None:
 
 
 def by_token(batch: Batch, advantages: NDArray[np.float32]) -> Tensor:
-    """Return one advantage a token, float32 [responses], from one a sample or one a token. Raises ValueError for
-    another number of advantages."""
+    """Return one advantage a token, float32 [responses], from one a sample or a token, or raise ValueError."""
     if len(advantages) == batch.num_samples:
         advantages = np.repeat(advantages, batch.response_lengths)
     elif len(advantages) != batch.num_response_tokens:

@@ -86,8 +86,8 @@ def export_hf(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str,
 def export_stage(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield every whole HF tensor of this rank's pipeline stage by name, in the model's dtype and in the same order on
     every rank of the stage. Tied embeddings come from the first stage only. Collective over the ranks of the stage,
-    which must all exhaust it; stages do not wait for one another. Tensors may share memory with the parameters: copy a
-    tensor to keep it."""
+    which must all exhaust it; stages do not wait for one another. Tensors may share memory with the parameters: copy to
+    keep."""
     names, coords = name_map(config), ShardCoords.here()
     for name, parameter in parameter_names(chunks, names):
         yield from _whole_tensors(names, name, parameter.detach(), coords)
@@ -121,8 +121,7 @@ def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords
 
 
 def join_slices(names: NameMap, slices: Sequence[Sequence[TensorSlice]], shards: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the whole HF tensors, by name, from shards; shard i is the stack of `slices[i]`. Tensors that are whole in
-    a shard are views."""
+    """Return the whole HF tensors by name; shard i is the stack of `slices[i]`. Tensors whole in a shard are views."""
     whole: dict[str, Tensor] = {}
     for held, tensor in zip(slices, shards, strict=True):
         row = 0
@@ -204,7 +203,6 @@ class TensorSlice:
     size: tuple[int, ...] = field(init=False, compare=False)
     """Shape of the slice: (rows,) or (rows, columns)."""
     index: tuple[slice, ...] = field(init=False, compare=False)
-    """The index of the slice in the whole tensor."""
 
     def __post_init__(self) -> None:
         spans = [self.rows] if self.columns is None else [self.rows, self.columns]
@@ -214,7 +212,6 @@ class TensorSlice:
 
 @cache
 def name_map(config: ModelConfig) -> NameMap:
-    """Return the (cached) name map of a model."""
     return NameMap(config)
 
 
@@ -289,8 +286,7 @@ class NameMap:
         return self._slices[stage_name, coords]
 
     def size(self, stage_name: str, coords: ShardCoords) -> tuple[int, ...]:
-        """Return the parameter's shape at `coords`. Parameters of the vocabulary may have more rows than their
-        slice."""
+        """Return the parameter's shape at `coords`, which for the vocabulary may have more rows than the slice."""
         if stage_name.startswith(("embedding.", "output_layer.")):
             return self.config.vocabulary_rows(coords.tensor_size) // coords.tensor_size, self.config.hidden_size
         slices = self.slices(stage_name, coords)

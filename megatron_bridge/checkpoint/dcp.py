@@ -269,8 +269,7 @@ def find_sources(directory: Path, stored: Mapping[str, StoredTensor], config: Mo
 
 
 def stream_hf_tensors(index: CheckpointIndex, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor of a checkpoint by name, in its stored dtype; at most one of Megatron's tensors is in
-    memory."""
+    """Yield every HF tensor of a checkpoint by name, in its stored dtype, with one of Megatron's tensors in memory."""
     for source in find_sources(index.directory, index.tensors, config):
         tensor, names = index.read(source.key, source.lead), source.names
         if len(names) == 3:

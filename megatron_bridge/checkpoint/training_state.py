@@ -56,8 +56,7 @@ def begin_save(
     layout: Layout,
     gather: Callable[[Callable[[], Any]], list[Any]],
 ) -> ShardSave:
-    """Begin to save weights, optimizer state, step and RNG state, as they are now, into an empty directory. Collective.
-    `gather` is as in ShardSave."""
+    """Begin to save weights, optimizer, step and RNG state, as they are now, into an empty directory. Collective."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -88,9 +87,8 @@ def begin_save(
 
 
 def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layout) -> int:
-    """Restore model, optimizer and, if layout and kind of device are those of the save, RNG. Returns the step.
-    Collective. Raises CorruptCheckpointError if the directory holds no such checkpoint. Errors of other ranks or of the
-    machine are not taken for damage."""
+    """Restore model, optimizer and, if layout and kind of device are the saved ones, RNG; return the step. Collective.
+    Raises CorruptCheckpointError for a damaged checkpoint, but not for errors of other ranks or of the machine."""
     index = CheckpointIndex(directory)  # before Megatron, which unpickles the index unchecked
     for part in _distributed_parts(optimizer):
         # Loading fills the optimizer's tensors, but Adam creates its own only in the first step.
@@ -166,8 +164,7 @@ def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
 def _sharded_state(
     model: Sequence[Any], optimizer: Any, stored: Mapping[str, StoredTensor] | None = None
 ) -> dict[str, Any]:
-    """Return the state to save or, with the tensors `stored` in a checkpoint, the state to fill from it. The
-    optimizer's tensors are named after the model's."""
+    """Return the state to save or, with a checkpoint's `stored` tensors, the state to fill from the checkpoint."""
     weights = sharded_weights([chunk.module for chunk in model], stored)
     share_optimizer_state()
     metadata = {"metadata": _RESHARDABLE} if _distributed_parts(optimizer) else {}
@@ -198,8 +195,7 @@ def save_weights(directory: Path, chunks: Sequence[Any]) -> None:
 
 
 def load_weights(directory: Path, chunks: Sequence[Any]) -> None:
-    """Fill the model chunks from a weights-only checkpoint or from a training checkpoint's weights. Collective. Stored
-    values are cast to the chunks' dtype. Raises CorruptCheckpointError."""
+    """Fill the model chunks with a checkpoint's weights, cast to their dtype. Collective."""
     index = CheckpointIndex(directory)  # before Megatron, which unpickles the index unchecked
     with damage_as(
         lambda why: (
@@ -215,8 +211,7 @@ def load_weights(directory: Path, chunks: Sequence[Any]) -> None:
 def sharded_weights(
     chunks: Sequence[Any], stored: Mapping[str, StoredTensor] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Map chunk key → parameter name → entry of a new checkpoint or, with `stored`, of the checkpoint that holds
-    `stored`."""
+    """Map chunk key → parameter name → entry of a new checkpoint or of the checkpoint that holds `stored`."""
     found = {}
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         found[key] = {name: entry for name, entry in chunk.sharded_state_dict().items() if _EXTRA not in name}
@@ -232,8 +227,7 @@ def sharded_weights(
 
 
 def fill(chunk: Any, state: Mapping[str, Any]) -> None:
-    """Copy loaded values into a chunk without DDP wrapper. Raises CorruptCheckpointError for missing or unknown
-    names."""
+    """Copy loaded values into a chunk without DDP wrapper. Raises CorruptCheckpointError for wrong names."""
     missing, unexpected = chunk.load_state_dict(state, strict=False)
     wrong = [name for name in (*missing, *unexpected) if _EXTRA not in name]
     if wrong:
@@ -248,8 +242,7 @@ _MIXTURE_NORMS = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 
 
 def chunk_keys(chunks: Sequence[Any]) -> list[str]:
-    """Return Megatron's names of a rank's chunks. They matter only in this process: checkpoints name tensors by their
-    layer in the whole model, so virtual stages reshard like any others."""
+    """Return Megatron's names of a rank's chunks, for this process only: checkpoints name tensors by global layer."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
@@ -291,8 +284,7 @@ class ShardSave:
         writer thread                             └─▶ write, fsync and hash this rank's shards ─┘
 
     Megatron-Core prepares the save as a request: a function that writes, and functions that complete the folder once
-    all ranks have written. The copy takes as much host memory as the rank's share of the checkpoint, until it is
-    written.
+    all ranks have written. Until it is written, the copy takes as much host memory as the rank's share.
     """
 
     def __init__(
@@ -301,8 +293,7 @@ class ShardSave:
         """`request` is Megatron-Core's AsyncRequest. `gather` returns every rank's result, a JSON value, and is
         collective. `in_training` are the `storages_of` the state that training continues with."""
         self.hashed: dict[str, Fingerprint] = {}
-        """Files of the folder by name, hashed and made durable by the ranks that wrote them; set once all files are
-        written."""
+        """Files of the folder by name, hashed and made durable by the ranks that wrote them; empty until the end."""
         self._gather = gather
         self._complete = list(request.finalize_fns)
         arguments = list(request.async_fn_args)
@@ -315,8 +306,7 @@ class ShardSave:
                 copies = []
                 for item, tensor in tensors:
                     copy = tensor.to("cpu")
-                    # Only a tensor that is still in training needs a clone; a slice of a larger tensor on the host is a
-                    # copy already.
+                    # Only a tensor in training needs a clone; a slice of a larger host tensor is a copy already.
                     if copy is tensor and tensor.untyped_storage().data_ptr() in in_training:
                         copy = tensor.clone()
                     copies.append((item, copy))
@@ -359,8 +349,7 @@ _Writer = filesystem_async.FileSystemWriterAsync
 
 
 def write_in_threads() -> None:
-    """Make this process's saves fork no process. Blocking saves also pass their results within the process, where
-    Megatron would start a manager process."""
+    """Keep this process's saves from starting processes: Megatron forks writers, and a manager for blocking saves."""
     filesystem_async._results_queue = queue.SimpleQueue()
     _Writer.write_preloaded_data_multiproc = staticmethod(_write_all)
 
@@ -422,8 +411,7 @@ def _own_share(
     is_loading: bool = False,
     metadata: Any = None,  # noqa: ARG001
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Replace Megatron's method: map a parameter's number → kind of state → boxes of this rank's range, in order.
-    Loaded boxes get their own host memory."""
+    """Replace Megatron's method: map parameter number → kind of state → boxes of this rank's range, in order."""
     kinds = ShardedTensor | ShardedTensorFactory
     places = {entry.data: entry for entry in nested_values(model_sharded_state_dict) if isinstance(entry, kinds)}
     share = {}
@@ -479,8 +467,7 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTen
 def _sharded_boxes(
     kind: str, part: ShardedTensor, offset: int, flat: Tensor, start: int, stop: int, *, with_data: bool
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of `part` that a parameter's range from `start` to `stop` covers, with the state `flat` [stop -
-    start]. The part begins at element `offset` of the parameter."""
+    """Yield the boxes of `part`, which begins at element `offset`, within a parameter's range and its state `flat`."""
     at = max(start, offset)
     shape = tuple(part.local_shape)
     more = (0,) * part.prepend_axis_num

@@ -1,4 +1,4 @@
-"""A new Hugging Face model folder: complete under its name, or absent.
+"""Write Hugging Face model folders that are complete under their name or absent, and the policy folders of a run.
 
 config.json  tokenizer files  model-00001.safetensors …  model.safetensors.index.json  manifest.json  SHA256SUMS
 """
@@ -39,11 +39,9 @@ _STALE_S = 24 * 3600.0
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name `target` when the block ends well, and is removed when it does not.
-
-    Raises ModelError when `target` is taken, before the block or after it. What processes left behind that were killed
-    a day ago or more is removed here; a younger one may still be at work, here or on another host.
-    """
+    """Yield a folder to fill. It gets the name `target` if the block succeeds, and is removed otherwise. Raises
+    ModelError if `target` is taken, before the block or after it. Leftovers of processes killed at least a day ago are
+    removed; younger ones may belong to a running process, here or on another host."""
     check_free(target)
     for stale in target.parent.glob(f".{target.name}.*"):
         if not is_temporary(stale.name):
@@ -59,7 +57,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         list_checksums(temporary)
         sync_files([*temporary.rglob("*"), temporary])
         check_free(target)
-        temporary.rename(target)  # fails where files appeared since the check
+        temporary.rename(target)  # fails if files appeared since the check
         fsync_directory(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -72,16 +70,16 @@ def check_free(target: Path) -> None:
 
 
 def replace_folder(temporary: Path, target: Path, fence: Callable[[], None] = unfenced) -> None:
-    """List the checksums of a folder's files, make it durable and give it the name `target`, whatever has that name
-    now. `fence` is called before that; it raises where this process may write no more."""
+    """List a folder's checksums, make it durable and rename it to `target`, replacing any folder there. `fence` is
+    called before the rename; it raises if this process may not write anymore."""
     list_checksums(temporary)
     sync_files([*temporary.rglob("*"), temporary])
     try:
         fence()
     except EvenKeelError:
-        shutil.rmtree(temporary, ignore_errors=True)  # what gets no name must not fill the disk
+        shutil.rmtree(temporary, ignore_errors=True)  # an unnamed folder must not fill the disk
         raise
-    # Folders cannot be replaced in one step: the old one steps aside first.
+    # A folder cannot be replaced in one step: the old one is moved aside first.
     aside = temporary_name(target)
     if target.exists():
         target.rename(aside)
@@ -97,10 +95,8 @@ def complete_folder(
     manifest: Mapping[str, Mapping[str, Any]],
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add what a folder of shards still lacks: index, manifest, config.json, and the tokenizer files of `source`.
-
-    `quantization` is the `quantization_config` of the new config.json; None leaves that of `hf_config`, if it has one.
-    """
+    """Add the missing files to a folder of shards: index, manifest, config.json, and the tokenizer files of `source`.
+    `quantization` is the `quantization_config` of the new config.json; None keeps that of `hf_config`, if any."""
     index = {
         "metadata": {"total_size": sum(entry["bytes"] for entry in manifest.values())},
         "weight_map": {name: entry["file"] for name, entry in manifest.items()},
@@ -112,11 +108,8 @@ def complete_folder(
 
 
 def describe_folder(folder: Path, source: Path, hf_config: Mapping[str, Any], dtype: str) -> None:
-    """Add config.json for weights of `dtype` (as torch names it), and the tokenizer and generation files of `source`
-    that the folder does not have yet.
-
-    `torch_dtype`, the older name of config.json's `dtype`, is left out.
-    """
+    """Add config.json for weights of `dtype` (torch's name), and those tokenizer and generation files of `source` that
+    the folder lacks. `torch_dtype`, the older name of config.json's `dtype`, is left out."""
     kept = {key: value for key, value in hf_config.items() if key != "torch_dtype"}
     _write_json(folder / "config.json", kept | {"dtype": dtype})
     for path in sorted({path for pattern in COMPANION_FILES for path in source.glob(pattern)}):
@@ -139,19 +132,16 @@ def write_policy(
     shard_bytes: int = SHARD_BYTES,
     fence: Callable[[], None] = unfenced,
 ) -> None:
-    """Write `named_tensors` (HF names, the whole model) as the policy folder `target`, replacing one that is there.
-
+    """Write `named_tensors` (HF names, the whole model) as the policy folder `target`, replacing an existing one.
     config.json and the tokenizer come from `source_folder`; `quant` converts weights to the rollout's formats, and
-    `digests` observes what is written. `beside` writes more files into the folder before it gets its name, which
-    stand in place of those of `source_folder`.
-    manifest.json holds `{"tensors": …}`, a `shard_writer.Manifest`. Needs no Megatron and no process group.
-    """
+    `digests` observes the written tensors. `beside` writes more files into the unnamed folder, in place of those of
+    `source_folder`. manifest.json holds `{"tensors": …}`, a `tensor_files.Manifest`. Needs no process group."""
     weights = write_weights(named_tensors, source_folder, target, quant, digests=digests, shard_bytes=shard_bytes)
     complete_weights(weights, target, source_folder, quant, beside, fence)
 
 
 Written = tuple[Path, Manifest]
-"""The weights of a policy folder that has no name yet: where they are, and what they are."""
+"""The folder and the manifest of a policy's weights, before the folder gets its name."""
 
 
 def write_weights(
@@ -173,7 +163,7 @@ def write_weights(
     try:
         return temporary, write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # on a full disk it would be in its own way
+        shutil.rmtree(temporary, ignore_errors=True)  # on a full disk it would block the next attempt
         raise
 
 
@@ -185,8 +175,7 @@ def complete_weights(
     beside: Callable[[Path], None] | None,
     fence: Callable[[], None],
 ) -> None:
-    """Add the rest of what `write_policy` says, and give the folder its name. All of it is read and synced, which may
-    take many minutes. It is removed on failure."""
+    """Add the other files of `write_policy` and name the folder, or remove it on failure. May take many minutes."""
     temporary, manifest = weights
     try:
         if beside is not None:
@@ -198,8 +187,8 @@ def complete_weights(
 
 
 def expected_bytes(target: Path, source_folder: Path, quant: QuantMap | None) -> int:
-    """As many as the largest version before has (a delta is smaller than what is written whole); of the first, those of
-    the source. Quantized ones are not known before."""
+    """Return the size of the largest version before (a delta is smaller than a whole version), or of the source for the
+    first. 0 for a first quantized version, whose size is unknown."""
     before = [path for path in target.parent.glob("[0-9]*") if path.is_dir() and target.name.isdigit()]
     if before:
         return max(size_of(path) for path in before)
@@ -216,8 +205,8 @@ def complete_policy(
     *,
     is_whole: bool = True,
 ) -> None:
-    """Add everything but the weights to a folder that holds the shards of `manifest`, sync it, give it its name. One
-    that is not whole holds only what changed (pipeline.data.deltas), and gets neither config nor tokenizer."""
+    """Add everything but the weights to a folder with the shards of `manifest`, sync it and name it. A folder that is
+    not whole holds only changes (pipeline.data.deltas), and gets neither config nor tokenizer."""
     if quant is not None:
         write_quant_map(temporary, quant.to_file())
     if is_whole:
@@ -239,13 +228,10 @@ def export_policy(
     digests: ExpectedChecksums | None = None,
     beside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write named HF tensors, with config and tokenizer of `model_folder`, as the policy folder `folder`; `digests` and
-    `beside` as in `write_policy`.
-
-    Collective: each tensor is gathered from all ranks when it is asked for, so every rank exhausts `tensors`. What
-    fails on one rank is raised on every rank, after all ranks have finished gathering. Then rank 0 hashes and syncs the
-    whole folder, which for a large model takes longer than the others may wait in one collective.
-    """
+    """Write named HF tensors, with config and tokenizer of `model_folder`, as the policy folder `folder`. `digests` and
+    `beside` are as in `write_policy`. Collective: each tensor is gathered from all ranks when it is requested, so every
+    rank exhausts `tensors`. An error on one rank is raised on every rank, after all have finished gathering. Then rank
+    0 hashes and syncs the folder, which for a large model takes longer than one collective may wait."""
     written: list[Written] = []
 
     def take() -> None:

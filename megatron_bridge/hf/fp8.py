@@ -1,10 +1,10 @@
-"""HF folder → FP8 HF folder that stock SGLang loads, in bounded memory: no model is built, no tensor is read whole.
+"""Write an HF folder as an FP8 HF folder that stock SGLang loads, in bounded memory, without building a model.
 
     block128  <module>.weight e4m3 [N, K], <module>.weight_scale_inv f32 [⌈N/128⌉, ⌈K/128⌉]
-    tensor    <module>.weight e4m3 [N, K], <module>.weight_scale f32 scalar; what the engine stacks (q, k and v; gate
-              and up) shares its scale, so that the stacked matrix needs none but that one
+    tensor    <module>.weight e4m3 [N, K], <module>.weight_scale f32 scalar, shared by the matrices that the engine
+              stacks (q, k and v; gate and up), so that the stacked matrix needs only one scale
 
-Dequantized values are weight × scale in both. Activations are quantized by the engine (`activation_scheme: dynamic`).
+Dequantized values are weight × scale in both. The engine quantizes activations (`activation_scheme: dynamic`).
 """
 
 from __future__ import annotations
@@ -45,18 +45,16 @@ def write_fp8_folder(
     shard_bytes: int = SHARD_BYTES,
     piece_bytes: int = PIECE_BYTES,
 ) -> Manifest:
-    """Fill `folder` with the quantized model; returns its manifest. `advance` is told the bytes that were written.
-
-    Memory: a few times `piece_bytes` (or one row of 128 × the widest matrix, if that is more), whatever the model's
-    size. Raises FloatingPointError naming a weight that is not finite.
-    """
+    """Fill `folder` with the quantized model; return its manifest. `advance` gets the number of bytes of each write.
+    Memory: a few times `piece_bytes` (or 128 rows of the widest matrix, if that is more), whatever the model's size.
+    Raises FloatingPointError naming a weight that is not finite."""
     hf_config = read_hf_config(source)
     quantizer = _Quantizer(TensorFolder(source), quant, piece_bytes)
     names = ModelConfig.from_hf(hf_config).tensors()
     tensors = (tensor for name in names for tensor in quantizer.tensors(name))
     manifest = write_shards(tensors, folder, shard_bytes=shard_bytes, advance=advance)
     stored = quant.to_hf_quantization_config()
-    if stored is None:  # fp8_tensor: as an engine's input plain weights, here stored
+    if stored is None:  # fp8_tensor: a publish gives engines plain weights, this folder holds FP8
         stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
         stored["ignored_layers"] = ["lm_head", *quant.ignored_layers()]
     complete_folder(folder, source, hf_config, manifest, stored)
@@ -64,14 +62,14 @@ def write_fp8_folder(
 
 
 def output_bytes(source: Path, quant: QuantMap) -> int:
-    """Bytes of all tensors of the result."""
+    """Return the size of all tensors of the result."""
     quantizer = _Quantizer(TensorFolder(source), quant, PIECE_BYTES)
     names = ModelConfig.from_hf(read_hf_config(source)).tensors()
     return sum(num_bytes(spec) for name in names for spec in quantizer.outputs(name))
 
 
 def dequantized_tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The values that a folder of either layout stands for, one HF weight at a time."""
+    """Yield the values that a folder of either layout represents, one HF weight at a time."""
     tensors = TensorFolder(folder)
     for name, spec in tensors.specs.items():
         module = name.removesuffix(".weight")
@@ -86,11 +84,8 @@ def dequantized_tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str,
 
 
 class _Quantizer:
-    """What becomes of each tensor of the source.
-
-    A publish quantizes whole matrices (`precision.formats.streams.quantize_state`), which it has in memory anyway.
-    Here a matrix is read in rows of blocks, or twice in pieces where it has a single scale.
-    """
+    """A plan of the output tensors of each source tensor. It reads a matrix in rows of blocks, or twice in pieces for a
+    single scale; a publish has whole matrices in memory anyway (`precision.formats.streams.quantize_state`)."""
 
     def __init__(self, tensors: TensorFolder, quant: QuantMap, piece_bytes: int) -> None:
         self._tensors = tensors
@@ -100,7 +95,7 @@ class _Quantizer:
         self._scales: dict[tuple[str, ...], Tensor] = {}
 
     def outputs(self, name: str) -> list[TensorSpec]:
-        """The tensors that `name` becomes, in the order of `tensors`."""
+        """Return the specs of the tensors that `name` becomes, in the order of `tensors`."""
         spec = self._tensors.specs[name]
         rollout_format = self._format(name)
         if rollout_format is None:
@@ -112,7 +107,7 @@ class _Quantizer:
         return [weight, TensorSpec(name=f"{name}_scale_inv", dtype="float32", shape=blocks)]
 
     def tensors(self, name: str) -> Iterator[Pieces]:
-        """The tensors that `name` becomes. The pieces of each must be exhausted before the next is asked for."""
+        """Yield the tensors that `name` becomes. Exhaust each tensor's pieces before requesting the next."""
         rollout_format = self._format(name)
         outputs = self.outputs(name)
         if rollout_format is None:
@@ -125,7 +120,7 @@ class _Quantizer:
                     for piece in self._tensors.pieces(f"{module}.weight", piece_bytes=self._piece_bytes):
                         amax = torch.maximum(amax, piece.abs().amax().float())
                 try:
-                    self._scales = {group: scale_of(amax)}  # groups come one after another: one is enough
+                    self._scales = {group: scale_of(amax)}  # groups come one after another, so one scale is kept
                 except FloatingPointError as error:
                     raise FloatingPointError(f"{group[0]}.weight: {error}") from error
             scale = self._scales[group]
@@ -133,13 +128,13 @@ class _Quantizer:
             yield outputs[0], (to_e4m3(piece.float() / scale) for piece in pieces)
             yield outputs[1], (scale,)
         else:
-            # Filled, not collected: small tensors that stay between large ones that go would keep glibc's heap large.
+            # Filled in place: small tensors that outlive large ones between them would keep glibc's heap large.
             scales = torch.empty(outputs[1].shape)
             yield outputs[0], self._blocks(name, scales)
             yield outputs[1], (scales,)
 
     def _blocks(self, name: str, scales: Tensor) -> Iterator[Tensor]:
-        """The matrix in rows of blocks, as e4m3; their scales are written into `scales`."""
+        """Yield the matrix in rows of blocks, as e4m3, and write their scales to `scales`."""
         row = 0
         for piece in self._tensors.pieces(name, BLOCK[0], self._piece_bytes):
             try:

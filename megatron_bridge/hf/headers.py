@@ -1,7 +1,6 @@
-"""The tensors of an HF folder as their safetensors headers describe them.
+"""Read the safetensors headers of an HF folder, and compare them with the model's tensors.
 
-Needs neither torch nor Megatron-Core: the library reads headers of every dtype without them (values of bfloat16 and FP8
-need torch).
+Needs neither torch nor Megatron-Core: only values of bfloat16 and FP8 need torch, not their headers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from precision.text import listed, one_line, parse_object, quoted
 
 _FILE_NAME = re.compile(r"[\w.@+ -]+\.safetensors")
 _INDEX_BYTES = 256 << 20
-"""Of model.safetensors.index.json: 100 bytes a tensor, and the largest mixtures have 200,000."""
+"""Largest model.safetensors.index.json: 100 bytes a tensor, and the largest mixtures have 200,000 tensors."""
 _SINGLE = "model.safetensors"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -37,23 +36,18 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""What safetensors calls a dtype → what torch calls it: the dtypes that tensors are read and written in."""
+"""safetensors' name of a dtype → torch's name, for the dtypes that are read and written."""
 
 
 class TensorHeader(NamedTuple):
-    """What a file's header says about one tensor."""
-
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it."""
+    """The dtype's name in safetensors."""
     file: Path
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Compare the headers of a folder's safetensors with what the model needs.
-
-    Raises ModelError, one line that names what is missing, unexpected or of another shape, and what to do.
-    """
+    """Compare the safetensors headers with the model's tensors. Raises ModelError naming wrong tensors and a remedy."""
     found = tensor_headers(folder)
     scales = [name for name in found if name.endswith(".weight_scale_inv")]
     quantized = [name for name, header in found.items() if header.dtype.startswith("F8_")]
@@ -65,7 +59,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         )
     expected = config.tensors()
     missing = [name for name in expected if name not in found]
-    # Old checkpoints store rotary frequencies; tied ones sometimes store the embedding twice.
+    # Old checkpoints store rotary frequencies; tied models sometimes store the embedding twice.
     unexpected = [name for name in found if name not in expected and not name.endswith("rotary_emb.inv_freq")]
     if config.tied_embeddings and "lm_head.weight" in unexpected:
         unexpected.remove("lm_head.weight")
@@ -86,7 +80,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
 
 
 def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
-    """The header of every tensor of a folder by name: files by name, tensors of a file by theirs. Raises ModelError."""
+    """Return the header of every tensor of a folder by name, ordered by file, then by tensor. Raises ModelError."""
     headers: dict[str, TensorHeader] = {}
     for path in weight_files(folder):
         try:
@@ -107,7 +101,7 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: those that its index names, or all. Raises ModelError."""
+    """Return the safetensors files of a model folder: those in its index, or all without one. Raises ModelError."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
@@ -126,7 +120,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> dict[str, str]:
-    """Tensor → the name of its file beside the index, as model.safetensors.index.json says. Raises ModelError."""
+    """Return tensor → file name from model.safetensors.index.json. Raises ModelError."""
     try:
         found = parse_object(read_at_most(index, _INDEX_BYTES)).get("weight_map")
     except OSError as error:

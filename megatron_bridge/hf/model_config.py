@@ -1,4 +1,4 @@
-"""What an HF config.json says about a decoder: sizes, biases, experts, rotary embedding. Plain data, no torch."""
+"""Read a decoder's sizes, biases, experts and rotary embedding from an HF config.json. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from precision.text import parse_object, quoted
 _MOST = 2**31 - 1
 _MOST_LAYERS = 4096
 _MOST_EXPERTS = 4096
-"""Far above any model: a wrong number is refused before a name is made for each tensor of so many layers."""
+"""Far above any model: a wrong number is refused before names for so many layers' tensors are built."""
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
 _LEFT_OUT: dict[str, dict[str, int]] = {
@@ -24,7 +24,7 @@ _LEFT_OUT: dict[str, dict[str, int]] = {
     "Qwen3MoeForCausalLM": dict(num_key_value_heads=4),
     "Qwen2ForCausalLM": dict(num_key_value_heads=32),
 }
-"""What transformers and SGLang take where a config.json leaves a key out; null and Llama's say other things."""
+"""Values that transformers and SGLang use for missing keys of a config.json (not for null, nor for Llama)."""
 
 
 MEGATRON_ENDS = {
@@ -45,32 +45,32 @@ MEGATRON_LAYER: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",)),
     (("mlp.router.weight",), ("mlp.gate.weight",)),
 )
-"""Within a layer: Megatron-Core's names of a parameter, that of TE's layers first (TE fuses norms into the linear that
-follows), and the Hugging Face tensors that it holds one after the other."""
+"""Parameters of a layer: Megatron-Core's names, TE's first (TE fuses norms into the next linear), and the Hugging Face
+tensors that the parameter holds one after another."""
 MEGATRON_EXPERT = {
     "linear_fc1.weight": ("gate_proj.weight", "up_proj.weight"),
     "linear_fc2.weight": ("down_proj.weight",),
 }
-"""The same within an expert."""
+"""Parameters of an expert, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """Llama 3.1's stretching of rotary frequencies; Megatron-Core hard-codes the other constants of that recipe."""
+    """Llama 3.1's scaling of rotary frequencies; Megatron-Core hard-codes its other constants."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of SwiGLU experts in every layer: softmax over all, then the best are taken, without a shared one."""
+    """A mixture of SwiGLU experts in every layer: the best of a softmax over all are taken; none is shared."""
 
     count: int
     per_token: int
     ffn_size: int
     """Inner width of one expert (`moe_intermediate_size`)."""
     normalized: bool
-    """Whether the weights of the experts that are taken are divided by their sum (`norm_topk_prob`)."""
+    """Whether the weights of the chosen experts are divided by their sum (`norm_topk_prob`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    """Inner width of the dense MLP; unused when there are experts."""
+    """Inner width of the dense MLP; unused with experts."""
     vocab_size: int
     max_positions: int
     norm_eps: float
@@ -97,7 +97,7 @@ class ModelConfig:
 
     @staticmethod
     def from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
-        """Read an HF config. Raises ModelError for what this learner cannot reproduce."""
+        """Read an HF config. Raises ModelError for architectures and settings that this learner cannot reproduce."""
         architecture = architecture_of(hf_config)
         if architecture not in ARCHITECTURES:
             raise ModelError(
@@ -157,28 +157,27 @@ class ModelConfig:
         return qkv_rows(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def vocabulary_rows(self, tensor_parallel: int) -> int:
-        """Rows of embedding and head in a learner. Where the tensor parallel ranks cannot share the vocabulary evenly
-        they are padded as Megatron pads them: to a multiple of 128 for each rank. No token has one of the rows that are
-        added, no probability goes to them, and nothing that is exported holds them."""
+        """Return the rows of embedding and head in a learner. If the tensor parallel ranks cannot share the vocabulary
+        evenly, Megatron pads it to a multiple of 128 for each rank. Padding has no probability and is not exported."""
         multiple = 128 * tensor_parallel if self.vocab_size % tensor_parallel else 1
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all weights; a tied embedding counts once."""
+        """Number of values in all weights; a tied embedding counts once."""
         return sum(math.prod(size) for size in self.tensors().values())
 
     @property
     def attention_parity(self) -> int:
-        """Tokens of the row whose causal attention takes as much arithmetic as its products with weights; that of a
-        row twice as long takes twice as much as those."""
+        """Length of a row whose causal attention takes as much arithmetic as its products with weights; for a row twice
+        as long, attention takes twice as much as the products."""
         q, k, v = self.qkv_rows
         ffn = self.ffn_size if self.experts is None else self.experts.per_token * self.experts.ffn_size
         layer = self.hidden_size * (2 * q + k + v + 3 * ffn)
         return (self.num_layers * layer + self.vocab_size * self.hidden_size) // (self.num_layers * q)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """HF name → shape of every weight of such a model, in layer order."""
+        """Return HF name → shape of every weight of the model, in layer order."""
         h = self.hidden_size
         rows = dict(zip(STACKS["qkv_proj"], self.qkv_rows, strict=True))
         layer: dict[str, tuple[int, ...]] = {
@@ -215,7 +214,7 @@ def _swiglu(prefix: str, hidden_size: int, ffn_size: int) -> dict[str, tuple[int
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder, with or without weights. Raises ModelError."""
+    """Read config.json of a folder, with or without weights. Raises ModelError."""
     try:
         return parse_object(read_at_most(folder / "config.json", MODEL_JSON_BYTES))
     except FileNotFoundError:
@@ -229,7 +228,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_hf_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
-    """config.json of the model folder that a recipe's `key` names. Raises ModelError when it is no usable HF folder."""
+    """Read config.json of the model folder at the recipe's `key`. Raises ModelError for an unusable HF folder."""
     if not folder.is_dir():
         name = folder if not folder.is_absolute() and len(folder.parts) == 2 else "OWNER/NAME"
         raise ModelError(
@@ -243,13 +242,13 @@ def read_hf_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> str:
-    """The first of the architectures that a config.json names; empty where it names none."""
+    """Return the first architecture that a config.json names, or ""."""
     names = hf_config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def size_of(hf_config: Mapping[str, Any], key: str, most: int = _MOST) -> int:
-    """A size that a config.json names. Raises ModelError unless it is a whole number from 1 to `most`."""
+    """Return a size from config.json. Raises ModelError unless it is a whole number from 1 to `most`."""
     value = hf_config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise ModelError(
@@ -265,8 +264,8 @@ def _positive(value: object, key: str) -> float:
 
 
 def _experts(hf_config: Mapping[str, Any]) -> Experts:
-    """The mixture of a Qwen3-MoE config, in which every layer has the same experts."""
-    # Newer transformers releases write the number of experts under the second name.
+    """Return the mixture of a Qwen3-MoE config, in which every layer has the same experts."""
+    # Newer transformers releases call the number of experts num_local_experts.
     key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
     experts = Experts(
         count=size_of(hf_config, key, _MOST_EXPERTS),
@@ -283,7 +282,7 @@ def _experts(hf_config: Mapping[str, Any]) -> Experts:
 
 
 def _rope(hf_config: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
+    """Return base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
     scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise ModelError(f"config.json: rope_scaling is {quoted(scaling)}, expected an object; check the model folder")
@@ -293,7 +292,7 @@ def _rope(hf_config: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
         raise ModelError(f"config.json: partial_rotary_factor is {quoted(part)}, but only 1.0 is supported")
     if kind == "default":
         return theta, None
-    # Megatron-Core's rope_scaling takes the factor and fixes the rest at Llama 3.1's values.
+    # Megatron-Core's rope_scaling takes the factor and fixes the other values at Llama 3.1's.
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind == "llama3" and all(scaling.get(key, 0) == value for key, value in fixed.items()):
         return theta, RotaryScaling(factor=_positive(scaling.get("factor"), "rope_scaling.factor"))

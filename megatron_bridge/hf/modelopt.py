@@ -1,6 +1,6 @@
-"""Quantize by NVIDIA ModelOpt: e4m3 with one scale a matrix, and one static, calibrated scale for its inputs.
+"""Quantize with NVIDIA ModelOpt: e4m3 with one scale a matrix, and one static, calibrated scale for its inputs.
 
-SGLang's quantization `modelopt_fp8` reads it. The model is loaded whole: ModelOpt works on torch modules.
+SGLang's quantization `modelopt_fp8` reads the result. The whole model is loaded: ModelOpt works on torch modules.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from precision.formats.quant_map import QuantMap
 
 SCALES = ("weight_scale", "input_scale")
 DEFAULT_SCALE = 1.0
-"""What an engine assumes, without a word, for a scale that nobody calibrated."""
+"""The value that an engine silently assumes for a scale without calibration."""
 
 
 def export_quantized(source: Path, folder: Path, rows: Sequence[Sequence[int]], *, quant: QuantMap) -> None:
-    """Calibrate on token rows and write ModelOpt's export into `folder`. Wants a process of its own: importing
-    ModelOpt patches torch, transformers and Megatron."""
+    """Calibrate on token rows and write ModelOpt's export. Needs its own process: ModelOpt patches torch and others."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
@@ -39,7 +38,7 @@ def export_quantized(source: Path, folder: Path, rows: Sequence[Sequence[int]], 
                 instrumented(torch.tensor([list(row)]))
 
     model = mtq.quantize(model, {"quant_cfg": rules, "algorithm": "max"}, calibrate)
-    for group in quant.fused_groups:  # one scale for what the engine stacks: it would round the smaller parts again
+    for group in quant.fused_groups:  # one scale for a stack: with several, engines would round again
         quantizers = [model.get_submodule(module).weight_quantizer for module in group]
         shared = torch.stack([quantizer.amax.max() for quantizer in quantizers]).max()
         for quantizer in quantizers:
@@ -60,10 +59,8 @@ def store_export(
 
 
 def check_scales(folder: Path, quant: QuantMap) -> dict[str, Any]:
-    """Smallest and largest value of every kind of scale, after checking that each is there and calibrated.
-
-    Raises ModelError naming scales that are missing, not positive and finite, or at the engine's default of 1.0.
-    """
+    """Check that every scale exists and is calibrated; return the smallest and largest value of each kind of scale.
+    Raises ModelError naming scales that are missing, not positive and finite, or at the engine's default of 1.0."""
     tensors = TensorFolder(folder)
     wanted = [f"{module}.{kind}" for module in quant.formats for kind in SCALES]
     problems = [f"{scale} is missing" for scale in wanted if scale not in tensors.specs]

@@ -1,4 +1,4 @@
-"""Reads the tensors of a model folder by slices, so that no whole tensor and no whole file need be in memory."""
+"""Read and write the tensors of a model folder in pieces, so that no whole tensor or file need be in memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pipeline.errors import ModelError
 from pipeline.ports.weights import TensorSpec
 
 PIECE_BYTES = 4 << 20
-"""What is read at once, at most (a single row may be larger): a few times this fits into a CPU's cache."""
+"""Most bytes of one read (a single row may be larger): a few of them fit into a CPU's cache."""
 REOPEN_BYTES = 32 << 20
-"""The library maps files into memory, where each page that was read counts as resident until the file is closed. So a
-file is opened anew after so many bytes. To open one for every slice would parse its header as often."""
+"""Bytes read before a file is reopened. The library maps files into memory, where read pages count as resident until
+the file is closed. Opening a file for every slice would parse its header as often."""
 
 
 class TensorFolder:
-    """The tensors of a model folder. Raises ModelError for a damaged folder. Not safe for several threads."""
+    """The tensors of a model folder. Raises ModelError for a damaged folder. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._headers = tensor_headers(folder)
@@ -37,27 +37,27 @@ class TensorFolder:
             name: TensorSpec(name=name, dtype=DTYPES[header.dtype], shape=header.shape)
             for name, header in self._headers.items()
         }
-        """Every tensor by name: the files by name, the tensors of a file by theirs."""
+        """Every tensor by name, ordered by file, then by tensor."""
         self._path: Path | None = None
         self._file: Any = None
         self._num_read = 0
 
     def slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Part of a tensor of at least one dimension. It may share memory with the file: do not write to it."""
+        """Read part of a tensor of at least one dimension. It may share memory with the file: do not write to it."""
         file = self._open(self._headers[name].file)
         tensor: Tensor = file.get_slice(name)[index]
         return self._read(name, tensor)
 
     def whole(self, name: str) -> Tensor:
-        """A tensor as it was stored. It may share memory with the file: do not write to it."""
+        """Read a tensor. It may share memory with the file: do not write to it."""
         tensor: Tensor = self._open(self._headers[name].file).get_tensor(name)
         return self._read(name, tensor)
 
     def _read(self, name: str, tensor: Tensor) -> Tensor:
-        """The values that were read. Raises ModelError where one of them is not finite: no run can begin with it."""
+        """Count the bytes of `tensor` and return it. Raises ModelError if a value is not finite."""
         self._num_read += tensor.nbytes
         if self._headers[name].dtype in FLOATS and tensor.numel():
-            ends = torch.stack(torch.aminmax(tensor.detach()))  # one pass, in which NaN wins
+            ends = torch.stack(torch.aminmax(tensor.detach()))  # one pass; NaN wins
             if not ends.isfinite().all():
                 raise ModelError(
                     f"{self._headers[name].file}: {name} holds values that are not finite (nan or inf); fetch the "
@@ -66,11 +66,11 @@ class TensorFolder:
         return tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors by name, in the order of `specs`."""
+        """Read all tensors by name, in the order of `specs`."""
         return ((name, self.whole(name)) for name in self.specs)
 
     def pieces(self, name: str, multiple: int = 1, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor]:
-        """A tensor in runs of whole rows: a multiple of `multiple` (but for the last), about `piece_bytes` each."""
+        """Read a tensor in runs of about `piece_bytes`, each a multiple of `multiple` rows (but for the last)."""
         spec = self.specs[name]
         if not math.prod(spec.shape) or not spec.shape:
             yield self.whole(name)
@@ -81,7 +81,7 @@ class TensorFolder:
             yield self.slice(name, (slice(first, min(first + step, num_rows)),))
 
     def digest(self, name: str) -> str:
-        """sha256 of a tensor's bytes."""
+        """Return the sha256 of a tensor's bytes."""
         sha = hashlib.sha256()
         for piece in self.pieces(name):
             sha.update(piece.flatten().view(torch.uint8).numpy().data)
@@ -99,36 +99,33 @@ class TensorFolder:
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """What describes `tensor` under this name."""
     return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    """The dtype that `spec.dtype` names."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return dtype
 
 
 def num_bytes(spec: TensorSpec) -> int:
-    """Bytes of all values."""
     return math.prod(spec.shape) * torch_dtype(spec).itemsize
 
 
 SHARD_BYTES = 4 << 30
-"""Bytes of tensors in one file, at most (one tensor may be larger)."""
+"""Most bytes of tensors in one file (one tensor may be larger)."""
 HEADER_BYTES = 64 << 10
-"""Where the values of every file begin; about 500 tensors have room in such a header, then a new file is begun."""
+"""Offset of the values in every file. Such a header has room for about 500 tensors; then a new file begins."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Manifest = dict[str, dict[str, Any]]
 """Tensor name → file, shape, dtype (as torch names it), bytes and sha256 of its values in C order."""
 Pieces = tuple[TensorSpec, Iterable[Tensor]]
-"""A tensor, and its values in runs of whole rows."""
+"""A tensor's spec, and its values in runs of whole rows."""
 
 
 def whole_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Pieces]:
-    """Tensors that are whole already, for `write_shards`."""
+    """Yield whole tensors as `write_shards` takes them."""
     for name, tensor in named_tensors:
         yield spec_of(name, tensor), (tensor,)
 
@@ -141,11 +138,9 @@ def write_shards(
     shard_bytes: int = SHARD_BYTES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
-    """Write the tensors as `<prefix>-00001.safetensors` …, in their order; returns the manifest of what was written.
-
-    All pieces of a tensor are taken, and copied from their device, before the next tensor is asked for. `advance` is
-    told the bytes of each piece. Nothing is synced. Raises ValueError for pieces that are not what their spec says.
-    """
+    """Write the tensors as `<prefix>-00001.safetensors` …, in order; return their manifest. All pieces of a tensor are
+    taken, and copied from their device, before the next tensor is requested. `advance` gets the bytes of each piece.
+    Nothing is synced. Raises ValueError for pieces that do not match their spec."""
     manifest: Manifest = {}
     shard: _Shard | None = None
     count = 0
@@ -161,14 +156,14 @@ def write_shards(
             shard.close()
     except BaseException:
         if shard is not None:
-            with suppress(OSError):  # it has failed already, so a further failure says nothing new
+            with suppress(OSError):  # the first failure is raised
                 shard.file.close()
         raise
     return manifest
 
 
 class _Shard:
-    """One file, to which tensors are appended."""
+    """A file to which tensors are appended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -179,7 +174,7 @@ class _Shard:
         self._num_bytes = 0
 
     def has_room(self, spec: TensorSpec, shard_bytes: int) -> bool:
-        """Whether the file may take one more tensor. It must start at a multiple of its width to be read."""
+        """Return whether the file has room for a tensor, which must start at a multiple of its element size."""
         return (
             self._num_bytes + num_bytes(spec) <= shard_bytes
             and self._num_bytes % torch_dtype(spec).itemsize == 0
@@ -187,7 +182,7 @@ class _Shard:
         )
 
     def append(self, spec: TensorSpec, pieces: Iterable[Tensor], advance: Callable[[int], None]) -> dict[str, Any]:
-        """Write a tensor; returns its entry in the manifest."""
+        """Write a tensor; return its manifest entry."""
         entry, sha, written = self._entry(spec), hashlib.sha256(), 0
         for piece in pieces:
             if piece.dtype is not torch_dtype(spec):
@@ -217,12 +212,11 @@ class _Shard:
 
 
 def manifest_entry(spec: TensorSpec, file: str, sha256: str) -> dict[str, Any]:
-    """What a manifest says about a tensor."""
     return dict(file=file, shape=list(spec.shape), dtype=spec.dtype, bytes=num_bytes(spec), sha256=sha256)
 
 
 def check_written(folder: Path, manifest: Manifest, advance: Callable[[int], None]) -> None:
-    """Compare a folder on disk with what was meant to be written, headers and bytes. Raises ModelError."""
+    """Compare a folder on disk with the manifest of what was written, headers and bytes. Raises ModelError."""
     written = TensorFolder(folder)
     problems = [f"{name} is missing" for name in manifest if name not in written.specs]
     for name, spec in written.specs.items():

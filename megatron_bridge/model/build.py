@@ -1,7 +1,7 @@
-"""HF folder → Megatron-Core model: one PolicyModel per process (its pipeline stage).
+"""Build Megatron-Core models from HF configs: one PolicyModel for each chunk of a process's pipeline stages.
 
-Layers are Transformer Engine's (TE), or Megatron's own with torch's RMSNorm: see `choose_layers`. What TE layers hold
-is tested by a recorded list of their parameters; what they compute has not yet run on a GPU.
+Layers are Transformer Engine's (TE), or Megatron's own with torch's RMSNorm: see `choose_layers`. A recorded list of TE
+layers' parameters is tested; their values have not yet been computed on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipeline.importing import pip_install
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under the constructor that Megatron-Core's layer specs call."""
+    """torch's RMSNorm with the constructor that Megatron-Core's layer specs call."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -42,44 +42,41 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class FP32OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
-    """The LM head, multiplied in float32 whatever its storage (ScaleRL). The parameter stays as it is."""
+    """The LM head, multiplied in float32 whatever its storage (ScaleRL). The parameter keeps its dtype."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
-        """`input_` [sequence, batch, hidden] → (logits float32 [sequence, batch, vocab/tp], None)."""
+        """Return (logits float32 [sequence, batch, vocab/tp], None) from `input_` [sequence, batch, hidden]."""
         head = self.weight if weight is None else weight
         return super().forward(input_.float(), head.float(), **kwargs)
 
 
 class TokenScores(NamedTuple):
-    """What the last stage says about each label, float32 [batch, sequence]."""
+    """Results for each label on the last stage, float32 [batch, sequence]."""
 
     logprobs: Tensor
     entropy: Tensor
 
     @property
     def device(self) -> torch.device:
-        """Megatron's schedules ask the output of a mixture for it."""
+        """The device, which Megatron's schedules read from the output of a mixture."""
         return self.logprobs.device
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """A GPTModel whose last stage answers `labels` with their TokenScores.
-
-    Computed from the vocabulary-parallel logits where they are, so that no full-precision copy of them ever exists.
-    """
+    """A GPTModel whose last stage returns TokenScores for `labels`, from vocabulary-parallel logits in place."""
 
     temperature: float = 1.0
     num_tokens: int
-    """Of the vocabulary, without the rows that pad it."""
+    """Size of the vocabulary without padding."""
     kept: KeptRows | None = None
-    """The kept sets of the micro-batch that is run next, one for each label; None: the whole vocabulary."""
+    """The kept sets of the next micro-batch, one for each label; None: the whole vocabulary."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> TokenScores:
-        """`labels` int64 [batch, sequence]; `logits` [sequence, batch, vocab/tp], overwritten by the backward pass, and
-        here where rows pad the vocabulary: those are no tokens."""
+        """Return the scores of `labels` int64 [batch, sequence] from `logits` [sequence, batch, vocab/tp]. The backward
+        pass overwrites `logits`; the forward pass overwrites padding of the vocabulary with -inf."""
         width, rank = logits.shape[-1], parallel_state.get_tensor_model_parallel_rank()
         if (here := max(0, self.num_tokens - rank * width)) < width:
-            with torch.no_grad():  # the gradient of such a logit is 0
+            with torch.no_grad():  # the gradient of a padding logit is 0
                 logits[..., here:] = -torch.inf
         logprobs, entropy = vocab_parallel_logprobs(
             logits,
@@ -93,11 +90,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 def choose_layers(layers: Layers | None, dtype: torch.dtype) -> Layers:
-    """`layers`, or by default TE's where it is and CUDA is.
-
-    Not in float32: TE multiplies that in TF32, and its fused attention does not take it. Raises ModelError for TE's
-    layers without TE.
-    """
+    """Return `layers`, or by default TE's if TE and CUDA are available and `dtype` is not float32: TE multiplies
+    float32 in TF32, and its fused attention does not take it. Raises ModelError for TE's layers without TE."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     if layers == "transformer_engine" and not installed:
         raise ModelError(
@@ -121,28 +115,25 @@ def build_chunks(
     layers: Layers | None = None,
     precision: LearnerPrecision | None = None,
 ) -> list[PolicyModel]:
-    """The model chunks of this rank, one for each virtual pipeline stage, randomly initialized.
-
-    Megatron's parallel state must be that of `layout`. `temperature` divides the logits before log-probabilities are
-    taken. `layers` as in `choose_layers`; of `precision` only FP8 matters, which wants bfloat16 as `dtype`. Raises
-    ModelError for what cannot be built here.
-    """
+    """Build this rank's model chunks, one for each virtual pipeline stage, randomly initialized. Megatron's parallel
+    state must match `layout`. `temperature` divides the logits. `layers` is as in `choose_layers`; `precision` matters
+    only for FP8, which needs bfloat16 as `dtype`. Raises ModelError for what cannot be built here."""
     layers = choose_layers(layers, dtype)
     if precision is not None and is_fp8(precision):
         require_fp8(precision, layers, model_config, layout)
     config = transformer_config(model_config, layout, dtype, recompute, layers=layers, precision=precision)
     if not hasattr(moe_utils, "te_general_gemm"):
-        # The router of Megatron-Core 0.16.1 asks whether TE's matrix product is None, but names it only where TE is.
+        # Megatron-Core 0.16.1's router compares TE's matrix product with None, but defines the name only with TE.
         moe_utils.te_general_gemm = None
     chunks = [_chunk(model_config, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
     for chunk in chunks:
         chunk.temperature, chunk.num_tokens = temperature, model_config.vocab_size
         for name, parameter in chunk.named_parameters():
-            # Megatron-Core 0.16.1 reduces gradients of experts over *their* replicas only when they are spread over
-            # expert parallel ranks. With one such rank and whole experts (expert tensor parallel 1) under tensor
-            # parallelism it would leave out the tensor parallel ranks, each of which has seen other tokens, unsaid.
+            # Megatron-Core 0.16.1 reduces experts' gradients over their own replicas only under expert parallelism.
+            # With one expert parallel rank and whole experts (expert tensor parallel 1) under tensor parallelism, it
+            # would silently leave out the tensor parallel ranks, each of which has seen other tokens.
             if ".mlp.experts." in name:
-                parameter.allreduce = False  # not over the ranks that reduce everything else
+                parameter.allreduce = False  # not over the ranks that reduce all other gradients
         if fp32_lm_head and chunk.post_process:
             chunk.output_layer.__class__ = FP32OutputLayer
         if torch.cuda.is_available():
@@ -181,11 +172,10 @@ def transformer_config(
     layers: Layers = "megatron",
     precision: LearnerPrecision | None = None,
 ) -> TransformerConfig:
-    """Megatron's configuration of this architecture in this layout."""
     on_gpu, interleaved = torch.cuda.is_available(), layout.virtual > 1
     recomputed: dict[str, Any] = {}
     if recompute == "selective":
-        # Attention that never stores its scores leaves nothing to gain there: the MLP holds most of a layer.
+        # Attention without stored scores has nothing to save; the MLP holds most of a layer.
         modules = ["mlp" if model_config.experts is None else "moe"]
         recomputed = {"recompute_granularity": "selective", "recompute_modules": modules}
     elif recompute == "full":
@@ -196,14 +186,13 @@ def transformer_config(
             "num_moe_experts": model_config.experts.count,
             "moe_router_topk": model_config.experts.per_token,
             "moe_ffn_hidden_size": model_config.experts.ffn_size,
-            # The softmax over all experts, then the best; dividing their weights by the sum is the softmax over the
-            # best.
+            # A softmax over all experts whose best weights are then normalized equals a softmax over the best.
             "moe_router_pre_softmax": not model_config.experts.normalized,
             "moe_router_dtype": "fp32",
-            # A policy must stay where its reward puts it: no pull towards even loads.
+            # No load balancing: nothing but the reward moves the policy.
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            # Routers ask megatron_bridge.step.expert_replay, which Megatron's fused router would never do.
+            # Routers ask megatron_bridge.step.expert_replay, which Megatron's fused router would not.
             "moe_enable_routing_replay": True,
             "moe_router_fusion": False,
         }
@@ -223,7 +212,7 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Micro-batches differ in length; Megatron allows that with this dispatcher only, dense models included.
+        # Micro-batches differ in length; Megatron allows that only with this dispatcher, also for dense models.
         moe_token_dispatcher_type="alltoall",
         variable_seq_lengths=True,
         **experts,
@@ -238,8 +227,8 @@ def transformer_config(
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        # gloo sends asynchronously from memory that deallocation would free under it. With virtual stages that is
-        # silent: the loss comes out wrong. There gloo also mixes up batched sends of different chunks.
+        # gloo sends asynchronously from memory that deallocation would free. With virtual stages the loss is then
+        # silently wrong, and gloo also mixes up batched sends of different chunks.
         deallocate_pipeline_outputs=on_gpu,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -250,7 +239,7 @@ def transformer_config(
         attention_softmax_in_fp32=True,
         # The objective divides by the tokens of the whole step, so gradients are summed, never averaged.
         calculate_per_token_loss=True,
-        # False would leave parameters without their tensor parallel attributes.
+        # False would omit the parameters' tensor parallel attributes.
         perform_initialization=True,
         use_cpu_initialization=not on_gpu,
         bias_activation_fusion=on_gpu and model_config.experts is None,
@@ -258,7 +247,7 @@ def transformer_config(
         apply_rope_fusion=on_gpu and layers == "transformer_engine",
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,  # the LM head, which is Megatron's own, would need a kernel of Apex
+        gradient_accumulation_fusion=False,  # the LM head is Megatron's own and would need a kernel of Apex
         cross_entropy_loss_fusion=False,
         barrier_with_L1_time=False,
         cuda_graph_scope=[],  # the default warns that it is deprecated
@@ -283,7 +272,7 @@ def _block_spec(config: TransformerConfig, model_config: ModelConfig, virtual_st
 
 
 def require_fp8(precision: LearnerPrecision, layers: Layers, config: ModelConfig, layout: Layout) -> None:
-    """Raise ModelError where this process cannot train this model in FP8."""
+    """Raise ModelError if this process cannot train this model in FP8."""
     wanted = (9, 0) if precision == "fp8_block" else (8, 9)
     if not torch.cuda.is_available():
         found = "there is no CUDA device"

@@ -1,21 +1,20 @@
-"""Log-probabilities and entropies of tokens from vocabulary-parallel logits.
+"""Compute log-probabilities and entropies of tokens from vocabulary-parallel logits.
 
 With logits z [sequence, batch, vocab/tp] and temperature T, for the token t of a position:
 
     log p(t) = z_t / T - logsumexp(z / T)              H = logsumexp(z / T) - sum_v p(v) z_v / T
     d log p(t) / d z_v = ([v = t] - p(v)) / T
 
-A back end reads this rank's slice of the vocabulary once and sums it up for each row; two small all-reduces over the
-tensor parallel group make that the statistics of the whole row:
+A back end reads this rank's slice of the vocabulary once and computes statistics of each row's slice; two small
+all-reduces over the tensor parallel group combine them into the whole row's:
 
     peak     max z / T                       sums[0]  Σ exp(z / T - peak)
     sums[1]  z_t / T - peak, 0 elsewhere     sums[2]  Σ exp(z / T - peak) (z / T - peak)
 
-Back ends: `logprobs_triton` on a GPU, `logprobs_torch` on a CPU and for float64. Where an engine's top-p or top-k cut
-the distribution, `logprobs_kept` on either: all sums, and with them p and H, then run over the tokens that were kept,
-so that p is the probability with which such a sampler draws. A logit of -inf is a token that
-cannot be sampled; a row of nothing else has no distribution, and its results are NaN. NaN and +inf among the logits of
-a row make its results NaN.
+Back ends: `logprobs_triton` on a GPU, this module's `statistics` on a CPU and for float64. If an engine's top-p or
+top-k cut the distribution, `kept_statistics` on either: all sums, and with them p and H, then cover only the kept
+tokens, so p is the probability with which the engine draws. A logit of -inf is a token that cannot be sampled; a row of
+only -inf, or with NaN or +inf, has NaN as its results.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ def vocab_parallel_logprobs(
     overwrite_logits: bool = False,
     kept: KeptRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `tokens` and entropy of the distribution, both [sequence, batch], natural log.
+    """Return the natural log-probabilities of `tokens` and the distributions' entropies, both [sequence, batch].
 
     `logits` [sequence, batch, vocab/tp] is this rank's slice of the vocabulary, `tokens` int64 [sequence, batch] holds
-    global ids; results are float32 (float64 for float64 logits) and the same on every rank of `group` (None: one rank).
-    The entropy carries no gradient. With `overwrite_logits` the backward pass writes the gradient over the logits: only
-    for logits that nothing else reads. (Autograd refuses a second backward pass.)
+    global ids. Results are float32 (float64 for float64 logits), the same on every rank of `group` (None: one rank).
+    The entropy has no gradient. With `overwrite_logits` the backward pass writes the gradient over the logits, which
+    nothing else may read. (Autograd refuses a second backward pass.)
 
-    With `kept`, one set for each of the sequence × batch rows and the row's token in it, both are of the distribution
-    renormalized over the set; 0, without a gradient, where the set is empty.
+    With `kept`, one set for each of the sequence × batch rows and containing the row's token, both results are of the
+    distribution renormalized over the set; 0, without a gradient, for an empty set.
     """
     logprobs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]
         logits, tokens, temperature, group, overwrite_logits, kept
@@ -60,11 +59,9 @@ def vocab_parallel_logprobs(
 
 
 def rebase(peak: Tensor, sums: Tensor, top: Tensor, here: Tensor) -> Tensor:
-    """`sums` [3, rows] of a slice with `peak` [rows], as if its peak had been `top` >= peak.
-
-    `here` [rows] says whose token the slice holds. With d = peak - top, exp(z - top) is exp(d) exp(z - peak), and
-    z - top is d + (z - peak). Slices of one row that are rebased onto their highest peak may be added.
-    """
+    """Return `sums` [3, rows] of a slice with `peak` [rows] as if its peak were `top` >= peak. `here` [rows]: the slice
+    holds the row's token. With d = peak - top, exp(z - top) is exp(d) exp(z - peak), and z - top is d + (z - peak).
+    Slices of a row rebased onto their highest peak can be added."""
     drop = peak - top
     keep = drop.exp()
     token = torch.where(here, sums[1] + drop, 0)
@@ -129,7 +126,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """[tokens, vocab/tp], the logits themselves wherever strides allow, adjacent within a row."""
+    """Return [tokens, vocab/tp], contiguous within a row; a view if strides allow."""
     rows = logits.detach().reshape(-1, logits.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -137,20 +134,20 @@ def _rows(logits: Tensor) -> Tensor:
 def _back_end(logits: Tensor) -> ModuleType:
     if not logits.is_cuda or logits.dtype is torch.float64:
         return sys.modules[__name__]
-    from megatron_bridge.model import logprobs_triton  # only where there is Triton
+    from megatron_bridge.model import logprobs_triton  # Triton is only on GPU machines
 
     return logprobs_triton
 
 
 LOWEST = -1e30
-"""Stands in for -inf where 0 × -inf or inf - inf would follow; its exponential is 0."""
+"""A stand-in for -inf that avoids 0 × -inf and inf - inf; its exponential is 0."""
 
 _CHUNK_ELEMENTS = 1 << 22
 """Elements of a chunk in full precision: 16 MiB of float32."""
 
 
 def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """What `logprobs` asks of a back end: `rows` [tokens, vocab/tp] and `wanted` int64 [tokens]."""
+    """Return a back end's statistics (peak, sums) of `rows` [tokens, vocab/tp] and `wanted` int64 [tokens]."""
     vocab = rows.shape[-1]
     precise = torch.promote_types(rows.dtype, torch.float32)
     peak = (rows.amax(-1).to(precise) / temperature).clamp_(min=LOWEST)
@@ -170,10 +167,8 @@ def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor
 def write_gradient(
     rows: Tensor, wanted: Tensor, normalizer: Tensor, scale: Tensor, temperature: float, target: Tensor
 ) -> None:
-    """Fill `target` [tokens, vocab/tp], which may be `rows`, with scale × ([v = wanted] - exp(z / T - normalizer)).
-
-    `normalizer` and `scale` are [tokens]; rows of scale 0 become 0, whatever their logits.
-    """
+    """Fill `target` [tokens, vocab/tp], possibly `rows` itself, with scale × ([v = wanted] - exp(z / T - normalizer)).
+    `normalizer` and `scale` are [tokens]; rows of scale 0 become 0, whatever their logits."""
     vocab = rows.shape[-1]
     precise, step = torch.promote_types(rows.dtype, torch.float32), max(1, _CHUNK_ELEMENTS // vocab)
     for start in range(0, len(rows), step):
@@ -186,7 +181,7 @@ def write_gradient(
 
 
 def is_local(wanted: Tensor, vocab: int) -> Tensor:
-    """Whether this rank's slice of `vocab` tokens has the wanted one, which is counted from the slice's first."""
+    """Return whether this rank's slice of `vocab` tokens holds the wanted token, counted from the slice's first."""
     return (wanted >= 0) & (wanted < vocab)
 
 
@@ -195,15 +190,15 @@ class KeptRows:
     """The kept set of each row of logits; rows without one (a prompt, padding) have an empty set."""
 
     owner: Tensor
-    """int64 [kept] the row of each entry, ascending."""
+    """int64 [kept], the row of each entry, ascending."""
     tokens: Tensor
-    """int64 [kept] global token ids."""
+    """int64 [kept], global token ids."""
     counts: Tensor
-    """int64 [rows] entries of each row."""
+    """int64 [rows], number of entries of each row."""
 
     @staticmethod
     def of(sets: KeptSets) -> KeptRows:
-        """On the host, one row a set."""
+        """Return the sets on the host, one row a set."""
         return KeptRows(
             owner=torch.from_numpy(np.repeat(np.arange(len(sets)), sets.counts)),
             tokens=torch.from_numpy(sets.tokens.astype(np.int64)),
@@ -211,16 +206,14 @@ class KeptRows:
         )
 
     def to(self, device: torch.device | str) -> KeptRows:
-        """The same sets on another device."""
         return KeptRows(owner=self.owner.to(device), tokens=self.tokens.to(device), counts=self.counts.to(device))
 
 
 def kept_statistics(
     rows: Tensor, wanted: Tensor, temperature: float, kept: KeptRows, first_token: int
 ) -> tuple[Tensor, Tensor]:
-    """As `logprobs_torch.statistics`, over the kept tokens: `rows` [tokens, vocab/tp], of which the first column is the
-    token `first_token`; `wanted` int64 [tokens] is counted from there. Rows without a kept token here have sums of 0.
-    """
+    """Return `statistics` over the kept tokens. The first column of `rows` [tokens, vocab/tp] is the token
+    `first_token`, from which `wanted` int64 [tokens] counts. Rows without a kept token here have sums of 0."""
     vocab, places = rows.shape[-1], kept.tokens - first_token
     logits = rows[kept.owner, places.clamp(0, vocab - 1)].to(torch.promote_types(rows.dtype, torch.float32))
     values = torch.where(is_local(places, vocab), logits / temperature, -torch.inf)
@@ -228,7 +221,7 @@ def kept_statistics(
     shifted = values - peak[kept.owner]
     weight = shifted.exp()
     token = rows.gather(1, wanted.clamp(0, vocab - 1)[:, None])[:, 0].to(values.dtype) / temperature - peak
-    # In the entries' order, which a scattered sum on a GPU would not keep.
+    # Sums run in the entries' order, which a scattered sum on a GPU would not keep.
     row_sums = partial(torch.segment_reduce, reduce="sum", lengths=kept.counts, unsafe=True)
     total, weighted = row_sums(weight), row_sums(weight * shifted.clamp(min=LOWEST))
     return peak, torch.stack((total, torch.where(is_local(wanted, vocab), token, 0), weighted))
@@ -244,10 +237,7 @@ def write_kept_gradient(
     kept: KeptRows,
     first_token: int,
 ) -> None:
-    """As `logprobs_torch.write_gradient`: scale × ([v = wanted] - exp(z / T - normalizer)) on kept tokens, 0 on others.
-
-    `target` may be `rows`.
-    """
+    """Fill `target` as `write_gradient` does, but only on kept tokens; other tokens get 0. `target` may be `rows`."""
     vocab, places, factor = rows.shape[-1], kept.tokens - first_token, scale[kept.owner]
     columns = places.clamp(0, vocab - 1)
     logits = rows[kept.owner, columns].to(torch.promote_types(rows.dtype, torch.float32))
@@ -255,5 +245,5 @@ def write_kept_gradient(
     chosen = (places == wanted[kept.owner]).to(probability.dtype)
     gradient = torch.where(is_local(places, vocab) & (factor != 0), factor * (chosen - probability), 0)
     target.zero_()
-    # Entries of other ranks add 0 to some column of their row. Summing keeps that harmless, in any order.
+    # Entries of other ranks add 0 to a column of their row; a sum makes that harmless in any order.
     target.index_put_((kept.owner, columns), gradient.to(target.dtype), accumulate=True)

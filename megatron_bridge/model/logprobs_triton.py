@@ -1,19 +1,19 @@
-"""Statistics and gradient of vocabulary-parallel log-probabilities, as two kernels: one read, then one read and write.
+"""Compute log-probabilities' statistics and gradients in two Triton kernels: one reads, one reads and writes.
 
 The back end of `logprobs` for logits on a GPU. Not yet run on a GPU; the arithmetic runs in Triton's interpreter.
 
-A program owns one row and walks along it. Each of its lanes sees `_VECTOR_BYTES` of every stretch of the row and keeps
-its own statistics of what it saw, in float32 registers: no lane waits for another before the end of the row, and no
-copy of the logits exists in another precision. Exponents are taken to base 2, with y = z × log2(e) / T:
+A program owns a row and walks along it. Each lane reads `_VECTOR_BYTES` of every stretch of the row and keeps its own
+statistics in float32 registers: no lane waits for another before the row's end, and the logits are copied to no other
+precision. Exponents are taken to base 2, with y = z × log2(e) / T:
 
     m = max y        s = Σ 2^(y - m)        w = Σ 2^(y - m) (y - m)
 
-When a larger value moves a lane's m to m', with d = m - m' ≤ 0, what was summed is rebased without being read again:
+When a larger value moves a lane's m to m', with d = m - m' ≤ 0, the sums are rebased without another read:
 
     Σ 2^(y - m')          = 2^d Σ 2^(y - m)                 = 2^d s
     Σ 2^(y - m') (y - m') = 2^d Σ 2^(y - m) ((y - m) + d)   = 2^d (w + d s)
 
-At the end of the row the lanes' statistics are rebased onto the largest m in the same way, and added.
+At the row's end the lanes' statistics are rebased onto the largest m in the same way, and added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOWEST = tl.constexpr(-1e30)
-"""Stands in for -inf where 0 × -inf or inf - inf would follow; 2 to this power is 0."""
+"""A stand-in for -inf that avoids 0 × -inf and inf - inf; 2 to this power is 0."""
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 
@@ -35,12 +35,11 @@ _VECTOR_BYTES = 16
 _LANES = 512
 _WARPS = 8
 """256 threads with two loads of 16 bytes under way. Compiled for an H100, both kernels need 32 registers a thread for
-2-byte logits, so that 8 programs fill a multiprocessor, and the first runs 9 instructions a number where reading at
-3.35 TB/s leaves room for 17."""
+2-byte logits: 8 programs fill a multiprocessor. The first runs 9 instructions a number; 3.35 TB/s leave room for 17."""
 
 
 def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """As `logprobs_torch.statistics`; `rows` [tokens, vocab/tp] in bfloat16, float16 or float32, of unit stride."""
+    """Return `logprobs.statistics` of `rows` [tokens, vocab/tp] in bfloat16, float16 or float32, of unit stride."""
     peak = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     sums = peak.new_empty(len(rows), 3)
     if len(rows):
@@ -52,22 +51,22 @@ def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor
 def write_gradient(
     rows: Tensor, wanted: Tensor, normalizer: Tensor, scale: Tensor, temperature: float, target: Tensor
 ) -> None:
-    """As `logprobs_torch.write_gradient`; rows of `scale` 0 are not even read."""
+    """Fill `target` as `logprobs.write_gradient` does; rows of `scale` 0 are not read."""
     if len(rows):
         strides = (rows.stride(0), target.stride(0))
         arguments = (rows, wanted, normalizer, scale, target, *strides, math.log2(math.e) / temperature)
         _gradient_kernel[(len(rows),)](*arguments, **tile(rows.shape[1], rows.element_size()))
-    torch.autograd.graph.increment_version(target)  # a kernel writes behind autograd's back
+    torch.autograd.graph.increment_version(target)  # autograd does not see the kernel's write
 
 
 def tile(vocab: int, element_bytes: int) -> dict[str, int]:
-    """What the kernels are compiled for."""
+    """Return the kernels' compile-time constants."""
     return {"VOCAB": vocab, "LANES": _LANES, "VECTOR": _VECTOR_BYTES // element_bytes, "num_warps": _WARPS}
 
 
 @triton.jit
 def _absorb(values: tl.tensor, base2: tl.tensor, peak: tl.tensor, total: tl.tensor, weighted: tl.tensor) -> tl.tensor:
-    """Statistics [LANES] of lanes that have seen `values` [LANES, VECTOR] as well."""
+    """Return the lanes' statistics [LANES] after they have also read `values` [LANES, VECTOR]."""
     higher = tl.maximum(peak, tl.max(values, 1) * base2)
     drop = peak - higher
     keep = tl.exp2(drop)

@@ -1,12 +1,12 @@
-"""Lets Megatron-Core run on a machine without CUDA.
+"""Let Megatron-Core run on a machine without CUDA.
 
 Megatron-Core allocates with `device="cuda"`, asks `torch.cuda` for devices, streams and RNG states, and compares
-`Tensor.type()` with `torch.cuda.FloatTensor`. Here every Megatron module gets a stand-in for its global name `torch`: a
-copy of torch's namespace in which the allocating functions read "cuda" as "cpu" and `cuda` is answered by the CPU.
-Nothing sits between an operator and its kernel, so the hot path costs nothing; torch itself, as other packages see it,
-is unchanged but for `Tensor.cuda` (returns the tensor) and `Tensor.type` (names the CUDA type when asked for a name).
+`Tensor.type()` with `torch.cuda.FloatTensor`. `install` replaces the global name `torch` in every Megatron module by a
+copy of torch's namespace, in which the allocating functions read "cuda" as "cpu" and `cuda` is answered by the CPU.
+Nothing stands between an operator and its kernel, so the hot path costs nothing. torch itself, as other packages see
+it, is unchanged but for `Tensor.cuda` (returns the tensor) and `Tensor.type` (returns the CUDA type's name).
 
-Process-global. Call `install()` once, before a model is built; it does nothing where CUDA is present.
+Process-global. Call `install()` once, before a model is built; it does nothing if CUDA is available.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 _ALLOCATORS = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
 
-# Imported inside functions of Megatron-Core: they must exist before their name `torch` is replaced.
+# Functions of Megatron-Core import these: they must be loaded before their name `torch` is replaced.
 _LATE_IMPORTS = (
     "megatron.core.dist_checkpointing.strategies.async_utils",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
@@ -44,7 +44,7 @@ _LATE_IMPORTS = (
 
 
 def install() -> bool:
-    """Redirect Megatron-Core to the CPU. Returns whether this process now runs that way (False with CUDA)."""
+    """Redirect Megatron-Core to the CPU. Returns whether this process now runs on the CPU (False with CUDA)."""
     if torch.cuda.is_available():
         return False
     module = sys.modules.get("megatron.core.parallel_state")
@@ -68,12 +68,11 @@ def install() -> bool:
     torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
-    # Megatron's RNG tracker swaps the default generator's state; on the CPU that generator is torch's own.
+    # Megatron's RNG tracker swaps the default generator's state; on the CPU that is torch's own generator.
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
-    # Megatron-Core turns the sizes of its all-to-all into numpy arrays only where they come from a GPU; torch's
-    # all-to-all takes no tensors.
+    # Megatron-Core converts its all-to-all's sizes to numpy arrays only from a GPU; torch takes no tensors for them.
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -87,7 +86,7 @@ def _on_cpu(allocate: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)  # memory from which a GPU could copy by itself
+        kwargs.pop("pin_memory", None)  # pinned memory serves only GPU copies
         return allocate(*args, **kwargs)
 
     return allocate_on_cpu
@@ -120,7 +119,7 @@ def _torch_stand_in() -> types.ModuleType:
 
 
 class _Event:
-    """The CPU runs in order, so an event has always happened."""
+    """An event that has always happened, because the CPU runs in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.record = self.wait = self.synchronize = lambda *_: None
@@ -128,7 +127,7 @@ class _Event:
 
 
 class _Stream:
-    """The only stream there is."""
+    """The CPU's only stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.wait_stream = self.wait_event = self.synchronize = lambda *_: None

@@ -1,9 +1,9 @@
-"""The parallel layout: what divides what, and the process groups.
+"""Check the parallel layout against the model, and build the process groups.
 
     ranks = tensor × context × data × pipeline, tensor parallel ranks adjacent, pipeline stages farthest apart;
     experts are spread over the same ranks: expert tensor × expert × expert data = tensor × context × data
 
-Torch and Megatron are loaded when a process group is joined, not before: `Layout` itself is plain data.
+Torch and Megatron are loaded only when a process group is joined: `Layout` itself is plain data.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
-    """Model chunks of each pipeline rank."""
+    """Number of model chunks of each pipeline rank."""
     context: int = 1
     data: int = 1
     expert: int = 1
     expert_tensor: int = 1
     sequence: bool = False
-    """Norms and residual stream are split over tensor parallel ranks."""
+    """Whether norms and the residual stream are split over tensor parallel ranks."""
 
     @staticmethod
     def of(learner: LearnerSection) -> Layout:
-        """The layout that a recipe asks for."""
         return Layout(
             tensor=learner.tensor_parallel,
             pipeline=learner.pipeline_parallel,
@@ -46,7 +45,7 @@ class Layout:
             data=learner.data_parallel,
             expert=learner.expert_parallel,
             expert_tensor=learner.expert_tensor_parallel,
-            # One rank has nothing to split: the key is without effect, as Megatron has it.
+            # One tensor parallel rank has nothing to split; Megatron also ignores the key then.
             sequence=learner.sequence_parallel and learner.tensor_parallel > 1,
         )
 
@@ -56,16 +55,14 @@ class Layout:
 
     @property
     def sequence_ranks(self) -> int:
-        """Tensor parallel ranks over which the tokens of a micro-batch are split."""
+        """Number of tensor parallel ranks that split the tokens of a micro-batch."""
         return self.tensor if self.sequence else 1
 
 
 def initialize(layout: Layout, seed: int, deadline_s: float) -> None:
-    """Join the process group that torchrun's environment describes and build the parallel groups.
-
-    gloo without CUDA, nccl with it; every collective ends the process after `deadline_s`. A process started without
-    torchrun's variables is a world of one. Raises LayoutError when the world has another size than the layout.
-    """
+    """Join the process group of torchrun's environment and build the parallel groups. The backend is gloo without CUDA,
+    else nccl; a collective that takes longer than `deadline_s` ends the process. A process without torchrun's variables
+    is a world of one. Raises LayoutError if the world's size is not the layout's."""
     from datetime import timedelta
 
     import torch
@@ -103,7 +100,7 @@ def initialize(layout: Layout, seed: int, deadline_s: float) -> None:
 
 
 def leave_layout() -> None:
-    """Leave the parallel groups, and stay in the world: `initialize` may build others. Collective."""
+    """Leave the parallel groups but not the world, so that `initialize` can build other groups. Collective."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -114,16 +111,13 @@ def leave_layout() -> None:
                 groups[id(value)] = value
     if groups:
         dist.barrier()  # a group must not end while another rank still waits in it
-    for group in groups.values():  # Megatron forgets most of them, yet torch keeps them, with two threads each
+    for group in groups.values():  # Megatron forgets most groups, but torch keeps them, with two threads each
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
 def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
-    """Raise LayoutError when the sizes do not divide the model, ModelError when the model is not supported.
-
-    Loads neither torch nor Megatron.
-    """
+    """Raise LayoutError if sizes do not divide the model, ModelError if it is not supported. Loads no torch."""
     config, layout = ModelConfig.from_hf(hf_config), Layout.of(learner)
     divided = {
         "num_attention_heads": config.num_heads,
@@ -182,7 +176,7 @@ def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
 
 
 def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:
-    """Raise LayoutError when a sample of `context_tokens`, padded as the layout needs, exceeds a micro-batch."""
+    """Raise LayoutError if a sample of `context_tokens`, padded as the layout needs, exceeds a micro-batch."""
     layout = Layout.of(learner)
     rows = 2 * layout.context if layout.context > 1 else 1
     multiple = math.lcm(rows, layout.context * token_multiple(learner.precision)) * layout.sequence_ranks

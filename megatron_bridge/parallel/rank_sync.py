@@ -1,4 +1,4 @@
-"""Small JSON values that ranks exchange beside tensors."""
+"""Exchange small JSON values between ranks, and errors with them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ T = TypeVar("T")
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> list[Any]:
-    """The values of all ranks of a group, in rank order, the same on every rank. Collective.
-
-    Values are JSON, of which nothing is unpickled. Saving and loading of checkpoints by torch and Megatron-Core do
-    exchange pickles between ranks (all_gather_object), so the ports of ranks belong to a private network
-    (docs/cluster.md). `device` must be one whose tensors the group's backend can send.
-    """
+    """Gather the values of all ranks of a group, in rank order, on every rank. Collective. Values are JSON, so nothing
+    is unpickled; torch and Megatron-Core do exchange pickles for checkpoints (all_gather_object), so the ranks' ports
+    belong in a private network (docs/cluster.md). `device` must suit the group's backend."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     num_ranks = dist.get_world_size(group)
     sizes = torch.zeros(num_ranks, 1, dtype=torch.int64, device=device)
@@ -35,21 +32,18 @@ def all_gather_json(value: Any, group: dist.ProcessGroup, device: torch.device |
 
 
 class RankSync:
-    """Exchanges small values between all ranks. Construction and every method are collective."""
+    """An exchange of small values between all ranks. Construction and every method are collective."""
 
     def __init__(self, deadline_s: float) -> None:
-        """`deadline_s` bounds the wait for the slowest rank, each time."""
-        # gloo even beside NCCL: waiting ranks sleep instead of spinning on the GPU, under a deadline of their own.
+        """`deadline_s` limits each wait for the slowest rank."""
+        # gloo even beside NCCL: waiting ranks sleep instead of spinning on the GPU, under a separate deadline.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.is_rank_zero = self.rank == 0
 
     def gather(self, action: Callable[[], T]) -> list[T]:
-        """Run an action on every rank; return the results (JSON values) of all, in rank order, on every rank.
-
-        When one fails, all raise the first failure: an error of the same class of pipeline.errors, or RuntimeError for
-        a class that is not ours.
-        """
+        """Run an action on every rank; return all results (JSON values), in rank order, on every rank. After a failure
+        all ranks raise the first: an error of the same class of pipeline.errors, or RuntimeError for other classes."""
         result: T | None = None
         failure: Exception | None = None
         try:
@@ -70,14 +64,14 @@ class RankSync:
         return [value["result"] for value in results]
 
     def tell(self, action: Callable[[], T]) -> T:
-        """Run an action on rank 0; return its result (a JSON value), or raise its error, on every rank."""
+        """Run an action on rank 0; return its result (a JSON value) or raise its error on every rank."""
         return self.gather(action if self.is_rank_zero else lambda: None)[0]  # type: ignore[return-value]
 
 
 @contextmanager
 def taking(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Exhaust gathered `tensors` at the end of a block, whatever happens in it: every rank takes part in all gathers.
-    Raises NonFiniteError for weights that are not finite."""
+    """Exhaust gathered `tensors` also after an error, because every rank takes part in all gathers. Raises
+    NonFiniteError for weights that are not finite."""
     try:
         yield
     except FloatingPointError as error:

@@ -7,8 +7,7 @@ The method is R3 ("Stabilizing MoE reinforcement learning by aligning training a
 0.16.1 asks `RouterReplay.get_replay_topk` for each token's experts (its fused router would not). Megatron's class
 replays all rows or none; `ReplayedRouter` replays the known rows. Under recompute a router routes each micro-batch
 twice: in its forward pass, which also queues the target, and in the backward pass, which takes the target from the
-queue. Each model chunk sees its micro-batches in the same order in both passes, also when pipeline stages are
-interleaved.
+queue. Each model chunk sees its micro-batches in the same order in both passes, also when stages are interleaved.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class ReplayedRouter(RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores of the chosen experts [tokens, topk] and their ids, int64 [tokens, topk], from `scores`
-        [tokens, experts]."""
+        """Return the chosen experts' scores and ids (int64), both [tokens, topk], from `scores` [tokens, experts]."""
         if self.router_replay_action in (None, RouterReplayAction.RECORD):
             found: tuple[Tensor, Tensor] = super().get_replay_topk(
                 scores, topk, num_groups, group_topk, default_compute_topk
@@ -100,8 +98,7 @@ class ReplayedRouter(RouterReplay):  # type: ignore[misc]
 
 
 def install_replay(chunks: Sequence[Any], model_config: ModelConfig) -> dict[int, list[ReplayedRouter]]:
-    """Give every router of these model chunks a ReplayedRouter and return them by the chunk's `id`. A model without
-    experts has none."""
+    """Give every router of the chunks a ReplayedRouter; return them by the chunk's `id` (none without experts)."""
     found: dict[int, list[ReplayedRouter]] = {}
     if model_config.experts is None:
         return found
@@ -116,8 +113,7 @@ def install_replay(chunks: Sequence[Any], model_config: ModelConfig) -> dict[int
 
 
 class ExpertReplay:
-    """The replay of one pass over one batch: call `forward` around each micro-batch, `finish` at the end, `close`
-    always."""
+    """The replay of one pass over one batch: `forward` around each micro-batch, `finish` at the end, `close` always."""
 
     def __init__(
         self,

@@ -82,8 +82,7 @@ class Fp8Emulation:
     """The formats of a quant map in the linears of one rank's model."""
 
     def __init__(self, learner: MegatronLearner, quant_map: QuantMap) -> None:
-        """Raise ModelError for layers that cannot be emulated and for modules of the map that are not linears of this
-        model."""
+        """Raise ModelError for layers without emulation, and for modules of the map that are not linears."""
         if learner.layers != "megatron":
             raise ModelError(TE_LAYERS)
         self.quant_map = quant_map
@@ -118,8 +117,7 @@ class Fp8Emulation:
         self._share = quant_map.restricted(name.removesuffix(_WEIGHT) for name in quantized)
 
     def forget(self) -> None:
-        """Round the weights again before the next pass. The emulation notices in-place changes that autograd counts,
-        but not those of Megatron's optimizer."""
+        """Round the weights again before the next pass: autograd does not count the changes of Megatron's optimizer."""
         self._made_from = None
 
     @contextmanager
@@ -175,8 +173,7 @@ class Fp8Emulation:
         self._made_from = versions
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole HF tensors of this rank's linears, because scales cover whole tensors. Each is gathered over
-        the ranks that share the linear."""
+        """Yield this rank's linears as whole HF tensors (as scales are), gathered over the ranks that share them."""
         for linear in self._linears:
             group, weight = linear.module.tp_group, linear.module.weight.detach()
             shards = gather_shards(weight, group) if group.size() > 1 else [weight]
@@ -191,8 +188,7 @@ def quantize_input(rollout_format: RolloutFormat, linear: Any, inputs: tuple[Any
     hidden: Tensor = inputs[0]  # [sequence, batch, channels], or [tokens, channels] of an expert
     if hidden.numel() == 0:  # an expert that no token chose, on all its tensor parallel ranks alike
         return inputs
-    # Row-parallel inputs are split by channel over the (expert) tensor parallel ranks. If the rank holds whole scale
-    # groups, it needs no gather.
+    # Tensor parallel ranks split the channels of row-parallel inputs; a rank with whole scale groups needs no gather.
     whole, width, group = hidden.detach(), hidden.shape[-1], rollout_format.activation_group
     split = isinstance(linear, RowParallelLinear) and linear.tp_group.size() > 1
     if split and (group is None or width % group):
@@ -200,8 +196,7 @@ def quantize_input(rollout_format: RolloutFormat, linear: Any, inputs: tuple[Any
     try:
         quantized = fake_quantize(whole, rollout_format, per_token=True)
     except FloatingPointError:
-        # An error in one rank alone would leave the others in a collective. NaN reaches the loss, which all ranks
-        # check.
+        # An error in one rank would leave the others in a collective. NaN reaches the loss, which all ranks check.
         quantized = torch.full_like(whole, torch.nan)
     if whole.shape != hidden.shape:
         quantized = quantized.narrow(-1, linear.tp_group.rank() * width, width).contiguous()

@@ -1,9 +1,8 @@
-"""Score with other weights than the policy's: copies in host memory (the reference policy, older policy versions), and
-changed or emulated weights for sensitivity scans.
+"""Score with other weights than the policy's: older versions, a reference, changed weights, emulated formats.
 
-A swap moves one parameter at a time: the model's to the host, the copy's into the model. The device never holds more
-than one parameter twice, and the policy comes back bit for bit. Model, layout, precision, emulated formats and expert
-replay are those of training, so the log-ratio of equal weights is exactly 0 in every layout.
+A `HostWeights` is a copy in host memory. A swap moves one parameter at a time: the model's to the host, the copy's into
+the model. The device never holds more than one parameter twice, and the policy comes back bit for bit. Model, layout,
+precision, emulated formats and expert replay are those of training: the log-ratio of equal weights is 0.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class HostWeights:
             copy.copy_(parameter.detach())
 
     def read_from(self, folder: Path) -> None:
-        """Read the weights from an HF folder of the learner's model. Collective. Raises ModelError for another model's
-        folder."""
+        """Read the weights from an HF folder. Collective. Raises ModelError for another model's folder."""
         self.take()  # keeps the policy while the folder is read into the model
         try:
             load_hf([chunk.module for chunk in self._learner.model], self._learner.model_config, folder)
@@ -87,8 +85,7 @@ class ReferencePolicy:
         self._weights.read_from(folder)
 
     def logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        """Return float32 [responses], the natural log-probability of every response token under the reference
-        policy."""
+        """Return the log-probability of every response token under the reference policy, float32 [responses]."""
         with self._weights.in_place():
             return self._learner.logprobs(batch)
 
@@ -112,9 +109,8 @@ class KeptVersions:
             room.take()
 
     def logprobs(self, batch: Batch) -> Tensor | None:
-        """Return each sampled token's log-probability at the version that sampled it, or None if all tokens are of the
-        present version. [responses] on the learner's device, 0 for tokens that no engine sampled. Raises StoreError for
-        a version that is not kept."""
+        """Return each token's log-probability at the version that sampled it, or None if all are of the present
+        version. [responses] on the learner's device, 0 for tokens not sampled. Raises StoreError for a lost version."""
         versions = np.unique(batch.policy_version[batch.loss_mask]).tolist()
         if not set(versions) - {batch.index}:
             return None
@@ -182,16 +178,14 @@ class PinnedMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all blocks."""
         return sum(map(len, self._blocks))
 
 
 @contextmanager
 def changed(learner: MegatronLearner, change: Callable[[NamedTensors], NamedTensors]) -> Iterator[None]:
-    """Score with the weights that `change(learner.named_weights())` yields; the weights are restored bit by bit at the
-    end. Collective. Every rank holds its share twice meanwhile, and one whole tensor at a time. For `logprobs` and
-    `score_tokens` only: an update inside would be lost. Formats emulated inside (megatron_bridge.step.fp8_emulation)
-    round the changed weights."""
+    """Score with the weights that `change(learner.named_weights())` yields; they are restored bit by bit at the end.
+    Collective. Every rank holds its share twice meanwhile, and one whole tensor at a time. For `logprobs` and
+    `score_tokens` only: an update inside would be lost. Formats emulated inside round the changed weights."""
     chunks = [chunk.module for chunk in learner.model]
     saved = [(parameter, parameter.detach().clone()) for chunk in chunks for parameter in chunk.parameters()]
     try:
@@ -228,9 +222,8 @@ def rounded(module: str, dtype: torch.dtype) -> Callable[[NamedTensors], NamedTe
 
 def row_scorer(learner: MegatronLearner, rows: TokenRows) -> Callable[[QuantMap | None], Tensor]:
     """Return `score(quant_map)`, which returns the log-probabilities of the predicted tokens, float64 [tokens], row
-    after row. The map's formats are emulated; None or an empty map emulates none. Every call is collective: all ranks
-    must score the same maps in the same order. Scores are the same on all ranks, so all decide alike from them. Raises
-    as `emulated` does."""
+    after row, with the map's formats emulated (None or an empty map: none). Every call is collective: all ranks must
+    score the same maps in the same order, and get the same scores. Raises as `emulated` does."""
 
     def score(quant_map: QuantMap | None) -> Tensor:
         # None scores without emulation also in a learner that trains with it.

@@ -45,8 +45,7 @@ class TokenRows:
     experts: RoutedExperts | None = None
     """[tokens of the held rows] the engine's experts to replay; None: routers choose."""
     ranks: NDArray[np.int64] | None = None
-    """[rows] the data parallel rank that holds each row; None: every rank holds all rows, and they are still to be
-    dealt."""
+    """[rows] the data parallel rank that holds each row; None: every rank holds all rows, not yet dealt."""
     all_lengths: NDArray[np.int64] | None = None
     """[rows] the lengths of all rows, if only some are held."""
 
@@ -140,8 +139,7 @@ class MicroBatch:
 
     @staticmethod
     def pack(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64], split: Split) -> MicroBatch:
-        """Lay out the rows of `group`, padded to `widths` [rows]. The last row is padded until the micro-batch reaches
-        its multiple; without rows, the micro-batch is all padding."""
+        """Lay out the rows of `group`, padded to `widths` [rows], the last up to the micro-batch's multiple."""
         padded = widths[group].tolist() or [split.row_multiple]
         padded[-1] += -sum(padded) % split.total_multiple
         ends = _ends(padded)

@@ -18,8 +18,7 @@ from pipeline.config.recipe import LearnerSection, OptimizerSection
 
 
 def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[list[DistributedDataParallel], Any]:
-    """Wrap the chunks in Megatron's DDP (gradients reduced in float32) and build AdamW over them. With bfloat16
-    parameters (also under FP8) the optimizer keeps float32 main copies."""
+    """Wrap the chunks in Megatron's DDP (float32 reduction) and build AdamW; BF16 weights get float32 main copies."""
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=learner.distributed_optimizer,
@@ -89,8 +88,7 @@ class RateSpan:
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The learning rate of every optimizer step of a run. A restart may change the settings; a step trained before
-    keeps its rate, also when it is trained again."""
+    """The learning rate of every optimizer step of a run. A trained step keeps its rate when the settings change."""
 
     spans: tuple[RateSpan, ...]
     """Ascending by batch, at least one."""

@@ -37,7 +37,6 @@ class Gathered:
         """float64 scalars, summed over micro-batches and ranks."""
 
     def take(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
-        """Store the results of one micro-batch's predicted tokens."""
         micro_batch.gather_into(self.logprobs, logprobs.detach())
         micro_batch.gather_into(self.entropy, entropy)
 
@@ -64,9 +63,8 @@ def score(
     replay: ExpertReplay | None = None,
 ) -> Gathered:
     """Compute log-probabilities and entropies of the predicted tokens at the present weights, with the engine's experts
-    where `replay` has them. The model is in evaluation mode, so nothing is recomputed. In training mode with delayed
-    scaling, Transformer Engine would keep the scales of recomputed layers for a backward pass that never comes, and use
-    them up in another pass's."""
+    where `replay` has them. In evaluation mode, because nothing is recomputed: otherwise, under delayed scaling,
+    Transformer Engine would keep scales for a backward pass that never comes, and use them up in another pass's."""
     gathered = Gathered(num_predicted, device)
 
     def collect(micro_batch: MicroBatch, output: tuple[Tensor, Tensor], *, non_loss_data: bool) -> None:

@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from rollout_sglang.fleet import Fleet
 
 DENSE = 0.75
-"""Largest size of a delta as a share of the whole: above it, unpacking takes longer than reading the rest
-(docs/precision.md)."""
+"""Largest delta as a share of the whole: unpacking more takes longer than reading the rest (docs/precision.md)."""
 _log = logging.getLogger(__name__)
 
 
@@ -241,8 +240,7 @@ class DeltaChannel(BackgroundChannel):
 
     @contextmanager
     def _removed_on_failure(self, temporary: Path) -> Iterator[None]:
-        """Remove the folder after an error that all ranks raise, when none writes anymore: on a full disk it would
-        block the next attempt."""
+        """Remove the folder after an error that all ranks raise: on a full disk it would block the next attempt."""
         try:
             yield
         except BaseException:
@@ -276,8 +274,7 @@ class PublishedShare:
         self._sha256: dict[str, str] = {}
 
     def take(self, stream: Iterable[tuple[str, Tensor]], writer: DeltaWriter | None) -> None:
-        """Take the next version's tensors, in their published formats. `writer` gets the changes since the last
-        published version; without it no comparison is made."""
+        """Take the next version's tensors, in their published formats; `writer` gets the changes since the last."""
         for name, tensor in stream:
             new = tensor.detach().to("cpu", copy=True).contiguous()
             old = self.tensors.get(name)

@@ -4,8 +4,7 @@
                             └─▶ policy/000013/maps/DIGEST + its check, for each older quant map that is still served
 
 PUBLISHED names a version only after the engines were verified to hold it. A crash at any point leaves the older version
-published and complete. The other channels share this file's WeightCheckPlan, BackgroundChannel, `prune` and
-ProbeScorer.
+published and complete. The other channels share WeightCheckPlan, BackgroundChannel, `prune` and ProbeScorer.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ class DiskChannel(BackgroundChannel):
         self._quant = quant
 
     def begin(self, version: int, older: Sequence[QuantMap] = (), *, learner_waits: bool = False) -> None:  # noqa: ARG002
-        """Export before returning, with or without `learner_waits`. `older` are quant maps that some engines were
-        started with and still serve."""
+        """Export before returning, whether or not `learner_waits`. `older` are quant maps that engines still serve."""
         watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
@@ -203,9 +201,8 @@ class ProbeScorer:
         self, rows: tuple[tuple[int, ...], ...], max_mean_gap_nats: float, quant: QuantMap | None
     ) -> tuple[Probe, dict[str, float]]:
         """Score the probe at the present weights. Collective. Also returns probe_staleness_nats (from the second
-        publish on), and probe_quantization_nats (mean absolute) and probe_quantization_ess if the learner can emulate
-        the formats, which needs Megatron's own layers. Emulation costs a rounding of the quantized weights and one
-        pass."""
+        publish on), and probe_quantization_nats (mean absolute) and probe_quantization_ess if Megatron's own layers can
+        emulate the formats, which costs a rounding of the quantized weights and one pass."""
         learner = self._learner
         plain = learner.score_tokens(rows, temperature=1.0)
         flat = torch.from_numpy(np.concatenate(plain).astype(np.float64))

@@ -180,8 +180,7 @@ def cuda_arguments(handle: tuple[Any, ...], device_uuid: str, num_bytes: int) ->
         storage_bytes,
         offset_bytes,
         False,
-        # torch counts readers here to know when memory that its owner dropped may be reused. The owner keeps the
-        # memory, so the count does not matter.
+        # Counters of readers, by which torch reuses memory that its owner dropped; this owner keeps it.
         counter,
         counter_offset,
         event,

@@ -6,18 +6,17 @@
     first of a stage                                                             FolderWriter ─▶ policy/000013
 
 Once a version is in the snapshots, the learner may train: a delivery reads no parameters, and the deliveries of all
-ranks communicate through a process group that no other thread uses meanwhile. A publish beside training begins when the
+ranks communicate through a process group that no other thread uses meanwhile. (With pipeline stages on a GPU, training
+still waits for broadcasts: Megatron synchronizes the device between stages.) A publish beside training begins when the
 snapshots are complete and hashed, and pauses engines that can load while serving only at its end. A publish that the
 learner waits for pauses the engines at once and sends each bucket as soon as it is packed. Engines hash their weights
-and score the probe while the learner still does; the results are compared when both sides have them
-(pipeline.ports.weights).
+and score the probe while the learner still does; the results are compared when both sides have them.
 
 Each pipeline stage streams the tensors it holds; the stages stream at the same time. Every rank of a stage has the
 gathered tensors, so the engines are divided among its first ranks, at most one rank per engine of the recipe; the other
 ranks keep no snapshot. At each publish rank 0 reads the list of engines and sends it to the other ranks with the
 update's number. A rank sends through process groups (ProcessGroupTransport) or through memory that the engine opens
-(IpcTransport). An engine that dies or hangs delays the publish by at most its deadline; it is skipped for the rest of
-the publish, then quarantined.
+(IpcTransport). A dead or hung engine delays the publish by at most its deadline, is skipped, then quarantined.
 
 Engines that restart, and a collector that resyncs engines, load the policy folder. It is complete before the next
 publish begins and before a checkpoint of a later version is written.
@@ -79,15 +78,12 @@ Ending = Future[WeightUpdateReport]
 PIECES = 8
 """Number of buckets of a share. Packing the first and loading the last overlap with nothing: at most an eighth each."""
 SMALLEST_BYTES = 16 << 20
-"""Smallest bucket. Each bucket costs an engine one call, but eight were faster than one. The size is chosen, not
-measured: in the engines glibc reuses a buffer of up to 32 MiB, and gets a larger one from the system each time, page by
-page."""
+"""Smallest bucket. Each bucket costs an engine one call, but eight were faster than one. Chosen, not measured: glibc in
+the engines reuses a buffer of up to 32 MiB, and gets a larger one from the system each time, page by page."""
 
 
 @dataclass
 class _Publish:
-    """The state of publishing one version."""
-
     version: int
     folder: Path
     quant: QuantMap | None
@@ -108,10 +104,9 @@ class StreamedChannel(BackgroundChannel):
     Metrics: score_s, gather_s, quantize_s and keep_s (host copies) are the learner thread's, of the slowest rank;
     lock_s and pause_s are rank 0's. connect_s, digest_s and transfer_s (engines' loading included) are the slowest
     rank's; wire_s is the part of transfer_s until process groups had sent, requests included (0 for ipc). load_s and
-    the times of verifying are the slowest engine's (stage_s and pause_s if it served until then). Also
-    engines_paused_s, publish_s (total), write_s (the previous publish's folder), transfer_bytes (all engines),
-    engines_failed, and the metrics of ProbeScorer.score. {} except on rank 0. Raises EngineUnavailableError on every
-    rank if no engine serves the version.
+    verifying's times are the slowest engine's (stage_s and pause_s if it served until then). Also engines_paused_s,
+    publish_s (total), write_s (the previous folder), transfer_bytes (all engines), engines_failed, and those of
+    ProbeScorer.score. {} except on rank 0. Raises EngineUnavailableError on every rank if no engine serves the version.
     """
 
     def __init__(
@@ -207,8 +202,7 @@ class StreamedChannel(BackgroundChannel):
         self._event_loop.close()
 
     def _take(self, watch: Stopwatch) -> Exception | None:
-        """Fill the snapshot and return the error, if any. Every rank of the stage exhausts the gathers, also after an
-        error."""
+        """Fill the snapshot and return any error. Every rank of the stage exhausts the gathers, also after an error."""
         tensors = watch.timed("gather_s", export_stage(self._learner.model, self._learner.model_config))
         try:
             with taking(tensors):
@@ -281,8 +275,7 @@ class StreamedChannel(BackgroundChannel):
         }
 
     def _digests(self) -> tuple[Digests, float]:
-        """Return the checksums that the engines should report for this stage's share, and the seconds of hashing. Only
-        the stage's first rank hashes."""
+        """Return this stage's expected checksums and the seconds of hashing; only the stage's first rank hashes."""
         if self._plan.new_checksums is None or self._stage_rank:
             for _ in self._snapshot:  # wait for the snapshot's end
                 pass
@@ -318,8 +311,7 @@ class StreamedChannel(BackgroundChannel):
             transport.open(mine, unreachable)
         if transport.engines:
             try:
-                # Smaller buckets let gathering, packing, sending and loading overlap. Before the first publish the
-                # share's size is unknown.
+                # Smaller buckets let packing, sending and loading overlap. The first share's size is unknown.
                 piece, sent = max(SMALLEST_BYTES, self._share_bytes // PIECES), 0
                 most = min(self._bucket_bytes, piece) if self._share_bytes else self._bucket_bytes
                 for bucket in pack(self._snapshot, most, transport.new_buffer):
@@ -342,8 +334,7 @@ class StreamedChannel(BackgroundChannel):
         hashing: Future[tuple[Digests, float]],
         ending: Ending | None,
     ) -> list[dict[str, float]]:
-        """Set the learner's half of the check as it becomes known; return every rank's seconds. An error fails the
-        engines' check."""
+        """Set the learner's half of the check once known; return all ranks' seconds. An error fails the engines."""
         try:
             hashed = self._rank_sync.gather(hashing.result)
             coming.digests.set_result(joined_digests(digests for digests, _ in hashed))
@@ -446,8 +437,7 @@ class FolderWriter:
         self._thread.start()
 
     def wait(self, deadline_s: float) -> float:
-        """Wait for the writing to end and return its seconds. Raises DeadlineExceededError, or the error that stopped
-        it."""
+        """Wait for the writer; return its seconds. Raises DeadlineExceededError, or the error that stopped it."""
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             raise DeadlineExceededError(
@@ -473,8 +463,7 @@ class FolderWriter:
 
 
 def gather_manifests(temporary: Path, num_stages: int, deadline_s: float) -> dict[str, Any]:
-    """Return the manifest of all stages and remove their parts. Raises DeadlineExceededError if a part never
-    appears."""
+    """Return the manifest of all stages and remove their parts. Raises DeadlineExceededError if a part is missing."""
     ends = time.monotonic() + deadline_s
     manifest: dict[str, Any] = {}
     for stage in range(num_stages):

@@ -53,15 +53,13 @@ class Transfer:
 
 @dataclass(eq=False)
 class WeightTransport(ABC):
-    """A sender of buckets to some engines. An engine that dies or hangs delays the others by at most its deadline. One
-    bucket is under way at a time; the caller packs the next one meanwhile."""
+    """A sender of buckets, one at a time. An engine that dies or hangs delays the others by at most its deadline."""
 
     _session: FleetUpdateSession
     _event_loop: EventLoopThread
     _device: torch.device
     _deadline_s: float
-    """Time that one engine may take for all buckets together; time spent waiting for the sender's other engines does
-    not count."""
+    """Time that one engine may take for all buckets together; waits for the sender's other engines do not count."""
     _left_s: dict[int, float] = field(init=False, default_factory=dict)
     """The rest of that deadline, by engine."""
     failures: dict[int, str] = field(init=False, default_factory=dict)
@@ -91,12 +89,10 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def new_buffer(self, num_bytes: int) -> Tensor:
-        """Return uint8 [at least num_bytes] for the next bucket. The caller may write to it until the bucket is
-        sent."""
+        """Return uint8 [at least num_bytes] for the next bucket; the caller may write to it until it is sent."""
 
     def send(self, bucket: Bucket) -> None:
-        """Begin to send a bucket packed in `new_buffer` to all engines that have not failed, after the bucket before
-        has ended."""
+        """Begin to send a bucket of `new_buffer` to all engines that have not failed, after the bucket before."""
         self.finish()
         self._bucket = bucket
         self._under_way = self._begin(bucket)
@@ -124,11 +120,9 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def _begin(self, bucket: Bucket) -> dict[int, Future[Transfer]]:
-        """Start the bucket's transfer to each engine that has not failed. Each ends within BUCKET_DEADLINE_S and within
-        the rest of its engine's deadline."""
+        """Start the bucket's transfer to each engine left, within BUCKET_DEADLINE_S and the rest of its deadline."""
 
     def _fail(self, engine: int, why: str) -> None:
-        """Send no more to an engine."""
         self.failures[engine] = why
         del self._left_s[engine]
 
@@ -146,9 +140,8 @@ def pack(
     named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, new_buffer: Callable[[int], Tensor]
 ) -> Iterator[Bucket]:
     """Pack the tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor has a bucket to itself.
-    `new_buffer` returns uint8 [at least its argument] for each bucket, possibly the same again once the next bucket is
-    requested. A tensor's bytes are copied once, before the next tensor is requested, so an exporter may reuse its
-    memory."""
+    `new_buffer` returns uint8 [at least its argument] for each bucket, possibly the same again for the next. A tensor's
+    bytes are copied once, before the next tensor is requested, so an exporter may reuse its memory."""
     specs: list[TensorSpec] = []
     buffer, size = torch.empty(0, dtype=torch.uint8), 0
     for name, tensor in named_tensors:
@@ -186,8 +179,7 @@ T = TypeVar("T")
 
 
 class EventLoopThread:
-    """A daemon thread that runs coroutines on one event loop until `close`. The process can end before its work
-    does."""
+    """A daemon thread that runs coroutines on one event loop until `close` or the end of the process."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -209,8 +201,7 @@ class EventLoopThread:
         return self.start(work).result()
 
     def close(self) -> None:
-        """Cancel all coroutines and close the loop; nothing can be started afterwards. A second call changes nothing.
-        Raises DeadlineExceededError if a coroutine does not end."""
+        """Cancel all coroutines and close the loop. Raises DeadlineExceededError if a coroutine does not end."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._ended.set)
@@ -270,8 +261,7 @@ class EngineGroup:
 
     @property
     def idle(self) -> bool:
-        """Whether no broadcast is under way. Dropping a busy gloo group would block until its broadcast ends, also at
-        interpreter exit."""
+        """Whether no broadcast is under way. Dropping a busy gloo group would block until its broadcast ends."""
         begun = self._begun
         if begun is None:
             return True
@@ -295,8 +285,7 @@ def connect(
     ends = time.monotonic() + min(deadline_s, ARRIVAL_DEADLINE_S)
     backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
     name = f"evenkeel-{uuid.uuid4().hex[:12]}"
-    # The store listens on this machine's address as the engine sees it, and on no other: torch's own socket would
-    # listen on every address.
+    # Listen only on this machine's address as the engine sees it: torch's own socket would listen on all addresses.
     parts = urlsplit(url)
     found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
@@ -317,8 +306,7 @@ def connect(
     group_spec = ProcessGroupSpec(group=name, address=address, port=store.port, backend=backend)
     invited = invite(group_spec, max(0.1, ends - time.monotonic()))
     try:
-        # Forming the group would wait out its whole deadline for an engine that refused or died. This loop ends at once
-        # when the engine refuses.
+        # Forming the group would wait out its deadline for an engine that refused; this loop ends at once.
         while not store.num_keys():
             if invited.done():
                 invited.result()
@@ -364,7 +352,6 @@ class ProcessGroupTransport(WeightTransport):
 
     _groups: dict[int, EngineGroup] = field(init=False, default_factory=dict)
     _members: dict[int, Member] = field(init=False, default_factory=dict)
-    """The engines that the groups are with."""
     _broken: list[EngineGroup] = field(init=False, default_factory=list)
     _kept: deque[Tensor] = field(init=False, default_factory=deque)
     """Buffers on the host, the least recently returned first."""
@@ -385,8 +372,7 @@ class ProcessGroupTransport(WeightTransport):
             self._drop(engine)
 
     def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
-        """Form a group with every engine; engines that fail are in `failures` afterwards. Groups with engines that have
-        left, moved or restarted are dropped."""
+        """Form a group with every engine, or note it in `failures`. Drop groups with engines that left or restarted."""
         super().open(engines, unreachable)
         self._broken = [group for group in self._broken if not group.idle]
         members = {engine.index: engine for engine in engines if engine.index in self._left_s}
@@ -436,8 +422,8 @@ class ProcessGroupTransport(WeightTransport):
 
 
 async def watch(group: EngineGroup, call: Future[None], began: float, deadline_s: float) -> Transfer:
-    """Wait for a bucket's end: the broadcast in `group`, and the `call` in which the engine takes part. A failure of
-    either ends both. `began` is a time.monotonic()."""
+    """Wait for the end of a bucket's broadcast in `group` and of the engine's `call`; a failure of either ends both.
+    `began` is a time.monotonic()."""
     failure, sent = None, began
     try:
         async with asyncio.timeout(deadline_s):

@@ -1,5 +1,4 @@
-"""Keep the ESS controller's records: RUN/control/000012.json has its evidence of step 12 and the state in force after
-it.
+"""Keep the ESS controller's records: RUN/control/000012.json has its evidence of step 12 and the resulting state.
 
 The learner creates a step's record exclusively, under the fence, before it publishes version step + 1. Only then is a
 decision made: a learner killed before has decided nothing, and a learner restarted afterwards finds the record and

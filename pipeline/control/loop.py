@@ -63,10 +63,8 @@ class StepController:
     digest: Callable[[Sequence[str]], str]
     """Returns the digest of the quant map with these groups promoted."""
     use_map: Callable[[int, Sequence[str]], None]
-    """Publishes in the formats of a quant map from now on, by its number and the modules that it does not quantize.
-    Collective."""
+    """Publishes in a quant map's formats from now on, by its number and unquantized modules. Collective."""
     modules_of: Callable[[Sequence[str]], tuple[str, ...]]
-    """Returns the modules of some groups."""
     updates_per_batch: int
     event_log: EventLog
     decided_before: ControlFiles | None = None
@@ -101,8 +99,7 @@ class StepController:
         return lr_factor(mean_age(batch, self.updates_per_batch))
 
     def after(self, batch: Batch, update: Update) -> dict[str, float]:
-        """Decide after a trained batch, or follow an existing decision. Returns the state in force, by metric name.
-        Collective."""
+        """Decide after a trained batch, or follow an existing decision; return the metrics in force. Collective."""
         known: dict[str, Any] = {}
         look = partial(self._next, batch, update, known)
         while "record" not in (told := self.learner.tell(look)):
@@ -118,8 +115,7 @@ class StepController:
         )
 
     def skip(self, step: int) -> None:
-        """Record a step whose batch was lost by damage: a decision made before the loss holds, otherwise the state
-        stays. Collective."""
+        """Record a step whose batch was lost: a decision made before the loss holds, or the state stays. Collective."""
 
         def read() -> dict[str, Any]:
             record = (self.decided_before or self.files).read(step)
@@ -243,15 +239,13 @@ def ratio_sums(batch: Batch, update: Update) -> NDArray[np.float64]:
 
 
 def ess_loss(sums: NDArray[np.float64]) -> float:
-    """Return -ln of the token ESS as in the metrics: the mean over updates. `sums` is [updates, 3]; updates without a
-    token are left out."""
+    """Return -ln of the metrics' token ESS, averaged over updates with tokens. `sums` is [updates, 3]."""
     each = [ess_from_sums(ratio, squared, int(tokens)) for tokens, ratio, squared in sums.tolist() if tokens]
     return loss_of(float(np.mean(each)))
 
 
 def engine_evidence(sums: NDArray[np.float64], starts: dict[int, int]) -> dict[int, EngineEvidence]:
-    """Return the evidence about each engine in `starts` (index → its start) if the batch has enough tokens of it and of
-    the others. `sums` is from `ratio_sums`."""
+    """Return the evidence about each engine in `starts` (index → start) with enough tokens, from `ratio_sums`."""
     tokens = sums[:, :, 0].sum(axis=0)
     engines = np.arange(len(tokens))
     # The others' sums are added up: a difference would lose digits to a large ratio of one engine.

@@ -91,8 +91,7 @@ class BatchSource:
                 if self.stop_requested():
                     return "stop"
                 if index in self.store.settled():
-                    # The collector may have died before its own fsync: a batch that is trained on must survive a power
-                    # cut.
+                    # The collector may not have synced the folder yet, and a trained batch must survive a power cut.
                     fsync_directory(self.store.directory)
                     self.patience.progress()
                     return "there" if self.store.lost(index) is None else "lost"

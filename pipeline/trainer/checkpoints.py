@@ -86,8 +86,7 @@ class _Save:
     commit: LongAction[None] | None = None
     """Set once all shards are written."""
     decided: threading.Lock = field(default_factory=threading.Lock)
-    """Acquired once and never released: by rank 0's thread that names the folder, or by rank 0 when it gives the folder
-    up."""
+    """Acquired for good by rank 0's thread that names the folder, or by rank 0 when it gives the folder up."""
 
 
 @dataclass(frozen=True)
@@ -105,22 +104,19 @@ class Checkpoints:
     """The save under way, at most one."""
 
     def save(self, learner: MegatronLearner, step: int, state: Mapping[str, float]) -> None:
-        """Save a checkpoint and wait for it. Afterwards training can resume at `step`, whatever dies. `state` is the
-        loop's own state. Collective."""
+        """Save a checkpoint, with the loop's `state`; afterwards training can resume at `step`. Collective."""
         self.begin_save(learner, step, state)
         self.advance(learner, to_the_end=True)
 
     def begin_save(
         self, learner: MegatronLearner, step: int, state: Mapping[str, float], versions: KeptVersions | None = None
     ) -> None:
-        """Copy the state for a checkpoint of `step` and begin to write it; `versions` are written at once. The previous
-        save must be over. Collective."""
+        """Copy the state for a checkpoint of `step`, and begin to write it; write `versions` at once. Collective."""
         if self._under_way:
             raise ValueError(f"the checkpoint of step {self._under_way[0].step} is not written yet; advance to its end")
 
         def new_folder() -> str:
-            """Create the folder, on rank 0, after a check for space: a checkpoint takes as much as the newest one; the
-            first, as the learner estimates."""
+            """Create the folder, on rank 0, if there is space for the newest checkpoint's or the estimated size."""
             expected, committed = self.first_bytes, committed_steps(self.directory)
             if committed:
                 newest = read_commit(self.directory / numbered(committed[-1]))
@@ -139,8 +135,7 @@ class Checkpoints:
         self._under_way.append(_Save(folder, step, dict(state), time.monotonic(), shards))
 
     def advance(self, learner: MegatronLearner, *, to_the_end: bool = False) -> Saved | None:
-        """Return the checkpoint if its save is over, or wait for that `to_the_end`. Raises on every rank an error of
-        any rank. Collective."""
+        """Return the checkpoint once its save is over; `to_the_end` waits. Raises errors of any rank. Collective."""
         if not self._under_way:
             return None
         save, wait_s = self._under_way[0], ANSWER_S if to_the_end else 0.0
@@ -173,7 +168,7 @@ class Checkpoints:
 
     def restore(self, learner: MegatronLearner, versions: KeptVersions | None = None) -> tuple[int, dict[str, float]]:
         """Load the newest committed checkpoint, and its `versions`; return the step to resume at (0 without a
-        checkpoint) and the loop's saved state. Deletes nothing, because another learner may be writing in the folder.
+        checkpoint) and the loop's saved state. Deletes nothing, because another learner may be writing there.
         Collective."""
         newest = tell_when_done(learner, self._newest)
         if newest is None:

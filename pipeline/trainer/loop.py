@@ -62,8 +62,7 @@ _POLL_S = 0.25
 
 @dataclass
 class Trainer:
-    """The learner loop; the module's docstring shows its data flow. `channel` is None when recorded batches are
-    replayed."""
+    """The learner loop; see the module's docstring. `channel` is None when recorded batches are replayed."""
 
     run: RunDirectory
     batches: BatchSource
@@ -84,7 +83,6 @@ class Trainer:
     reference: ReferencePolicy | None = None
     """The frozen policy that the loss keeps the policy near."""
     _diagnostics: DiagnosticsWriter = field(init=False, default_factory=DiagnosticsWriter)
-    """Rank 0's writer of measurements."""
     _versions: KeptVersions | None = field(init=False)
     """Older policy versions, if the run keeps them."""
     _saved: int = field(init=False, default=0)
@@ -390,22 +388,19 @@ class Scoring:
     """Whether the learning rate depends on how far the policy has moved since pi_old."""
 
     def of_step(self, *, old_known: bool) -> bool:
-        """Return whether an optimizer step is scored. `old_known`: pi_old is another policy's, and is scored
-        beforehand."""
+        """Return whether an optimizer step is scored. `old_known`: pi_old is another policy, scored beforehand."""
         if not old_known:
             return self.prepares
         return self.sizes_steps or (self.prepares and self.reads_step)
 
     def passes(self, *, older: bool) -> int:
-        """Return the number of passes over a batch. `older`: pi_old is older than the batch's first step, or than a
-        later one."""
+        """Return the number of passes over a batch. `older`: pi_old is older than any of the batch's steps."""
         beforehand = self.reads_old and older
         return beforehand + self.of_step(old_known=beforehand)
 
 
 SHARE, LEAST = 16, 16
-"""One sample in SHARE, and at least LEAST samples, are scored twice: a forward pass over 1/16 of the tokens costs about
-2 % of a training pass over all."""
+"""One sample in SHARE, at least LEAST, is scored twice: a forward pass over 1/16 takes 2 % of the training pass."""
 
 MEASURED = ("ess", "k3_kl", "log_ratio_abs_mean")
 
@@ -415,8 +410,7 @@ class OwnExperts:
     """Some samples of a batch scored with the learner's own experts, to measure the effect of replaying the engine's.
 
         before the step   a share of the samples ──learner's own experts──▶ log-probabilities ─┐
-        the step itself   all samples ─────────────the engine's experts───▶ log-probabilities ─┴▶ ESS, k3 of the same
-        tokens
+        the step itself   all samples ─────────────the engine's experts───▶ log-probabilities ─┴▶ ESS, k3 of the share
 
     Both scores are at the weights before the step, so they differ only by routing.
     """
@@ -441,8 +435,8 @@ class OwnExperts:
 
     def compared(self, batch: Batch, logprobs: Tensor) -> dict[str, float]:
         """Return the metrics of MEASURED, each `_with_replay` and `_without_replay`, over the tokens of the step.
-        `logprobs` [responses of the batch] are the step's own, on the learner's device, NaN where the step ran no
-        token."""
+        `logprobs` [responses of the batch] are the step's own, on the learner's device, NaN for tokens that it did not
+        run."""
 
         def tensor(values: NDArray[Any]) -> Tensor:
             return torch.from_numpy(values).to(logprobs.device)
