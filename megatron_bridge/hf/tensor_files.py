@@ -182,7 +182,7 @@ class _Shard:
         )
 
     def append(self, spec: TensorSpec, pieces: Iterable[Tensor], advance: Callable[[int], None]) -> dict[str, Any]:
-        """Write a tensor; return its manifest entry."""
+        """Write a tensor; returns its entry in the manifest."""
         entry, sha, written = self._entry(spec), hashlib.sha256(), 0
         for piece in pieces:
             if piece.dtype is not torch_dtype(spec):

@@ -37,6 +37,7 @@ class Gathered:
         """float64 scalars, summed over micro-batches and ranks."""
 
     def take(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
+        """Keep the predicted tokens of one micro-batch."""
         micro_batch.gather_into(self.logprobs, logprobs.detach())
         micro_batch.gather_into(self.entropy, entropy)
 
