@@ -376,7 +376,7 @@ class Trainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Decides which scoring passes a batch needs."""
+    """The choice of the scoring passes that a batch needs."""
 
     prepares: bool
     """Whether the objective is prepared from scores of the batch (Facts.needs_scoring)."""
