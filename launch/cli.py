@@ -311,10 +311,10 @@ def mismatch(
 
 @app.command()
 def report(run: RunPath) -> None:
-    """Write RUN/report.html: one self-contained page with curves, histograms and a timeline.
+    """Write RUN/report.html: one self-contained page with curves and histograms.
 
-    It leads to RUN/samples.html: prompts, responses and rewards of some groups, with a search, each token colored by
-    how far learner and engine disagree on it.
+    It leads to RUN/samples.html: prompts, responses and rewards of some groups, each token colored by how far learner
+    and engine disagree on it.
     """
     from pipeline.analysis.report import write_report
 
