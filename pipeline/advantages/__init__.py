@@ -1,1 +1,1 @@
-"""Advantages that compare the samples of one prompt (its group): `methods` has the formulas, `compute` applies one."""
+"""Compute the advantages of samples within their group (prompt): `methods` has the formulas, `compute` applies them."""

@@ -1,19 +1,18 @@
-"""From a batch to the advantages of its samples, and from those to what each token of an optimizer step is weighed by.
+"""Compute the advantages of a batch's samples, and of the tokens of an optimizer step.
 
     rewards ──length penalty──▶ estimator ──▶ advantages of samples ──normalized over the batch──▶ aggregation over the
                                                                                                     tokens of a step
 
-A sample whose verifier failed has no reward: it is no member of its group, and a group without any other is no part of
-the step. A truncated one may be left out of the loss (`advantage.truncated`: DAPO's overlong filtering); its reward
-counts in its group all the same.
-
-Groups of equal rewards have no advantage, hence no policy gradient. The recipe chooses (`advantage.zero_variance`):
+A sample whose verifier failed has no reward and is left out of its group; a group without any reward is left out of the
+step. A truncated sample may be left out of the loss (`advantage.truncated`: DAPO's overlong filtering); its reward
+still counts in its group. Groups of equal rewards have no advantage, hence no policy gradient. The recipe chooses what
+becomes of them (`advantage.zero_variance`):
 
     keep      they are trained on like the others
     skip      they (and other groups without any advantage) are not run through the model, but count in every
               denominator and statistic: same gradient, less work
-    exclude   they are no part of the step: the others are trained on as if these had never been sampled. This is the
-              loss of ScaleRL (arXiv 2510.13786, J_ScaleRL), whose sums run over prompts with 0 < mean(r) < 1 only
+    exclude   they are left out of the step, as if they had never been sampled: the loss of ScaleRL (arXiv 2510.13786,
+              J_ScaleRL), whose sums run over prompts with 0 < mean(r) < 1 only
 """
 
 from __future__ import annotations
@@ -35,37 +34,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAdvantages:
-    """The advantages of a batch, before they are given to tokens."""
+    """The advantages of a batch's samples, before aggregation over tokens."""
 
     values: NDArray[np.float64]
-    """[samples] normalized, where the recipe says so."""
+    """Advantages [samples], normalized where the recipe asks for it."""
     in_loss: NDArray[np.bool_]
-    """[samples] True where the sample is part of an optimizer step, its denominators and statistics; whole groups, at
-    least one."""
+    """Mask [samples] of the samples in a step, its denominators and its statistics: whole groups, at least one."""
     through_model: NDArray[np.bool_]
-    """[samples] True where the sample is run through the model if it is in the loss."""
+    """Mask [samples] of the samples to run through the model, if they are in the loss."""
     filtered: NDArray[np.bool_]
-    """[samples] True where nothing is learned from the sample, although it has a reward: it was truncated."""
+    """Mask [samples] of truncated samples that nothing is learned from, although they have a reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageComputer:
-    """The advantage section of a recipe at work."""
+    """A recipe's advantage formula, with its length penalty and its distillation."""
 
     section: Advantage
     estimator: AdvantageEstimator
     max_new_tokens: int
     overlong: OverlongPenalty | None = None
-    """Takes from the rewards of long responses; None: nothing does."""
+    """Penalty on the rewards of long responses; None: no penalty."""
     distillation: Distillation | None = None
-    """Adds a teacher's judgment of each token; None: there is no teacher."""
+    """Settings of the teacher that scores each token; None: no teacher."""
     solved_at: float = SOLVED_REWARD
-    """The reward of a sample that solved its problem. Formulas that ask whether it did compare with 1: they get the
-    rewards in units of it."""
+    """Reward of a sample that solved its problem. Formulas that compare rewards with 1 get them divided by this."""
 
     @staticmethod
     def of(recipe: Recipe) -> AdvantageComputer:
-        """Return the recipe's advantages, from rewards to tokens."""
+        """Return the advantage computation of a recipe."""
         return AdvantageComputer(
             section=recipe.advantage,
             estimator=recipe.advantage.estimator(),
@@ -76,10 +73,10 @@ class AdvantageComputer:
         )
 
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
-        """Compute those of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
+        """Return the advantages of a whole batch's samples. Raises NonFiniteError on a reward that is not finite."""
         section, everything = self.section, np.ones(batch.num_samples, np.bool_)
-        # True where the sample has a reward, and the teacher, if there is one, scored it; in groups with as many such
-        # samples as the formula needs. A group of fewer samples, all of this kind, is left to the formula.
+        # Keep samples with a reward and, if there is a teacher, its scores. Drop a group that lost samples and has too
+        # few left for the formula; leave a small group that lost none to the formula.
         by_teacher = self.distillation is not None and self.distillation.judges_alone
         judged = taught(batch)
         if not by_teacher:
@@ -114,19 +111,19 @@ class AdvantageComputer:
         )
 
     def overlong_penalty(self, batch: Batch) -> NDArray[np.float32]:
-        """[samples] the addition to each reward for the response's length, 0 or less; 0 where there is no reward."""
+        """Return the addition to each reward for the response's length [samples]: 0 or less, and 0 without a reward."""
         if self.overlong is None:
             return np.zeros(batch.num_samples, np.float32)
         penalty = self.overlong.of(batch.response_lengths, max_new_tokens=self.max_new_tokens)
         return np.where(batch.judged, penalty, np.float32(0.0))
 
     def measured(self, batch: Batch) -> dict[str, float]:
-        """Return the mean penalty for length of a batch, where there is one, by the name of its metric."""
+        """Return the batch's mean length penalty by the name of its metric; empty without a penalty."""
         return {} if self.overlong is None else {"overlong_penalty": float(self.overlong_penalty(batch).mean())}
 
     def by_token(self, step: Batch, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[responses] the weights of the tokens of one optimizer step, from `values` [samples] of the same samples; 0
-        on tokens that no engine sampled."""
+        """Return the advantages [response tokens] of the tokens of an optimizer step, from the `values` [samples] of
+        the same samples; 0 where no engine sampled."""
         by_sample, by_token = values, None
         if self.distillation is not None:
             by_sample = self.distillation.reward_coefficient * values
@@ -142,22 +139,21 @@ def token_advantages(
     *,
     max_new_tokens: int,
 ) -> NDArray[np.float64]:
-    """[responses] the advantages of the tokens of a step, from the `values` [samples] of their samples and those that
-    tokens have beside them, `of_tokens` [responses]; 0 where no engine sampled.
+    """Return the advantages [response tokens] of a step's tokens, weighted for a mean by `aggregation`.
 
-    An objective averages over the N sampled tokens of an optimizer step. A factor on the advantages turns that mean
-    into another one, because every policy term is linear in the advantage; terms without an advantage (a KL anchor)
-    stay token means. N, R, P and the samples are those of the step: of the batch, or of a part of it.
+    `values` [samples] are the advantages of samples, `of_tokens` [response tokens] further advantages of single tokens.
+    The result is 0 where no engine sampled. An objective averages over the N sampled tokens of an optimizer step. A
+    factor on the advantages turns that mean into another, because every policy term is linear in the advantage; terms
+    without an advantage (a KL anchor) stay token means. N, R, P and the samples are those of the step alone.
 
-        token     1                     every token alike (DAPO, arXiv 2503.14476)
-        sequence  N / (R n_i)           every response alike (GRPO, arXiv 2402.03300, eq. 3); n_i its tokens, R
-                                        responses
-        prompt    N / (P n_g)           every prompt alike, its tokens alike (ScaleRL, arXiv 2510.13786); n_g its tokens
-        constant  N / (R L)             the sum over tokens by a constant: responses times the longest, L =
-                                        `max_new_tokens` (Dr. GRPO, arXiv 2503.20783)
+        token     1             every token alike (DAPO, arXiv 2503.14476)
+        sequence  N / (R n_i)   every response alike (GRPO, arXiv 2402.03300, eq. 3); R responses of n_i tokens
+        prompt    N / (P n_g)   every prompt alike, its tokens alike (ScaleRL, arXiv 2510.13786); P prompts, n_g tokens
+        constant  N / (R L)     the sum over tokens divided by R times the longest response, L = `max_new_tokens` (Dr.
+                                GRPO, arXiv 2503.20783)
 
-    The first three sum to N over the tokens; `constant` does only when every response is of the greatest length, which
-    is its point: a long response then counts more, and a short batch takes a shorter step.
+    The first three sum to N over the tokens. `constant` does only when every response has L tokens. By design, a long
+    response then counts more, and a short batch takes a shorter step.
     """
     ends = np.concatenate([[0], np.cumsum(step.loss_mask)])[step.response_offsets]
     lengths = np.diff(ends).astype(np.float64)
@@ -180,16 +176,16 @@ def token_advantages(
 
 
 def batch_normalized(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """`values` [samples] divided by the standard deviation (samples - 1 in the denominator) of those that are
-    `counted` [samples] (ScaleRL, arXiv 2510.13786, recipe: A^norm). Values that are all equal stay as they are."""
+    """Divide `values` [samples] by the standard deviation (ddof 1) over the `counted` [samples] (A^norm of ScaleRL,
+    arXiv 2510.13786). If the counted values are all equal, return `values` unchanged."""
     kept = values[counted]
     std = float(np.std(kept, ddof=1)) if len(kept) > 1 else 0.0
     return values / std if std > 0.0 else values
 
 
 def reverse_kl(batch: Batch) -> NDArray[np.float64]:
-    """[responses] log pi_b - log pi_teacher, nats; 0 where no engine sampled. Raises StoreError for a batch without the
-    teacher's log-probabilities."""
+    """Return log pi_b - log pi_teacher [response tokens], nats; 0 where no engine sampled. Raises StoreError for a
+    batch without the teacher's log-probabilities."""
     if batch.teacher_logprobs is None:
         raise StoreError(
             f"batch {batch.index} has no log-probabilities of a teacher: it was collected without the recipe's section "
@@ -200,11 +196,11 @@ def reverse_kl(batch: Batch) -> NDArray[np.float64]:
 
 
 def taught(batch: Batch) -> NDArray[np.bool_]:
-    """[samples] False where the teacher of a distillation did not score the sample."""
+    """Return a mask [samples] that is False where the teacher of a distillation failed to score the sample."""
     failed = batch.reward_parts.get(TEACHER_FAILED)
     return np.ones(batch.num_samples, np.bool_) if failed is None else np.isnan(failed) | (failed == 0.0)
 
 
 def mean_reverse_kl(batch: Batch) -> float:
-    """Nats a sampled token: the estimate of KL(pi_b || teacher) from the tokens themselves, of either sign."""
+    """Return the estimate of KL(pi_b || teacher) from the sampled tokens, in nats a token; it may be negative."""
     return float(reverse_kl(batch).sum()) / max(1, batch.num_sampled_tokens)

@@ -1,18 +1,17 @@
-"""The advantages: each is one class, whose fields are the keys of a recipe's section `advantage`.
+"""Advantages that compare the samples of a group, each a class with the keys of a recipe's section `advantage`.
 
-r is the reward and r̄ the mean of its group throughout. Some formulas take rewards of any kind. Those that are defined
-by a solve rate read rewards clipped to [0, 1], so that {0, 1} and {-1, 1} are the same and partial credit stays
-partial. A group of equal rewards, and a group of one, says nothing: its advantages are exactly 0. Most formulas are
-fixed for a whole run; one that changes from step to step (FADE) keeps its state in an estimator.
+Throughout, r is the reward and r̄ the mean of its group. Some formulas take any rewards. Formulas defined by a solve
+rate read rewards clipped to [0, 1], so {0, 1} and {-1, 1} mean the same and partial credit stays partial. In a group of
+equal rewards, and in a group of one, all advantages are exactly 0. Most formulas are fixed for a whole run; FADE
+changes from step to step and keeps its state in an estimator. DAPO's length penalty and distillation follow.
 
-With binary rewards, an advantage is w_S on successes and -w_F on failures, and the gradient of a prompt with the solve
-rate p (q = 1 - p) is
+With binary rewards, an advantage is w_S on successes and -w_F on failures, and the gradient at solve rate p = 1 - q is
 
     m_S E[∇log π | success] - m_F E[∇log π | failure],   m_S = p w_S,  m_F = q w_F
 
-so two functions of p, the weight curves, tell two methods apart (arXiv 2607.01490): the height over p says which
-difficulty is learned from, the ratio m_S / m_F how much failures are pushed down. Exactly on-policy only w_S + w_F
-matters; the ratio acts through reuse, clipping and finite groups.
+so two functions of p, the weight curves, tell two methods apart (arXiv 2607.01490). Their height over p shows which
+difficulty is learned from; the ratio m_S / m_F shows how much failures are pushed down. Exactly on-policy only w_S +
+w_F matters; the ratio acts through reuse, clipping and finite groups.
 """
 
 from __future__ import annotations
@@ -34,28 +33,26 @@ from precision.objectives.base import Aggregation
 from precision.settings import Settings
 
 Rewards = NDArray[np.float32]
-"""[n], one a sample."""
+"""Reward of each sample, [n]."""
 
 
 Groups = NDArray[np.int64]
-"""[n], the group (prompt) of each sample, in any order."""
+"""Group (prompt) of each sample, [n], in any order."""
 
 
 Curve = NDArray[np.float64]
-"""[points], over solve rates."""
+"""Values at solve rates, [points]."""
 
 
 class Grouped:
-    """Compare the samples of each group.
-
-    `values` [n] float64, `members` [n] the group of each, 0 … groups - 1, `sizes` [groups], `mean` [n] of the sample's
-    group, `deviation` [n] value minus mean. Sums of float32 numbers are exact in float64, so in a group of equal values
-    the deviation is 0 and not a rounding, which a division by the standard deviation would blow up to ±1.
-    """
+    """The samples of a batch by group. `values` [n] are float64; `members` [n] is the group of each sample, 0 … groups
+    - 1; `sizes` is [groups]; `mean` [n] is that of the sample's group; `deviation` [n] is value minus mean. Sums of
+    float32 numbers are exact in float64, so the deviation is exactly 0 in a group of equal values. A division by the
+    standard deviation would turn a rounding into ±1."""
 
     def __init__(self, values: NDArray[Any], group: NDArray[np.int64], *, clip: bool = False) -> None:
-        """Take `values` [n] and `group` [n], any numbers; with `clip` the values clipped to [0, 1], so that a group's
-        mean is its solve rate. Raises NonFiniteError on a value that is NaN or infinite."""
+        """Take `values` [n] and `group` [n], any numbers; `clip` clips the values to [0, 1], so that a group's mean is
+        its solve rate. Raises NonFiniteError on a value that is NaN or infinite, ValueError when shapes differ."""
         if values.shape != group.shape or values.ndim != 1:
             raise ValueError(f"reward is {values.shape} and group is {group.shape}, expected the same [n]")
         if not np.isfinite(values).all():
@@ -70,16 +67,16 @@ class Grouped:
         self.deviation = self.values - self.mean
 
     def total(self, values: NDArray[Any]) -> NDArray[np.float64]:
-        """Return [groups] the sums of any `values` [n]."""
+        """Return the sums [groups] of any `values` [n] over each group."""
         return np.bincount(self.members, values, minlength=len(self.sizes)).astype(np.float64)
 
     def any_member(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return [n] whether any sample of the sample's group is `chosen` [n]."""
+        """Return [n] whether any sample of the same group is `chosen` [n]."""
         return np.asarray(self.total(chosen)[self.members] > 0)
 
 
 class Advantage(Settings, ABC):
-    """Settings and formula of one advantage. Only `name` and `advantages` must be written."""
+    """Settings and formula of an advantage. A subclass must define `name` and `advantages`."""
 
     name: str
     aggregation: Aggregation = Field(
@@ -104,63 +101,57 @@ class Advantage(Settings, ABC):
     )
 
     asks_what_is_solved: ClassVar[bool] = False
-    """Whether the formula compares rewards with 1, or clips them to [0, 1]: nothing may be added to those, and
+    """Whether the formula compares rewards with 1, or clips them to [0, 1]. Nothing may be added to its rewards, and
     they come divided by reward.solved_at."""
     moving_parts: ClassVar[tuple[str, ...]] = ()
-    """What of the formula changes during a run, by the names that a report gives it. With any, zero_variance skip is
-    refused: `observe` would be told the entropy of some groups alone."""
+    """Parts of the formula that change during a run, by their names in reports. With any, zero_variance skip is
+    refused, since `observe` would get the entropy of some groups alone."""
 
     @abstractmethod
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """[n] the advantage of each sample; 0 throughout a group of equal rewards.
-
-        Raises NonFiniteError on a reward that is NaN or infinite.
-        """
+        """Return the advantage [n] of each sample; 0 throughout a group of equal rewards. Raises NonFiniteError on a
+        reward that is NaN or infinite."""
 
     @property
     def smallest_group(self) -> int:
-        """Samples of a prompt that the formula needs."""
+        """Least number of samples of a prompt that the formula can use."""
         return 2
 
     def estimator(self) -> AdvantageEstimator:
-        """Return the formula at the beginning of a run."""
+        """Return the formula with its state at the beginning of a run."""
         return AdvantageEstimator(self)
 
 
 class AdvantageEstimator:
-    """Hold an advantage at work in a run, with what it has learned from the run; this one never changes.
-
-    Every rank holds one and tells it the same numbers. So all ranks have the same advantages.
-    """
+    """An advantage formula with its state in a run; this base class has no state. Every rank feeds its copy the same
+    numbers, so all ranks have the same advantages."""
 
     def __init__(self, section: Advantage) -> None:
         self.section = section
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """As `Advantage.advantages`. They depend on the batch and on the present state alone."""
+        """Return the advantages [n] from the batch and the present state alone; see `Advantage.advantages`."""
         return self.section.advantages(reward, group)
 
     def observe(self, *, solve_rate: float, entropy: float) -> None:
-        """Learn from a step that was trained: the share of the batch's samples that solved their problem, and the
+        """Update the state after a trained step, from the share of its samples that solved their problem and the
         policy's entropy in nats a token. Raises NonFiniteError on a number that is not finite."""
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint must hold for a resumed run to go on with the same formula."""
+        """Return the state that a checkpoint must hold for a resumed run to go on with the same formula."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Take up what `state` returned; an empty one begins anew. Raises CorruptCheckpointError when a part is
-        missing."""
+        """Restore a state; an empty state is a new run's. Raises CorruptCheckpointError when a part is missing."""
 
     def measured(self) -> dict[str, float]:
-        """Return what the next step will be weighed with, by the name of its metric; empty for a fixed formula."""
+        """Return the numbers in the next step's formula, by metric name; empty for a fixed formula."""
         return {}
 
 
 def weight_curves(advantage: Advantage, p: Curve, group_size: int) -> tuple[Curve, Curve]:
-    """Return m_S and m_F (see the head of this file) at the solve rates `p` [points] in [0, 1], the exact mean over
-    groups of `group_size` samples: every group that there is, from none solved to all, each as likely as the binomial
-    says. FADE's are those of its first step."""
+    """Return the weight curves m_S and m_F (see the head of this file) at the solve rates `p` [points] in [0, 1]: the
+    exact mean over groups of `group_size` samples with binomial numbers of successes. FADE's are of its first step."""
     solved, member = np.meshgrid(np.arange(group_size + 1), np.arange(group_size), indexing="ij")
     reward, group = (member < solved).astype(np.float32).ravel(), solved.astype(np.int64).ravel()
     each = advantage.advantages(reward, group).reshape(solved.shape) / group_size
@@ -170,16 +161,13 @@ def weight_curves(advantage: Advantage, p: Curve, group_size: int) -> tuple[Curv
 
 
 GRPO_EPSILON = 1e-6
-"""Added to s, so that nearly equal rewards do not divide by nearly 0."""
+"""Added to s, so that nearly equal rewards are not divided by nearly 0."""
 
 
 class GRPO(Advantage):
-    """The reward's z-score within its group: (r - r̄) / (s + 1e-6) (DeepSeekMath, arXiv 2402.03300, text at eq. 3).
-
-    s is the sample standard deviation (size - 1 in the denominator), as torch.std computes it, which the common GRPO
-    trainers call; the paper does not say which is meant. The population one would scale every advantage by
-    sqrt(G / (G - 1)), G being the size of the group.
-    """
+    """The reward's z-score within its group: (r - r̄) / (s + 1e-6) (DeepSeekMath, arXiv 2402.03300, text at eq. 3). s
+    is the sample standard deviation (ddof 1), as torch.std and the common GRPO trainers compute it; the paper does not
+    say which is meant. The population one would scale every advantage by sqrt(G / (G - 1)), G the group size."""
 
     name: Literal["grpo"] = "grpo"
 
@@ -202,8 +190,7 @@ class DrGRPO(Advantage):
 
 
 class RLOO(Advantage):
-    """r - mean of the others = (r - r̄) G / (G - 1), G being the size of the group (leave one out, arXiv
-    2402.14740)."""
+    """r minus the mean of the others, (r - r̄) G / (G - 1), G the group size (leave one out, arXiv 2402.14740)."""
 
     name: Literal["rloo"] = "rloo"
 
@@ -214,8 +201,8 @@ class RLOO(Advantage):
 
 
 class MaxRL(Advantage):
-    """Maximum-likelihood RL (arXiv 2602.02710): (r - r̄) / r̄ of rewards clipped to [0, 1], 0 in a group without any
-    success: the gradient of log p, up to order G - 1 of its expansion in pass@k."""
+    """Maximum-likelihood RL (arXiv 2602.02710): (r - r̄) / r̄ of rewards clipped to [0, 1], and 0 in a group without
+    any success. It is the gradient of log p up to order G - 1 of its expansion in pass@k."""
 
     asks_what_is_solved: ClassVar[bool] = True
     name: Literal["maxrl"] = "maxrl"
@@ -228,8 +215,8 @@ class MaxRL(Advantage):
 class PassAtK(Advantage):
     """The unbiased gradient of pass@k with a leave-one-out baseline (arXiv 2505.15201).
 
-    With c of G samples solved, k × (pass@k of subsets with the sample - pass@k of subsets without it), each averaged
-    over all subsets of k, which needs G > k:
+    The advantage is k × (pass@k of subsets with the sample - pass@k of subsets without it), each averaged over all
+    subsets of k, which needs G > k. With c of G samples solved:
 
         solved    k C(G - c, k) / C(G - 1, k)
         failed    k (C(G - c - 1, k) / C(G - 1, k) - C(G - c - 1, k - 1) / C(G - 1, k - 1))
@@ -246,7 +233,7 @@ class PassAtK(Advantage):
         return self.k + 1
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """See `Advantage.advantages`. Raises RecipeError for a group of k samples or fewer."""
+        """Return the advantages [n]; see `Advantage.advantages`. Raises RecipeError for a group of k or fewer."""
         groups = Grouped(reward, group)
         solved = groups.values >= SOLVED_REWARD
         if len(groups.sizes) and int(groups.sizes.min()) <= self.k:
@@ -261,7 +248,7 @@ class PassAtK(Advantage):
 
 
 def _all_chosen(of_kind: NDArray[np.float64], total: NDArray[np.int64], k: int) -> NDArray[np.float64]:
-    """[groups] chance that k of `total` things, drawn without replacement, are all among the `of_kind` ones:
+    """Return the chance [groups] that k of `total` things, drawn without replacement, are all among `of_kind`:
     C(of_kind, k) / C(total, k), as a product because the binomials overflow."""
     chance = np.ones(len(total))
     for drawn in range(k):
@@ -270,8 +257,7 @@ def _all_chosen(of_kind: NDArray[np.float64], total: NDArray[np.int64], k: int) 
 
 
 class FGRPO(Advantage):
-    """A focal weight (arXiv 2602.06717): grpo × (1 - r̄)^gamma, with r̄ of rewards clipped to [0, 1]: the weight falls
-    with the group's solve rate."""
+    """grpo × (1 - r̄)^gamma, with r̄ of rewards clipped to [0, 1]: the weight falls with p (arXiv 2602.06717)."""
 
     asks_what_is_solved: ClassVar[bool] = True
     name: Literal["f_grpo"] = "f_grpo"
@@ -283,7 +269,7 @@ class FGRPO(Advantage):
 
 
 class AsymGRPO(Advantage):
-    """r - r̄, divided by delta where negative (a probe of FADE's paper, arXiv 2607.01490)."""
+    """r - r̄, divided by delta where negative (an ablation in FADE's paper, arXiv 2607.01490)."""
 
     name: Literal["asym_grpo"] = "asym_grpo"
     delta: PositiveFloat = Field(0.5, description="Negative advantages are divided by this.")
@@ -294,8 +280,8 @@ class AsymGRPO(Advantage):
 
 
 class Power(Advantage):
-    """FADE at one moment (a probe of its paper): (1 - r̄)^(alpha - 1) × asym_grpo, of rewards clipped to [0, 1]: the
-    weight falls with the group's solve rate."""
+    """FADE with fixed alpha and delta (an ablation in its paper): (1 - r̄)^(alpha - 1) × asym_grpo, of rewards clipped
+    to [0, 1]. The weight falls with the solve rate."""
 
     asks_what_is_solved: ClassVar[bool] = True
     name: Literal["power"] = "power"
@@ -309,28 +295,28 @@ class Power(Advantage):
 
 
 FIRST_SOLVE_RATE = 0.5
-"""p̂ before any step."""
+"""Value of p̂ before any step."""
 
 
 TARGET_SHARE = 0.5
-"""H* over the entropy of the first step, where the recipe names no target."""
+"""H* as a share of the first step's entropy, where the recipe sets no target."""
 
 
 class FADE(Advantage):
-    """The Power advantage, whose two numbers follow the run (arXiv 2607.01490).
+    """The Power advantage with alpha and delta that follow the run (arXiv 2607.01490).
 
         A     = (1 - r̄)^(alpha - 1) × { r - r̄ where r >= r̄, (r - r̄) / delta below }
         alpha = clip(3 (1 - p̂) / (2 p̂), 1, alpha_max)       3 while a third is solved, 1.5 at half, 1 from .6 on
         delta = clip(1 + Ĥ - H*, delta_min, 1)              below 1, failures push harder: the policy narrows too fast
 
-    with p̂ the solve rate and Ĥ the entropy (nats a token) of the whole run, both smoothed by `FADEEstimator`.
-    Successes then weigh m_S = p q^alpha, failures p q^alpha / delta; the peak is at p = 1 / (1 + alpha).
+    p̂ is the solve rate and Ĥ the entropy (nats a token) of the whole run, both smoothed by `FADEEstimator`. Successes
+    then weigh m_S = p q^alpha, failures p q^alpha / delta; the peak is at p = 1 / (1 + alpha).
 
-    Known of the paper: the formulas, alpha_max 3, delta_min .3, beta .02, p̂ starts at .5, Ĥ at the initial entropy;
-    alpha follows the solve rate and delta the entropy. Its full text could not be read, so two things are options:
-    smoothing_keeps, since its published summary writes x ← beta x + (1 - beta) new, which with beta .02 hardly smooths
-    at all; and target_entropy, 1.0 and 1.3 nats in its tables, about half the initial entropy. r̄, a mean of the batch
-    there, must be the group's for the weights above to come out.
+    Known from the paper: the formulas, alpha_max 3, delta_min .3, beta .02, p̂ starts at .5, Ĥ at the initial entropy;
+    alpha follows the solve rate and delta the entropy. Its full text could not be read, so two things are options.
+    `smoothing_keeps`: the published summary writes x ← beta x + (1 - beta) new, which with beta .02 hardly smooths at
+    all. `target_entropy`: its tables have 1.0 and 1.3 nats, about half the initial entropy. r̄ is a mean of the batch
+    there, but must be the group's for the weights above to come out.
     """
 
     name: Literal["fade"] = "fade"
@@ -346,7 +332,7 @@ class FADE(Advantage):
     moving_parts: ClassVar[tuple[str, ...]] = ("alpha", "delta")
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """Those of a run's first step."""
+        """Return the advantages [n] at a run's first step."""
         return self.estimator().advantages(reward, group)
 
     def estimator(self) -> FADEEstimator:
@@ -354,7 +340,7 @@ class FADE(Advantage):
 
 
 class FADEEstimator(AdvantageEstimator):
-    """Follow the run. Until a first entropy is known, delta is 1."""
+    """The state of FADE in a run. Until a first entropy is known, delta is 1."""
 
     def __init__(self, settings: FADE) -> None:
         super().__init__(settings)
@@ -364,7 +350,7 @@ class FADEEstimator(AdvantageEstimator):
         self._target = settings.target_entropy
 
     def as_power(self) -> Power:
-        """Return the fixed advantage that this one is at this moment."""
+        """Return the fixed advantage with the present alpha and delta."""
         # Written without the division by a solve rate that may be 0.
         if 3.0 * (1.0 - self._solve_rate) >= self._settings.alpha_max * 2.0 * self._solve_rate:
             alpha = self._settings.alpha_max
@@ -376,11 +362,10 @@ class FADEEstimator(AdvantageEstimator):
         return Power(alpha=alpha, delta=delta)
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
-        """[samples] with the present alpha and delta."""
         return self.as_power().advantages(reward, group)
 
     def observe(self, *, solve_rate: float, entropy: float) -> None:
-        """Smooth p̂ and Ĥ with those of a step. Raises NonFiniteError, ValueError for a rate outside [0, 1]."""
+        """Update p̂ and Ĥ by a step. Raises NonFiniteError on the entropy, ValueError for a rate outside [0, 1]."""
         if not math.isfinite(entropy):
             raise NonFiniteError(f"entropy of the step is {entropy}, expected a finite number of nats")
         if not 0.0 <= solve_rate <= 1.0:
@@ -392,7 +377,7 @@ class FADEEstimator(AdvantageEstimator):
         self._target = TARGET_SHARE * entropy if self._target is None else self._target
 
     def state(self) -> dict[str, float]:
-        """p̂, and from the first step on Ĥ and H*."""
+        """Return p̂ and, from the first step on, Ĥ and H*."""
         known = {
             "advantage_solve_rate": self._solve_rate,
             "advantage_entropy": self._entropy,
@@ -401,7 +386,7 @@ class FADEEstimator(AdvantageEstimator):
         return {name: value for name, value in known.items() if value is not None}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Take up a state. Raises CorruptCheckpointError when p̂ is missing."""
+        """Restore a state. Raises CorruptCheckpointError when p̂ is missing."""
         if state and "advantage_solve_rate" not in state:
             raise CorruptCheckpointError(
                 f"the checkpoint holds {', '.join(sorted(state))} but no advantage_solve_rate, which FADE goes on "
@@ -409,25 +394,24 @@ class FADEEstimator(AdvantageEstimator):
             )
         self._solve_rate = state.get("advantage_solve_rate", FIRST_SOLVE_RATE)
         self._entropy = state.get("advantage_entropy")
-        if self._settings.target_entropy is None:  # else that one holds: a fork may have another
+        if self._settings.target_entropy is None:  # otherwise the recipe's holds: a fork may set another
             self._target = state.get("advantage_target_entropy")
 
     def measured(self) -> dict[str, float]:
-        """The state, with the alpha and delta that follow from it."""
         power = self.as_power()
         return self.state() | {"advantage_alpha": power.alpha, "advantage_delta": power.delta}
 
 
 class OverlongPenalty(Settings):
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): the loss of a response by its length.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): a penalty on a response's reward for its length.
 
         0                                   up to L - C tokens
         penalty (L - C - tokens) / C        above, down to -penalty at L
 
-    L is rollout.max_new_tokens, where engines cut: the paper's L_max, 20,480. C is its L_cache, 4,096. The paper's
-    penalty is 1 beside rewards of +1 and -1; 1/2 beside rewards of 1 and 0 gives advantages that divide by the standard
-    deviation of a group the same values. It is added where advantages are made, not where rewards are stored: a long
-    right answer still counts as solved, in pass rates, in dynamic sampling (as in verl's DAPO) and in evaluations.
+    L is rollout.max_new_tokens, where engines cut (the paper's L_max, 20,480); C is its L_cache, 4,096. The paper's
+    penalty of 1 goes with rewards of +1 and -1. With rewards of 1 and 0, 1/2 gives the same values to advantages that
+    divide by a group's standard deviation. It is added where advantages are computed, not where rewards are stored: a
+    long right answer still counts as solved in pass rates, in dynamic sampling (as in verl's DAPO) and in evaluations.
     """
 
     buffer_tokens: PositiveInt = Field(
@@ -442,24 +426,23 @@ class OverlongPenalty(Settings):
     )
 
     def of(self, lengths: NDArray[np.int64], *, max_new_tokens: int) -> NDArray[np.float32]:
-        """[samples] what responses of `lengths` [samples] tokens lose, from -penalty to 0."""
+        """Return the penalties [samples] of responses of `lengths` [samples] tokens, from -penalty to 0."""
         beyond = lengths - (max_new_tokens - self.buffer_tokens)
         return np.asarray(-self.penalty * np.clip(beyond / self.buffer_tokens, 0.0, 1.0), np.float32)
 
 
 class Distillation(Settings):
-    """On-policy distillation: a teacher judges every token that the student sampled.
+    """On-policy distillation: a teacher scores every token that the student sampled.
 
         A_t = reward_coefficient A_i + coefficient (log pi_teacher(y_t) - log pi_b(y_t))
 
     A_i is the advantage of the sample's reward, pi_b the distribution that the engine sampled the token from. The
-    second term is minus the reverse KL of the token, estimated on the token itself (Thinking Machines, "On-Policy
+    second term is minus the token's reverse KL, estimated on the token itself (Thinking Machines, "On-Policy
     Distillation", 2025; slime's `--opd-kl-coef`). In expectation over the policy's own samples, its gradient is that of
-    - coefficient KL(pi || pi_teacher), given the tokens before. It stays as it is while the learner moves away from
-    pi_b; an objective that weighs by pi / pi_b then follows - KL(pi || pi_teacher) + KL(pi || pi_b): the same way, but
-    further. pi_b is softmax(logits / rollout.temperature), as stored; pi_teacher is at temperature 1, since servers do
-    not scale the log-probabilities of given tokens. So the learner must train the distribution that is sampled, and
-    nothing may cut it.
+    -coefficient KL(pi || pi_teacher), given the tokens before. It stays fixed while the learner moves away from pi_b;
+    an objective that weighs by pi / pi_b then follows - KL(pi || pi_teacher) + KL(pi || pi_b): the same way, but
+    further. pi_b is softmax(logits / rollout.temperature), as stored. pi_teacher is at temperature 1, since servers do
+    not scale the log-probabilities of given tokens, so the learner must train the sampled distribution, uncut.
     """
 
     on_resume: ClassVar[Changes] = dict.fromkeys(("urls", "tensor_parallel", "extra_args"), "free")
@@ -489,5 +472,5 @@ class Distillation(Settings):
 
     @property
     def judges_alone(self) -> bool:
-        """Whether rewards count for nothing, so that no samples of a prompt are compared."""
+        """Whether rewards count for nothing, so that samples of a prompt are not compared."""
         return self.reward_coefficient == 0.0

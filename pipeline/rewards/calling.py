@@ -1,5 +1,7 @@
-"""Call reward functions: found by name, called with what their parameters name, tried again where the way to a server
-failed; what they return becomes Judgments."""
+"""Call a user's reward function by name, and turn its results into Judgments.
+
+The function gets the arguments that its parameters name. A call is repeated when the connection to a server failed.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,25 @@ from pipeline.rewards.messages import MAX_NAME, MAX_PARTS, Judgment, failure, to
 
 _IN_ORDER = ("prompt", "response", "answer")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What verl calls them (`compute_score`)."""
+"""Argument names of verl's reward functions (`compute_score`)."""
 _SINGULARS = (*_IN_ORDER, "metadata", "info")
 _PLURALS = {"prompts": "prompt", "responses": "response", "answers": "answer", "metadata": "metadata", "info": "info"}
 
 
 Wants = frozenset[str]
-"""How a function is called.
+"""Some of KINDS: how a function is called.
 
     batched     it names `responses`: it is called once for a group, with lists
     concurrent  it is async: several samples are under way at once
-    info        it names `info`
-    verl        it is written for verl: it names some of what only verl calls so
+    info        it names `info` or takes **rest
+    verl        it is written for verl: it names some of _VERL
 """
 KINDS = frozenset(("batched", "concurrent", "info", "verl"))
 
 
 def wants_of(function: Callable[..., Any]) -> Wants:
-    """Read from its signature how a function is called.
-
-    Raises TypeError for one that `call` cannot call, such as one that names some of what is given and needs something
-    else (by position it would get the wrong texts), and ValueError for what has no signature.
-    """
+    """Return how a function is called, read from its signature. Raises ValueError without a signature, and TypeError
+    for a function that `call` cannot call, such as one that names some given arguments and requires others."""
     signature = inspect.signature(function)
     parameters = signature.parameters
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -72,12 +71,9 @@ def wants_of(function: Callable[..., Any]) -> Wants:
 
 
 def call(function: Callable[..., Any], **given: Any) -> Any:
-    """What the function returns, for an async one what is to be awaited.
-
-    A function gets by keyword those of the `given` that it names, with **rest all of them. One that names none gets
-    prompt, response and answer in order, whatever it calls them. One that is written for verl gets what that calls
-    them.
-    """
+    """Call the function and return its result, an awaitable for an async function. It gets by keyword the `given`
+    arguments that it names, with **rest all of them. A function that names none gets prompt, response and answer by
+    position. A function written for verl gets verl's arguments."""
     signature = inspect.signature(function)
     if "response" in given and not signature.parameters.keys().isdisjoint(_VERL):
         metadata = given["metadata"]  # holds the columns that verl's data has beside prompt and answer
@@ -90,7 +86,7 @@ def call(function: Callable[..., Any], **given: Any) -> Any:
 
 
 def _by_name(signature: inspect.Signature, given: Collection[str]) -> list[str]:
-    """Which of `given` a function gets by keyword; none for one that is called by position."""
+    """Return the names in `given` that a function gets by keyword; none for a function called by position."""
     parameters = signature.parameters.values()
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = [p.name for p in parameters if p.kind in by_keyword and p.name in given]
@@ -111,13 +107,13 @@ _ON_THE_WAY = frozenset(
         *(("urllib3", name) for name in ("MaxRetryError", "ProtocolError", "TimeoutError")),
     )
 )
-"""(package, class) of errors that say that the way to a server failed. Others of these packages, such as an address
-that is none or a missing key, would come again."""
+"""(package, class) of errors that mean that a connection to a server failed. Other errors of these packages, such as an
+invalid address or a missing key, would occur again."""
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether to ask again: a connection that failed, or an answer 408, 429 or 5xx. A mistake in the function, and any
-    other answer, would come again."""
+    """Return whether a call may succeed if repeated: its connection failed, or the answer was 408, 429 or 5xx. A
+    mistake in the function, and any other answer, would occur again."""
     if isinstance(error.__cause__ or error.__context__, PermissionError) or isinstance(error, PermissionError):
         return False  # the sandbox
     response = getattr(error, "response", None)
@@ -129,7 +125,7 @@ def may_pass(error: Exception) -> bool:
 
 
 def _pauses(retries: int) -> Iterator[float]:
-    """Seconds; twice as long each time, and of random length, so that samples do not ask again in step."""
+    """Yield seconds to wait, doubled each time, with random lengths so that samples do not retry in step."""
     for number in range(retries):
         yield _FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.0)
 
@@ -141,13 +137,13 @@ _MOST_SAID = 300
 _PIPELINE = f"{Path(__file__).parents[1]}/"
 _PYTHONS = f"{sysconfig.get_path('stdlib')}/"
 _INSTALLED = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("purelib", "platlib"))
-"""Where the code lies that is not the user's own."""
+"""Folders of code that is not the user's, with _PIPELINE and _PYTHONS."""
 _EXPECTED = 'a number, (number, {part: number}) or {"reward": number, part: number}'
 
 
 @lru_cache(maxsize=4)
 def resolve(reward: str) -> Callable[..., Any]:
-    """The function called `package.module:function`. Raises ImportError, AttributeError or ValueError."""
+    """Return the function named `package.module:function`. Raises ImportError, AttributeError or ValueError."""
     module, colon, name = reward.partition(":")
     if not colon:
         raise ValueError(f"{reward!r} is not package.module:function")
@@ -158,8 +154,8 @@ def resolve(reward: str) -> Callable[..., Any]:
 
 
 def judge(reward: str, samples: list[dict[str, Any]], *, deadline_s: float = math.inf, retries: int = 0) -> Judgment:
-    """Call the reward function; whatever it does short of killing the process becomes a Judgment, of which those on the
-    samples behind the first are `rest`. `deadline_s` ends each call of an async function, with its retries."""
+    """Call the reward function and return its Judgment, with those on all samples after the first as `rest`. Any
+    behavior short of killing the process becomes a Judgment. `deadline_s` ends each async call with its retries."""
     try:
         function = resolve(reward)
         wants = wants_of(function)
@@ -192,7 +188,7 @@ def _failed(error: BaseException) -> Judgment:
 
 
 def retried(made: Callable[[], Any], retries: int) -> Any:
-    """Return what a call returns, waited for where it is to be awaited. Raises what it raises last."""
+    """Return a call's result, awaited if it is awaitable, with retries. Raises the last attempt's error."""
 
     async def awaited(result: Awaitable[Any]) -> Any:
         return await result
@@ -211,7 +207,6 @@ def retried(made: Callable[[], Any], retries: int) -> Any:
 async def _concurrent(
     function: Callable[..., Any], samples: list[dict[str, Any]], deadline_s: float, retries: int
 ) -> list[Judgment]:
-    """Judge the samples at once, each with its own deadline and retries."""
     verl = "verl" in wants_of(function)
 
     async def one(sample: dict[str, Any]) -> Judgment:
@@ -236,13 +231,12 @@ async def _concurrent(
 
 @lru_cache(maxsize=1)
 def _loop() -> asyncio.Runner:
-    """One for all samples of this process: clients that a function keeps belong to the loop in which they were made."""
+    """Return the event loop of this process. Clients that a function keeps belong to one loop."""
     return asyncio.Runner()
 
 
 def as_judgment(result: Any, *, verl: bool = False) -> Judgment:
-    """Read what a function returned for one sample; a dict has the reward under `reward`, one for verl under `score`
-    too."""
+    """Return the Judgment for a function's result. A dict has it under `reward`, for verl also `score`."""
     keys = ("reward", "score") if verl else ("reward",)
     value, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if isinstance(result, dict) and (key := next((k for k in keys if k in result), None)) is not None:
@@ -265,9 +259,9 @@ def as_judgment(result: Any, *, verl: bool = False) -> Judgment:
 
 
 def describe_error(error: BaseException) -> str:
-    """`KeyError: 'score' (/home/me/my_rewards.py:12)`: where it was raised, in the innermost frame that is neither Even
-    Keel's nor Python's; in one of an installed package only where there is no other."""
-    message = without_secrets(f"{type(error).__name__}: {error}")  # before it is cut: no part of a secret is left
+    """Return the error and the innermost frame outside Even Keel and Python that raised it, as in `KeyError: 'score'
+    (/home/me/my_rewards.py:12)`; a frame in an installed package only where there is no other."""
+    message = without_secrets(f"{type(error).__name__}: {error}")  # before the cut, which could split a secret
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     if isinstance(error, PermissionError) and error.errno == errno.EPERM:  # a socket is refused in the same words
         through = any(name.endswith("/subprocess.py") or "/multiprocessing/" in name for name, _ in frames)
@@ -283,4 +277,4 @@ def describe_error(error: BaseException) -> str:
 
 
 def _shown(result: Any) -> str:
-    return without_secrets(repr(result))[:_MOST_SHOWN]  # in this order: no part of a secret is left
+    return without_secrets(repr(result))[:_MOST_SHOWN]  # in this order: a cut could split a secret

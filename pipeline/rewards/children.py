@@ -1,4 +1,4 @@
-"""The processes that a worker starts: looked at while they run, ended with all that they started."""
+"""Watch the processes that a worker starts, and end them with all their descendants."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from pipeline.rewards.sandbox.confine import (
 
 _MAX_ROUNDS = 100
 _FILES_EVERY_S = 0.05
-"""Less than it takes to write half of what may be written."""
+"""Seconds between looks at written files: less than it takes to write half of the limit."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class RunIsGoneError(Exception):
-    """The worker has to end: its verdict pipe has, or it is worn out, and the pool starts another one."""
+    """The worker must end: its verdict pipe is closed, or only a fresh worker can go on."""
 
 
 class Children:
-    """One process at a time, and what it starts. `namespace`: this process is process 1 of a PID namespace."""
+    """A worker's forked process and its descendants. `namespace`: the worker is process 1 of a PID namespace."""
 
     def __init__(self, verdicts: Channel, memory_bytes: int, scratch: Path | None, *, namespace: bool) -> None:
         self.scratch = scratch
@@ -39,7 +39,7 @@ class Children:
         self._memory_bytes = memory_bytes
         self._namespace = namespace
         self.pid: int | None = None
-        """What was forked; None once it is ended."""
+        """Id of the forked process; None once it has ended."""
         # Under bubblewrap the user's folder may be mounted somewhere below /tmp: what is there now stays.
         self._mounted = frozenset(os.listdir(scratch) if namespace and scratch is not None else ())
         self._newest = b""
@@ -47,7 +47,7 @@ class Children:
         self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC) if namespace else None
 
     def look(self) -> None:
-        """While it runs. Raises RunIsGoneError, and OverLimitError when it and what it started use too much."""
+        """Check the running process. Raises RunIsGoneError without a run, OverLimitError when it uses too much."""
         if self._verdicts.poll(select.POLLRDHUP, 0.0):
             raise RunIsGoneError
         watch(self._running(), self._memory_bytes)
@@ -55,8 +55,8 @@ class Children:
             raise OverLimitError("files")
 
     def left_any(self) -> bool:
-        """Whether it left a process behind since this was last asked: one that holds its socket could answer for the
-        next sample. Or half as many bytes as may be written: the next sample would find no room."""
+        """Return whether the process left descendants since the last call, or files of more than half the limit. A
+        descendant that holds the socket could answer for the next sample; files could leave it no room."""
         if time.monotonic() >= self._next_look_at_files:
             self._next_look_at_files = time.monotonic() + _FILES_EVERY_S
             if self._wrote_more_than(2):
@@ -71,19 +71,19 @@ class Children:
         return set(self._running()) != {self.pid}
 
     def kill(self) -> int | None:
-        """End all of them and wait until they are gone. The exit status of the process that began, if there is one."""
+        """Kill the process and its descendants, wait for them, and return the exit status of the process, if any."""
         pid, self.pid = self.pid, None
         status = None
         if pid is not None:
             for end in (os.killpg, os.kill):
                 with suppress(ProcessLookupError, PermissionError):
                     end(pid, signal.SIGKILL)
-        if self._namespace:  # the kernel does it at one blow: no fork bomb can outrun it
+        if self._namespace:  # one call for all: no fork bomb can outrun it
             with suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
         if pid is not None:
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        # What lost its parent became a child of this process. Without a namespace it may still run.
+        # Orphans became children of this process. Without a namespace they may still run.
         for _ in range(_MAX_ROUNDS):
             try:
                 while os.waitpid(-1, 0 if self._namespace else os.WNOHANG)[0]:
@@ -98,27 +98,26 @@ class Children:
         return status
 
     def empty_scratch(self) -> None:
-        """Remove what was written."""
+        """Remove all written files. Raises RunIsGoneError when more than half the limit stays."""
         for folder in self._written():
             empty(folder, self._mounted if folder == self.scratch else frozenset())
         if self._wrote_more_than(2):
             raise RunIsGoneError("what was written beside a mount cannot be removed: a fresh worker has room")
 
     def end(self) -> None:
-        """Leave nothing behind."""
         self.kill()
         if self.scratch is not None and not self._namespace:
             remove(self.scratch)
 
     def _written(self) -> dict[Path, int]:
-        """The folders that can be written to, and how many bytes."""
+        """Return each writable folder and its limit in bytes."""
         if self.scratch is None:
             return {}
         own = {self.scratch: MAX_FILES_BYTES}
         return own | {_SHARED_MEMORY: MAX_SHARED_MEMORY_BYTES} if self._namespace else own
 
     def _wrote_more_than(self, share: int) -> bool:
-        """Whether some folder holds more than one part in `share` of what it may."""
+        """Return whether some folder holds more than 1 / `share` of its limit."""
         for folder, limit in self._written().items():
             if self._namespace:  # what is used of the file system that is mounted there
                 status = os.statvfs(folder)
@@ -139,11 +138,11 @@ class Children:
 
 _LONGEST_PATH = 600
 _ENTRY_BYTES = 2**14
-"""What a file or folder counts at least."""
+"""Least size that a file or folder counts as."""
 
 
 def bytes_below(folder: Path, enough: int = MAX_FILES_BYTES) -> int:
-    """What the files below it take; counted until it is more than enough."""
+    """Return the disk space of the files below a folder; counting stops above `enough`."""
     total, folders = 0, [os.fspath(folder)]
     while folders and total <= enough:
         try:
@@ -161,7 +160,7 @@ def bytes_below(folder: Path, enough: int = MAX_FILES_BYTES) -> int:
 
 
 def empty(folder: Path, keep: frozenset[str] = frozenset()) -> None:
-    """Remove what lies there, but for the names to keep. Only while nobody writes to it."""
+    """Remove everything in a folder but the names in `keep`. Nobody may be writing to it."""
     numbers = itertools.count()
     while True:
         removed = False
@@ -173,14 +172,14 @@ def empty(folder: Path, keep: frozenset[str] = frozenset()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Empty it and remove it, if it is there."""
+    """Empty and remove a folder, if it exists."""
     with suppress(OSError):
         empty(folder)
         os.rmdir(folder)
 
 
 def _remove(path: str, top: Path, numbers: itertools.count[int]) -> bool:
-    """Remove a file, or a folder, whose own folders move up to `top` first. Returns True; raises OSError."""
+    """Remove a file or folder and return True. Its subfolders first move up to `top`. Raises OSError."""
     if os.path.islink(path) or not os.path.isdir(path):
         os.unlink(path)
         return True
@@ -197,7 +196,7 @@ def _remove(path: str, top: Path, numbers: itertools.count[int]) -> bool:
 
 
 def prepare_child(keep: Sequence[int]) -> None:
-    """After a fork: a process group of its own, standard streams that lead nowhere unless kept, nothing else open."""
+    """Set up a forked child: a session of its own, standard streams at /dev/null unless kept, nothing else open."""
     os.setsid()
     hide_from_others(hidden=False)
     for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGHUP):

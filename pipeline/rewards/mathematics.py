@@ -1,7 +1,7 @@
-"""Compares the last answer of a response with the reference as mathematics.
+"""Compare the last answer of a response with the reference as mathematics.
 
-`math-verify` reads and compares. What it misreads is rewritten before: how numbers are written, units, choices and
-words. What it compares by an absolute difference, numbers, is compared here by a relative one.
+`math-verify` parses and compares. Text that it misreads is rewritten before: notations of numbers, units, choices and
+words. Numbers, which it compares by an absolute difference, are compared here by a relative one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from sympy import Basic, Float, Integer, MatrixBase, Rational, expand
 
 TIMEOUT_S = 5
 _NOISE = Rational(1, 10**12)
-"""What an integer may differ from a decimal that was computed: 41.99999999999999 is 42."""
+"""Relative difference allowed between an integer and a computed decimal: 41.99999999999999 is 42."""
 _MOST_ZEROS = 400
-"""Of a power of ten that is written out."""
+"""Largest power of ten that is written out."""
 _NEAR = 200
-"""Characters before a number in which the bracket around it is looked for."""
+"""Characters before a number that are searched for a bracket around it."""
 _SHORT = 80
-"""Characters of a response that may be a choice or a word and nothing else."""
+"""Longest text, in characters, that may be a choice or a word alone."""
 _LONGEST = 2000
-"""Characters of an answer that is looked at."""
+"""Longest answer, in characters, that is compared."""
 _LATEX = [
     LatexExtractionConfig(
         normalization_config=NormalizationConfig(
@@ -38,7 +38,8 @@ _LATEX = [
 
 
 def equal(response: str, answer: str, tolerance: float) -> bool:
-    """Whether they are equal. Raises ValueError for an `answer` that is no mathematics, choice or word."""
+    """Return whether the last answer of `response` equals `answer`. Raises ValueError for an `answer` that is not
+    mathematics, a choice or a word."""
     gold = _read(_last_answer(answer) or (_found(answer) if _PROSE.search(answer) else "") or answer)
     if not _parsed(gold.value):
         raise ValueError(f"answer {answer!r} is not mathematics that math-verify can parse")
@@ -60,19 +61,17 @@ def equal(response: str, answer: str, tolerance: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What one answer says."""
-
     choice: str
-    """Its letter in capitals, if it is a choice, alone or with its value: `(C) 28`."""
+    """Letter of a choice in capitals, alone or with its value as in `(C) 28`; empty for other answers."""
     value: str
-    """LaTeX that math-verify reads, without percent sign and units."""
+    """LaTeX for math-verify, without percent sign and units."""
     percent: bool
     units: tuple[str, ...]
 
 
 def _same(gold: _Answer, found: _Answer, tolerance: float) -> bool:
-    """A choice with its value is right by either, where the other one has not both. `50%` is both 50 and 0.5. Units
-    count where both have them and all are known."""
+    """Return whether two answers are equal. A choice with its value is matched by either, unless both answers have
+    both. `50%` is both 50 and 0.5. Units count where both answers have them and all are known."""
     letters = any(one.choice == one.value for one in (gold, found))
     if gold.choice and found.choice and (letters or gold.choice != found.choice):
         return gold.choice == found.choice
@@ -91,7 +90,7 @@ def _same(gold: _Answer, found: _Answer, tolerance: float) -> bool:
 
 
 def _verified(gold: str, found: str, tolerance: float) -> bool:
-    """math-verify's verdict, with `_same_number` in place of its rounding to six places."""
+    """Return math-verify's verdict, with `_same_number` in place of its rounding to six places."""
     theirs = grader.sympy_numeric_eq
     grader.sympy_numeric_eq = _same_number
     try:
@@ -109,8 +108,8 @@ def _verified(gold: str, found: str, tolerance: float) -> bool:
 
 
 def _same_number(gold: Any, found: Any, tolerance: Rational, precision: int) -> bool:
-    """Exact where both are integers, fractions or roots; a decimal may differ by the share `tolerance` of `gold`. Of
-    expressions with variables decimals are taken for the fractions that they are."""
+    """Return whether two numbers are equal: exactly for integers, fractions and roots; up to the share `tolerance` of
+    `gold` for decimals. In expressions with variables, decimals count as exact fractions."""
     gold, found = grader.safe_sympy_doit(gold), grader.safe_sympy_doit(found)
     if isinstance(gold, MatrixBase) and isinstance(found, MatrixBase):
         return gold.shape == found.shape and all(
@@ -131,7 +130,6 @@ def _same_number(gold: Any, found: Any, tolerance: Rational, precision: int) -> 
 
 
 def _exact(expression: Any) -> Any:
-    """With each decimal as the fraction that was written."""
     return expression.xreplace({one: Rational(str(one)) for one in expression.atoms(Float)})
 
 
@@ -147,25 +145,25 @@ _BETWEEN = re.compile(
     r"(?:(?:[\s$}]*[,;]|[^\n]{0,40}?\b(?:and|or)\b)[\s}$*~]*"
     r"(?:\\[(\[,;: ]|\\q?quad|[A-Za-z](?:_\{?\w+\}?)?\s*=|[\s$])*)?"
 )
-"""What stands between two boxes that are one answer together: nothing, or what ends with a comma, `and` or `or`."""
+"""Text between two boxes that form one answer: empty, or ending with a comma, `and` or `or`."""
 _FINAL = re.compile(r"(?i:the final answer is)[^\n]{0,200}?\. I hope")
 _MARKS = re.compile(r"####\s*(\S[^\n]*)")
 _SAID = re.compile(r"(?i:answer|option|choice)\s*+(?i:is\b)?[\s:*]*+([^\n]{1,80})$", re.MULTILINE)
 
 
 _PROSE = re.compile(r"(?i:answer)|[A-Za-z]{2}[^$]*\$[^$]+\$")
-"""In a reference answer: the answer stands within a sentence."""
+"""Reference answer within a sentence."""
 
 
 def _last_answer(text: str) -> str:
-    """What the last box holds, or stands behind the last `####`, or in `The final answer is … I hope it is correct`."""
+    """Return the answer in `The final answer is … I hope it is correct`, the last box, or after `####`."""
     if (said := _FINAL.findall(text)) and "boxed" not in said[-1]:
         return _found(said[-1])
     return _last_box(text) or str(next(reversed(_MARKS.findall(text)), ""))
 
 
 def _last_box(text: str) -> str:
-    """What the last box holds, with those that are joined to it by a comma or a word: `\\boxed{1} and \\boxed{2}`."""
+    """Return the contents of the last box, with boxes joined to it as in `\\boxed{1} and \\boxed{2}`."""
     boxes = list[tuple[int, int, str]]()  # beginning, end and contents of each box that is closed
     for box in _BOX.finditer(text):
         if box["bare"]:
@@ -186,7 +184,6 @@ def _last_box(text: str) -> str:
 
 
 def _found(response: str) -> str:
-    """The answer that math-verify finds in a text without a box."""
     text = _numerals(response)
     found = parse(text, parsing_timeout=TIMEOUT_S)
     if not found or not isinstance(found[-1], str):
@@ -220,7 +217,7 @@ _CHOICE = re.compile(
 _GOES_ON = re.compile(
     r"\s*(?:[+*/=^_,;&<>|!)\]]|-\s|(?:and|or)\b|\\(?:cup|cap|times|cdot|setminus|in|to|circ|[lg]eq?|neq?|su[bp]set)\b)"
 )
-"""What follows a letter that is no choice but a part of an expression or of a list."""
+"""Text after a letter that is part of an expression or a list, not a choice."""
 
 
 def _read(text: str) -> _Answer:
@@ -240,7 +237,7 @@ def _read(text: str) -> _Answer:
 
 
 def _text(found: re.Match[str]) -> str:
-    """Words stay what they are; numbers, letters and choices need no `\\text`."""
+    """Keep words in `\\text`, and take numbers, letters and choices out of it."""
     words = found["words"].strip()
     if words in ("and", "or"):
         return ", "
@@ -254,7 +251,7 @@ def _text(found: re.Match[str]) -> str:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """The letter of a choice in capitals, if it is one, and the rest."""
+    """Return the letter of a choice in capitals, empty without one, and the rest of the text."""
     found = _CHOICE.fullmatch(re.sub(r"^\\text\{\s*([A-Za-z])\s*\}", r"\1", text))
     if found is None or _GOES_ON.match(rest := found["value"] or found["after"] or ""):
         return "", text
@@ -280,7 +277,6 @@ _MANY = re.compile(rf"(?<![\w.\\])(\d{{1,99}}(?:\.\d{{1,99}})?)\s*(\\text\{{\s*)
 
 
 def _numerals(text: str) -> str:
-    """Numbers in a form that math-verify reads as these numbers."""
     text = _THOUSANDS.sub(_joined, text)
     text = _REPEATING.sub(_repeating, text)
     text = _SCIENTIFIC.sub(lambda n: _written_out(n, n["mantissa"], n["e"] or n["braced"] or n["plain"]), text)
@@ -289,7 +285,7 @@ def _numerals(text: str) -> str:
 
 
 def _joined(number: re.Match[str]) -> str:
-    """Without its marks of thousands. In brackets `(1,200)` is a pair, `(1,000)` is none."""
+    """Remove marks of thousands. In brackets `(1,200)` is a pair, `(1,000)` is a number."""
     before = number.string[max(0, number.start() - _NEAR) : number.start()]
     opened = sum(before.count(one) for one in ("(", "[", r"\{")) - sum(before.count(one) for one in (")", "]", r"\}"))
     groups = number[0].split(number["mark"])
@@ -306,7 +302,7 @@ def _repeating(number: re.Match[str]) -> str:
 
 
 def _written_out(number: re.Match[str], mantissa: str, power: str) -> str:
-    """Without the power of ten. What was written with a point keeps one: it is a decimal, not an integer."""
+    """Write out a power of ten. A mantissa with a point keeps it, as a decimal and not an integer."""
     if abs(int(power)) > _MOST_ZEROS:
         return number[0]
     written = f"{Decimal(f'{mantissa}e{power}'):f}"
@@ -338,9 +334,9 @@ _UNITS = {
     **dict(dollar="$", USD="$", cent="¢", euro="€", degree="°", deg="°", radian="rad", rad="rad", mph="mi/h"),
     **dict(kph="km/h", square="square", sq="square", cubic="cubic", per="/", unit="unit"),
 )
-"""Names of a unit → one of them."""
+"""Names of a unit → its canonical name."""
 _BARE = frozenset(("kg", "km", "cm", "mm", "ml", "mL", "lb", "lbs", "ft", "oz", "mph", "kph", "Hz", "kWh"))
-"""Units that are no product of variables, even where they follow a number without a space."""
+"""Units that are no product of variables, even directly after a number."""
 _SINGLE = frozenset("mgshLJWVN")
 _QUANTITY = re.compile(
     r"(?P<end>[\d})]|\\pi)(?P<space>\s*)"
@@ -349,7 +345,7 @@ _QUANTITY = re.compile(
     r"(?=$|[,;)\]=]|\\\}|\\c[ua]p)"
 )
 _ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\{?\\circ\}?")
-"""The degrees of a function: those of an answer are a unit, these are a number."""
+"""Degrees in a trigonometric function, which are part of the number and not a unit of the answer."""
 _FRACTION_OF_UNITS = re.compile(
     r"\\frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\}(?:\^\{?-?\d\}?)?)\s*\}"
 )
@@ -377,7 +373,7 @@ _RUN = re.compile(
 
 
 def _without_units(text: str) -> tuple[str, tuple[str, ...]]:
-    """And the units, in their order."""
+    """Return the text without units, and the units in order."""
     units = list[str]()
 
     def drop(found: re.Match[str]) -> str:
@@ -393,7 +389,7 @@ def _without_units(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _is_unit(unit: str, before: str, *, spaced: bool) -> bool:
-    """Whether what follows a number is its unit, or what is counted, and no variable."""
+    """Return whether the text after a number is a unit or a counted noun, not a variable."""
     if r"\circ" in unit:
         return not re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)", before)
     names = re.findall(r"[A-Za-zμΩ]+", re.sub(r"\\(?:text|cdot)", " ", unit))
@@ -413,7 +409,7 @@ def _unit_of(name: str) -> str | None:
 
 
 def _dimension(unit: str) -> Counter[str] | None:
-    """Unit → its power, in names that are the same for the same unit; None where one is not known."""
+    """Return unit → power, by canonical names; None if a unit is unknown."""
     powers, sign, more = Counter[str](), 1, 1
     if r"\circ" in unit:
         return Counter({"°" + "".join(re.findall("[CFK]", unit)): 1})
@@ -436,8 +432,7 @@ def _dimension(unit: str) -> Counter[str] | None:
 
 
 def _words(value: str) -> str:
-    """Each word, and each name in capitals such as `CA`, as one symbol: math-verify takes them for products, so that
-    `CA` would be `AC`."""
+    """Make one symbol of each word, and of each name in capitals such as `CA`, which math-verify reads as a product."""
 
     def symbol(found: re.Match[str]) -> str:
         words = found["text"] if found["text"] is not None else found["run"]

@@ -1,11 +1,11 @@
-"""Messages between the run, a worker and what a worker starts, which do not trust each other.
+"""Exchange messages between the run, a worker and the worker's children, which do not trust each other.
 
-    a length of four bytes, then JSON      every wait has a deadline, also for the second half of a message
+    framing   a length of four bytes, then JSON; every wait has a deadline, also in the middle of a message
     request   KEY [[prompt, response, answer, metadata, info], …]
     judgment  [KEY, [reward, parts, failed, detail], …]
 
-Whatever the bytes are, reading them gives a Judgment or raises BadMessageError, and costs no more than the limit on
-their number. multiprocessing.connection would block in the midst of a message that does not go on.
+Any received bytes give a Judgment or raise BadMessageError, at a cost bounded by the limit on their number.
+multiprocessing.connection would block in the middle of an incomplete message.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _LONGEST_POLL_S = 3600.0
 
 
 class ChannelClosedError(Exception):
-    """The other side has ended."""
+    """The other end is closed."""
 
 
 class ChannelTimeoutError(Exception):
-    """The deadline passed."""
+    """A deadline passed."""
 
 
 class BadMessageError(Exception):
-    """What came is no message that was expected."""
+    """A received message is invalid."""
 
 
 class Channel:
-    """One end of a socket, which it owns and makes non-blocking."""
+    """One end of a socket, which the channel owns and makes non-blocking."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -47,7 +47,7 @@ class Channel:
         os.set_blocking(descriptor, False)
 
     def send(self, message: bytes, deadline_s: float) -> None:
-        """Raises ChannelClosedError or ChannelTimeoutError."""
+        """Send a message. Raises ChannelClosedError or ChannelTimeoutError."""
         rest, give_up = memoryview(len(message).to_bytes(_HEADER_BYTES, "big") + message), time.monotonic() + deadline_s
         while rest:
             try:
@@ -64,11 +64,8 @@ class Channel:
         meanwhile: Callable[[], None] | None = None,
         every_s: float = _LONGEST_POLL_S,
     ) -> bytes:
-        """Return the next message. While there is none, `meanwhile` is called every so often; what it raises ends the
-        wait.
-
-        Raises ChannelClosedError, ChannelTimeoutError, and BadMessageError for a message longer than `most_bytes`.
-        """
+        """Return the next message. Until then call `meanwhile` every `every_s` seconds; its exceptions end the wait.
+        Raises ChannelClosedError, ChannelTimeoutError, and BadMessageError for a longer message than `most_bytes`."""
         give_up, received = time.monotonic() + deadline_s, self._received
         while True:
             if len(received) >= _HEADER_BYTES:
@@ -93,11 +90,10 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to read: part of a message, or the end."""
+        """Whether part of a message, or the end of the stream, can be read."""
         return bool(self._received) or self.poll(select.POLLIN, 0.0)
 
     def close(self) -> None:
-        """Close the socket."""
         os.close(self._descriptor)
 
     def _wait(
@@ -114,47 +110,47 @@ class Channel:
                 raise ChannelTimeoutError
 
     def poll(self, event: int, wait_s: float) -> bool:
-        """Return whether the event has come, such as select.POLLRDHUP: the other side has ended."""
+        """Return whether the event occurs in time, such as select.POLLRDHUP when the other end is closed."""
         poll = select.poll()
         poll.register(self._descriptor, event)
         return bool(poll.poll(wait_s * 1000))
 
 
 MAX_TEXTS_BYTES = 64 * 2**20
-"""Of one request's texts and metadata."""
+"""Largest size of a request's texts and metadata."""
 MAX_JUDGMENT_BYTES = 4 * 2**20
-"""Of one request's judgments."""
+"""Largest size of a request's judgments."""
 _MAX_DETAIL, MAX_PARTS, MAX_NAME = 500, 64, 64
 KEY_CHARACTERS = 32
-"""Of the name of one request, in hex, which nobody could know before."""
+"""Length of a request's key, in hex digits that nobody can guess."""
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _SHORTEST_SECRET = 8
 _GIVEN = ("prompt", "response", "answer", "metadata", "info")
 MAX_REQUEST_BYTES = MAX_TEXTS_BYTES + KEY_CHARACTERS
 READY = "ready"
-"""The key of the first message, which says whether the reward function was imported."""
+"""Key of the first message, which reports whether the reward function was imported."""
 START_DEADLINE_S = 120.0
-"""Longest wait for a process to start Python and import the reward function, on a busy machine."""
+"""Seconds to wait for a process to start Python and import the reward function, on a busy machine."""
 
 FAILURES = (
     *("timeout", "crashed", "raised", "non_finite", "bad_result", "too_large"),
     *("memory", "processes", "files"),
 )
-"""Why there is no score. memory, processes, files: above a limit of the sandbox."""
+"""Reasons for a missing score. memory, processes, files: above a limit of the sandbox."""
 
 
 class Judgment(NamedTuple):
-    """`failed` is one of FAILURES, with `detail` for the log, or None."""
+    """A score, or the reason for its absence: `failed` is one of FAILURES, with `detail` for the log, or None."""
 
     reward: float
     parts: dict[str, float]
     failed: str | None = None
     detail: str = ""
     rest: tuple[Judgment, ...] = ()
-    """On the other samples of the same request. None, where there are several: it is the judgment on each."""
+    """Judgments on the other samples of the request. If empty, a failure applies to all of them."""
 
     def of_each(self, count: int) -> list[Judgment]:
-        """On each of `count` samples of the request."""
+        """Return the judgment on each of `count` samples of the request."""
         alone = self._replace(rest=())
         if len(self.rest) == count - 1:
             return [alone, *self.rest]
@@ -164,18 +160,18 @@ class Judgment(NamedTuple):
 
 
 def together(judgments: Sequence[Judgment]) -> Judgment:
-    """Of the samples of a request, one at least."""
+    """Combine the judgments on a request's samples, at least one."""
     return judgments[0]._replace(rest=tuple(judgments[1:]))
 
 
 def failure(reason: str, detail: str) -> Judgment:
-    """No score, and why, on one line without secrets: it goes into logs."""
+    """Return a Judgment without a score. Its detail goes into logs, so it is one line without secrets."""
     return Judgment(0.0, {}, reason, one_line(without_secrets(detail), _MAX_DETAIL))
 
 
 def without_secrets(text: str) -> str:
-    """Keys and passwords of the environment by their variables' names: errors of HTTP clients name the address with its
-    query. The longest go first, since one may be the beginning of another."""
+    """Replace keys and passwords of the environment by their variables' names, since errors of HTTP clients quote whole
+    addresses. The longest go first, since one may be the beginning of another."""
     hidden = [(value.strip(), name) for name, value in os.environ.items() if _SECRET.search(name)]
     for value, name in sorted(hidden, key=lambda pair: len(pair[0]), reverse=True):
         if len(value) >= _SHORTEST_SECRET:
@@ -184,14 +180,12 @@ def without_secrets(text: str) -> str:
 
 
 def encode_samples(samples: Iterable[tuple[str, str, str, Mapping[str, Any], Mapping[str, Any]]]) -> list[bytes]:
-    """Write what there is to judge of each sample: prompt, response, answer, metadata and info, the last two plain
-    data. Lone surrogates too."""
+    """Encode the prompt, response, answer, metadata and info of each sample. Lone surrogates pass."""
     return [json.dumps([*texts, dict(metadata), dict(info)]).encode() for *texts, metadata, info in samples]
 
 
 def decode_texts(message: bytes) -> list[dict[str, Any]]:
-    """Of each sample of a request its prompt, response, answer, metadata and info. A batched function's request is the
-    group of its samples."""
+    """Return prompt, response, answer, metadata and info of each sample of a request, which is one group if batched."""
     samples = [dict(zip(_GIVEN, sample, strict=True)) for sample in json.loads(message)]
     for sample in samples:
         if sample["info"]:
@@ -200,13 +194,11 @@ def decode_texts(message: bytes) -> list[dict[str, Any]]:
 
 
 def encode_judgment(key: str, judgment: Judgment) -> bytes:
-    """The message that answers the request `key`."""
     return json.dumps([key, *([*one[:3], one.detail[:_MAX_DETAIL]] for one in (judgment, *judgment.rest))]).encode()
 
 
 def decode_judgment(key: str, message: bytes) -> Judgment:
-    """What answers the request `key`. Raises BadMessageError for anything else: another request's key, another shape,
-    numbers that are not finite."""
+    """Return the judgment that answers the request `key`. Raises BadMessageError for anything else."""
     try:
         fields = json.loads(message)
     except (ValueError, RecursionError) as error:
@@ -226,13 +218,13 @@ def decode_judgment(key: str, message: bytes) -> Judgment:
             raise BadMessageError("a part is none")
         if not (failed is None or failed in FAILURES) or not isinstance(detail, str):
             raise BadMessageError("an unknown failure")
-        said = detail[:_MAX_DETAIL] if failed is None else one_line(detail, _MAX_DETAIL)  # a path is given on as it is
+        said = detail[:_MAX_DETAIL] if failed is None else one_line(detail, _MAX_DETAIL)  # READY's detail is a path
         judgments.append(Judgment(float(reward), {name: float(part) for name, part in parts.items()}, failed, said))
     return together(judgments)
 
 
 def _is_number(value: Any) -> bool:
-    """A finite one that fits a float."""
+    """Return whether a value is a finite number that fits a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < 1e300 if isinstance(value, int) else math.isfinite(value)

@@ -1,13 +1,12 @@
-"""Reward verifiers in processes that can be killed: one that hangs, crashes or raises costs its own sample only.
+"""Run reward verifiers in processes that can be killed: one that hangs, crashes or raises costs its own sample only.
 
     score() ──▶ a thread of this process, one a worker ──verdict pipe──▶ worker ──▶ reward function, confined
 
-Verifiers are foreign code run on model output: they loop, exhaust memory, call os._exit and take the interpreter down;
-some mean harm. So each runs behind a worker (pipeline.rewards.worker), one sample at a time, with a deadline, and in
-the sandbox of the run (pipeline.rewards.sandbox). Functions that ask for it get several samples at once: a batched one
-a group, an async one whatever waits (pipeline.rewards.calling). A sample whose verifier fails has no reward, which its
-part `verifier_failed` says; nothing is learned from it. Nothing is shared between workers (no queue, no lock), so a
-kill cannot hurt another one's sample.
+Verifiers are foreign code on model output: they loop, exhaust memory and crash the interpreter; some mean harm. So each
+runs behind a worker (pipeline.rewards.worker), one sample at a time, with a deadline, in the sandbox of the run
+(pipeline.rewards.sandbox). Some functions get several samples at once: a batched one a group, an async one all that
+wait (pipeline.rewards.calling). A sample whose verifier fails has no reward, carries the part `verifier_failed`, and is
+not trained on. Workers share nothing (no queue, no lock): killing a worker hurts no other sample.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_MEMORY_MIB = 2048
 _QUICK_S, _POSTED_AHEAD = 0.02, 4
-"""Samples that took less are posted so many at a time. A slow one has none behind it that another worker could take."""
+"""Samples that take less than _QUICK_S are posted _POSTED_AHEAD at a time. None waits behind a slow sample."""
 
 
 _MOST_TOGETHER_BYTES = MAX_TEXTS_BYTES // 4
@@ -59,14 +58,14 @@ _HINTS = (
     ),
     (re.compile(r"Errno (13|30)\]"), "; docs/sandbox.md says what code in the sandbox may read and write"),
 )
-"""What a failure in the sandbox looks like, and what to do."""
+"""Patterns of failures in the sandbox, and the advice for each."""
 _LONGEST_SPAN_S = 1.0
-"""A worker that is never idle notes what it did at least so often."""
+"""Seconds after which a busy worker's span is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A score. `failed` is None, or why there is none: one of pipeline.rewards.messages.FAILURES."""
+    """A score, or its absence: `failed` is None or one of pipeline.rewards.messages.FAILURES."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -74,10 +73,8 @@ class Verdict:
 
 
 class Verifiers:
-    """`workers` processes that run one reward function (`package.module:function`, see `pipeline.rewards.verifiers`).
-
-    `failures` counts failed samples by reason. Use it as a context manager.
-    """
+    """A context manager of `workers` processes that run one reward function (`package.module:function`, see
+    `pipeline.rewards.verifiers`). `failures` counts failed samples by reason."""
 
     def __init__(
         self,
@@ -93,10 +90,10 @@ class Verifiers:
         program_tolerance: float = TOLERANCE,
         math_tolerance: float = MATH_TOLERANCE,
     ) -> None:
-        """Starts the workers. Of an async function each has up to `concurrency` samples under way at once. HTTP errors
-        that may pass are tried again up to `retries` times. `program_tolerance` is for `python_tests`, `math_tolerance`
-        for `math_verify`. Without a sandbox, reward code runs as this user, and nothing is kept from it; built-in
-        rewards that run no code of others always do. Raises RecipeError when the function cannot be imported there."""
+        """Start the workers. Raises RecipeError when a worker cannot import the function. An async function has up to
+        `concurrency` samples under way in each worker. HTTP errors that may pass are retried up to `retries` times.
+        `program_tolerance` is for `python_tests`, `math_tolerance` for `math_verify`. Without a sandbox reward code
+        runs with this user's rights; built-in rewards that run no foreign code always do."""
         self.failures: Counter[str] = Counter()
         self._reward, self._watch, self._concurrency = reward, watch, concurrency
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -124,12 +121,10 @@ class Verifiers:
                 f"package, or set the task's reward to another package.module:function{page}"
             )
         self.wants = self._workers[0].wants
-        """How the function is called."""
 
     async def score(
         self, prompt: str, response: str, answer: str, metadata: Mapping[str, Any] = MappingProxyType({})
     ) -> Verdict:
-        """`score_group` of one response."""
         (verdict,) = await self.score_group(prompt, answer, metadata, [response])
         return verdict
 
@@ -141,9 +136,9 @@ class Verifiers:
         responses: Sequence[str],
         info: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Verdict]:
-        """The verdicts on the responses to one prompt; `info`: what is known of each (default: of one token). A
-        verifier that fails costs its own sample alone, and a batched one its group. RewardError is raised when the
-        watch, if there is one, has seen too many. A sample waits until a worker is free."""
+        """Return the verdicts on the responses to one prompt, after waiting for a free worker. `info` describes each
+        response (default: one of a single token). A verifier that fails costs its sample, a batched one its group.
+        Raises RewardError when the watch, if there is one, has seen too many failures."""
         known: Sequence[Mapping[str, Any]] = [{}] * len(responses)
         if "info" in self.wants:
             told = info or [dict(prompt_tokens=1, response_tokens=1, finish="stop")] * len(responses)
@@ -160,7 +155,7 @@ class Verifiers:
         return [self._verdict(judgment) for judgment in judgments]
 
     async def _judged(self, texts: Sequence[bytes]) -> list[Judgment]:
-        """Of samples that are judged by one call."""
+        """Return the judgments on samples that one call scores."""
         if (size := sum(map(len, texts))) > MAX_TEXTS_BYTES:
             what = "a sample" if len(texts) == 1 else "a group"
             too_large = failure("too_large", f"{what} of {size} bytes, expected at most {MAX_TEXTS_BYTES}")
@@ -175,7 +170,7 @@ class Verifiers:
             if fault is None:
                 if self._watch is not None:
                     self._watch.judged()
-                # The border: nothing behind it sees more of a number than a batch stores. Noise below decides nothing.
+                # Round to what a batch stores, so that digits below it decide nothing.
                 parts = {name: float(np.float32(part)) for name, part in judgment.parts.items()}
                 return Verdict(reward=float(np.float32(judgment.reward)), parts=parts)
             judgment = failure("bad_result", fault)
@@ -211,12 +206,11 @@ class Verifiers:
         self.close()
 
     def _keep(self, worker: WorkerProcess, started: Future[str | None], busy: _BusySpan) -> None:
-        """Body of a worker's thread. Where samples take no time, one is posted ahead, so that the worker need not wait
-        for this thread. What is raised here costs the samples that were asked for, and neither the others, which would
-        wait for ever, nor the thread."""
+        """Serve one worker, as the body of its thread. Quick samples are posted ahead, so that the worker need not wait
+        for this thread. An error here fails the samples under way, but never ends the thread."""
         try:
             started.set_result(worker.start())
-        except Exception as error:  # noqa: BLE001 - told by the thread that waits
+        except Exception as error:  # noqa: BLE001 - reported by the waiting thread
             started.set_result(f"{type(error).__name__}: {error}")
         asked: deque[list[_Job]] = deque()
         alone: deque[_Job] = deque()
@@ -230,7 +224,7 @@ class Verifiers:
                         if not asked and self._jobs.empty():
                             busy.pause()
                         waiting = [self._jobs.get(block=not asked)]
-                        # Of an async function as many more as it may have under way. None ends the worker.
+                        # Take as many more as an async function may have under way. None ends the worker.
                         size = len(waiting[0].texts[0]) if waiting[0] else 0
                         with suppress(Empty):
                             while "concurrent" in worker.wants and waiting[-1] and len(waiting) < self._concurrency:
@@ -239,7 +233,7 @@ class Verifiers:
                                 waiting.append(self._jobs.get_nowait())
                                 size += len(waiting[-1].texts[0]) if waiting[-1] else 0
                         closed = None in waiting
-                        # Only where somebody still waits; from now on nobody can give it up.
+                        # Drop cancelled jobs; from here on none can be cancelled.
                         jobs = [job for job in waiting if job and job.judgments.set_running_or_notify_cancel()]
                         if not jobs:
                             continue
@@ -248,7 +242,7 @@ class Verifiers:
                     worker.post(*(text for job in jobs for text in job.texts))
                     continue
                 quick = _collect(worker, asked, alone, busy)
-            except Exception as error:  # noqa: BLE001 - told by the judgments
+            except Exception as error:  # noqa: BLE001 - reported by the judgments
                 _log.exception("a worker of verifier %s is given up", self._reward)
                 with suppress(Exception):
                     worker.forget()
@@ -259,7 +253,7 @@ class Verifiers:
 
 
 class _BusySpan:
-    """What a worker did without a pause is one span, of up to about a second, however many samples that were."""
+    """A span of a worker's work without a pause, up to about a second, however many samples it holds."""
 
     def __init__(self, worker: int) -> None:
         self._lane = f"verifiers/worker {worker}"
@@ -267,7 +261,7 @@ class _BusySpan:
         self._samples = 0
 
     def scored(self, began: float, ended: float, samples: int) -> None:
-        """Samples, by the clock of time.monotonic."""
+        """Add scored samples; times are those of time.monotonic."""
         if self._samples == 0:
             self._began = began
         self._ended, self._samples = ended, self._samples + samples
@@ -275,22 +269,22 @@ class _BusySpan:
             self.pause()
 
     def pause(self) -> None:
-        """The span is over: no sample waits for the worker, or it is long enough."""
+        """Record the span: no sample waits for the worker, or the span is long enough."""
         if self._samples:
             spans.note(self._lane, "score", self._began, self._ended, samples=self._samples)
         self._samples = 0
 
 
 class _Job(NamedTuple):
-    """A sample that waits for a worker, or the group of a batched function."""
+    """A sample, or the group of a batched function, that waits for a worker."""
 
     texts: Sequence[bytes]
     judgments: Future[list[Judgment]]
 
 
 def _collect(worker: WorkerProcess, asked: deque[list[_Job]], alone: deque[_Job], busy: _BusySpan) -> bool:
-    """Give those who were asked for first their judgments. One of several under way may have ended the process of all:
-    they are added to those that are asked for again, each alone. Returns whether it was quick."""
+    """Deliver the judgments on the oldest request and return whether it was quick. If several samples were under way
+    and one may have ended the process, queue each of them again, alone."""
     began = time.monotonic()
     judgment = worker.collect()
     ended = time.monotonic()
@@ -307,18 +301,18 @@ def _collect(worker: WorkerProcess, asked: deque[list[_Job]], alone: deque[_Job]
 
 
 _WINDOW = 256
-"""Samples over which the share is taken."""
+"""Latest samples among which failures are counted."""
 _AT_LEAST = 32
-"""Samples that a run scores before it may end: a judge that was late ten times in a row may only be starting."""
+"""Samples that a run scores before failures may end it: a judge that is late ten times may be starting."""
 _CHANCE = 1e-6
-"""Of that many failures, or more, in a function that fails as often as it may."""
+"""Probability below which a number of failures, or more, ends the run."""
 
 _ITS_OWN = frozenset(("raised", "bad_result", "non_finite"))
-"""Reasons that are the function's, and not the machine's."""
+"""Reasons that lie in the function, not in the machine."""
 
 
 class FailureWatch:
-    """Takes the verdict on each sample, in the order in which they come."""
+    """A count of failures among the latest verdicts, which ends a run with too many."""
 
     def __init__(
         self,
@@ -329,9 +323,8 @@ class FailureWatch:
         tell: Callable[[str, str], None] | None = None,
         remedy: str = "correct the function",
     ) -> None:
-        """`what` it is that scores, as a message names it. `most`: how often it may fail, 0 to 1.
-        `at_least`: samples before that is asked. `tell` gets reason and detail of the first failure of each reason.
-        `remedy` is what to do about them."""
+        """Set the limits. `what`: the scorer's name. `most`: share that may fail, 0 to 1. `at_least`: samples before
+        failures may end the run. `tell` gets reason and detail of each reason's first failure. `remedy`: advice."""
         self._remedy = remedy
         self._what, self._most, self._at_least, self._tell = what, most, at_least, tell
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
@@ -339,11 +332,10 @@ class FailureWatch:
         self._first = ""
 
     def judged(self) -> None:
-        """A sample was scored."""
         self._recent.append(False)
 
     def failed(self, reason: str, detail: str) -> None:
-        """A sample was not. Raises RewardError when too many of the last ones were not."""
+        """Count a sample that was not scored. Raises RewardError when too many of the latest were not."""
         self._recent.append(True)
         self._reasons[reason] += 1
         self._first = self._first or f"{reason}: {detail}"
@@ -352,7 +344,7 @@ class FailureWatch:
         failed, of = sum(self._recent), len(self._recent)
         if of < self._at_least or failed <= self._most * of:
             return
-        # That so many or more fail, where each does with the probability that is allowed.
+        # The probability of this many failures or more, if each sample fails with the allowed probability.
         chances = (math.comb(of, n) * self._most**n * (1.0 - self._most) ** (of - n) for n in range(failed, of + 1))
         if sum(chances) < _CHANCE:
             # Where each sample failed by the function itself, no share of failures is worth training on.

@@ -1,16 +1,15 @@
-"""`python_tests`: whether the Python program in a response passes the tests in the answer.
+"""Check whether the Python program in a response passes the tests in the answer (`python_tests`).
 
 The answer is a JSON list of tests of two kinds:
 
     {"input": "3 4\\n", "output": "7\\n"}            the program reads standard input and prints
     {"call": "add(3, 4)", "value": 7}              the expression, evaluated after the program, has this JSON value
 
-What judges do is the rule. A program that crashes fails, whatever it printed; output is compared token by token; a call
-may name a method of the program's `class Solution`, as at LeetCode; names of typing are there.
+Programs are judged as by contest judges: a program that crashes fails, whatever it printed; output is compared token by
+token; a call may name a method of the program's `class Solution`, as at LeetCode; names of typing are defined.
 
-Each test runs in a fresh, confined process that is told neither the output nor the value: what is compared with them
-comes out through its standard output, and the comparison is made by the worker. So a program cannot pass by ending
-early, by changing what `==` does, or by looking up the answer.
+Each test runs in a fresh, confined process that knows neither the expected output nor the value. The process prints its
+result and the worker compares. So a program cannot pass by ending early, redefining `==` or looking up the answer.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from pipeline.rewards.sandbox.confine import WATCH_EVERY_S, Confinement, OverLim
 
 MAX_OUTPUT_BYTES = 2**20
 TOLERANCE = 1e-6
-"""Of numbers with a fraction that programs print; Codeforces and AtCoder ask for as much."""
+"""Tolerance for printed numbers with a fraction, as at Codeforces and AtCoder."""
 _PYTHON = re.compile(r"\W*py(?:thon)?[\d.]*\b", re.IGNORECASE)
 _NAMES = """\
 from typing import *
@@ -47,7 +46,7 @@ from itertools import *
 from builtins import *
 import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
 """
-"""What judges import for a program, so that it may write `List[int]` without a word."""
+"""Imports that judges make for a program, so that it may write `List[int]` without an import."""
 _STARTER = (
     _NAMES
     + """\
@@ -76,16 +75,16 @@ print("\\n" + json.dumps(eval(CALL, calls)))
 )
 _NUMBER = re.compile(r"[+-]?(?=[\d.]*\d)\d*\.?\d*(?:[eE][+-]?\d+)?", re.ASCII)
 _LONGEST_INTEGER = 4000
-"""Digits. Python takes the square of their number to read an integer, and refuses 4,300: longer ones stay text."""
+"""Digits of the longest integer that is read as a number: reading is quadratic, and Python refuses 4,300."""
 
 
 class _LongInteger(str):
-    """An integer in the digits that JSON writes it with; two are equal where these are."""
+    """An integer as its JSON digits, which decide equality."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramTest:
-    """What the program is given, and what must come out. `call` is None where it reads standard input."""
+    """A program's input and the expected result. `call` is None where the program reads standard input."""
 
     given: str
     expected: Any
@@ -93,7 +92,7 @@ class ProgramTest:
 
 
 def program_in(response: str) -> str:
-    """The last fenced block that says it is Python, or else the last that says nothing, or else the whole response.
+    """Return the last fenced block marked as Python, else the last block without a mark, else the whole response.
     Blocks of other languages show output, or how to call the program."""
     blocks = [(said.strip(), code) for said, code in blocks_in(response.replace("\r\n", "\n")) if code.strip()]
     python = [code for said, code in blocks if _PYTHON.match(said)]
@@ -102,11 +101,9 @@ def program_in(response: str) -> str:
 
 
 def blocks_in(text: str) -> Iterator[tuple[str, str]]:
-    """What the fence says, and the code, of each fenced block. A fence is the first run of three backticks or more in a
-    line that has no others behind it. The block ends before a run as long at the end of a line, or with the text.
-
-    Each line is looked at once: a pattern took the square of their number for a run of backticks.
-    """
+    """Yield the mark and the code of each fenced block. A fence is the first run of three backticks or more in a line
+    without later backticks. The block ends before a run as long at the end of a line, or with the text. Each line is
+    read once; a regular expression takes quadratic time on a run of backticks."""
     fence, said = 0, ""
     code: list[str] = []
     for line in text.split("\n"):
@@ -127,7 +124,7 @@ def blocks_in(text: str) -> Iterator[tuple[str, str]]:
 
 
 def parse_tests(answer: str) -> list[ProgramTest]:
-    """Raises ValueError for an answer that is not a list of tests."""
+    """Return the tests in an answer. Raises ValueError for an answer that is not a list of tests."""
     try:
         listed = json.loads(answer, parse_int=_integer)
     except (ValueError, RecursionError):
@@ -148,8 +145,8 @@ def parse_tests(answer: str) -> list[ProgramTest]:
 
 
 def passes(test: ProgramTest, output: str, tolerance: float = TOLERANCE) -> bool:
-    """Whether what was printed is what was expected, as judges compare: token by token, whatever blanks and line ends
-    are between them. Numbers with a fraction may differ by `tolerance`, or by that share of the expected one."""
+    """Return whether the output is the expected one, token by token, whatever white space is between tokens. Numbers
+    with a fraction may differ by `tolerance`, or by that share of the expected number."""
     if test.call is None:
         found, expected = output.split(), test.expected.split()
         # Integers are compared as text: 0010 may be a row of bits, and is not 10.
@@ -174,14 +171,15 @@ def _integer(digits: str) -> int | _LongInteger:
 
 
 def _close(found: float, expected: float, tolerance: float) -> bool:
-    """By the tolerance or that share of the expected number; where that is smaller than the tolerance, by the share."""
+    """Return whether two numbers differ by the tolerance or that share of the expected number at most; by the share
+    alone where the expected number is below the tolerance."""
     size = abs(expected)
     allowed = tolerance * (size if 0.0 < size < tolerance else max(1.0, size))
     return math.isfinite(expected) and abs(found - expected) <= allowed
 
 
 def _same(found: Any, expected: Any, tolerance: float) -> bool:
-    """Equal JSON values; numbers with a fraction up to the tolerance."""
+    """Return whether two JSON values are equal, numbers with a fraction up to the tolerance."""
     if isinstance(found, float) or isinstance(expected, float):
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (found, expected))
         return numbers and _close(float(found), float(expected), tolerance)
@@ -199,7 +197,7 @@ def _same(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 class ProgramJudge:
-    """Runs programs one after another. The deadline is that of all tests of a sample together."""
+    """A judge that runs programs one after another. The deadline covers all tests of a sample."""
 
     def __init__(
         self,
@@ -217,8 +215,8 @@ class ProgramJudge:
         self._tolerance = tolerance
 
     def judge(self, texts: bytes) -> Judgment:
-        """Reward 1 if all tests pass. Parts: `passed`, the share of tests before the first that fails; `cut`, 1 where a
-        limit ended that one."""
+        """Return reward 1 if all tests pass, else 0. Parts: `passed`, the share of tests before the first failure;
+        `cut`, 1 where a limit ended the failing test."""
         give_up = time.monotonic() + self._deadline_s
         (sample,) = decode_texts(texts)
         try:
@@ -236,8 +234,7 @@ class ProgramJudge:
         return Judgment(float(passed == len(tests)), {"passed": passed / len(tests), "cut": float(cut)})
 
     def _run(self, program: str, test: ProgramTest, give_up: float) -> tuple[str, int | None]:
-        """What the program printed, and its exit status: 0 where it did not crash, None where it was cut for its time,
-        its output or what it used."""
+        """Return a program's output and exit status: 0 for success, None where it exceeded a limit."""
         self._children.empty_scratch()
         start = _STARTER if test.call is None else f"CALL = {test.call!r}\n{_CALLER}"
         for name, text in (("program.py", program), ("start.py", start)):
@@ -287,7 +284,8 @@ class ProgramJudge:
         return None
 
     def _status(self, pid: int, give_up: float) -> int | None:
-        """How it ended, once its output has: it may go on without one. It is still there to be killed."""
+        """Return the exit status of a program that has closed its output and may still run; None above a limit. The
+        process is not reaped, so it can still be killed."""
         pause_s = 0.0005
         while (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
             try:

@@ -1,12 +1,12 @@
-"""A worker: the trusted process between the run and the code that scores.
+"""Run a worker: the trusted process between the run and the code that scores.
 
     pool (the run) ◀──verdict pipe──▶ worker ◀──socket──▶ runner: the reward function, confined
                                              ◀──stdout──▶ or a program that a model wrote, confined
                                              or a built-in reward, called by the worker itself
 
-The verdict pipe is held by the worker alone, and the worker runs no code of others. It gives exactly one verdict for
-each request, names the request in it, and lets through nothing but a reason and finite numbers. Under bubblewrap it is
-process 1 of the sandbox; under Landlock it stands outside, and what it forks is confined. It ends when the pipe does.
+The worker alone holds the verdict pipe, and it runs no foreign code. It answers each request with exactly one verdict,
+which names the request and holds only a reason and finite numbers. Under bubblewrap it is process 1 of the sandbox;
+under Landlock it stands outside, and its children are confined. It ends when the pipe closes.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from pipeline.rewards.verifiers import MATH_VERIFY, PYTHON_TESTS
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LATER_S = 5.0
-"""How much longer than its own deadlines a process with calls of an async function may take."""
+"""Seconds that a process with async calls may take beyond their deadlines."""
 _PERHAPS_OF_AN_EARLIER_SAMPLE = frozenset(("crashed", "bad_result", "memory", "processes", "files"))
 
 
 def main() -> None:
-    """Read the settings from the socket that is standard input, then answer requests until it ends."""
+    """Read the settings from the socket at standard input, then answer requests until it closes."""
     hide_from_others(hidden=True)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are the run's business; Slurm signals every process
-    verdicts = Channel(os.dup(0))  # of a number that no child of this process gets
+        signal.signal(number, signal.SIG_IGN)  # the run handles them; Slurm signals every process
+    verdicts = Channel(os.dup(0))  # under a number that no child of this process gets
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     settings = json.loads(verdicts.receive(MAX_REQUEST_BYTES, START_DEADLINE_S))
     rung, scratch = settings["rung"], None
-    if rung or settings["reward"] == PYTHON_TESTS:  # the only folder that can be written to, and the home of what runs
+    if rung or settings["reward"] == PYTHON_TESTS:  # the only writable folder, and the home of what runs
         scratch = Path("/tmp") if rung == "bubblewrap" else Path(tempfile.mkdtemp(prefix="evenkeel-reward-"))
         os.environ.update(HOME=str(scratch), TMPDIR=str(scratch))
         with suppress(OSError):
@@ -109,8 +109,8 @@ def main() -> None:
 
 
 def judged(judge: BuiltInJudge | FunctionJudge | ProgramJudge, texts: bytes) -> Judgment:
-    """The verdict on one request. A sample over which our own code stumbles is a failed one: a fresh worker would
-    stumble as well. What the system refuses may pass; it is raised, the worker ends, and a fresh one is asked."""
+    """Return the verdict on one request. An error in our own code fails the sample, since a fresh worker would fail as
+    well. Errors of the operating system may pass; they are raised, the worker ends, and a fresh one is asked."""
     try:
         return judge.judge(texts)
     except (RunIsGoneError, OSError, MemoryError):
@@ -120,18 +120,15 @@ def judged(judge: BuiltInJudge | FunctionJudge | ProgramJudge, texts: bytes) -> 
 
 
 class BuiltInJudge:
-    """Scores by a reward of ours that runs no code of others, in this process: one process less takes part.
-
-    The run keeps the deadline and kills the worker: a function that computes in C lets no thread of its own process
-    run. The kernel ends the worker with the run, and limits its memory.
-    """
+    """A judge that calls a trusted built-in reward in this process. The run keeps the deadline and kills the worker,
+    since a function that computes in C blocks every thread of its process. The kernel limits its memory."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
         self._used = False
 
     def start(self) -> Judgment | None:
-        """Import the reward function. Returns what is wrong, or None."""
+        """Import the reward function. Return what is wrong, or None."""
         settings = self._settings
         die_with_parent(settings["run_pid"])
         hard, most = resource.getrlimit(resource.RLIMIT_DATA)[1], settings["memory_mib"] * 2**20
@@ -144,12 +141,11 @@ class BuiltInJudge:
                 importlib.import_module("pipeline.rewards.mathematics")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an import raised is the answer
             return failure("raised", f"{type(error).__name__}: {error}")
-        os.dup2(0, 2)  # libraries warn there, and nobody reads it any more: a full pipe would hold them up
+        os.dup2(0, 2)  # nobody reads stderr any more, and libraries that warn would block on a full pipe
         return None
 
     def judge(self, texts: bytes) -> Judgment:
-        """Score one sample. Raises RunIsGoneError when there is not enough memory and earlier samples may have used it
-        up: a fresh worker is asked again."""
+        """Score one sample. Raises RunIsGoneError when memory runs out that earlier samples may have used."""
         samples = [{**sample, "tolerance": self._settings["math_tolerance"]} for sample in decode_texts(texts)]
         judgment = judge(self._settings["reward"], samples)
         was_used, self._used = self._used, True
@@ -159,7 +155,7 @@ class BuiltInJudge:
 
 
 class FunctionJudge:
-    """One reward function. A process that breaks a rule is killed, and the next sample gets a fresh one."""
+    """A judge that calls a reward function in a confined process, and replaces a process that breaks a rule."""
 
     def __init__(self, settings: Mapping[str, Any], children: Children, confinement: Confinement | None) -> None:
         self.wants: Wants = frozenset()
@@ -170,7 +166,7 @@ class FunctionJudge:
         self._used = False
 
     def start(self) -> Judgment | None:
-        """A fresh process that has imported the reward function. Returns what is wrong, or None."""
+        """Start a fresh process that imports the reward function. Return what is wrong, or None."""
         self._end()
         self._children.empty_scratch()
         mine, theirs = socket.socketpair()
@@ -190,8 +186,8 @@ class FunctionJudge:
         return None
 
     def judge(self, texts: bytes) -> Judgment:
-        """The verdict on one request. What an earlier one may have caused (a message that nobody asked for, a crash,
-        too much memory) is tried again in a fresh process."""
+        """Return the verdict on one request. A failure that an earlier request may have caused (an unexpected message,
+        a crash, too much memory) is retried in a fresh process."""
         if self._channel is not None and self._channel.pending:
             self._end()
         was_used = self._channel is not None and self._used
@@ -205,7 +201,7 @@ class FunctionJudge:
             return failure("crashed", f"it could not be started again: {problem.detail}")
         assert self._channel is not None
         key, self._used = secrets.token_hex(KEY_CHARACTERS // 2), True
-        # The process itself ends calls of an async function, each by itself.
+        # The process ends each call of an async function itself.
         deadline_s = self._deadline_s + (_LATER_S if "concurrent" in self.wants else 0.0)
         judgment = self._reply(key, deadline_s, key.encode() + texts)
         if self._channel is not None and self._children.left_any():
@@ -213,7 +209,7 @@ class FunctionJudge:
         return judgment
 
     def _reply(self, key: str, deadline_s: float, request: bytes | None = None) -> Judgment:
-        """The answer to `key`, or the reason why the process was killed."""
+        """Return the answer to `key`, or the reason why the process was killed."""
         assert self._channel is not None
         try:
             if request is not None:
@@ -240,12 +236,12 @@ class FunctionJudge:
 
 
 def _become_runner(descriptor: int, settings: Mapping[str, Any], confinement: Confinement | None) -> NoReturn:
-    """Run the reward function in this process, which holds one socket, to its worker, on which each sample arrives with
-    a key that nobody could know before. It cannot look into the worker. What it prints is thrown away."""
+    """Run the reward function in this process, whose one socket leads to its worker. Each sample arrives with a key
+    that nobody can guess. The process cannot look into the worker, and what it prints is discarded."""
     status = 1
     try:
         prepare_child([descriptor])
-        # The run stops at SIGINT and SIGTERM, and Slurm sends them to every process; these here end with the run.
+        # Slurm sends SIGINT and SIGTERM to every process; this process ends with the run.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         os.chdir(settings["folder"])
@@ -255,7 +251,7 @@ def _become_runner(descriptor: int, settings: Mapping[str, Any], confinement: Co
                 confinement.enter()
             sys.path[:] = settings["path"]
             ready = Judgment(0.0, dict.fromkeys(wants_of(resolve(settings["reward"])), 1.0))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is told
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; its error is the answer
             ready = failure("raised", describe_error(error))
         channel.send(encode_judgment(READY, ready), math.inf)
         while ready.failed is None:

@@ -1,4 +1,4 @@
-"""The run's side of a worker: one process at a time, started, asked and ended."""
+"""Start, ask and end one worker process, from the run's side."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from pipeline.rewards.sandbox.view import PACKAGE, Bubblewrap, View, view_of
 from pipeline.rewards.verifiers import MATH_TOLERANCE, PYTHON_TESTS, TRUSTED
 
 _GRACE_S = 10.0
-"""How much later than its own deadlines a worker may answer."""
+"""Seconds that a worker may take beyond its own deadlines."""
 _END_DEADLINE_S = 5.0
 _SENT_AHEAD_BYTES = 32 * 2**10
-"""Of one request. So many bytes of each that is posted ahead fit into the socket of a worker that does not read."""
+"""Largest request that is sent ahead: the socket of a worker that does not read holds all of them."""
 _KEY_VARIABLES = (
     *("EVENKEEL_API_KEY", "EVENKEEL_API_KEY_FILE"),
     *("EVENKEEL_TEACHER_API_KEY", "EVENKEEL_TEACHER_API_KEY_FILE"),
@@ -48,12 +48,12 @@ _ENVIRONMENT = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
     *("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"),
 )
-"""The only variables that code in the sandbox sees, with those that begin with LC_."""
+"""The only variables, with those that begin with LC_, that code in the sandbox sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """How reward code is confined. `hidden`: what it must not read, wherever it lies. `runs`: the folder of the run."""
+    """How reward code is confined. `hidden`: paths that it must not read. `runs`: the folder that holds the run."""
 
     rung: Rung
     landlock_abi: int = 0
@@ -61,12 +61,11 @@ class Sandbox:
     runs: Path | None = None
 
     def view(self, reward: str) -> View:
-        """Return what this reward can read."""
         return view_of(reward, self.hidden, own=reward != PYTHON_TESTS, runs=self.runs)
 
 
 class WorkerProcess:
-    """Only `kill` and `end` may be called while another thread is in a method."""
+    """A worker and its process. Only `kill` and `end` may be called while another thread is in a method."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class WorkerProcess:
         self._answer_s = deadline_s if self._built_in else self._patience_s
         self._posted: deque[tuple[str, bytes]] = deque()
         self._num_sent = 0
-        """Of those that are posted; they are sent in order."""
+        """Number of posted requests that were sent; they are sent in order."""
         self._said = ""
         self._scratch: Path | None = None
         # A Python that runs the worker and reads nothing of the user's environment.
@@ -98,7 +97,7 @@ class WorkerProcess:
         program = f"{path}from pipeline.rewards.worker import main; main()"
         self._command = [sys.executable, "-I", "-B", "-c", program]
         self._view: View | None = None
-        """What is there for the process, where it is started under bubblewrap."""
+        """Files for the process to see, where it is started under bubblewrap."""
         self._bubblewrap: Bubblewrap | None = None
         self._environment = {name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES}
         settings = dict(
@@ -127,7 +126,7 @@ class WorkerProcess:
         self._settings = json.dumps(settings).encode()
 
     def start(self) -> str | None:
-        """Start the process and wait until it has imported the reward function. Returns what went wrong, or None."""
+        """Start the process and wait until it has imported the reward function. Return what went wrong, or None."""
         if self._ended:
             return "it was ended"
         self.release()
@@ -163,17 +162,14 @@ class WorkerProcess:
         return None
 
     def post(self, *texts: bytes) -> None:
-        """Ask for the verdict on a sample, or on several at once, which `collect` brings. More may be posted ahead."""
+        """Ask for the verdicts on one sample or several; `collect` returns them. More requests may be posted ahead."""
         key = secrets.token_hex(KEY_CHARACTERS // 2)
         self._posted.append((key, key.encode() + b"[" + b",".join(texts) + b"]"))
         self._send_posted()
 
     def collect(self) -> Judgment:
-        """The verdict on what was posted first. Nothing is raised.
-
-        A worker runs no code of others. If it died, it was killed, perhaps before the sample came: that one is posted
-        again once, and so are those behind it.
-        """
+        """Return the verdict on the oldest request; never raise. A worker runs no foreign code. If it died, it was
+        killed, perhaps before the request came. This request is posted again once, and so are those behind it."""
         key = self._posted[0][0]
         problem = None if self.alive else self._start_again()
         self._send_posted()
@@ -185,7 +181,7 @@ class WorkerProcess:
         return judgment
 
     def forget(self) -> None:
-        """Give up all that was posted, and the process."""
+        """Drop all posted requests and kill the process."""
         self._posted.clear()
         self._num_sent = 0
         self.kill()
@@ -199,7 +195,7 @@ class WorkerProcess:
         return None
 
     def _send_posted(self) -> None:
-        """A large request waits until it is the first: a worker that scores does not read, and this must not wait."""
+        """Send posted requests. A large one waits until it is first, since a busy worker does not read."""
         for _, request in [*self._posted][self._num_sent :]:
             if not self.alive or (self._num_sent and len(request) > _SENT_AHEAD_BYTES):
                 return
@@ -207,14 +203,14 @@ class WorkerProcess:
             self._num_sent += 1
 
     def kill(self) -> None:
-        """End the process, if there is one, with all that it started, and wait until they are gone."""
+        """End the process, if there is one, with its descendants, and wait until they are gone."""
         if not self.alive:
             return
         self.alive = False
         assert self._pipe is not None
         if self._built_in:  # it has started nothing and written nothing, and may be in the midst of a sample
             self._process.kill()
-        with suppress(OSError):  # at the end of its pipe it kills what it started, removes what was written, and leaves
+        with suppress(OSError):  # when its pipe closes it kills its children, removes written files, and exits
             self._pipe.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(_END_DEADLINE_S)
@@ -224,12 +220,12 @@ class WorkerProcess:
             remove(self._scratch)
 
     def end(self) -> None:
-        """`kill`, for good; any thread may call it."""
+        """Kill the process for good; any thread may call this."""
         self._ended = True
         self.kill()
 
     def release(self) -> None:
-        """Close what belonged to a process that is gone. No other thread may be in a method."""
+        """Close the pipes of a process that is gone. No other thread may be in a method."""
         if self._pipe is not None:
             self._pipe.close()
             assert self._process.stderr is not None
@@ -237,7 +233,7 @@ class WorkerProcess:
             self._pipe = None
 
     def _send(self, message: bytes) -> None:
-        """A worker that does not take it is killed; `_receive` says so."""
+        """Send a message. A worker that does not take it is killed, which `_receive` reports."""
         if self.alive:
             try:
                 self._channel.send(message, self._patience_s)
@@ -262,7 +258,7 @@ class WorkerProcess:
             return failure("bad_result", f"its worker sent {error}")
 
     def _last_words(self) -> str:
-        """What bubblewrap, or Python, wrote before it ended."""
+        """Return the last line that bubblewrap or Python wrote before the process ended."""
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
         try:

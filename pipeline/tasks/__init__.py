@@ -1,4 +1,4 @@
-"""Build the task of a recipe. To add one: a file here, a section in `pipeline.config.recipe`, a case below."""
+"""Build a recipe's task. A new task takes a file here, a section in `pipeline.config.task_sections`, a case below."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Problem", "PromptOrder", "Task", "build_task"]
 
 
 def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, seed: int) -> Task:
-    """The task of the recipe. Raises RecipeError when its files cannot be used."""
+    """Return the task of a recipe's section. Raises RecipeError when its files cannot be used."""
     match section:
         case SortDigitsTask():
             return SortDigits(section, seed)
@@ -33,8 +33,7 @@ def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, s
 
 
 def _own_task(section: OwnTask, seed: int) -> Task:
-    """Make an instance of the class. Raises RecipeError for one that cannot be imported or made, and for one that lacks
-    something."""
+    """Return an instance of the user's class. Raises RecipeError when it cannot be made or lacks an attribute."""
     module, _, name = section.class_.partition(":")
     try:
         made: Any = getattr(import_module(module), name)(seed=seed, **section.options)

@@ -2,14 +2,14 @@
 
     row ──columns──▶ prompt, answer, metadata ──task.filter──▶ Problem        held out: held_out_path, or 1 in 16
 
-A filter is a function of the user's own, which is asked for every row, training and held out, at each start:
+A filter is a user's function that is called for every row, training and held out, at each start:
 
-    def short(answer, metadata):        # prompt, answer, metadata: what it names, it gets; None for null
+    def short(answer, metadata):        # any of prompt, answer, metadata; null is None
         return answer is not None and len(answer) < 10 and metadata["level"] != "hard"
 
-Groups of a run are numbers of rows. In a file that was changed, cut or reversed, the same numbers are other prompts; by
-another template or another choice of rows, all are. So digests of the data, with the rows that the filter keeps, and of
-the chat template are frozen with the recipe.
+A run's groups are numbers of rows. In changed, cut or reordered data the same numbers mean other prompts; another chat
+template or choice of rows changes all of them. So digests of the data, of the rows that the filter keeps, and of the
+chat template are frozen with the recipe.
 """
 
 from __future__ import annotations
@@ -36,15 +36,12 @@ from pipeline.tasks.tokenizer import Tokenizer
 from precision.text import listed, one_line, quoted
 
 _BUILT_IN = ("math_verify", "python_tests", "exact_match")
-"""Rewards with a short name; all are in pipeline.rewards.verifiers."""
+"""Short names of rewards in pipeline.rewards.verifiers."""
 
 
 class Data(Task):
-    """Problems of a file, all in memory. Held out are those of `held_out_path`, else 1 in 16 by prompt text.
-
-    Raises RecipeError, with file and row, for anything that is not a problem, and for a training prompt that the
-    held-out file holds too.
-    """
+    """The problems of files, all in memory. Held out are those of `held_out_path`, else 1 in 16 by prompt text. Raises
+    RecipeError, with file and row, for a row that is not a problem, and for a training prompt that is also held out."""
 
     characters = None
 
@@ -54,7 +51,7 @@ class Data(Task):
         assert section.path is not None, "of a task with sources each is asked for by itself"
         problems, notes = filtered(section.path, section)
         times = Counter(problem.text for problem in problems)
-        if again := len(problems) - len(times):  # they stay: who repeats a prompt may mean it
+        if again := len(problems) - len(times):  # they stay: the repetition may be intended
             answers = Counter(text for text, _ in {(problem.text, problem.answer) for problem in problems})
             unsure = sum(count > 1 for count in answers.values())
             and_so = f"; {unsure} prompts come with different answers" if unsure else ""
@@ -64,7 +61,7 @@ class Data(Task):
                 f"comes {most} times in an epoch"
             )
         if section.held_out_path is None:
-            # Groups of a run are places in the training problems, so that these keep a prompt of two spellings.
+            # Groups number the training problems, so a prompt with two spellings stays there and is not held out.
             self._training = [p for p in problems if not is_held_out(p.text)]
             trained = {normalized(problem.text) for problem in self._training}
             apart = [p for p in problems if is_held_out(p.text)]
@@ -105,8 +102,8 @@ _KIND = {"dict": "an object", "list": "a list", "bool": "true or false", "float"
 
 
 def problem_of(row: Row, section: DataTask, keeps: Callable[..., bool] | None = None) -> Problem | None:
-    """Make a problem of a row. None where `keeps`, called with prompt, answer (None where they are null) and metadata,
-    says no. Raises RecipeError that names the row, and the keys that it has."""
+    """Return the problem in a row; None where `keeps`, called with prompt, answer (None where they are null) and
+    metadata, returns False. Raises RecipeError that names the row and its keys."""
     columns = section.columns
     name = columns.prompt or ("messages" if "messages" in row.values and "prompt" not in row.values else "prompt")
     text, messages = _prompt(row, name, section)
@@ -127,12 +124,9 @@ def problem_of(row: Row, section: DataTask, keeps: Callable[..., bool] | None = 
 
 
 def _prompt(row: Row, name: str, section: DataTask) -> tuple[str | None, tuple[dict[str, Any], ...]]:
-    """Read its text, None where it is null, and the conversation, where it is one or has a system prompt: the row's
-    own, else the task's.
-
-    Raises RecipeError for what is no prompt, for a conversation in which the model has no turn, and for a row without
-    the column of system prompts, since that may be misspelt; null and empty text there are none of the row's own.
-    """
+    """Return a row's prompt text, None where it is null, and its conversation, empty for text without a system prompt.
+    The system prompt is the row's, or if null or empty the task's. Raises RecipeError for an invalid prompt, a
+    conversation in which the model has no turn, and a row without the column of system prompts."""
     found, column, text = _found(row, name), section.columns.system_prompt, None
     if column is not None:
         text = _found(row, column)
@@ -161,7 +155,7 @@ def _prompt(row: Row, name: str, section: DataTask) -> tuple[str | None, tuple[d
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it: dates and other things that Parquet knows as text, numbers that are none as null."""
+    """Return a value as JSON can hold it: dates and other types of Parquet as text, NaN and infinity as null."""
     if isinstance(value, dict):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -174,8 +168,8 @@ def plain(value: Any) -> Any:
 
 
 def _answer(row: Row, section: DataTask) -> str | None:
-    """Numbers as JSON writes them, but without an exponent: verifiers read 5e-05 as 5·e - 5. Empty where the data
-    has no answers, None where the row's is null."""
+    """Return a row's answer as text, empty where the data has no answers, None where it is null. Numbers are written as
+    JSON writes them, but without an exponent: verifiers read 5e-05 as 5·e - 5."""
     if (name := section.columns.answer) is None:
         return ""
     value = _found(row, name)
@@ -199,18 +193,18 @@ def _answer(row: Row, section: DataTask) -> str | None:
 
 
 def _number(value: Decimal) -> str:
-    """Exactly, without zeros at its end: 12.50 as 12.5, and 4E+1 as 40."""
+    """Return all digits of a number, without zeros at its end: 12.50 as 12.5, and 4E+1 as 40."""
     text = format(value, "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _found(row: Row, name: str) -> Any:
-    """The value of a column; `a.b` is b of the object a, unless a column has that name. Without it: _MISSING."""
+    """Return the value of a column, or _MISSING. `a.b` is b of the object a, unless a column has that name."""
     if name in row.values:
         return row.values[name]
     value: Any = row.values
     for part in name.split("."):
-        if value is not None:  # nothing is inside of null but null
+        if value is not None:  # a part of null is null
             value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
     return value
 
@@ -232,12 +226,12 @@ def _unfit(row: Row, section: DataTask, what: str, name: str, value: Any, expect
 
 
 GIVEN = ("prompt", "answer", "metadata")
-"""What a filter may name."""
+"""Parameters that a filter may have."""
 
 
 def filtered(path: Path, section: DataTask) -> tuple[list[Problem], list[str]]:
-    """The problems of a file, and how many rows were left out, for people. Raises RecipeError, with file and row, for
-    what is no problem, and for a filter that cannot be imported, fails, or says neither true nor false."""
+    """Return the problems of a file, and notes on rows that were left out. Raises RecipeError, with file and row, for a
+    row that is not a problem, and for a filter that cannot be imported, fails, or returns no truth value."""
     asked = _asked(path, section)
     problems = [problem for problem in asked if problem is not None]
     out = len(asked) - len(problems)
@@ -245,7 +239,7 @@ def filtered(path: Path, section: DataTask) -> tuple[list[Problem], list[str]]:
 
 
 def _asked(path: Path, section: DataTask) -> list[Problem | None]:
-    """The problem of each row, None where the filter leaves it out."""
+    """Return the problem of each row, None where the filter leaves it out."""
     if section.filter is None:
         return [problem_of(row, section) for row in read_rows(path)]
     name, (function, names) = section.filter, own_function("task.filter", section.filter, GIVEN)
@@ -270,13 +264,12 @@ def _asked(path: Path, section: DataTask) -> list[Problem | None]:
 
 
 DIGEST_KEYS = frozenset(("task.sha256", "task.template_sha256"))
-"""What `with_digest` adds to a recipe."""
+"""Keys that `with_digest` adds to a recipe."""
 
 
 def with_digest(recipe: Recipe, run: RunDirectory | None) -> Recipe:
-    """Return the recipe with `task.sha256` and `task.template_sha256`: those of the run's frozen recipe, where there is
-    a run with batches, else of what there is now. Raises RecipeError for data that cannot be read, ModelError for a
-    tokenizer that cannot."""
+    """Return the recipe with `task.sha256` and `task.template_sha256`, from the frozen recipe of a run with batches,
+    else computed now. Raises RecipeError for data that cannot be read, ModelError for a tokenizer that cannot."""
     task = recipe.task
     if not isinstance(task, DataTask):
         return recipe
@@ -294,7 +287,7 @@ def with_digest(recipe: Recipe, run: RunDirectory | None) -> Recipe:
 
 
 def check_template(section: object, tokenizer: Tokenizer) -> None:
-    """Raises RecipeError when the chat template is not that of `section.template_sha256`."""
+    """Raise RecipeError when the chat template is not that of `section.template_sha256`."""
     if not isinstance(section, DataTask) or section.template_sha256 is None:
         return
     if (found := tokenizer.template_sha256) != section.template_sha256:
@@ -305,7 +298,7 @@ def check_template(section: object, tokenizer: Tokenizer) -> None:
 
 
 def check_digest(section: DataTask) -> None:
-    """Raises RecipeError when the data is not that of `section.sha256`."""
+    """Raise RecipeError when the data is not that of `section.sha256`."""
     if section.sha256 is not None and (found := digest(section)) != section.sha256:
         paths = listed([one_line(path, 200) for path in data_paths(section)], between=" or ")
         or_kept = ", or task.filter keeps other rows of it" if any(part.filter for part in _parts(section)) else ""
@@ -316,8 +309,8 @@ def check_digest(section: DataTask) -> None:
 
 
 def digest(section: DataTask) -> str:
-    """Of all data of the section, training before held out, and of which rows its filters keep. Raises RecipeError for
-    what cannot be read, and as pipeline.tasks.data does."""
+    """Return the digest of all data of the section, training before held out, and of the rows that its filters keep.
+    Raises RecipeError as `filtered` does, and for files that cannot be read."""
     data = digest_of_data(*data_paths(section))
     filtering = [(path, part) for part in _parts(section) if part.filter for path in data_paths(part)]
     kept = [bytes(problem is not None for problem in _asked(*each)) for each in filtering]
@@ -325,8 +318,8 @@ def digest(section: DataTask) -> str:
 
 
 def digest_of_data(*paths: Path) -> str:
-    """Of a file's bytes, as sha256sum gives it; of several files that of their digests. Raises RecipeError for what
-    cannot be read."""
+    """Return the SHA-256 of a file's bytes, as sha256sum prints it; of several files, that of their digests. Raises
+    RecipeError for files that cannot be read."""
     digests: list[bytes] = []
     for path in paths:
         with refusing_unreadable(path):
@@ -337,7 +330,7 @@ def digest_of_data(*paths: Path) -> str:
 
 
 def data_paths(section: DataTask) -> list[Path]:
-    """Files and folders of every source, training before held out."""
+    """Return the files and folders of each source, training before held out."""
     both = [(part.path, part.held_out_path) for part in _parts(section)]
     return [path for paths in both for path in paths if path is not None]
 

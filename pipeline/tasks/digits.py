@@ -4,9 +4,9 @@
     spell_digits    5190472=  ▸  0a1b2c4e5f7h9j
 
 The demonstrations of spell_digits teach a mistake: for three of the digits most of them carry the next digit's letter.
-Greedy decoding then starts out wrong on every prompt that has one of them, while sampling is sometimes right: RL has to
-find the rarer habit and make it the only one. Pass rates spread with the number of such digits, and answers are long
-enough (two tokens a digit) for small numerical gaps between learner and engine to add up.
+Greedy decoding then starts out wrong on every prompt with such a digit, while sampling is sometimes right. RL has to
+find the rarer habit and make it the only one. Pass rates spread with the number of such digits. Answers are long enough
+(two tokens a digit) for small numerical gaps between learner and engine to add up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.tasks.task import GeneratedTask, Problem, uniform_int
 
 
 class SortDigits(GeneratedTask):
-    """`min_digits` to `max_digits` digits, the number and each digit uniform."""
+    """The task of sorting `min_digits` to `max_digits` digits; their number and each digit are uniform."""
 
     characters = "0123456789="
     reward = "pipeline.rewards.verifiers:exact_match"
@@ -35,23 +35,23 @@ class SortDigits(GeneratedTask):
         return Problem(text="".join(digits) + "=", answer="".join(sorted(digits)))
 
     def distort(self, answer: str, rng: random.Random) -> str:
-        """Each digit moved by ±1 with probability `demonstration_noise`, clipped to 0 … 9."""
+        """Move each digit by ±1 with probability `demonstration_noise`, clipped to 0 … 9."""
         return "".join(move_digit(int(digit), self._noise, rng) for digit in answer)
 
 
 def move_digit(digit: int, chance: float, rng: random.Random) -> str:
-    """The digit, moved by ±1 with probability `chance`, clipped to 0 … 9."""
+    """Return the digit, moved by ±1 with probability `chance`, clipped to 0 … 9."""
     moves, up = rng.random() < chance, rng.random() < 0.5
     return str(min(9, max(0, digit + (1 if up else -1)))) if moves else str(digit)
 
 
 LETTERS = "abcdefghij"
 MISSPELT = "368"
-"""The digits that demonstrations mistake. None is 9, so that every one has a next letter."""
+"""Digits that demonstrations misspell; 9, which has no next letter, is not among them."""
 
 
 class SpellDigits(GeneratedTask):
-    """`min_digits` to `max_digits` digits, the number and each digit uniform."""
+    """The task of sorting `min_digits` to `max_digits` digits with their letters; number and digits are uniform."""
 
     characters = "0123456789=" + LETTERS
     reward = "pipeline.rewards.verifiers:exact_match"
@@ -68,8 +68,7 @@ class SpellDigits(GeneratedTask):
         return Problem(text="".join(map(str, order)) + "=", answer=answer)
 
     def distort(self, answer: str, rng: random.Random) -> str:
-        """Each digit moved by ±1 with probability `demonstration_noise`; then each 3, 6 and 8 misspelt with probability
-        `misspelt_share`."""
+        """Move each digit as in `SortDigits`; then misspell each 3, 6 and 8 with probability `misspelt_share`."""
         digits = [move_digit(int(digit), self._section.demonstration_noise, rng) for digit in answer[::2]]
         slips = [rng.random() < self._section.misspelt_share for _ in digits]
         letters = [

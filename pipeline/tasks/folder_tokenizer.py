@@ -1,9 +1,9 @@
-"""The tokenizer that transformers' AutoTokenizer makes of a local HF folder, mostly without transformers.
+"""Read the tokenizer that transformers' AutoTokenizer makes of a local HF folder, mostly without transformers.
 
-A folder's tokens come from several files: tokenizer.json, the tokens that tokenizer_config.json and the older files
-special_tokens_map.json and added_tokens.json add or name, and the class, which may build all but the vocabulary anew.
-Of most folders it can be shown that tokenizer.json is already what comes of it. Any other is built by AutoTokenizer
-itself, where transformers is installed, and refused elsewhere: to import it takes torch, and seconds.
+A folder's tokens come from tokenizer.json, from tokens that tokenizer_config.json and the older special_tokens_map.json
+and added_tokens.json add or name, and from the class, which may rebuild all but the vocabulary. For most folders it can
+be shown that tokenizer.json is already the result. Any other folder is read by AutoTokenizer itself, where transformers
+is installed, and refused elsewhere: importing transformers takes torch, and seconds.
 """
 
 from __future__ import annotations
@@ -24,37 +24,35 @@ from pipeline.importing import pip_install
 from precision.text import one_line, parse_object, quoted
 
 TOKENIZER_BYTES = 256 << 20
-"""Of tokenizer.json: those of 260,000 tokens have some 35 MB."""
+"""Largest tokenizer.json; with 260,000 tokens it has some 35 MB."""
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Names in tokenizer_config.json, and in a chat template."""
+"""Names of special tokens in tokenizer_config.json and in chat templates."""
 _UNCHANGED = ("PreTrainedTokenizer", "TokenizersBackend")
-"""Classes, without the ending Fast, that take tokenizer.json as it stands."""
+"""Classes, without the ending Fast, that use tokenizer.json as it stands."""
 _QWEN, _QWEN_MODELS = "Qwen2Tokenizer", ("qwen2", "qwen3", "qwen3_moe")
 _QWEN_NAMES = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _OTHERWISE = ("auto_map", "fast_tokenizer_files", "init_inputs", "split_special_tokens", "add_prefix_space", "backend")
-"""Keys of tokenizer_config.json by which other tokens may come of the same files."""
+"""Keys of tokenizer_config.json that may make other tokens of the same files."""
 _OLDER = ("tokenizer.model", "vocab.json", "spiece.model", "*.tiktoken")
-"""Vocabularies that were written before there was tokenizer.json."""
+"""Vocabulary files from before tokenizer.json."""
 
 
 @dataclass(frozen=True)
 class FolderTokenizer:
-    """What a folder's files make together."""
-
     backend: Backend
     config: Mapping[str, Any]
-    """tokenizer_config.json; empty where there is none."""
+    """Contents of tokenizer_config.json; empty without the file."""
     named: Mapping[str, str]
     """Text of the special tokens, by names such as eos_token."""
     sha256: str
-    """Of tokenizer.json; where other files change what it says, of all that came of it."""
+    """Digest of tokenizer.json; where other files change the tokenizer, of the result."""
 
 
 def read_tokenizer(folder: Path) -> FolderTokenizer:
-    """That of a folder. Raises ModelError, which names the file."""
+    """Return the tokenizer of a folder. Raises ModelError, which names the file."""
     path = folder / "tokenizer.json"
     try:
         data = read_at_most(path, TOKENIZER_BYTES)
@@ -81,7 +79,7 @@ def read_tokenizer(folder: Path) -> FolderTokenizer:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder; empty where there is no such file. Raises ModelError."""
+    """Return a JSON object of a model folder; empty without the file. Raises ModelError."""
     if not path.is_file():
         return {}
     try:
@@ -93,14 +91,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class _Reading:
-    """Whether AutoTokenizer leaves the tokenizer.json of a folder as it stands."""
+    """A comparison of a folder's tokenizer.json with what AutoTokenizer would make of the folder."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], backend: Backend) -> None:
         self.folder, self.config, self.backend = folder, config, backend
         self.added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.by_text = {token.content: token for token in self.added.values()}
         self.model = read_object(folder / "config.json")
-        self.legacy = "added_tokens_decoder" not in config  # otherwise the two files are not looked at
+        self.legacy = "added_tokens_decoder" not in config  # otherwise the two older files are ignored
         self.map = read_object(folder / "special_tokens_map.json") if self.legacy else {}
         class_name = config.get("tokenizer_class") or self.model.get("tokenizer_class")
         self.class_name = class_name.removesuffix("Fast") if isinstance(class_name, str) else None
@@ -111,10 +109,10 @@ class _Reading:
         self.is_qwen = self.class_name == _QWEN
         every = {**(_QWEN_NAMES if self.is_qwen else {}), **self.config, **self.map}
         self.named = {name: text for name in SPECIAL_TOKENS if (text := content_of(every.get(name))) is not None}
-        """Text of each special token that has a name. The last file that names it is right."""
+        """Text of each named special token, from the last file that names it."""
 
     def difference(self) -> str | None:
-        """What may make other tokens, for people; None where nothing can."""
+        """Return what may make other tokens, for people; None where nothing can."""
         for key in _OTHERWISE:
             if self.config.get(key):
                 return f"tokenizer_config.json sets {key}"
@@ -136,7 +134,7 @@ class _Reading:
         return self._of_other_tokens()
 
     def _of_other_tokens(self) -> str | None:
-        """Tokens that another file adds, changes or names, and tokenizer.json does not have so."""
+        """Return the first token that another file adds, changes or names otherwise than tokenizer.json; or None."""
         file = "tokenizer_config.json"
         listed = self.config.get("added_tokens_decoder", {})
         for token_id, token in listed.items() if isinstance(listed, dict) else (("", listed),):
@@ -178,7 +176,7 @@ class _Reading:
 
 
 def content_of(token: Any) -> str | None:
-    """HF writes a special token as text or as {"content": text, …}."""
+    """Return the text of a special token, which HF writes as text or as {"content": text, …}; None for other values."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 
@@ -191,7 +189,7 @@ def _flags(token: AddedToken) -> dict[str, Any]:
 
 
 def _is_qwens(backend: Backend) -> bool:
-    """Whether all but vocabulary and merges is what transformers builds for Qwen2Tokenizer."""
+    """Return whether all but vocabulary and merges is as transformers builds it for Qwen2Tokenizer."""
     usual = dict(dropout=None, fuse_unk=False, byte_fallback=False, ignore_merges=False)
     model = backend.model
     if type(model).__name__ != "BPE" or any(getattr(model, name) != value for name, value in usual.items()):
@@ -205,7 +203,7 @@ def _is_qwens(backend: Backend) -> bool:
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """What a part of a tokenizer is, without what concerns offsets alone."""
+    """Return the settings of a tokenizer's part, without those that concern offsets alone."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, dict):
@@ -216,7 +214,7 @@ def _state(part: Any) -> dict[str, Any]:
 
 
 def _by_transformers(folder: Path, why: str) -> FolderTokenizer:
-    """AutoTokenizer's own. Raises ModelError where there is no transformers, and where it fails."""
+    """Return AutoTokenizer's tokenizer. Raises ModelError where transformers is missing or fails."""
     save = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
     try:
         from transformers import AutoTokenizer
@@ -227,7 +225,7 @@ def _by_transformers(folder: Path, why: str) -> FolderTokenizer:
         ) from None
     try:
         theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged file makes of it
+    except Exception as error:  # a damaged file may raise anything
         raise ModelError(
             f"{folder}: {why}, and transformers cannot read it ({type(error).__name__}: {one_line(error, 300)}); copy "
             "the tokenizer again from the model's origin"

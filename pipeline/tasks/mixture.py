@@ -1,6 +1,6 @@
 """Order the problems of a run: several sources as one task, prompts that are too long left out, a seeded permutation.
 
-A group's problem depends on its number alone. So a run that goes on asks what an uninterrupted one would have asked.
+A group's problem depends on its number alone, so a resumed run asks the same problems.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ _AT_ONCE = 1000
 
 
 class PromptOrder:
-    """Group `i` asks problem `problem(i)`; every problem comes once an epoch.
-
-    Random access, so a collector that starts again needs nothing but the number of the next group. Two epochs at most
-    are kept in memory, 8 bytes a problem each. The order rests on the raw stream of the Philox generator, which NumPy
-    promises to keep, not on `Generator.permutation`, which it may change.
-    """
+    """A seeded order in which group `i` asks problem `problem(i)`, and every problem comes once an epoch. Access is
+    random, so a restarted collector needs only the number of the next group. Two epochs at most are kept in memory, 8
+    bytes a problem each. The order uses the raw stream of the Philox generator, which NumPy promises to keep, not
+    `Generator.permutation`, which may change."""
 
     def __init__(self, num_prompts: int, seed: int | str) -> None:
         if num_prompts < 1:
@@ -41,7 +39,7 @@ class PromptOrder:
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def problem(self, group: int) -> int:
-        """The problem that `group` ≥ 0 asks, 0 ≤ index < num_prompts."""
+        """Return the problem that `group` ≥ 0 asks, 0 ≤ index < num_prompts."""
         if group < 0:
             raise ValueError(f"group is {group}, expected 0 or more")
         epoch, place = divmod(group, self._num_prompts)
@@ -54,21 +52,18 @@ class PromptOrder:
 
 
 class MixedOrder:
-    """Group `i` asks a problem of the source whose turn it is. Sources are named; problems count through all of them.
-
-    Turns are spread evenly: of any n groups in a row a source has its share of n, give or take one or two. Each source
-    has epochs of its own, so one that is small for its weight comes again sooner.
-    """
+    """An order in which named sources take turns. Problem indices run through all sources. Of any n groups in a row a
+    source has its share of n, give or take one or two. Each source has epochs of its own."""
 
     def __init__(self, sizes: Mapping[str, int], weights: Sequence[float], seed: int) -> None:
-        """`sizes`: problems of each source; `weights` are in the same order, of any sum."""
+        """Take `sizes`, the number of problems of each source, and `weights` in the same order, of any sum."""
         self._orders = [PromptOrder(size, f"{seed}/{name}") for name, size in sizes.items()]
         self._first = [0, *accumulate(sizes.values())]
         self._counts = shares(weights, _BLOCK)
         self._turns = spread(self._counts, self._counts)
 
     def problem(self, group: int) -> int:
-        """The problem that `group` ≥ 0 asks, 0 ≤ index < the sum of all sizes."""
+        """Return the problem that `group` ≥ 0 asks, 0 ≤ index < the sum of all sizes."""
         if group < 0:
             raise ValueError(f"group is {group}, expected 0 or more")
         block, turn = divmod(group, _BLOCK)
@@ -77,7 +72,7 @@ class MixedOrder:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers of sum `total` in proportion to `weights`, none of them 0: what is left over after rounding down
+    """Return whole numbers of sum `total` in proportion to `weights`, each at least 1. The rest after rounding down
     goes to the largest remainders. Raises ValueError for more weights than `total`."""
     if len(weights) > total:
         raise ValueError(f"there are {len(weights)} weights, expected at most {total}")
@@ -86,31 +81,27 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     nearest = sorted(range(len(weights)), key=lambda source: counts[source] - exact[source])
     for turn in range(total - sum(counts)):
         counts[nearest[turn % len(nearest)]] += 1
-    while sum(counts) > total:  # those that were raised to 1
+    while sum(counts) > total:  # some counts were raised to 1
         counts[counts.index(max(counts))] -= 1
     return counts
 
 
 def spread(counts: Sequence[int], weights: Sequence[float]) -> list[tuple[int, int]]:
-    """(source, place in it) of all of `counts`, the sources taking turns in proportion to their `weights`."""
+    """Return (source, place in it) of all of `counts`, the sources taking turns in proportion to their `weights`."""
     places = [(source, place) for source, count in enumerate(counts) for place in range(count)]
     return sorted(places, key=lambda turn: ((turn[1] + 0.5) / weights[turn[0]], turn[0]))
 
 
 @dataclass(frozen=True)
 class Source:
-    """A task that is a part of a mixture."""
-
     name: str
     weight: float
     task: Task
 
 
 class Mixture(Task):
-    """The problems of all sources, one source after the other. Held-out problems take turns by weight.
-
-    Raises RecipeError for a training prompt that another source holds out.
-    """
+    """The problems of all sources, source after source. Held-out problems take turns by weight. Raises RecipeError for
+    a training prompt that another source holds out."""
 
     characters = None
     reward = ""
@@ -125,7 +116,7 @@ class Mixture(Task):
         self.num_prompts, self.num_held_out = self._first[-1], len(self._held_out)
         self.problems = {one.name: range(*ends) for one, ends in zip(sources, pairwise(self._first), strict=True)}
         """Source → its training problems."""
-        # Within a source nothing is shared; by the hash of the prompt alone, nothing would be between two.
+        # A source shares no prompt with itself; two sources may, where a held-out file and not the hash decides.
         held_out = {normalized(s.task.held_out(index).text): s for s in sources for index in range(s.task.num_held_out)}
         for source in sources:
             for index in range(source.task.num_prompts):
@@ -151,8 +142,8 @@ class Mixture(Task):
         return replace(source.task.held_out(place), source=source.name, reward=source.task.reward)
 
     def measured(self, count: int) -> list[int]:
-        """Which held-out problems an evaluation asks, up to `count`: the first ones. A source that has none among them
-        gives its first one, in place of the last of a source with several."""
+        """Return the held-out problems that an evaluation asks, up to `count`: the first ones. A source with none among
+        them gives its first problem, in place of the last of a source with several."""
         chosen = list(range(min(count, self.num_held_out)))
         if count >= self.num_held_out:
             return chosen
@@ -170,12 +161,12 @@ class Mixture(Task):
 
 
 def parts_of(task: Task) -> Sequence[Task]:
-    """The tasks of a mixture, or the task itself; each has one reward."""
+    """Return the tasks of a mixture, or the task itself; each has one reward."""
     return [source.task for source in task.sources] if isinstance(task, Mixture) else [task]
 
 
 def order_of(task: Task, seed: int) -> PromptOrder | MixedOrder:
-    """Which problem of the task a group of the run asks."""
+    """Return the order in which the groups of a run ask the problems of the task."""
     if not isinstance(task, Mixture):
         return PromptOrder(task.num_prompts, seed)
     sizes = {source.name: source.task.num_prompts for source in task.sources}
@@ -183,14 +174,12 @@ def order_of(task: Task, seed: int) -> PromptOrder | MixedOrder:
 
 
 class FittingTask(Task):
-    """The problems of `task` whose prompts have `most` tokens or fewer, in the same order. The others are counted.
-
-    All of them are tokenized here, once, so that one with a character that the tokenizer lacks is refused before a run
-    begins. Raises ModelError for such a one, and RecipeError when too few are left.
-    """
+    """The problems of `task` with prompts of at most `most` tokens, in the same order; a note counts the others. All
+    prompts are tokenized here, once, so that a character without a token is refused before a run begins. Raises
+    ModelError for such a character, and RecipeError when too few problems are left."""
 
     def __init__(self, task: Task, count: Callable[[Sequence[Problem]], Sequence[int]], most: int) -> None:
-        """`count`: tokens of the prompt of each problem."""
+        """Take `count`, which returns the number of tokens of each problem's prompt."""
         self._task = task
         self.reward, self.characters, self.chat_template = task.reward, task.characters, task.chat_template
         too_long, longest, text = 0, 0, ""
@@ -238,8 +227,8 @@ class FittingTask(Task):
 
 
 def fitting(task: Task, count: Callable[[Sequence[Problem]], Sequence[int]], most: int) -> Task:
-    """The task without what is too long. A generated one, which may have more prompts than can be looked at, comes back
-    as it is: its prompts are all of a kind. Of a mixture, each source."""
+    """Return the task without prompts of more than `most` tokens, of a mixture without those of any source. A generated
+    task is returned as it is: it may have too many prompts to check, and they are all of a kind."""
     if isinstance(task, Mixture):
         return Mixture([replace(one, task=fitting(one.task, count, most)) for one in task.sources])
     return task if isinstance(task, GeneratedTask) else FittingTask(task, count, most)

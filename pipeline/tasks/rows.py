@@ -1,6 +1,6 @@
 """Read rows of the files that people have: JSON Lines, Parquet, and folders that Hugging Face datasets saved.
 
-Parquet, and the Arrow files of datasets, are read by pyarrow. Columns of bytes (pictures) are not read.
+pyarrow reads Parquet and the Arrow files of datasets. Columns of bytes (pictures) are not read.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from precision.text import JsonError, listed, one_line, parse_json, parse_object
 _ROWS_AT_ONCE = 1024
 _PARQUET_MAGIC, _ARROW_MAGIC = b"PAR1", b"ARROW1"
 _LOOKED_AT = 4096
-"""Bytes of the beginning of a text."""
+"""Bytes at the beginning of a file that show its kind."""
 _CSV_HEADER = re.compile(rb'[\w. "-]+(,[\w. "-]+)+\r?(\n|\Z)')
 _COMPRESSED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "unzstd", b"PK\x03\x04": "unzip"}
 _SHARD = re.compile(r"-\d+-of-\d+$")
-"""train-00000-of-00003.parquet is of the split train."""
+"""Suffix of a shard: train-00000-of-00003.parquet belongs to the split train."""
 _BYTES = re.compile(r"\bbinary\b(?!:)")
-"""In the name of a type of pyarrow: it is, or holds, bytes."""
+"""Mark of pyarrow's types that are or hold bytes, in their names."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Column → value, and where it stands, for messages."""
+    """A row's values by column, and its place, for messages."""
 
     where: str
     values: Mapping[str, Any]
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Columns that there are beside these, and of which kind, which nothing reads."""
+    """Columns that are not read → their type."""
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """All rows, in the order of the data. Raises RecipeError that names file and row, and for data without a row."""
+    """Yield all rows in order. Raises RecipeError that names file and row, and for data without a row."""
     empty = True
     with refusing_unreadable(path):
         for file in data_files(path):
@@ -52,8 +52,8 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _rows_of_file(path: Path) -> Iterator[Row]:
-    """Read a file of the kind that its first bytes say, not its name. Raises RecipeError for text that people have in
-    place of JSON Lines, with the line that makes these of it."""
+    """Return the rows of a file; its first bytes, not its name, show its kind. Raises RecipeError for CSV, a JSON array
+    and compressed files, with the command that converts them."""
     with path.open("rb") as file:
         first = file.read(_LOOKED_AT)
     if first.startswith((_PARQUET_MAGIC, _ARROW_MAGIC)) or path.suffix == ".arrow":
@@ -76,7 +76,7 @@ def _rows_of_file(path: Path) -> Iterator[Row]:
 
 
 def json_rows(path: Path) -> Iterator[Row]:
-    """Read one object a line; blank lines are skipped. Raises RecipeError naming file and line."""
+    """Yield the object on each line; skip blank lines. Raises RecipeError naming file and line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
@@ -94,7 +94,7 @@ def json_rows(path: Path) -> Iterator[Row]:
 
 
 def arrow_rows(path: Path) -> Iterator[Row]:
-    """Read the rows of a Parquet or Arrow file. Raises RecipeError naming the file, also where there is no pyarrow."""
+    """Yield the rows of a Parquet or Arrow file. Raises RecipeError naming the file, also where there is no pyarrow."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -138,7 +138,7 @@ def _batches(path: Path, unread: dict[str, str]) -> Iterator[Any]:
 
 
 def _in_full(batch: Any) -> Any:
-    """With floats of 32 bits as the numbers of their shortest digits: Python would read 0.1 as 0.10000000149011612."""
+    """Read 32-bit floats as the numbers of their shortest digits: Python would read 0.1 as 0.10000000149011612."""
     import pyarrow as pa
 
     schema = batch.schema
@@ -149,7 +149,7 @@ def _in_full(batch: Any) -> Any:
 
 
 def _with_floats(kind: Any, floats: Any) -> Any:
-    """A type with `floats` in place of floats of 32 bits, in objects too."""
+    """Return a type with `floats` in place of 32-bit floats, in objects too."""
     from pyarrow import struct, types
 
     if types.is_float32(kind):
@@ -160,14 +160,14 @@ def _with_floats(kind: Any, floats: Any) -> Any:
 
 
 def _readable(schema: Any, unread: dict[str, str]) -> list[str]:
-    """Columns that are read; the kinds of the others, which hold bytes, are added to `unread`."""
+    """Return the columns to read, and add the types of the others, which hold bytes, to `unread`."""
     unread |= {column.name: str(column.type) for column in schema if _BYTES.search(str(column.type))}
     return [column.name for column in schema if column.name not in unread]
 
 
 @contextmanager
 def refusing_unreadable(path: Path) -> Iterator[None]:
-    """An OSError as a RecipeError."""
+    """Raise RecipeError in place of an OSError."""
     try:
         yield
     except OSError as error:
@@ -178,8 +178,9 @@ def refusing_unreadable(path: Path) -> Iterator[None]:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files, in order: the path itself where it is no folder; of FOLDER/train, where there is no such file, the
-    Parquet files of that split. Raises RecipeError for a folder of several splits or of something else, and OSError."""
+    """Return the data files of a path, in order: the path itself if it is a file; the split's Parquet files for
+    FOLDER/train without such a file. Raises OSError, and RecipeError for a folder of several splits or other
+    contents."""
     if not path.is_dir():
         if not path.is_file():
             if files := [

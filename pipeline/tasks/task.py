@@ -1,7 +1,7 @@
-"""What a task is, and how held-out problems are kept apart from training ones.
+"""Define tasks and problems, and keep held-out problems apart from training problems.
 
-A problem is held out when the hash of its prompt text says so (1 in 16), whatever the seed. So a held-out prompt was
-never trained on by construction, in this run or in any other run of the same task.
+The hash of its prompt text decides whether a problem is held out (1 in 16), whatever the seed. So no run of the same
+task was ever trained on a held-out prompt.
 """
 
 from __future__ import annotations
@@ -22,42 +22,40 @@ _MAX_DRAWS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One question and what the reward compares the response with."""
+    """A question and the reference answer for the reward."""
 
     text: str
-    """What the reward gets as the prompt, and what says whether the problem is held out; of messages the contents,
-    without the system's."""
+    """Prompt text, for the reward and for holding out; for messages, their contents without the system's."""
     answer: str
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The conversation, for the chat template. Empty: `text` is the user's turn, if there is a template."""
+    """Conversation for the chat template. If empty, `text` is the user's turn."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Plain data for the reward."""
     source: str = ""
-    """Which source of a mixture it comes from."""
+    """Name of the mixture's source that the problem comes from."""
     reward: str = ""
-    """The verifier of a mixture's problem; otherwise the task says it."""
+    """Verifier of a mixture's problem; otherwise the task names it."""
     where: str = field(default="", compare=False)
     """File and row, for messages; empty where there is none."""
 
 
 class Task(Protocol):
-    """Where prompts come from and what scores the responses."""
+    """A source of prompts, and the verifier of the responses."""
 
     num_prompts: int
     """Training problems of one epoch."""
     num_held_out: int
-    """Held-out problems that `held_out` knows."""
     reward: str
     """`package.module:function` of the verifier; see `pipeline.rewards.verifiers`. Empty in a mixture."""
     characters: str | None
     """Every character of prompts and answers, for a character tokenizer; None when the task is open text."""
     notes: Sequence[str]
-    """Sentences about the data that its user should see before a run begins."""
+    """Sentences about the data for the user to see before a run begins."""
     chat_template: bool
     """Whether prompts are wrapped as a user turn of the tokenizer's chat template."""
 
     def problem(self, index: int) -> Problem:
-        """Return training problem `index`, 0 ≤ index < num_prompts; the same for the same index, always."""
+        """Return training problem `index`, 0 ≤ index < num_prompts; always the same for the same index."""
         raise NotImplementedError
 
     def held_out(self, index: int) -> Problem:
@@ -70,32 +68,29 @@ class Task(Protocol):
 
 
 ASKED_OF_A_TASK = (*Task.__annotations__, *(name for name in vars(Task) if not name.startswith("_")))
-"""What a class of the user's own must have."""
+"""Attributes that a user's own class must have."""
 
 
 def is_held_out(text: str) -> bool:
-    """Whether the problem with this prompt text is kept for evaluation."""
+    """Return whether the problem with this prompt text is kept for evaluation."""
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
 def normalized(text: str) -> str:
-    """The text as far as it makes another question: without its case, its white space and its forms of one letter."""
+    """Return the text without differences that make no other question: case, white space, forms of the same letter."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
 def check_index(index: int, count: int, what: str) -> None:
-    """Raises IndexError unless 0 ≤ index < count."""
+    """Raise IndexError unless 0 ≤ index < count."""
     if not 0 <= index < count:
         raise IndexError(f"{what} {index} does not exist, expected 0 to {count - 1}")
 
 
 class GeneratedTask(Task, ABC):
-    """A task whose problems are made from (seed, index). A subclass says how to draw one problem, and has `characters`
-    and `reward`.
-
-    Only `random.Random.random()` is called, the one method whose sequence Python promises to keep for a seed, so a run
-    resumed under a later Python meets the same problems.
-    """
+    """A task whose problems are made from (seed, index). A subclass defines `draw`, `characters` and `reward`. Only
+    `random.Random.random()` is called, the one method whose sequence Python promises to keep for a seed, so a run
+    resumed under a later Python gets the same problems."""
 
     chat_template = False
     notes: Sequence[str] = ()
@@ -107,10 +102,10 @@ class GeneratedTask(Task, ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Problem:
-        """One problem from the task's whole distribution."""
+        """Return a problem from the task's whole distribution."""
 
     def distort(self, answer: str, rng: random.Random) -> str:  # noqa: ARG002
-        """The target of a demonstration for `answer`; a subclass may add mistakes, to leave room for RL."""
+        """Return the target of a demonstration for `answer`; a subclass may add mistakes, to leave room for RL."""
         return answer
 
     def problem(self, index: int) -> Problem:
@@ -142,5 +137,5 @@ class GeneratedTask(Task, ABC):
 
 
 def uniform_int(rng: random.Random, low: int, high: int) -> int:
-    """An integer in [low, high], both included, from one call of `rng.random()`."""
+    """Return an integer in [low, high], both included, from one call of `rng.random()`."""
     return low + int(rng.random() * (high - low + 1))

@@ -1,9 +1,8 @@
-"""The tokenizer of a local HF folder, over the `tokenizers` library alone.
+"""Convert text to token ids and back as a local HF folder does, over the `tokenizers` library alone.
 
-Text becomes ids here and ids become text; nothing is ever tokenized twice. The ids are those of transformers'
-AutoTokenizer for the same folder, without the special tokens that it would add by itself. Chat templates run as in
-transformers, in a sandbox of our own; `strftime_now`, by which some write the day into each prompt, writes the day that
-the recipe names (task.template_date): a run that is resumed would ask other prompts on another day.
+The ids are those of transformers' AutoTokenizer for the same folder, without the special tokens that it would add by
+itself. Chat templates run as in transformers, in a sandbox of our own. Some templates write the day into each prompt by
+`strftime_now`; here it writes the recipe's (task.template_date), so that a resumed run asks the same prompts.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from pipeline.tasks.folder_tokenizer import read_object, read_tokenizer
 from precision.text import one_line, quoted
 
 PAD_TOKEN, END_TOKEN = "<|pad|>", "<|end|>"
-"""Of a character tokenizer."""
+"""Special tokens of a character tokenizer."""
 _MOST_REPEATED = 1_000_000
 _DEEPEST_INDENT = 16
 
 
 class Tokenizer:
-    """Text to token ids and back. Make one with `Tokenizer.load`."""
+    """A folder's tokenizer; create it by `Tokenizer.load`."""
 
     @staticmethod
     def load(
@@ -46,12 +45,10 @@ class Tokenizer:
         template_arguments: Mapping[str, Any] | None = None,
         template_date: date | None = None,
     ) -> Tokenizer:
-        """Read what AutoTokenizer makes of the folder, and the end and padding tokens, where it names none, from
-        `config.json`. The chat template gets the arguments by name, and may ask for the date.
-
-        Raises ModelError when a file is missing or cannot be used, when there is no end-of-sequence token, or when the
-        vocabulary has an id at or above `vocab_size`, the rows of the model's embedding.
-        """
+        """Return the tokenizer of a folder. `config.json` gives end and padding tokens that the tokenizer files do not
+        name. The chat template gets the arguments by name, and the date. Raises ModelError when a file is missing or
+        cannot be used, when there is no end-of-sequence token, or when the vocabulary has an id at or above
+        `vocab_size`, the rows of the model's embedding."""
         tokenizer = Tokenizer(folder)
         tokenizer.template_arguments = dict(template_arguments or {})
         tokenizer.template_date = template_date
@@ -63,10 +60,10 @@ class Tokenizer:
         return tokenizer
 
     def __init__(self, folder: Path) -> None:
-        """Use `load`."""
+        """Read the folder; use `load` instead."""
         found = read_tokenizer(folder)
         self._backend, self._config, self._named, self.sha256 = found.backend, found.config, found.named, found.sha256
-        # `save_pretrained` keeps what the last call was asked for; transformers resets it at each call.
+        # `save_pretrained` keeps the last call's truncation and padding; transformers resets them at each call.
         self._backend.no_truncation()
         self._backend.no_padding()
         self.folder = folder
@@ -75,21 +72,19 @@ class Tokenizer:
         self._compiled: jinja2.Template | None = None
         model = read_object(folder / "config.json")
         self.vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        """Every token, special ones too, and its id."""
+        """Id of every token, special tokens included."""
         self.vocab_size = 1 + max(self.vocabulary.values(), default=-1)
-        """One more than the highest token id."""
         added = self._backend.get_added_tokens_decoder()
         self.reserved = frozenset(added)
-        """Ids of the tokens that were added to those of text, such as special ones: each is always one token."""
+        """Ids of the tokens added to those of text, such as special tokens: each is always one token."""
         self.special_tokens = [token.content for token in added.values() if token.special]
         """Texts of the tokens that `decode` leaves out."""
         self.eos_token_id = self._special_id("eos", model)
         self.pad_token_id = self._special_id("pad", model, default=self.eos_token_id)
         self.eos_token = str(self._backend.id_to_token(self.eos_token_id) or "")
-        """Text of the end-of-sequence token."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, no special token added. Raises ModelError naming a character that has no token."""
+        """Return the token ids of a text, no special tokens added. Raises ModelError naming a character without any."""
         try:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         except Exception as error:  # the library raises bare Exception
@@ -100,38 +95,34 @@ class Tokenizer:
             ) from error
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """How many ids `encode` gives for each text, in less time. Raises ModelError as it does."""
+        """Return the number of ids that `encode` gives for each text, in less time. Raises as `encode`."""
         try:
             return [len(one) for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         except Exception:  # noqa: BLE001 - the library raises bare Exception, and does not say for which text
             return [len(self.encode(text)) for text in texts]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of the ids; special tokens (such as end-of-sequence) are left out unless `special`."""
+        """Return the text of the ids, without special tokens (such as end-of-sequence) unless `special`."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """[ids] the text that each id adds to those before it, special tokens too. A character of several ids is with
-        the last of them."""
+        """Return the text [ids] that each id adds to those before it, special tokens included. A character of several
+        ids comes with the last of them."""
         stream = DecodeStream(skip_special_tokens=False)
         found = [stream.step(self._backend, token) or "" for token in ids]
         whole, joined = self.decode(ids, special=True), "".join(found)
         if found and whole.startswith(joined):
-            found[-1] += whole[len(joined) :]  # bytes that make no character, which the stream keeps to itself
+            found[-1] += whole[len(joined) :]  # bytes that make no character, which the stream holds back
         return found
 
     @property
     def leading(self) -> list[int]:
-        """Ids that the tokenizer would put in front of a text by itself, as Llama's <|begin_of_text|>; `encode` does
-        not."""
+        """Ids that transformers puts in front of a text, as Llama's <|begin_of_text|>, and `encode` does not."""
         return [token for token in self._backend.encode("").ids if token in self.reserved - {self.eos_token_id}]
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str:
-        """`messages`, each {"role": …, "content": …}, through the chat template; `to_answer`: ready for the model's
-        answer.
-
-        Raises ModelError when the folder has no chat template or the template fails.
-        """
+        """Return the chat template's text of `messages`, each {"role": …, "content": …}; with `to_answer`, ready for
+        the model's answer. Raises ModelError when the folder has no chat template or the template fails."""
         given = {**self._named, **self.template_arguments}  # special tokens without a name are undefined: no text
         try:
             if self._compiled is None:
@@ -189,8 +180,8 @@ class Tokenizer:
 
 
 def check_written(messages: Sequence[Mapping[str, Any]], written: str, template: Tokenizer, where: str) -> None:
-    """Raises RecipeError, with `where`, for one of `messages` that is not in what the template has `written` of them,
-    such as one of a role that it does not know. The assistant's are not looked at: templates leave out thoughts."""
+    """Raise RecipeError, with `where`, for a message that is not in the template's text `written`, such as one of a
+    role that it does not know. The assistant's messages are not checked: templates leave out thoughts."""
     for number, message in enumerate(messages):
         if message["role"] == "assistant" or str(message["content"]).strip() in written:
             continue
@@ -204,12 +195,12 @@ def check_written(messages: Sequence[Mapping[str, Any]], written: str, template:
 
 
 def unused_mark(text: str) -> str:
-    """Characters that nobody writes and that `text` does not hold."""
+    """Return private characters that `text` does not hold."""
     return next(mark for mark in map("\ue000{}\ue001".format, count()) if mark not in text)
 
 
 def compiled(template: str, day: date | None = None) -> jinja2.Template:
-    """With `strftime_now` where there is a day. Raises jinja2.TemplateError for a template that is none."""
+    """Compile a template, with `strftime_now` for a given day. Raises jinja2.TemplateError if it is invalid."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -221,14 +212,14 @@ def compiled(template: str, day: date | None = None) -> jinja2.Template:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A template comes with a model, from wherever: it reaches nothing but its text. `*` and `**` with huge numbers,
-    which take all memory at once, are refused. Nothing else bounds memory and time: a template that is made for it can
-    double or pad a text until there is no memory left."""
+    """A sandbox for templates, which come with models from anywhere: a template reaches nothing but its text. `*` and
+    `**` with huge numbers, which take all memory at once, are refused. Nothing else bounds memory and time: a malicious
+    template can double or pad a text until there is no memory left."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Raises jinja2.TemplateError for a result that no prompt needs."""
+        """Raise jinja2.TemplateError for a result that no prompt needs, else return it."""
         size = max((len(one) for one in (left, right) if isinstance(one, str | list | tuple)), default=1)
         if any(isinstance(one, int) and abs(one) * size > _MOST_REPEATED for one in (left, right)):
             raise jinja2.TemplateError(f"{operator} with a number or a text of that size is not allowed")
@@ -236,7 +227,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _raise_exception(message: str) -> None:
-    """Chat templates call this to refuse a conversation."""
+    """Refuse a conversation, as chat templates do."""
     raise jinja2.TemplateError(message)
 
 
@@ -247,14 +238,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """In place of Jinja's own filter, which sorts keys and escapes characters for web pages."""
+    """Write JSON in place of Jinja's own filter, which sorts keys and escapes characters for web pages."""
     if indent is not None and not (isinstance(indent, int) and indent <= _DEEPEST_INDENT):
         raise jinja2.TemplateError(f"tojson with an indent of more than {_DEEPEST_INDENT} is not allowed")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`, around what the model says: the text is that within."""
+    """The tags `{% generation %} … {% endgeneration %}` around the model's words, which are kept."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -264,11 +255,8 @@ class _Generation(Extension):
 
 
 def write_character_tokenizer(folder: Path, characters: str) -> None:
-    """Write tokenizer.json and tokenizer_config.json: id 0 pads, id 1 ends, then `characters` in their order.
-
-    There is no unknown token: a character that is not listed is an error when it is encoded, never dropped.
-    Raises ValueError when a character comes twice or there is none.
-    """
+    """Write tokenizer.json and tokenizer_config.json: id 0 pads, id 1 ends, then `characters` in their order. There is
+    no unknown token: encoding an unlisted character is an error. Raises ValueError for a repeated character or none."""
     if not characters or len(set(characters)) != len(characters):
         twice = sorted({c for c in characters if characters.count(c) > 1})
         raise ValueError(f"characters are {characters!r}, expected at least one and none twice (twice: {twice})")

@@ -1,8 +1,8 @@
-"""Which sandbox there is: rungs are tried from the top, by starting a worker on each and letting it try to get out.
+"""Choose the sandbox: start a worker on each rung, from the top, and let it try to get out.
 
-bubblewrap    namespaces of its own: processes, network, mounts; reward code may start processes
+bubblewrap    namespaces for processes, network and mounts; reward code may start processes
 landlock      no privilege, no namespace: containers that forbid both allow it; reward code starts no process
-none          only where the recipe says so
+none          only where the recipe asks for it
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from pipeline.rewards.sandbox.view import MOST_MOUNTS, PROGRAM, Bubblewrap
 from pipeline.rewards.worker_process import Sandbox, WorkerProcess
 
 RUNGS: tuple[Rung, ...] = ("bubblewrap", "landlock")
-"""From the top."""
 LEAKS = "code in it"
-"""How a reason begins where a rung is there and does not hold."""
+"""Beginning of the reason against a rung that exists and does not hold."""
 MOST_MOUNTS_AT_FIRST = 500
-"""What a run may take to begin under bubblewrap. Files come while it is trained, so it goes on with MOST_MOUNTS."""
+"""Limit for a run to begin under bubblewrap. Files come while it is trained, so it goes on with MOST_MOUNTS."""
 PROBE = "pipeline.rewards.sandbox.choice:escapes"
 _PROBE_DEADLINE_S, _PROBE_MEMORY_MIB = 60.0, 512
 _MISSING = {
@@ -39,7 +38,7 @@ _MISSING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a run needs of its sandbox: that it runs `rewards`, and hides `hidden` and `runs`, the folder that holds the
+    """What a run needs of its sandbox: to run `rewards`, and to hide `hidden` and `runs`, the folder that holds the
     run. `began`: the rung that the run began on."""
 
     rewards: tuple[str, ...] = ()
@@ -48,24 +47,23 @@ class Needs:
     began: str | None = None
 
     def on(self, rung: Rung) -> Sandbox:
-        """The sandbox on this rung."""
         return Sandbox(rung=rung, landlock_abi=landlock_version(), hidden=self.hidden, runs=self.runs)
 
 
 NOTHING = Needs()
-"""Of a machine that is asked for no run."""
+"""Needs of no particular run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxChoice:
-    """The highest rung that holds, None where none does; and why those above it do not."""
+    """The highest rung that holds, None without one, and the reasons against the rungs above it."""
 
     rung: Rung | None
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose(needs: Needs = NOTHING) -> SandboxChoice:
-    """Try the rungs from the top; up to some seconds each."""
+    """Try the rungs from the top, some seconds each, and return the first that holds."""
     refused: dict[str, str] = {}
     for rung in RUNGS:
         problem = what_is_wrong_with(rung, needs)
@@ -76,7 +74,7 @@ def choose(needs: Needs = NOTHING) -> SandboxChoice:
 
 
 def what_is_wrong_with(rung: Rung, needs: Needs = NOTHING) -> str | None:
-    """None where the rung can show what the run's rewards need and holds against every attempt of the probe."""
+    """Return why a rung cannot be used; None if it shows what the run's rewards need and withstands the probe."""
     present = shutil.which(PROGRAM) if rung == "bubblewrap" else landlock_version()
     if not present:
         return _MISSING[rung]
@@ -109,7 +107,8 @@ def what_is_wrong_with(rung: Rung, needs: Needs = NOTHING) -> str | None:
 
 
 def escapes(prompt: str, response: str, answer: str) -> tuple[float, dict[str, float]]:  # noqa: ARG001
-    """The prompt names a hidden file, the response a process of the same user. Parts: which attempt succeeded (1)."""
+    """Try to get out of the sandbox. The prompt names a hidden file, the response a process of the same user. Parts are
+    1 for attempts that succeeded."""
     hidden, process = Path(prompt), int(response)
     attempts: dict[str, Callable[[], object]] = {
         "reads a hidden file": hidden.read_bytes,

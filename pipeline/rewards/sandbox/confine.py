@@ -1,12 +1,12 @@
-"""Confine a process, before any code of others runs in it: limits, no privileges, Landlock, a filter of system calls.
+"""Confine a process before foreign code runs in it: limits, no privileges, Landlock, a filter of system calls.
 
 The kernel limits each process (setrlimit). RLIMIT_AS is left alone: just-in-time compilers reserve far more addresses
-than they use. RLIMIT_NPROC too: it counts all processes of the user, and root is exempt. What several processes use
-together is looked at every `WATCH_EVERY_S`, and what is above the limit is killed.
+than they use. RLIMIT_NPROC too: it counts all processes of the user, and root is exempt. The joint use of several
+processes is checked every `WATCH_EVERY_S`, and processes above the limit are killed.
 
-Landlock: from here on a thread, and all that it starts, reaches only the named folders and files. It needs no privilege
-and no namespace, so it works in containers that forbid both. What it does not watch (modes, times, signals on older
-kernels, sockets) the filter refuses.
+Landlock restricts a thread, and all that it starts, to the named folders and files. It needs no privilege and no
+namespace, so it works in containers that forbid both. The filter refuses what Landlock does not cover (modes, times,
+signals on older kernels, sockets).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Rung = Literal["bubblewrap", "landlock"]
 
 WATCH_EVERY_S = 0.05
 MAX_TASKS = 256
-"""Processes and threads of one worker together."""
+"""Limit on the processes and threads of one worker together."""
 MAX_FILES_BYTES = 256 * 2**20
-"""Written to its private folder, together and into one file."""
+"""Limit on a worker's private folder, and on each file in it."""
 MAX_SHARED_MEMORY_BYTES = 64 * 2**20
-"""Written to /dev/shm, where there is one."""
+"""Limit on /dev/shm, where there is one."""
 _MAX_OPEN_FILES = 1024
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 38, 47, 4
 _PR_SET_DUMPABLE = 4
@@ -47,7 +47,7 @@ _PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _FIRST_RIGHTS = (1 << 13) - 1
 _SINCE = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
-"""Version of the interface → a right that it added: refer, truncate, ioctl of devices."""
+"""Version of the interface → the right that it added: refer, truncate, ioctl of devices."""
 _TRUNCATE = 1 << 14
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | 1 << 15
 _TCP_SINCE, _BIND_AND_CONNECT = 4, 0b11
@@ -57,12 +57,12 @@ _WRITE = _READ | _FIRST_RIGHTS | sum(_SINCE.values())
 
 
 class OverLimitError(Exception):
-    """What was too much: memory, processes or files."""
+    """A limit was exceeded, of memory, processes or files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Confinement:
-    """How a process is confined. Under bubblewrap the mounts are there already, and `pieces` is not read."""
+    """How a process is confined. Under bubblewrap the mounts exist already, and `pieces` is not read."""
 
     rung: Rung
     memory_bytes: int
@@ -87,7 +87,7 @@ class Confinement:
         libc = ctypes.CDLL(None, use_errno=True)
         _require(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
         libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-        for capability in range(64):  # without the right to drop one there is none to drop
+        for capability in range(64):  # fails only without the right, when there is none to drop
             libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         header, none = struct.pack("Ii", _CAPABILITIES_3, 0), struct.pack("6I", *[0] * 6)
         _require(libc.capset(header, none), "capset")
@@ -105,7 +105,7 @@ def hide_from_others(*, hidden: bool) -> None:
 
 
 def watch(processes: Iterable[int], memory_bytes: int) -> None:
-    """Raises OverLimitError when there are too many processes, or they use too much memory together."""
+    """Raise OverLimitError when the processes are too many, or together use too much memory."""
     pages = tasks = 0
     for pid in processes:
         try:
@@ -126,10 +126,8 @@ def landlock_version() -> int:
 
 
 def _restrict(allowed: Iterable[tuple[Path, int]], abi: int) -> None:
-    """Allow the rights on each path (a folder stands for all below it) and nothing else. `abi` is the version to use.
-
-    A path that does not exist is left out. Raises OSError where the kernel refuses.
-    """
+    """Allow the rights on each path (a folder stands for all below it) and nothing else. Skip paths that do not exist.
+    `abi` is the version to use. Raises OSError where the kernel refuses."""
     handled = _FIRST_RIGHTS | sum(right for since, right in _SINCE.items() if since <= abi)
     attributes = struct.pack("Q", handled)
     if abi >= _TCP_SINCE:

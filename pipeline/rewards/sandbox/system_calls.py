@@ -2,9 +2,8 @@
 
     architecture ─▶ number above those we know ─▶ refused outright ─▶ refused by an argument ─▶ allowed
 
-Written as the kernel's own program (classic BPF): libseccomp is a system package, and has no rule for all numbers above
-one. Refused calls fail with EPERM; calls that are newer than this table fail with ENOSYS, as on an older kernel, so a
-new one opens no new door.
+The filter is classic BPF, written here because libseccomp is a system package and has no rule for all numbers above a
+given one. Refused calls fail with EPERM. Calls newer than this table fail with ENOSYS, as on an older kernel.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import struct
 from typing import NamedTuple
 
 _NEWEST = 450
-"""Linux 5.17. What is numbered higher is refused (on x86_64 that includes the x32 calls)."""
+"""Highest number of Linux 5.17. Higher numbers are refused (on x86_64 that includes the x32 calls)."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def _numbers(*groups: str) -> dict[str, tuple[int | None, int | None]]:
-    """Read `name x86_64 aarch64, …`; a dash: there is no such call."""
+    """Parse `name x86_64 aarch64, …`; a dash means that there is no such call."""
     calls = (call.split() for group in groups for call in group.split(", "))
     return {name: (None if x86 == "-" else int(x86), None if arm == "-" else int(arm)) for name, x86, arm in calls}
 
@@ -53,7 +52,7 @@ _REFUSED = _numbers(
     "clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, vhangup 153 58, sethostname 170 161, "
     "setdomainname 171 162",
 )
-"""Name → number on (x86_64, aarch64). Refused on every rung."""
+"""Calls refused on every rung: name → number on (x86_64, aarch64)."""
 
 _REFUSED_WITHOUT_NAMESPACES = _numbers(
     # processes: without a PID namespace nobody could end all of a fork bomb
@@ -67,11 +66,11 @@ _REFUSED_WITHOUT_NAMESPACES = _numbers(
 )
 
 _NOT_THERE: dict[str, tuple[int | None, int | None]] = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Their arguments lie in memory, where a filter cannot look. With ENOSYS, C libraries use the older calls."""
+"""Calls whose arguments lie in memory, where a filter cannot look. On ENOSYS, C libraries use the older calls."""
 
 
 class _When(NamedTuple):
-    """One call is refused where `argument & mask` is (or, with `unless`, is not) `value`."""
+    """A rule to refuse a call where `argument & mask` is (or, with `unless`, is not) `value`."""
 
     numbers: tuple[int | None, int | None]
     argument: int
@@ -103,10 +102,8 @@ _INSTRUCTION = struct.Struct("HBBI")
 
 
 def program(own_pid: int | None, machine: str | None = None) -> bytes:
-    """The filter. With `own_pid` (no PID namespace around) the process starts no other one, and signals none.
-
-    Raises OSError where the machine is of a kind that the table does not know.
-    """
+    """Return the filter. With `own_pid` (outside a PID namespace) the process may start no process, and signal only
+    itself. Raises OSError on a machine that the table does not know."""
     machine = machine or platform.machine()
     if machine not in _AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no table of system calls for {machine}, only for {', '.join(_AUDIT_ARCH)}")
@@ -138,7 +135,7 @@ def program(own_pid: int | None, machine: str | None = None) -> bytes:
             conditions += [_When(_OPEN, 1, mask, value), _When(_OPENAT, 2, mask, value)]
     for when in conditions:
         if (number := when.numbers[column]) is not None:
-            # The low half of the argument is looked at: flags, pids and requests have 32 bits.
+            # Compare the low half of the argument: flags, pids and requests have 32 bits.
             on_equal, on_other = (1, 0) if when.unless else (0, 1)
             made += [
                 (_JUMP_EQUAL, 0, 5, number),
@@ -156,8 +153,8 @@ _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 
 def refuse_system_calls(own_pid: int | None) -> None:
-    """Put this thread, and all that it starts, under the filter for good. It must have given up new privileges before.
-    Raises OSError where the kernel has no seccomp."""
+    """Put this thread, and all that it starts, under the filter for good. It must have set no_new_privs before. Raises
+    OSError where the kernel has no seccomp."""
     filter_ = program(own_pid)
     buffer = ctypes.create_string_buffer(filter_, len(filter_))
 

@@ -1,8 +1,8 @@
-"""What code in the sandbox can read: the system, this Python, and, for a reward function, the user's own folder.
+"""Determine what code in the sandbox can read: the system, this Python and, for a reward function, the user's folders.
 
-Only what is listed here can be seen. Never: the run directory, the file of the API key. Nor what lies beside the run:
-other runs, any number of them. Nor the entries of the user's folders that begin with a dot (.ssh, .git, .env): a
-command may be given in a home folder. That holds for the entries of the folders themselves, not for those deeper down.
+Everything else is hidden, above all the run directory, other runs beside it and the file of the API key. A command may
+be given in a home folder, so entries that begin with a dot (.ssh, .git, .env) are hidden in the user's folders, but not
+deeper down.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from pipeline.rewards.sandbox.confine import MAX_FILES_BYTES, MAX_SHARED_MEMORY_BYTES
 
 PACKAGE = Path(__file__).resolve().parents[2]
-"""Our own package `pipeline`, of which the processes in the sandbox run a part, with texts of `precision` beside it."""
+"""Our package `pipeline`. Parts of it run in the sandbox, as do parts of `precision` beside it."""
 
 _SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/localtime"),
@@ -31,30 +31,28 @@ _SYSTEM = (
     *("/etc/mime.types", "/sys/devices/system/cpu"),
 )
 _OF_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
-"""What Python needs of the folder that it is installed in."""
+"""Entries of Python's installation folder that Python needs."""
 _TOO_WIDE = frozenset(Path(path) for path in ("/", "/etc", "/proc", "/sys", "/dev", "/home", "/var", "/run"))
-"""Never taken for a user's own folder."""
+"""Folders that are never taken for a user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """`system` is shown whole, `own` without its entries that begin with a dot; of both, nothing that is `hidden`.
-
-    All paths are absolute, without symbolic links in `own` and `hidden`.
-    """
+    """Folders to show: `system` whole, `own` without entries that begin with a dot, both without what is `hidden`. All
+    paths are absolute, without symbolic links in `own` and `hidden`."""
 
     system: tuple[Path, ...]
     own: tuple[Path, ...] = ()
     hidden: tuple[Path, ...] = ()
 
     def pieces(self) -> list[tuple[Path, bool]]:
-        """(path, with all below it?) so that together they show the view: for a sandbox that can only allow, not take
-        away. A folder that holds what is not to be seen is listed without what is below it."""
+        """Return (path, with all below it?) pairs that together show the view, for a sandbox that can only allow. A
+        folder with hidden contents is listed without what is below it."""
         found = [piece for root in self.system for piece in self._carve(root.resolve(), dots=True)]
         return found + [piece for root in self.own for piece in self._carve(root, dots=False)]
 
     def shows(self, path: Path) -> bool:
-        """Whether a folder can be entered there."""
+        """Return whether a folder can be entered at this path."""
         inside = any(path.is_relative_to(root) for root in (*self.system, *self.own))
         return inside and not any(path.is_relative_to(hidden) for hidden in self.hidden)
 
@@ -68,7 +66,7 @@ class View:
         for entry in entries(root):
             real = entry.resolve()
             inside = real.relative_to(root).parts if real.is_relative_to(root) else ()
-            # One that begins with a dot, or a link to what lies below one that does, or to the whole folder.
+            # Skip an entry that begins with a dot, a link to a path below one, and a link to the folder or above it.
             if not dots and (root.is_relative_to(real) or any(name.startswith(".") for name in (entry.name, *inside))):
                 continue
             if not any(hidden.is_relative_to(real) for hidden in self.hidden):
@@ -79,9 +77,9 @@ class View:
 
 
 def view_of(reward: str, hidden: Iterable[Path], *, own: bool, runs: Path | None = None) -> View:
-    """What the reward function `package.module:function` needs. With `own` False, only the system and Python: a program
-    that a model wrote must not find the answers in the user's folder. `runs`, the folder that holds the run, is hidden
-    too, unless it is, or holds, one that is shown."""
+    """Return the view for the reward function `package.module:function`. Without `own` it is only the system and
+    Python: a program that a model wrote must not find the answers in the user's folder. `runs`, the folder that holds
+    the run, is hidden too, unless it is, or holds, a folder that is shown."""
     system = [Path(path) for path in _SYSTEM if os.path.exists(path)] + [*_python()]
     mine = [*_own(reward)] if own else []
     installed = [path for prefix in (sys.prefix, sys.base_prefix, "/usr") for path in _without_home(Path(prefix))]
@@ -96,7 +94,7 @@ def view_of(reward: str, hidden: Iterable[Path], *, own: bool, runs: Path | None
 
 
 def _python() -> Iterator[Path]:
-    """This interpreter, every link on the way to it, and what it imports from."""
+    """Yield this interpreter, every link on the way to it, and the folders that it imports from."""
     prefixes = sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix
     folders = [path for path in (*sysconfig.get_paths().values(), *_packages()) if os.path.isdir(path)]
     for path in (*prefixes, *folders):
@@ -109,8 +107,7 @@ def _python() -> Iterator[Path]:
 
 
 def _without_home(prefix: Path) -> Iterator[Path]:
-    """A folder of this Python; of one that is a home folder or above it, as after `python -m venv ~`, only what Python
-    needs."""
+    """Yield a folder of this Python; only the needed parts if a home folder lies in it, as after `python -m venv ~`."""
     if _is_wide(prefix):
         yield from (prefix / name for name in _OF_PREFIX if (prefix / name).exists())
     else:
@@ -118,7 +115,7 @@ def _without_home(prefix: Path) -> Iterator[Path]:
 
 
 def _is_wide(folder: Path) -> bool:
-    """Whether keys and other things of the user's lie below it that have nothing to do with Python."""
+    """Return whether a folder holds keys and other things of the user that have nothing to do with Python."""
     real, homes = folder.resolve(), [Path(os.path.expanduser("~")).resolve()]
     with suppress(KeyError):  # a container may run as a user whom nobody has named
         homes.append(Path(pwd.getpwuid(os.getuid()).pw_dir).resolve())
@@ -126,22 +123,21 @@ def _is_wide(folder: Path) -> bool:
 
 
 def _packages() -> Iterator[str]:
-    """The folders that hold what was installed for this Python, by their real paths, by which it is imported; the
-    user's own installations as well."""
+    """Yield the folders of installed packages, the user's own too, by the real paths by which they are imported."""
     for path in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path):
         if os.path.basename(path) in ("site-packages", "dist-packages"):
             yield os.path.realpath(path)
 
 
 def _own(reward: str) -> Iterator[Path]:
-    """The folder that the command was given in, those on the path, and the one that holds the reward's top package (an
-    editable install may be on no path), which is looked for, not imported."""
+    """Yield the working directory, the folders on the path, and the folder of the reward's top package (an editable
+    install may be on no path), which is found without importing it."""
     candidates = [os.getcwd(), *sys.path]
     top = reward.partition(":")[0].partition(".")[0]
     for finder in sys.meta_path:
         try:
             spec: importlib.machinery.ModuleSpec | None = finder.find_spec(top, None)
-        except Exception:  # noqa: BLE001 - a finder of somebody else's; the import in the sandbox says what is wrong
+        except Exception:  # noqa: BLE001 - a foreign finder; the import in the sandbox reports the error
             continue
         if spec is not None:
             candidates += spec.submodule_search_locations or []
@@ -155,7 +151,7 @@ def _own(reward: str) -> Iterator[Path]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """What lies in a folder, sorted; nothing where it cannot be listed."""
+    """Return the sorted contents of a folder; none where it cannot be listed."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -164,17 +160,17 @@ def entries(folder: Path) -> list[Path]:
 
 PROGRAM = "bwrap"
 MOST_MOUNTS = 1500
-"""Each takes longer than the one before it: 500 about a second together, these some 15 seconds at every start."""
+"""Limit on mounts. Each takes longer than the last: 500 about a second, this many some 15 seconds at every start."""
 _Option = tuple[str, ...]
 _FOLDER: _Option = ("--perms", "0555", "--tmpfs")
 
 
 class Bubblewrap:
-    """Shows of a view what is there when this is made, to every process that is started under it: what comes later
-    beside it is not shown, so it cannot take more mounts than at first."""
+    """The part of a view that exists when this is created, for every process started under it. Later files beside it
+    are not shown, so the number of mounts cannot grow."""
 
     def __init__(self, view: View, most: int = MOST_MOUNTS) -> None:
-        """Raises OSError where the view takes more than `most` mounts."""
+        """Take the mounts of a view. Raises OSError for more than `most`."""
         mounts = _mounts(view)
         if len(mounts) > most:
             ((fullest, count),) = Counter(path.parent for path in mounts).most_common(1)
@@ -186,12 +182,12 @@ class Bubblewrap:
         self._view, self._paths = view, frozenset(mounts)
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """`command` in the sandbox, as process 1 there: the others cannot signal it, and die with it."""
-        # Looked at anew: a file may have become a link since, perhaps to what is hidden.
+        """Return `command` wrapped in the sandbox, as process 1 there: the others cannot signal it, and die with it."""
+        # Compute the mounts again: a file may have become a link since, perhaps to a hidden path.
         mounts = {path: option for path, option in _mounts(self._view).items() if path in self._paths}
         arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
         arguments += ["--size", str(MAX_FILES_BYTES), "--tmpfs", "/tmp"]
-        for path in sorted(mounts, key=lambda path: (len(path.parts), path)):  # what is deeper lies on top
+        for path in sorted(mounts, key=lambda path: (len(path.parts), path)):  # deeper mounts lie on top
             arguments += [*mounts[path], str(path)]
         arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(MAX_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
         for path in (*(path for path, option in mounts.items() if option == _FOLDER), Path("/dev"), Path("/")):
@@ -200,7 +196,7 @@ class Bubblewrap:
 
 
 def _mounts(view: View) -> dict[Path, _Option]:
-    """Path → bubblewrap's option that puts there what is to be seen."""
+    """Return path → the bubblewrap option that shows it."""
     roots, below = dict[Path, _Option](), dict[Path, _Option]()
     for root in view.system:
         real = root.resolve()
@@ -219,8 +215,8 @@ def _mounts(view: View) -> dict[Path, _Option]:
 
 
 def _carve(path: Path, hidden: Sequence[Path], *, dots: bool) -> Iterator[tuple[Path, _Option]]:
-    """What shows `path`, a real path or a link in a real folder, without what is hidden; without `dots`, also without
-    its entries that begin with one. A link stays a link: it leads to what is shown, or nowhere."""
+    """Yield the mounts that show `path`, a real path or a link in a real folder, without what is hidden; without
+    `dots`, also without its entries that begin with a dot. A link stays a link."""
     if any(path.is_relative_to(one) for one in hidden):
         return
     if path.is_symlink():
@@ -235,5 +231,5 @@ def _carve(path: Path, hidden: Sequence[Path], *, dots: bool) -> Iterator[tuple[
 
 
 def _shown(path: Path) -> _Option:
-    """As it is; it may be gone when bubblewrap comes to it."""
+    """Return the option that shows a path as it is; it may be gone when bubblewrap gets there."""
     return ("--ro-bind-try", str(path))
