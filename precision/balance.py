@@ -1,10 +1,9 @@
-"""Weighted items (rows of tokens, samples) dealt out to parts (ranks, micro-batches) of even weight.
+"""Distribute weighted items (rows of tokens, samples) over parts (ranks, micro-batches) of even weight.
 
     balanced   any item to any part
-    sections   items that lie next to each other to the same part, or to one of few parts that share a section
+    sections   neighboring items to the same part, or to one of few parts that share a section
 
-A step takes as long as its fullest part. What these do depends on the weights alone, so that every rank works it out
-by itself and all agree.
+A step takes as long as its fullest part. The result depends on the weights alone, so every rank computes the same.
 """
 
 from __future__ import annotations
@@ -14,20 +13,18 @@ from collections.abc import Sequence
 from itertools import count
 
 Part = tuple[int, tuple[int, ...]]
-"""Weight, and the items that make it up."""
+"""Weight and items of a part."""
 
 _MIN_SECTION = 16
-"""Times the heaviest item: what a section weighs at least. Cut between items, it is uneven by a part of one."""
+"""Least weight of a section, in multiples of the heaviest item. A cut between items is uneven by part of an item."""
 _EVEN = 0.001
-"""Longest first that is uneven by less is kept: nothing would be gained."""
+"""Relative unevenness below which longest-first is kept: nothing would be gained."""
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Part → items, ascending, every item in one part; the fullest part is no fuller than that of longest first.
-
-    The better of longest first and largest differencing (Karmarkar and Karp); longest first where they tie, and where
-    it is even already. Weights are not negative.
-    """
+    """Return part → items, ascending, every item in one part; the fullest part is no fuller than that of longest first.
+    This is the better of longest first and largest differencing (Karmarkar and Karp); longest first on a tie, and where
+    it is even already. Weights are not negative."""
     greedy = longest_first(weights, parts)
     if fullest(weights, greedy) * parts <= (1 + _EVEN) * sum(weights):
         return greedy
@@ -35,17 +32,15 @@ def balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def sections(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Part → items, ascending, like `balanced`, but a part takes its items from one stretch of them.
-
-    There are as many stretches as can be cut evenly between items. Their number divides `parts`: each is balanced over
-    as many parts as the others. With weights of a few dozen items for each part every part has a stretch of its own.
-    """
+    """Return part → items, ascending, like `balanced`, but each part takes its items from one section of neighbors.
+    There are as many sections as can be cut evenly between items. Their number divides `parts`; each is balanced over
+    equally many parts. With weights of a few dozen items for each part, every part has its own section."""
     heaviest = max(weights, default=0)
     wanted = parts if heaviest == 0 else sum(weights) // (_MIN_SECTION * heaviest)
     number = max(n for n in range(1, parts + 1) if parts % n == 0 and n <= max(1, wanted))
     shared = parts // number
     found = []
-    # Stretches, the heaviest as light as can be; the last ones may be empty.
+    # Cut sections, the heaviest as light as can be; the last ones may be empty.
     least, most = max(heaviest, -(-sum(weights) // number)), sum(weights)
     while least < most:
         tried = (least + most) // 2
@@ -60,12 +55,12 @@ def sections(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def fullest(weights: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
-    """Weight of the heaviest part."""
+    """Return the weight of the heaviest part."""
     return max(sum(weights[item] for item in part) for part in parts)
 
 
 def longest_first(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """The heaviest item first, each to the part that weighs least so far; ties go to the lower index."""
+    """Return part → items: the heaviest item first, each to the lightest part so far; ties go to the lower index."""
     found: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]
     for item in _heaviest_first(weights):
@@ -76,8 +71,8 @@ def longest_first(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _differenced(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Largest differencing: the two partitions that are most uneven become one, the fullest parts of the one with the
-    emptiest of the other, until one is left."""
+    """Return part → items by largest differencing: merge the two most uneven partitions, the fullest parts of one with
+    the emptiest of the other, until one is left."""
     order = count()  # ties go to the partition that is older
     partitions: list[tuple[int, int, list[Part]]] = [
         (-weights[item], next(order), [(weights[item], (item,)), *[(0, ())] * (parts - 1)])
@@ -96,11 +91,11 @@ def _differenced(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _heaviest_first(weights: Sequence[int]) -> list[int]:
-    return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # of equal ones the first first
+    return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # the first of equals first
 
 
 def _filled(weights: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Stretches that each take what comes until they would weigh more than `most`."""
+    """Return (start, end) of sections that each take items until they would weigh more than `most`."""
     cuts, start, held = [], 0, 0
     for item, weight in enumerate(weights):
         if held + weight > most:

@@ -1,14 +1,14 @@
 """Corrections for an engine that samples from another distribution than the learner's.
 
-A correction looks at a whole scored step and answers with a factor on the advantage of every token, from
+A correction reads a whole scored step and returns a factor on the advantage of every token, from
 
     k_t = pi_old(y_t) / pi_engine(y_t),
 
-with pi_old the learner's own policy before the first of several updates. Every policy term is linear in the advantage
-while its sign stays, so a non-negative factor on A is a factor on the term: one wrapper, `Corrected`, serves all pairs
-of objective and correction. It belongs to objectives whose ratio is pi / pi_old: one that divides by the engine's
-probability has k in its ratio already, and would count it twice. OPSM is the exception; it only drops. No factor
-touches the denominator of the loss: a dropped token still counts.
+with pi_old the learner's policy before the first of several updates. Every policy term is linear in the advantage while
+its sign stays. So a non-negative factor on A is a factor on the term, and one wrapper, `Corrected`, serves all pairs of
+objective and correction. A correction belongs to an objective whose ratio is pi / pi_old: an objective that divides by
+the engine's probability has k in its ratio already, and would count it twice. OPSM is the exception, since it only
+drops. No factor touches the denominator of the loss: a dropped token still counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from precision.torch_on_use import Tensor, torch
 
 
 class Correction(Settings, ABC):
-    """Settings and mathematics of one correction: a pure function of the scored step."""
+    """Settings and mathematics of a correction: a pure function of the scored step."""
 
     name: str
 
@@ -49,15 +49,12 @@ class Correction(Settings, ABC):
 
     @abstractmethod
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """The factor, float64 [tokens], finite and at least 0 (anything of the kind where not sampled), and what is to
-        be known of it, by the name that metrics use.
-
-        Raises FloatingPointError when a log-ratio is not finite.
-        """
+        """Return the factor, float64 [tokens], finite and at least 0 (any such value where not sampled), and
+        measurements by metric name. Raises FloatingPointError when a log-ratio is not finite."""
 
 
 class Corrected(Objective):
-    """`inner` after `correction`. Sums: those of `inner`. Measured: the correction's and those of `inner`."""
+    """The objective `inner` after `correction`. Sums: `inner`'s. Measured: the correction's and `inner`'s."""
 
     name: Literal["corrected"] = "corrected"
     inner: Objective
@@ -75,7 +72,7 @@ class Corrected(Objective):
         )
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """The factor on the advantages, then `inner`'s own preparation. Raises as both."""
+        """Multiply the advantages by the factor, then prepare `inner`. Raises as both."""
         factor, measured = self.correction.factor(step)
         advantages = scaled_advantages(step, factor)
         prepared = Prepared(advantages=advantages)
@@ -109,7 +106,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 class RatioRange(Correction):
-    """What the corrections share that let some ratios pi_old / pi_engine through."""
+    """Base of the corrections that keep ratios pi_old / pi_engine within a range."""
 
     low: float = Field(
         0.5,
@@ -129,8 +126,8 @@ class RatioRange(Correction):
 
 
 def mismatch_ratios(step: ScoredStep, level: Level) -> Tensor:
-    """k: float64 [tokens], finite and above 0, 1 where not sampled. Raises FloatingPointError on logprobs that are not
-    finite."""
+    """Return k: float64 [tokens], finite, above 0, 1 where not sampled. Raises FloatingPointError on non-finite
+    logprobs."""
     log_ratios = step.log_ratios(step.old_logprobs, step.rollout_logprobs)
     if level != "token":
         of_rows = step.row_sum(log_ratios) if level == "sequence" else step.row_mean(log_ratios)
@@ -139,15 +136,15 @@ def mismatch_ratios(step: ScoredStep, level: Level) -> Tensor:
 
 
 def kept_tokens(step: ScoredStep, ratios: Tensor, low: float, high: float, veto: float) -> Tensor:
-    """bool [tokens]: those whose ratio k is in [low, high] and whose response is not vetoed: no token of it has a k of
-    its own, never clamped, below `veto`."""
+    """Return bool [tokens]: True where the ratio is in [low, high] and the response is not vetoed. A response is vetoed
+    when the unclamped k of one of its tokens is below `veto`."""
     own = step.log_ratios(step.old_logprobs, step.rollout_logprobs).exp()
     return (low <= ratios) & (ratios <= high) & ~(step.row_sum(own < veto) > 0)[step.row]
 
 
 def measured(step: ScoredStep, factor: Tensor, name: str, hit: Tensor) -> dict[str, float]:
-    """`correction_factor` (its mean over sampled tokens), and `correction_NAME_positive` and `_negative`: tokens in
-    `hit` (bool [tokens]) with A > 0 and with A < 0, as shares of all sampled tokens."""
+    """Return `correction_factor` (its mean over sampled tokens), and `correction_NAME_positive` and `_negative`: tokens
+    in `hit` (bool [tokens]) with A > 0 and with A < 0, as shares of all sampled tokens."""
     return {
         "correction_factor": sampled_mean(step, factor),
         f"correction_{name}_positive": sampled_mean(step, hit & (step.advantages > 0)),
@@ -156,7 +153,7 @@ def measured(step: ScoredStep, factor: Tensor, name: str, hit: Tensor) -> dict[s
 
 
 class NoCorrection(Correction):
-    """Leave the objective as it is, without a pass over the step: the learner trains with it alone."""
+    """No correction: the learner trains with the objective alone, without a pass over the step."""
 
     name: Literal["none"] = "none"
 
@@ -165,7 +162,6 @@ class NoCorrection(Correction):
     reads_step_logprobs: ClassVar[bool] = False
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """1 for every token."""
         return torch.ones_like(step.advantages, dtype=torch.float64), {}
 
 
@@ -175,12 +171,9 @@ class TIS(Correction):
 
         factor = min(k, cap)
 
-    Biased towards the engine's distribution where k is above the cap, with a variance that the cap bounds.
-
-    log k is clamped to +-20, which matters for caps above e^20 only.
-
-    Measured: `correction_factor` (mean), `correction_capped_positive` and `_negative` (share of all tokens above the
-    cap, by sign of A).
+    Biased toward the engine's distribution where k is above the cap; the cap bounds the variance. log k is clamped to
+    +-20, which matters for caps above e^20 only. Measured: `correction_factor` (mean), `correction_capped_positive` and
+    `_negative` (share of all tokens above the cap, by sign of A).
     """
 
     name: Literal["tis"] = "tis"
@@ -196,14 +189,12 @@ class TIS(Correction):
 
 
 class Rejection(RatioRange):
-    """Drop what the engine sampled too differently, weigh nothing (`rs` in verl's and slime's options).
+    """Rejection of tokens whose ratio is out of range, without weights (`rs` in verl's and slime's options).
 
-    factor = 1 if low <= k <= high and the response is not vetoed, else 0
+        factor = 1 if low <= k <= high and the response is not vetoed, else 0
 
-    log k is clamped to +-20 before it is compared with the bounds, not for the veto.
-
-    Measured: `correction_factor` (mean), `correction_masked_positive` and `_negative` (share of all tokens that are
-    dropped, by sign of A).
+    log k is clamped to +-20 for the bounds, not for the veto. Measured: `correction_factor` (mean),
+    `correction_masked_positive` and `_negative` (share of all tokens that are dropped, by sign of A).
     """
 
     name: Literal["rejection"] = "rejection"
@@ -217,15 +208,13 @@ class Rejection(RatioRange):
 
 
 class MIS(RatioRange):
-    """Masked importance sampling, rejection that weighs what it keeps by k (slime's `mis` example, whose published
-    setting this is with `veto` 1e-4, but for the mean; verl's `rollout_is` with `rollout_rs`).
+    """Masked importance sampling: rejection that weighs kept tokens by k. slime's `mis` example is published with
+    `veto` 1e-4; in verl it is `rollout_is` with `rollout_rs`.
 
         factor = k if low <= k <= high and the response is not vetoed, else 0
 
-    `normalized` is not slime's: the mean here is over what is kept, slime's over all tokens, those that its mask
-    then rejects among them. And slime's mask shrinks the denominator of the loss, which no factor here does.
-
-    Measured: as `Rejection`.
+    `normalized` is not slime's: the mean here is over kept tokens, slime's over all tokens, also those that its mask
+    then rejects. slime's mask also shrinks the loss's denominator; no factor here does. Measured: as `Rejection`.
     """
 
     name: Literal["mis"] = "mis"
@@ -249,14 +238,12 @@ class MIS(RatioRange):
 
 
 class IcePop(RatioRange):
-    """Weigh a token by k where engine and learner roughly agree, drop it elsewhere (Ring-1T, arXiv 2510.18855).
+    """Weights k where engine and learner roughly agree, and 0 elsewhere, token by token (Ring-1T, arXiv 2510.18855).
 
         factor = k if low <= k <= high, else 0
 
-    Dropped tokens stay in the denominator, as in the paper.
-
-    Always token by token. Measured: `correction_factor` (mean), `correction_masked_positive` and `_negative` (share
-    of all tokens that are dropped, by sign of A).
+    Dropped tokens stay in the denominator, as in the paper. Measured: `correction_factor` (mean),
+    `correction_masked_positive` and `_negative` (share of all tokens that are dropped, by sign of A).
     """
 
     name: Literal["icepop"] = "icepop"
@@ -274,13 +261,10 @@ class OPSM(Correction):
 
         factor = 0 if A < 0 and mean_t log(pi_b(y_t) / pi(y_t)) > delta, else 1
 
-    Failed responses that the learner has meanwhile moved away from are dropped: pushing them down further teaches
-    little and its gradient is unbounded. pi_b is the engine that sampled, so its mismatch is part of the distance.
-
-    Advantages decide token by token, as in the paper; usually a response has just one.
-
-    Measured: `correction_factor` (mean), `correction_masked_positive` (always 0) and `_negative` (share of all tokens
-    that are dropped).
+    Failed responses that the learner has moved away from are dropped: pushing them down further teaches little, and its
+    gradient is unbounded. pi_b is the engine that sampled, so its mismatch is part of the distance. Advantages decide
+    token by token, as in the paper; usually a response has just one. Measured: `correction_factor` (mean),
+    `correction_masked_positive` (always 0) and `_negative` (share of all tokens that are dropped).
     """
 
     name: Literal["opsm"] = "opsm"

@@ -1,11 +1,11 @@
-"""Log-ratios between the policy that learns and the engine that sampled, and statistics of them that add up.
+"""Compute log-ratios between the policy that learns and the engine that sampled, and from them ESS, statistics that add
+up, KL estimators and factors on the learning rate.
 
     l_t = log pi_learner(y_t) - log pi_engine(y_t),   rho_t = exp(l_t),   y_t sampled by the engine.
 
 `RatioSums` holds sums, maxima and a histogram, so that ranks merge by one all-reduce of each tensor (SUM, MAX, SUM).
-
-Effective sample size (ESS): the share of a batch that still counts once it is reweighted by importance ratios. With the
-ratios of N tokens, P3O (arXiv 2605.12380, Eq. 11) uses
+Effective sample size (ESS) is the share of a batch that still counts once it is reweighted by importance ratios. With
+the ratios of N tokens, P3O (arXiv 2605.12380, Eq. 11) uses
 
     e = S1^2 / (N (S2 + 1e-8)),   S1 = sum rho_t,   S2 = sum rho_t^2,   1/N <= e <= 1.
 
@@ -27,12 +27,12 @@ _MAGNITUDES = tuple(10.0 ** (quarter / 4) for quarter in range(-20, 5))
 
 
 LOG_RATIO_EDGES: tuple[float, ...] = (*(-magnitude for magnitude in reversed(_MAGNITUDES)), *_MAGNITUDES)
-"""Symmetric bin edges of log pi_learner - log pi_engine (nats), ascending. Bin i holds edges[i-1] <= l < edges[i]:
-bin 0 is everything below the first edge, the last bin everything from the last edge up."""
+"""Symmetric bin edges of log pi_learner - log pi_engine (nats), ascending. Bin i holds edges[i-1] <= l < edges[i]: bin
+0 is everything below the first edge, the last bin everything from the last edge up."""
 
 
 NUM_LOG_RATIO_BINS = len(LOG_RATIO_EDGES) + 1
-"""Bins with the under- and overflow bins; the one in the middle holds log-ratios around zero."""
+"""Number of bins, with underflow and overflow; the middle bin holds log-ratios around zero."""
 
 
 ESS_EPSILON = 1e-8
@@ -40,12 +40,9 @@ ESS_EPSILON = 1e-8
 
 
 def ess_from_sums(sum_ratio: float, sum_squared_ratio: float, num_tokens: float) -> float:
-    """Token ESS, in [1/num_tokens, 1], from sums over all micro-batches and ranks.
-
-    The lower bound is enforced: `ESS_EPSILON` would break it when every ratio is below about 1e-4.
-    Raises FloatingPointError on a non-finite sum (an ESS of 1 there would switch all protection off exactly when the
-    numbers are broken) and ValueError without tokens.
-    """
+    """Return the token ESS, in [1/num_tokens, 1], from sums over all micro-batches and ranks. The lower bound is
+    enforced: `ESS_EPSILON` would break it when every ratio is below about 1e-4. Raises FloatingPointError on a
+    non-finite sum, since an ESS of 1 there would switch all protection off, and ValueError without tokens."""
     if num_tokens < 1:
         raise ValueError(f"the ESS of {num_tokens} tokens is undefined, expected at least 1; do not train empty steps")
     if not (math.isfinite(sum_ratio) and math.isfinite(sum_squared_ratio)):
@@ -58,20 +55,20 @@ def ess_from_sums(sum_ratio: float, sum_squared_ratio: float, num_tokens: float)
 
 
 def token_ess(log_ratios: Tensor) -> float:
-    """ESS of one set of tokens; `log_ratios` is [tokens], natural log, no padding. Raises as `ess_from_sums`."""
+    """Return the ESS of tokens; `log_ratios` is [tokens], natural log, no padding. Raises as `ess_from_sums`."""
     ratios = log_ratios.detach().double().exp()
     return ess_from_sums(float(ratios.sum()), float(ratios.square().sum()), ratios.numel())
 
 
 def staleness_ess(mismatch: Tensor, staleness: Tensor) -> float:
-    """ESS of pi / pi_old under pi_old, from samples of the engine pi_b, in (0, 1].
+    """Return the ESS of pi / pi_old under pi_old, from samples of the engine pi_b, in (0, 1].
 
     `mismatch` = log pi_old - log pi_b and `staleness` = log pi - log pi_old are [tokens], natural log, no padding, with
     pi_old the learner at the version that sampled. With w_q and w_s their exponentials and rho = w_q w_s it is
 
         (sum rho)^2 / (sum w_q · sum rho w_s):
 
-    each sum over samples of pi_b, weighed by w_q, stands for one over samples of pi_old. Without mismatch it is the
+    each sum over samples of pi_b, weighed by w_q, stands for a sum over samples of pi_old. Without mismatch it is the
     plain ESS of w_s. Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens.
     """
     if mismatch.numel() < 1:
@@ -88,12 +85,9 @@ def staleness_ess(mismatch: Tensor, staleness: Tensor) -> float:
 
 
 def sequence_ess_of_totals(totals: Tensor) -> float:
-    """ESS of whole sequences, in [1/sequences, 1]; `totals` is float64 [sequences], the log-ratio of each sequence.
-
-    A sequence's ratio is the product over its tokens. It is computed in logs, since products over long sequences
-    overflow, hence without `ESS_EPSILON`. Raises FloatingPointError when a log-ratio is not finite, ValueError without
-    sequences.
-    """
+    """Return the ESS of whole sequences, in [1/sequences, 1]; `totals` is float64 [sequences], the log-ratio of each. A
+    sequence's ratio is the product over its tokens. Products over long sequences overflow, so it is computed in logs,
+    without `ESS_EPSILON`. Raises FloatingPointError on a non-finite log-ratio, ValueError without sequences."""
     if totals.numel() < 1:
         raise ValueError("the ESS of 0 sequences is undefined, expected at least 1; do not train empty steps")
     if not bool(totals.isfinite().all()):
@@ -106,35 +100,29 @@ def sequence_ess_of_totals(totals: Tensor) -> float:
 
 
 def loss_of(ess: float) -> float:
-    """-ln ESS, nats: for independent lognormal ratios the variance of the log-ratio, so that the losses of independent
-    causes add up."""
+    """Return -ln ESS, nats. For lognormal ratios it is the log-ratio's variance, so losses of independent causes add
+    up."""
     return -math.log(ess) if ess < 1.0 else 0.0
 
 
 MAX_LOG_RATIO = 40.0
 """Nats. float32 holds numbers up to e^88. A ratio of e^40 leaves room for its square, for any advantage and for the sum
-over a micro-batch. It also means that the two policies have nothing in common: the engine sampled the token with a
-probability below 5e-18."""
+over a micro-batch. It also means that the policies have nothing in common: the engine's probability is below 5e-18."""
 
 
 def masked_log_ratios(learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-ratios and ratios, both [batch, sequence] in the logprobs' dtype, with 0 and 1 where `mask` is False.
-
+    """Return log-ratios and ratios, both [batch, sequence] in the logprobs' dtype, with 0 and 1 where `mask` is False.
     The gradient flows through `learner_logprobs`. Raises FloatingPointError when a log-ratio under the mask is not
-    finite or above MAX_LOG_RATIO, ValueError when shapes differ.
-    """
+    finite or above MAX_LOG_RATIO, ValueError when shapes differ."""
     log_ratios = masked_differences(learner_logprobs, rollout_logprobs, mask)
     require_usable(log_ratios, f"of {int(mask.sum())} tokens")
     return log_ratios, log_ratios.exp()
 
 
 def masked_differences(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
-    """log pi - log pi_other, [batch, sequence] in the logprobs' dtype, with 0 where `mask` is False; of any size, for
-    what is never made a ratio.
-
-    Both inputs are replaced behind the mask before they are subtracted, so NaN or -inf there reaches neither value nor
-    gradient; the gradient flows through `logprobs`. Raises ValueError when shapes differ.
-    """
+    """Return log pi - log pi_other, [batch, sequence] in the logprobs' dtype, of any size, with 0 where `mask` is
+    False. Both inputs are replaced behind the mask before they are subtracted, so NaN or -inf there reaches neither
+    value nor gradient; the gradient flows through `logprobs`. Raises ValueError when shapes differ."""
     if not logprobs.shape == others.shape == mask.shape:
         raise ValueError(
             f"shapes differ: logprobs {tuple(logprobs.shape)}, others {tuple(others.shape)}, mask "
@@ -144,7 +132,7 @@ def masked_differences(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor
 
 
 def require_usable(log_ratios: Tensor, among: str) -> None:
-    """Raises FloatingPointError unless all `log_ratios`, of any shape, are finite and at most MAX_LOG_RATIO; `among`
+    """Raise FloatingPointError unless all `log_ratios`, of any shape, are finite and at most MAX_LOG_RATIO; `among`
     ends the count of those that are not."""
     usable = log_ratios.isfinite() & (log_ratios <= MAX_LOG_RATIO)
     if not bool(usable.all()):
@@ -180,18 +168,16 @@ SUMS = (
     "probability_product",
     "probability_gap_abs",
 )
-"""What is summed over tokens, in this order. `k3` is rho - 1 - l and `ratio_above_one` is max(rho, 1/rho)."""
+"""Quantities summed over tokens, in this order. `k3` is rho - 1 - l and `ratio_above_one` is max(rho, 1/rho)."""
 
 
 _LEAST_SPREAD = 1e-12
-"""Of a mean square: where a variance is less, float64 sums have not kept it, and a correlation would be noise."""
+"""Least variance as a share of the mean square: below it, float64 sums are noise."""
 
 
 def ratio_terms(learner_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """float64 [tokens, len(SUMS)] of what each token adds; both inputs are float64 [tokens], nats, already checked.
-
-    Every term is finite: 1/rho is cut at e^MAX_LOG_RATIO, and a probability at 1.
-    """
+    """Return each token's summands, float64 [tokens, len(SUMS)]; both inputs are float64 [tokens], nats, already
+    checked. Every term is finite: 1/rho is cut at e^MAX_LOG_RATIO, and a probability at 1."""
     log_ratios = learner_logprobs - rollout_logprobs
     ratios = log_ratios.exp()
     learner, rollout = (each.clamp(max=0.0).exp() for each in (learner_logprobs, rollout_logprobs))
@@ -225,29 +211,26 @@ def ratio_terms(learner_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 
 def log_ratio_bins(log_ratios: Tensor) -> Tensor:
-    """int64, shaped as the float64 `log_ratios`: the bin of each in the histogram of LOG_RATIO_EDGES."""
+    """Return the bin of each value in the histogram of LOG_RATIO_EDGES, int64, shaped as the float64 `log_ratios`."""
     edges = torch.tensor(LOG_RATIO_EDGES, dtype=torch.float64, device=log_ratios.device)
     return torch.bucketize(log_ratios, edges, right=True)
 
 
 @dataclass(frozen=True)
 class RatioSums:
-    """Additive statistics of log-ratios; all tensors float64 on one device.
-
-    Ratios are importance weights of the engine's samples. So every mean below is an expectation under the engine's
-    policy.
-    """
+    """Additive statistics of log-ratios; all tensors float64 on one device. Ratios are importance weights of the
+    engine's samples, so every mean below is an expectation under the engine's policy."""
 
     sums: Tensor
-    """[len(SUMS)] All-reduce with SUM."""
+    """[len(SUMS)]. All-reduce with SUM."""
     maxima: Tensor
-    """[2] max l and max -l; -inf without tokens. All-reduce with MAX."""
+    """[2], max l and max -l; -inf without tokens. All-reduce with MAX."""
     histogram: Tensor
-    """[NUM_LOG_RATIO_BINS] tokens by l, edges LOG_RATIO_EDGES. All-reduce with SUM."""
+    """[NUM_LOG_RATIO_BINS], tokens by l, edges LOG_RATIO_EDGES. All-reduce with SUM."""
 
     @classmethod
     def zero(cls, device: torch.device | None = None) -> RatioSums:
-        """Of no tokens: what changes nothing when ranks are merged."""
+        """Return the statistics of no tokens, which change nothing when ranks are merged."""
         return cls(
             sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device),
             maxima=torch.full((2,), -math.inf, dtype=torch.float64, device=device),
@@ -256,10 +239,8 @@ class RatioSums:
 
     @classmethod
     def from_logprobs(cls, learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> RatioSums:
-        """Statistics of the tokens under `mask`; all three are [batch, sequence], logprobs in nats, mask bool.
-
-        Differences are taken in float64. Raises as `masked_log_ratios`.
-        """
+        """Return the statistics of the tokens under `mask`; all three are [batch, sequence], logprobs in nats, mask
+        bool. Differences are taken in float64. Raises as `masked_log_ratios`."""
         learner, rollout = learner_logprobs.detach().double(), rollout_logprobs.double()
         log_ratios = masked_log_ratios(learner, rollout, mask)[0][mask]
         if not log_ratios.numel():
@@ -330,12 +311,12 @@ def _pearson(mean: Mapping[str, float], what: str) -> float | None:
 
 
 KL_EXPONENT_LIMIT = 10.0
-"""Nats. Bound on |l| inside the exponential of the official estimator, the authors' own."""
+"""Nats. Bound on |l| inside the exponential of the official estimator, as its authors set it."""
 
 
 def official_kl(log_ratios: Tensor) -> Tensor:
-    """Estimate KL(pi || pi_b) as P3O's published code does: K = l + exp(clip(-l, -10, 10)) - 1, in nats, of every
-    token, shaped as `log_ratios`.
+    """Return K = l + exp(clip(-l, -10, 10)) - 1 of every token, in nats, shaped as `log_ratios`: the estimate of KL(pi
+    || pi_b) in P3O's published code.
 
     It is the k3 estimator (joschu.net/blog/kl-approx.html) for samples from pi. Rollouts are samples from pi_b, and
     there its mean is chi^2(pi_b || pi) - KL(pi_b || pi): another divergence, mass-covering and heavy-tailed. Its
@@ -349,30 +330,27 @@ def official_kl(log_ratios: Tensor) -> Tensor:
 
 
 def importance_kl(log_ratios: Tensor, cap: float) -> Tensor:
-    """Estimate KL(pi || pi_b) without bias from samples of the engine: K = rho l - rho + 1, in nats, of every token,
-    shaped as `log_ratios`.
-
-    The gradient is sg(min(rho, cap)) l grad log pi: the true slope is rho l, and `cap` keeps one token from dominating.
-    (The cap is ours, not the paper's.)
-    """
+    """Return K = rho l - rho + 1 of every token, in nats, shaped as `log_ratios`: an unbiased estimate of KL(pi ||
+    pi_b) from samples of the engine. The gradient is sg(min(rho, cap)) l grad log pi: the true slope is rho l, and
+    `cap`, which is ours and not the paper's, keeps one token from dominating."""
     detached = log_ratios.detach()
     ratios = detached.exp()
     return with_gradient(ratios * detached - torch.expm1(detached), ratios.clamp(max=cap) * detached, log_ratios)
 
 
 def with_gradient(value: Tensor, gradient: Tensor, variable: Tensor) -> Tensor:
-    """A tensor that reads `value` and whose derivative in `variable` is `gradient`, element by element."""
+    """Return a tensor that reads `value` and whose derivative in `variable` is `gradient`, element by element."""
     return value.detach() + gradient.detach() * (variable - variable.detach())
 
 
 def rows(offsets: Tensor) -> Tensor:
-    """int64 [offsets[-1]] the response that each value belongs to; `offsets` is int64 [responses + 1], from 0."""
+    """Return the response of each value, int64 [offsets[-1]]; `offsets` is int64 [responses + 1], from 0."""
     lengths = offsets.diff()
     return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
 
 
 def positions(offsets: Tensor) -> Tensor:
-    """int64 [offsets[-1]] the place of each value in its response, from 0."""
+    """Return the place of each value in its response, int64 [offsets[-1]], from 0."""
     return torch.arange(int(offsets[-1]), device=offsets.device) - torch.repeat_interleave(offsets[:-1], offsets.diff())
 
 
@@ -380,16 +358,14 @@ LrByLag = Literal["none", "sqrt", "ess"]
 
 
 def lr_factor(age: float) -> float:
-    """(1 + age)^(-1/2) for a batch whose tokens were sampled `age` optimizer steps ago in the mean.
-
-    An older policy's samples say less about where the present one should go. Staleness-aware SGD (arXiv 1511.05950)
-    divides the learning rate by the age; the root of 1 + age is gentler, and is 1 for fresh samples. On the learning
-    rate and not on the loss, since Adam cancels a factor on the loss.
-    """
+    """Return (1 + age)^(-1/2) for a batch whose tokens were sampled `age` optimizer steps ago in the mean. An older
+    policy's samples say less about where the present policy should go. Staleness-aware SGD (arXiv 1511.05950) divides
+    the learning rate by the age; the root of 1 + age is gentler, and is 1 for fresh samples. The factor is on the
+    learning rate and not on the loss, since Adam cancels a factor on the loss."""
     return float((1.0 + age) ** -0.5)
 
 
 def lr_factor_of_ess(ess: float) -> float:
-    """1 - √(1 - e) for an ESS e of the staleness in [0, 1]: 1 while nothing is stale, .8 at .96, .29 at .5. √(1 - e) is
-    about the spread of the ratios. VCPO (arXiv 2602.17616) scales by an ESS in another form."""
+    """Return 1 - √(1 - e) for an ESS e of the staleness in [0, 1]: 1 while nothing is stale, .8 at .96, .29 at .5. √(1
+    - e) is about the spread of the ratios. VCPO (arXiv 2602.17616) scales by an ESS in another form."""
     return 1.0 - math.sqrt(1.0 - ess)

@@ -1,8 +1,8 @@
-"""A KL term that holds the policy near a reference, beside any objective.
+"""Add a KL term that holds the policy near a reference to any objective.
 
     loss = objective + coefficient / N sum_t K_t,    l_t = log pi(y_t) - log pi_ref(y_t)
 
-What enters the gradient differs (Tang & Munos, arXiv 2506.09477; Liu et al., arXiv 2510.01555). The gradient of
+The estimators differ in the gradient (Tang & Munos, arXiv 2506.09477; Liu et al., arXiv 2510.01555). The gradient of
 KL(pi || pi_ref), token by token, is E_pi[l grad log pi].
 
     estimator    value           factor of grad log pi     over samples of pi itself
@@ -12,8 +12,8 @@ KL(pi || pi_ref), token by token, is E_pi[l grad log pi].
                                                            (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)
 
 k1 (l itself) has value KL and, differentiated, a gradient of mean 0: it is not offered. As a penalty in the reward it
-has the gradient of k2. The KL is that of each token given the tokens before it: how a token changes the KL of later
-ones is left out, as in all of these.
+has the gradient of k2. The KL is that of each token given the tokens before it. The effect of a token on the KL of
+later tokens is left out, as in all these papers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from precision.torch_on_use import Tensor
 
 
 class ReferenceSection(Settings):
-    """What the policy is held near."""
+    """The reference that the policy is held near, and the KL term to it."""
 
     coefficient: float = Field(gt=0.0, description="Of the KL term in the loss; GRPO's paper 0.04, often 0.001.")
     estimator: Literal["k2", "k3", "importance"] = Field(
@@ -53,8 +53,8 @@ class ReferenceSection(Settings):
 
 
 class NearReference(Objective):
-    """`inner` with the KL term. Sums: those of `inner`, `kl_to_reference` (k3, whatever the estimator, so that curves
-    compare) and `reference_loss` (the term, with its coefficient)."""
+    """The objective `inner` with the KL term. Sums: `inner`'s, `kl_to_reference` (k3, whatever the estimator, so that
+    curves compare) and `reference_loss` (the term, with its coefficient)."""
 
     name: Literal["near_reference"] = "near_reference"
     inner: Objective
@@ -67,13 +67,11 @@ class NearReference(Objective):
         return dataclasses.replace(inner, weighs_by_rollout_ratio=by_ratio)
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """That of `inner`."""
         return self.inner.prepare(step)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective.loss`. Raises ValueError for a batch without the reference's log-probabilities, and
-        FloatingPointError when a log-ratio to the reference is not finite; it may be of any size, for the reference has
-        not sampled the token."""
+        FloatingPointError when a log-ratio to the reference is not finite; it may be of any size."""
         if batch.reference_logprobs is None:
             raise ValueError("reference_logprobs is None, expected [batch, sequence]; score the reference first")
         loss, sums = self.inner.loss(logprobs, dataclasses.replace(batch, reference_logprobs=None), context)
@@ -93,8 +91,7 @@ class NearReference(Objective):
 
 
 def reference_kl(log_ratios: Tensor, ratios: Tensor, section: ReferenceSection) -> Tensor:
-    """K of every token, in nats, shaped as `log_ratios` = log pi - log pi_ref, with its gradient; `ratios` = pi / pi_b,
-    detached."""
+    """Return K and its gradient, nats, as `log_ratios` = log pi - log pi_ref; `ratios` = pi / pi_b, detached."""
     detached = log_ratios.detach()
     if section.estimator == "k2":
         return with_gradient(detached.square() / 2, detached, log_ratios)

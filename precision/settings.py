@@ -1,4 +1,4 @@
-"""The base of everything that a recipe can set, the registry of its choices by name, and how a report draws them."""
+"""Define the base of all recipe settings, and find the choices of a recipe by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from precision.text import one_line
 
 
 class Settings(BaseModel):
-    """Frozen; unknown keys, NaN and infinity are refused, and true where a number is expected."""
+    """Base of recipe settings: frozen; refuses unknown keys, NaN, infinity, and true where a number is expected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -30,11 +30,8 @@ class Settings(BaseModel):
 
 
 def choices_in(package: str, base: type[Any]) -> dict[str, Any]:
-    """Map name to class, for every concrete subclass of `base` in `package` (one module, or a folder of them).
-
-    A new class there is thereby a new choice of every recipe. Raises TypeError for a class without a name, and
-    for two of the same name.
-    """
+    """Return name → class for every concrete subclass of `base` in `package` (one module, or a folder of them). A new
+    class there is thereby a new choice of every recipe. Raises TypeError for a missing or repeated name."""
     found: dict[str, type[Settings]] = {}
     folder = getattr(import_module(package), "__path__", None)
     modules = [package] if folder is None else sorted(f"{package}.{info.name}" for info in iter_modules(folder))
@@ -51,7 +48,7 @@ def choices_in(package: str, base: type[Any]) -> dict[str, Any]:
 
 
 def name_of(choice: type[Settings]) -> str:
-    """The default of its field `name`. Raises TypeError without one."""
+    """Return the default of a class's field `name`. Raises TypeError without a default."""
     field = choice.model_fields.get("name")
     if field is None or not isinstance(field.default, str):
         raise TypeError(
@@ -61,6 +58,6 @@ def name_of(choice: type[Settings]) -> str:
 
 
 def problem_of(error: ValidationError) -> str:
-    """Return the first thing that pydantic found wrong, and where, in one line."""
+    """Return the first problem that pydantic reports, and where, in one line."""
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     return one_line(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}", 300)

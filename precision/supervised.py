@@ -1,4 +1,4 @@
-"""Maximum likelihood on demonstrations: sft before reinforcement learning.
+"""Define maximum likelihood on demonstrations, for sft before reinforcement learning.
 
 loss = -1/N sum_t A_t log pi(y_t),   A_t = 1 for plain cross-entropy
 """
@@ -21,11 +21,8 @@ from precision.torch_on_use import Tensor
 
 
 class Supervised(Objective):
-    """`advantages` weigh tokens; `rollout_logprobs` are not read: nobody sampled a demonstration. No recipe chooses it
-    by name: `evenkeel sft` trains with it.
-
-    Sums: `nll` (-log pi, unweighted).
-    """
+    """Maximum likelihood on demonstrations. `evenkeel sft` trains with it; no recipe chooses it by name. `advantages`
+    weigh tokens; `rollout_logprobs` are not read: nobody sampled them. Sums: `nll` (-log pi, unweighted)."""
 
     name: Literal["supervised"] = "supervised"
 

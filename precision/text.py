@@ -16,13 +16,13 @@ from typing import Any
 import yaml
 
 MESSAGE_CHARACTERS = 2000
-"""Longest message of an error. Those about values are far below; the end of a log may be longer."""
+"""Longest message of an error. Messages about values are far shorter; the end of a log may need more."""
 MOST_BYTES = 1 << 20
-"""Of a YAML document."""
+"""Largest YAML document."""
 MOST_VALUES = 100_000
-"""Of a YAML document, an alias counted as often as it repeats: ten lines of aliases can hold millions."""
+"""Most values of a YAML document, an alias counted as often as it repeats: ten lines of aliases can hold millions."""
 LONGEST_WORD = 80
-"""Characters of a word that is compared: a longer one is no misspelling, and comparing takes their square."""
+"""Longest word, in characters, that is compared: a longer one is no misspelling, and comparing is quadratic."""
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _IN_NO_NAME = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x85\u2028\u2029\ud800-\udfff]")
 _PLAIN = {
@@ -32,16 +32,15 @@ _PLAIN = {
     "float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
 }
-"""Plain scalars of YAML 1.2 that mean more than their text. YAML 1.1 reads `no` as False, `1:30` as 90, `012` as 10 and
-`2001-01-01` as a date."""
+"""Plain scalars of YAML 1.2 that are not text. YAML 1.1 reads `no` as False, `1:30` as 90 and `012` as 10."""
 
 
 class YamlError(ValueError):
-    """The text is not YAML that can be used; the message says where, in one line."""
+    """The text is not usable YAML; the message says where, in one line."""
 
 
 class JsonError(ValueError):
-    """The text is not JSON that can be used; the message says where, in one line."""
+    """The text is not usable JSON; the message says where, in one line."""
 
 
 def one_line(text: object, limit: int = MESSAGE_CHARACTERS) -> str:
@@ -58,7 +57,7 @@ def one_line(text: object, limit: int = MESSAGE_CHARACTERS) -> str:
 
 
 def quoted(value: object, limit: int = 60) -> str:
-    """Return `repr(value)`, of a long value its beginning and its size. Never fails, whatever the value is."""
+    """Return `repr(value)`; of a long value its beginning and its size. Never fails."""
     if isinstance(value, str):
         if len(value) <= limit:
             return ascii(value) if _UNPRINTABLE.search(value) else repr(value)
@@ -73,7 +72,7 @@ def quoted(value: object, limit: int = 60) -> str:
 
 
 def listed(parts: list[str], most: int = 5, between: str = "; ") -> str:
-    """Join the first parts, and say how many more there are."""
+    """Join the first parts, and state how many more there are."""
     more = f"{between}and {len(parts) - most} more" if len(parts) > most else ""
     return between.join(parts[:most]) + more
 
@@ -85,7 +84,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def without(text: str, secret: str, stars: str = "***") -> str:
-    """Put `stars` in place of `secret`: as it is, as `repr` writes it, percent-encoded whole or in part."""
+    """Replace `secret` by `stars`: as it is, as `repr` writes it, percent-encoded whole or in part."""
 
     def either(character: str) -> str:
         if character == " ":
@@ -101,7 +100,7 @@ def without(text: str, secret: str, stars: str = "***") -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain scalars as YAML 1.2 does, and keys as text, each once."""
+    """A loader that reads plain scalars as YAML 1.2 does, and keys as text, each once."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as PyYAML declares it
 
@@ -122,7 +121,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would read as a number."""
+    """A dumper that quotes text that `_Loader` would read as a number."""
 
 
 for kind, pattern in _PLAIN.items():
@@ -135,7 +134,7 @@ def _refuse(node: Any, problem: str) -> None:
 
 
 def _count_values(data: object, counted: dict[int, float]) -> float:
-    """Count values, one that stands in several places once for each; without end where one holds itself."""
+    """Count values, a repeated value once for each place; infinity where a value holds itself."""
     if not isinstance(data, dict | list):
         return 1
     if id(data) not in counted:
@@ -174,7 +173,7 @@ def parse_yaml(text: bytes | str) -> Any:
 
 
 def dump_yaml(data: Any) -> str:
-    """Return data as YAML that `parse_yaml` reads as it was."""
+    """Return data as YAML from which `parse_yaml` returns the same data."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -1,4 +1,4 @@
-"""The controller: one trained batch in, at most one decision out. A pure function, so that a run can be replayed.
+"""Decide how to keep a run's ESS above its floor: one trained batch in, at most one decision out, as a pure function.
 
     window ──▶ loss > allowed? ──▶ one engine alone? ─▶ start it again
      of 3           │              what is to blame? ─▶ staleness    ─▶ next rung against it
@@ -6,26 +6,25 @@
                     └▶ loss < comfortable? ──▶ give back what costs most and is not needed any more
 
 *Allowed* is the loss -ln ESS at the floor, *comfortable* a part of it (ControllerSettings.headroom): between the two
-nothing moves. What counts is the median of the latest batches, so that a single odd one moves nothing. In a staged run
-the batches of a stage are ever older from its first to its last. There a window is whole stages, and what is decided is
-decided at the end of one: windows of other parts of a stage are no measure of what a rung does.
+nothing moves. The median of the latest batches counts, so a single odd batch moves nothing. In a staged run, batches
+grow older from the first to the last of a stage. There a window is whole stages, and decisions fall at a stage's end.
 
-It climbs the cheapest rung that can help. A rung can help when its cause alone explains what is too much; otherwise the
-larger cause comes first. Where both together explain less than half of it (the rest is kernels and decoding), no rung
-would bring the ESS near the floor: then nothing is done, and `State.cannot_help` says so.
+It climbs the cheapest rung that can help. A rung can help when its cause alone explains the excess of the loss;
+otherwise the larger cause comes first. Where both together explain less than half of the excess (the rest is kernels
+and decoding), no rung would bring the ESS near the floor: nothing is done, and `State.cannot_help` is set.
 
-Quantization is measured. Staleness is not: it is what quantization leaves, and may be kernels and decoding. So the
-rungs against it must show that they help. A rung that lowers nothing is given back, and so are all of them where the
-last one leaves more than half of what was too much.
+Quantization is measured. Staleness is not: it is the rest of the loss, which may be kernels and decoding. So the rungs
+against staleness must show that they help. A rung that lowers nothing is given back, and so are all of them where the
+last one leaves more than half of the excess.
 
-It comes down when there is room. What a promoted group would cost is measured beforehand, by emulation. What staleness
-would cost is not known, so it is tried. What was given back too early is tried again only after a pause that doubles
-with each failure: a run that rests ends at the cheapest rung that holds, and one whose causes swing does not follow
-each swing.
+It descends when there is room. The cost of a promoted group is measured beforehand, by emulation. The cost of staleness
+is unknown, so a lower rung is tried. A rung that was given back too early is tried again only after a pause that
+doubles with each failure. So a steady run ends at the cheapest rung that holds, and a run with swinging causes does not
+follow each swing.
 
-What it reads, remembers and decides is plain JSON, and all numbers come back bit by bit. Everything is in terms of the
-loss -ln ESS, nats. For independent lognormal ratios the ESS is exp(-variance) of the log-ratio, so the losses of
-independent causes add up: that of a batch is about the sum of those of its terms.
+Evidence, state and decisions are plain JSON, and all numbers come back bit by bit. All losses are -ln ESS, nats. For
+independent lognormal ratios the ESS is exp(-variance) of the log-ratio, so the losses of independent causes add up: a
+batch's loss is about the sum of those of its terms.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from precision.settings import Settings
 
 Cause = Literal["staleness", "quantization", "engine"]
 Measurement = Literal["quantization", "groups"]
-"""What evidence may lack until it is asked for: it costs passes over the model."""
+"""Evidence that is measured only on demand, because it costs passes over the model."""
 MEASUREMENTS: tuple[Measurement, ...] = get_args(Measurement)
 
 
@@ -51,15 +50,15 @@ class EngineEvidence(Settings):
     """One engine's share of a batch."""
 
     loss: float
-    """Of the tokens that it sampled."""
+    """Loss of the tokens that the engine sampled."""
     loss_of_others: float
-    """Of all other tokens."""
+    """Loss of all other tokens."""
     start: int = 0
-    """Which start of the engine is announced (pipeline.data.membership)."""
+    """Number of the engine's announced start (pipeline.data.membership)."""
 
 
 class Evidence(Settings):
-    """What one trained batch shows. The ESS is that of the learner before the step against the engines."""
+    """Measurements of one trained batch. The ESS compares the learner before the step with the engines."""
 
     step: int
     loss: float
@@ -67,13 +66,13 @@ class Evidence(Settings):
     age: float = 0.0
     """Mean optimizer steps between the sampling of a token and the step that trains on it."""
     engines: Mapping[int, EngineEvidence] = {}
-    """By index, where the batch says which engine sampled, and where there are two or more."""
+    """Evidence by engine index, where batches record engines and there are two or more."""
     in_transition: bool = False
     """Whether an earlier decision has not reached all engines yet."""
     quantization: float | None = None
     """Loss of the learner against itself with the present map emulated, on tokens of the batch; None: not measured."""
     groups: Mapping[str, float] | None = None
-    """The same for each quantizable group as the only one that is quantized; None: not measured."""
+    """The same for each quantizable group, quantized alone; None: not measured."""
     unmeasurable: bool = False
     """Whether the learner cannot emulate the engines' formats."""
 
@@ -83,103 +82,95 @@ class Evidence(Settings):
 
 
 class Failure(Settings):
-    """What was tried and failed: a rung that was given back too early, an engine that was started again, a climb."""
+    """Failed attempts: a rung given back too early, an engine restarted, or a climb."""
 
     times: int
     retry_at: int
-    """The first step at which it may be tried again."""
+    """First step at which it may be tried again."""
 
 
 class Trial(Settings):
-    """What was given back, and may be needed."""
+    """A rung or group that was given back and may be needed."""
 
     cause: Cause
     until: int
-    """The last step at which a climb back means that it failed."""
+    """Last step at which a climb back counts as a failure."""
 
 
 class Climb(Settings):
-    """Rungs against staleness that were climbed one after another, and have not reached the floor so far. Losses are
-    medians of the window."""
+    """Rungs against staleness that were climbed in a row and have not reached the floor yet. Losses are medians."""
 
     rung: int
-    """The one that was in force before."""
+    """Rung in force before the climb."""
     loss: float
-    """With that one, nats."""
+    """Loss at that rung, nats."""
     reached: float | None = None
-    """With them, once they were given back as in vain; until then None."""
+    """Loss with the climbed rungs, once they were given back as useless; until then None."""
 
 
 class Observation(Settings):
-    """A batch in the window of the controller."""
-
     loss: float
     engines: Mapping[int, EngineEvidence] = {}
 
 
 class State(Settings):
-    """Where on the ladder a run is, and what the controller remembers. The first step begins with the defaults."""
+    """The place of a run on the ladder, and the controller's memory. The first step begins with the defaults."""
 
     staleness: int = 0
     """Rungs in use against staleness (Ladder.staleness)."""
     climb: Climb | None = None
-    """The latest, while it is not known yet whether it helps."""
+    """Latest climb, while it is not known yet whether it helps."""
     promoted: tuple[str, ...] = ()
-    """Groups that the engines hold unquantized by decision, in the order in which they were promoted."""
+    """Groups that the engines hold unquantized by decision, in the order of their promotion."""
     quant_map: int = 0
     """Number of the quant map in force; 0 is the recipe's. It grows with every decision that changes `promoted`."""
     acted: int | None = None
-    """Step of the last decision."""
     quiet_until: int = 0
-    """The first step whose batch shows what the last decision did."""
+    """First step whose batch shows the effect of the last decision."""
     window: tuple[Observation, ...] = ()
-    """The latest batches since then; in a staged run, of whole stages."""
+    """Latest batches since then; in a staged run, of whole stages."""
     measured: Mapping[Measurement, int] = {}
-    """The step at which each measurement was last made, or found to be impossible."""
+    """Step at which each measurement was last made, or found to be impossible."""
     trials: Mapping[str, Trial] = {}
-    """By rung or group: what was given back a short while ago, the latest last."""
+    """Rungs and groups that were given back a short while ago, the latest last."""
     failures: Mapping[str, Failure] = {}
-    """By rung or group: what was given back too early; and climbs against staleness that were in vain."""
+    """Rungs and groups that were given back too early, and climbs against staleness that were in vain."""
     suspects: Mapping[int, Failure] = {}
-    """By engine: those that were started again because they alone were bad."""
+    """Engines that were restarted because they alone were bad."""
     cannot_help: bool = False
     """Whether the ESS is below the floor and no rung is left that could raise it."""
 
 
 class Decision(Settings):
-    """One change, and why."""
-
     action: Literal["climb", "descend", "restart_engine"]
     cause: Cause
     rung: str
-    """In words, as `Ladder.rungs_of` names it; of an engine: `engine 3`."""
+    """Name as in `Ladder.rungs_of`; of an engine: `engine 3`."""
     groups: tuple[str, ...] = ()
-    """Promoted now, or quantized again."""
+    """Groups promoted, or quantized again."""
     engine: int | None = None
     engine_start: int | None = None
-    """Which start of the engine is bad: a later one is not meant."""
+    """Number of the engine's bad start; a later start is not meant."""
     because: str = Field(min_length=1)
     """One sentence with the numbers."""
 
 
 class Outcome(Settings):
-    """What follows from a batch."""
+    """The state and the decision that follow from a batch."""
 
     state: State
     decision: Decision | None = None
     needs: Measurement | None = None
-    """Measure this and ask again; `state` is then the one before."""
+    """Measurement to make before asking again; `state` is then not to be used."""
     groups: tuple[str, ...] = ()
-    """Those that `Evidence.groups` is needed for."""
+    """Groups that `Evidence.groups` is needed for."""
 
 
 class ControllerSettings(Settings):
-    """Keeps the token ESS of the batches above a floor. Without this section nothing is controlled.
-
-    What quantization does is measured by emulating the engines' formats in the learner. Transformer Engine layers, the
-    usual ones on GPUs, cannot emulate them. There either cause may be all of it: first staleness is lowered
-    rung by rung, then all layers are promoted at once. They are given back at once too.
-    """
+    """Keeps the token ESS of the batches above a floor. Without this section nothing is controlled. The effect of
+    quantization is measured by emulating the engines' formats in the learner. Transformer Engine layers, the usual ones
+    on GPUs, cannot emulate them. There either cause may be all of it: first staleness is lowered rung by rung, then all
+    layers are promoted at once. They are given back at once too."""
 
     ess_floor: float = Field(0.95, gt=0.0, lt=1.0, description="Lowest token ESS of a batch that is accepted.")
     cooldown_steps: PositiveInt = Field(
@@ -199,36 +190,34 @@ class ControllerSettings(Settings):
 
     @property
     def allowed_loss(self) -> float:
-        """-ln of the floor, nats."""
+        """Loss -ln ESS at the floor, nats."""
         return -math.log(self.ess_floor)
 
     @property
     def comfortable_loss(self) -> float:
-        """The loss below which there is the headroom to come down, nats."""
+        """Loss below which a rung may be given back, nats."""
         return (1.0 - self.headroom) * self.allowed_loss
 
 
 WINDOW = 3
-"""Batches whose median counts; in a staged run at least so many."""
+"""Batches whose median counts; in a staged run, their least number."""
 
 
 ENOUGH = 0.5
-"""Of what is too much: causes that explain less are not worth a rung, which would not bring the ESS near the floor.
-More is not asked for, as a term is measured on some tokens only."""
+"""Share of the excess that causes must explain to be worth a rung, which otherwise would not bring the ESS near the
+floor. More is not required, as a term is measured on some tokens only."""
 
 
 MOST_OF_A_TERM = 0.9
-"""Of what quantization does: the groups that do the rest are many, and do little."""
+"""Share of quantization's loss to promote away: the groups that do the rest are many, and do little."""
 
 
 HELPS = 0.1
-"""Of what is too much: a rung against staleness that takes off less shows that staleness is not to blame."""
+"""Share of the excess that a rung must take off; one that takes off less shows that staleness is not to blame."""
 
 
 @dataclass(frozen=True)
 class StalenessRung:
-    """One setting against staleness."""
-
     name: str
     lr_by_age: bool
     lag: int
@@ -236,36 +225,36 @@ class StalenessRung:
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """The rungs of a run, by cost: the means against staleness and against quantization.
+    """The rungs of a run, by cost.
 
         0  the objective's own cap       always there; costs nothing
         1  learning rate by age          lr × (1 + age)^(-1/2): the policy leaves older samples more slowly
-        2  lower lag                     the engines wait for newer weights; each such rung halves the lag, the last is
-        0 3  promotion                     the most damaging groups of layers are held unquantized by the engines 4
-        unquantized rollouts          all groups are
+        2  lower lag                     the engines wait for newer weights; each rung halves the lag, the last is 0
+        3  promotion                     the engines hold the most damaging groups of layers unquantized
+        4  unquantized rollouts          the engines hold all groups unquantized
 
-    Rungs 1 and 2 help against staleness, 3 and 4 against quantization. The learning rate and not the loss: with AdamW a
-    factor on the loss cancels out.
+    Rungs 1 and 2 help against staleness, 3 and 4 against quantization. Rung 1 scales the learning rate and not the
+    loss: with AdamW a factor on the loss cancels out.
     """
 
     lag: int = 0
-    """Versions, of the run's schedule."""
+    """Versions, in the run's schedule."""
     lag_may_change: bool = False
     """Whether the schedule has a lag (`async`)."""
     stage: int = 1
-    """Batches of a stage, of a `staged` run; their ages rise from its first to its last."""
+    """Batches of a stage, in a `staged` run; their ages rise from the first to the last."""
     has_age: bool = False
-    """Whether batches are ever trained with other weights than sampled them."""
+    """Whether batches are ever trained with other weights than those that sampled them."""
     lr_may_change: bool = True
-    """Whether the learning rate does not go by age anyhow."""
+    """Whether the learning rate may follow age; False where the recipe's does already."""
     engines_may_restart: bool = True
-    """Whether one engine may be started again while the run goes on."""
+    """Whether one engine may be restarted during the run."""
     groups: tuple[str, ...] = ()
     """Names of the groups that the engines quantize and could hold unquantized."""
 
     @property
     def staleness(self) -> tuple[StalenessRung, ...]:
-        """From the cheapest, which is the run's own setting."""
+        """Rungs against staleness, from the cheapest, which is the run's own setting."""
         rungs = [StalenessRung("objective's cap", False, self.lag)]
         if self.has_age and self.lr_may_change:
             rungs.append(StalenessRung("learning rate by age", True, self.lag))
@@ -276,15 +265,14 @@ class Ladder:
         return tuple(rungs)
 
     def whole_stages(self, batches: int) -> int:
-        """Batches of as many stages as hold so many."""
+        """Return the number of batches in the fewest stages that hold `batches`."""
         return -(-batches // self.stage) * self.stage
 
     def in_force(self, state: State) -> StalenessRung:
-        """The rung against staleness that a run is on."""
         return self.staleness[state.staleness]
 
     def rungs_of(self, state: State) -> tuple[str, ...]:
-        """The names of all that is in use beyond the objective's cap, cheapest first."""
+        """Return the names of all rungs in use beyond the objective's cap, cheapest first."""
         names = [rung.name for rung in self.staleness[1 : state.staleness + 1]]
         if state.promoted:
             whole = len(state.promoted) == len(self.groups)
@@ -293,18 +281,16 @@ class Ladder:
 
 
 def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence) -> Outcome:
-    """What follows from the batch of `evidence`, the one after that which made `state`.
-
-    Where the outcome `needs` a measurement, measure it on this batch, put it into the evidence, and ask again with the
-    same state. Decisions are at least `settings.cooldown_steps` steps apart.
-    """
+    """Return the outcome of the batch of `evidence`, which follows the batch that made `state`. Where the outcome
+    `needs` a measurement, make it on this batch, put it into the evidence, and ask again with the same state. Decisions
+    are at least `settings.cooldown_steps` steps apart."""
     settings = settings.model_copy(update=dict(cooldown_steps=ladder.whole_stages(settings.cooldown_steps)))
     seen = _observed(settings, ladder, state, evidence)
     if len(seen.window) < ladder.whole_stages(WINDOW) or (evidence.step + 1) % ladder.stage:
         return Outcome(state=seen)
     if seen.acted is not None and evidence.step - seen.acted < settings.cooldown_steps:
         return Outcome(state=seen)
-    # Failures are forgotten: of what was given back long enough ago and is not missed, of engines that are well.
+    # Forget the failures of engines that are well, and of rungs and groups that were given back and not needed.
     latest = seen.window[-1].engines
     well = [i for i, one in latest.items() if one.loss <= settings.allowed_loss and i in seen.suspects]
     if any(evidence.step >= seen.suspects[index].retry_at for index in well):
@@ -324,14 +310,14 @@ def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
 
 
 def _observed(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence) -> State:
-    """The state with this batch in its window, when the batch shows the configuration that is in force."""
+    """Return the state with this batch in its window, when the batch shows the configuration in force."""
     step = evidence.step
     if evidence.in_transition:
         quiet = max(state.quiet_until, step + 2 + ladder.in_force(state).lag)
         return state.model_copy(update=dict(window=(), quiet_until=quiet))
     if step < state.quiet_until:
         return state.model_copy(update=dict(window=()))
-    # A bad engine that was started again, and is bad still, must not move the others until it is its turn again.
+    # A restarted engine that is still bad must not move a rung before it may be restarted again.
     waiting = {index for index, suspect in state.suspects.items() if step < suspect.retry_at}
     bad = [one for index, one in evidence.engines.items() if index in waiting and one.loss > settings.allowed_loss]
     loss = min([evidence.loss, *(engine.loss_of_others for engine in bad)])
@@ -342,12 +328,12 @@ def _observed(settings: ControllerSettings, ladder: Ladder, state: State, eviden
 
 
 def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int, what: Measurement) -> bool:
-    """Once in a cool-down: a measurement costs passes over the model."""
+    """Return whether to measure now: once in a cool-down, since a measurement costs passes over the model."""
     return what not in state.measured or step - state.measured[what] >= settings.cooldown_steps
 
 
 def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, loss: float) -> Outcome:
-    # The engine without which the floor would hold, where that is so in most batches of the window.
+    # Find the engine without which the floor would hold in most batches of the window.
     alone_bad = Counter[int]()
     for observation in state.window:
         bad = [
@@ -361,12 +347,11 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
         if not ladder.engines_may_restart:
             return Outcome(state=state.model_copy(update=dict(cannot_help=True)))
         return _restart(settings, ladder, state, evidence, often[0], loss)
-    # As far above the allowed loss as the comfortable one is below: from there on, what a rung does can be told from
-    # the noise of batches.
+    # As far above the allowed loss as the comfortable loss is below it: from there on, a rung's effect stands out.
     clear_loss = (1.0 + settings.headroom) * settings.allowed_loss
     can_lower = state.staleness + 1 < len(ladder.staleness) and evidence.age > 0
     if (climb := state.climb) is not None and climb.reached is not None:
-        # Before and after together: a loss that rises by itself hides what a rung does.
+        # Compare with the mean of before and after: a loss that rises by itself hides a rung's effect.
         seen = 0.5 * (climb.loss + loss)
         helped = not _is_in_vain(settings, seen, climb.reached, HELPS)
         state = (_forget(state, (), [CLIMB]) if helped else state).model_copy(update=dict(climb=None))
@@ -391,10 +376,10 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     }
     possible = {cause: terms[cause] for cause, is_able in able.items() if is_able and terms[cause] > 0}
     alone = [cause for cause, term in possible.items() if term >= excess]
-    relief = 0.0  # what the other cause is left to give
+    relief = 0.0  # the part of the loss that the other cause could remove
     tried = next((trial.cause for trial in reversed([*state.trials.values()])), None)
     if alone:
-        # What was given back last is taken back. Otherwise staleness comes first: its rungs cost less.
+        # Take back what was given back last. Otherwise staleness comes first: its rungs cost less.
         cause = tried if tried in alone else alone[0]
     elif sum(possible.values()) >= ENOUGH * excess:
         cause = max(possible, key=possible.__getitem__)
@@ -411,21 +396,21 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
         climbed = failed.model_copy(update=dict(staleness=state.staleness + 1, climb=climb))
         rung = ladder.in_force(climbed).name
         decision = Decision(action="climb", cause="staleness", rung=rung, because=f"{said}.")
-        # What is under way was sampled by the rung before.
+        # Batches under way were sampled on the rung before.
         return Outcome(state=_acted(ladder, climbed, evidence.step, state), decision=decision)
     return _promote(settings, ladder, state, evidence, said, loss - relief)
 
 
 def _is_in_vain(settings: ControllerSettings, without: float, reached: float, share: float) -> bool:
-    """Whether rungs have taken less than a share of what is too much off the loss."""
+    """Return whether rungs have taken less than `share` of the excess off the loss."""
     return without - reached < share * (without - settings.allowed_loss)
 
 
 def _give_up(
     settings: ControllerSettings, ladder: Ladder, state: State, step: int, loss: float, *, certain: bool
 ) -> Outcome:
-    """Give back all rungs of a climb that was in vain: whatever keeps the ESS down, they cost and do not help. Where
-    that is not certain, what follows is looked at too."""
+    """Give back all rungs of a climb that was in vain: they cost and do not help. Unless that is certain, keep the
+    climb in the state to judge it by what follows."""
     climb, left = state.climb, ladder.in_force(state)
     assert climb is not None
     given_back = None if certain else climb.model_copy(update=dict(reached=loss))
@@ -453,12 +438,11 @@ def _promote(
         return Outcome(state=state, needs="groups", groups=tuple(left))
     else:
         term = evidence.quantization or 0.0
-        # To the comfortable loss, or as far as nearly all of the term goes where other causes stand in the way.
+        # Down to the comfortable loss, but by no more than the excess or nearly all of the term.
         excess = loss - settings.allowed_loss
         needed = max(excess if excess <= term else 0.0, MOST_OF_A_TERM * term)
         needed = min(loss - settings.comfortable_loss, needed)
-        # The fewest groups that take this off the loss; all, where that is not enough. Each group's share of the term
-        # is its share of the sum of all.
+        # Take the fewest groups that remove this much, or all. A group's share of the term is its share of the sum.
         damage = {group: evidence.groups[group] for group in left}
         total, chosen = sum(damage.values()), []
         for group in sorted(damage, key=lambda group: (-damage[group], group)):
@@ -467,7 +451,7 @@ def _promote(
             chosen.append(group)
             needed -= (term / total if total > 0 else 0.0) * damage[group]
     failed = _note_failed(settings, state, evidence.step, [group for group in chosen if group in state.trials])
-    # What staleness does can no longer be told from what the promotion does.
+    # From now on the promotion hides the effect of the climb.
     now = dict(promoted=(*state.promoted, *chosen), quant_map=state.quant_map + 1, climb=None)
     promoted = failed.model_copy(update=now)
     after = _acted(ladder, promoted, evidence.step, state)
@@ -510,7 +494,7 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
         return Outcome(state=state)
     # Groups that are no longer on the ladder belong to engines that keep their formats.
     ready = [group for group in state.promoted if group in ladder.groups and _may_try(state, group, step)]
-    # What they would cost is measured, so that half of the headroom is enough.
+    # Their cost is measured, so half of the headroom is enough.
     room = 0.5 * (settings.comfortable_loss + settings.allowed_loss) - loss
     if ready and evidence.unmeasurable:
         return _demote(settings, ladder, state, evidence, loss, ready)
@@ -562,48 +546,45 @@ def _demote(
 
 
 def _acted(ladder: Ladder, state: State, step: int, under_way: State) -> State:
-    """The state after a decision; what is under way, one batch and those of its lag, began in the other state."""
+    """Return the state after a decision. Batches under way, one and those of the lag, began in the other state."""
     quiet_until = step + 2 + ladder.in_force(under_way).lag
     return state.model_copy(update=dict(acted=step, quiet_until=quiet_until, window=(), cannot_help=False))
 
 
 def _ess(loss: float) -> str:
-    """With as many digits as tell it from 1."""
+    """Return the ESS as text, with as many digits as tell it from 1."""
     return f"{math.exp(-loss):.4f}" if loss > 1e-3 else f"{math.exp(-loss):.6f}"
 
 
 def _damage_of(groups: Iterable[str], damage: Mapping[str, float] | None) -> str:
-    """What each group alone does to the ESS."""
     if damage is None:
         return "What single groups do could not be measured."
     return "Quantized alone: " + ", ".join(f"{group} ESS {_ess(damage[group])}" for group in groups) + "."
 
 
 FIRST_PAUSE = 4
-"""Cool-downs in which what has failed is not tried again. It doubles with each failure."""
+"""Cool-downs before the first retry after a failure; doubled with each failure."""
 
 
 TRIAL = 4
-"""Pauses. What was given back, and is needed again within so many of its next pause, has failed."""
+"""Pauses that a trial lasts: giving back has failed if the rung or group is needed again by then."""
 
 
 LONGEST_PAUSE = 64
-"""Cool-downs; a pause does not double beyond it."""
 
 
 CLIMB = "climb"
-"""Among the failures: climbs against staleness."""
+"""Key of climbs against staleness among the failures."""
 
 
 def _forget(state: State, trials: Iterable[str], failures: Iterable[str]) -> State:
-    """The state that has forgotten some trials and some failures."""
     left = {key: trial for key, trial in state.trials.items() if key not in set(trials)}
     failed = {key: failure for key, failure in state.failures.items() if key not in set(failures)}
     return state.model_copy(update=dict(trials=left, failures=failed))
 
 
 def _note_given_back(settings: ControllerSettings, state: State, step: int, cause: Cause, keys: Iterable[str]) -> State:
-    """The state after these were given back."""
+    """Return the state with `keys` given back, on trial."""
     times = {key: 1 + (state.failures[key].times if key in state.failures else 0) for key in keys}
     trials = {key: Trial(cause=cause, until=step + TRIAL * _pause(settings, count)) for key, count in times.items()}
     earlier = {key: trial for key, trial in state.trials.items() if key not in trials}
@@ -616,8 +597,7 @@ def _may_try(state: State, key: str, step: int) -> bool:
 
 
 def _note_failed(settings: ControllerSettings, state: State, step: int, keys: list[str]) -> State:
-    """The state in which these have failed: what was given back a short while ago and is taken back, and is no trial
-    any more, or a climb."""
+    """Return the state in which `keys` have failed, and are no longer on trial: trials taken back, or a climb."""
     times = {key: 1 + (state.failures[key].times if key in state.failures else 0) for key in keys}
     failures = {key: Failure(times=count, retry_at=step + _pause(settings, count)) for key, count in times.items()}
     left = {key: trial for key, trial in state.trials.items() if key not in keys}

@@ -1,8 +1,8 @@
-"""Which statistics of a step are out of bounds, what that means, and what to do: the alarms of the live view, of the
-report and of Prometheus. A pure function of one line of metrics; no torch here.
+"""Compare a step's statistics with bounds: the alarms of the live view, the report and Prometheus.
 
-Bounds are those that others warn at or train within, each named with its source. They say that somebody should look,
-not that a run is lost.
+Each alarm names the statistic that is out of bounds, its meaning and the remedy. Alarms are a pure function of one line
+of metrics, without torch. Bounds are those that others warn at or train within, each with its source. An alarm asks for
+a look; it does not mean that the run is lost.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One statistic with its bound."""
+    """A statistic with its bound."""
 
     name: str
     what: str
     """The statistic, as the subject of a sentence."""
     path: tuple[str, ...]
-    """Where a line of metrics holds it."""
+    """Keys of the statistic in a line of metrics."""
     wrong: Literal["above", "below"]
     bound: float
     bound_if_quantized: float | None = None
-    """Where learner and engines do not compute in the same quantized format; None: the same."""
+    """Bound where learner and engines do not compute in the same quantized format; None: the same."""
     distance_from: float | None = None
-    """What is compared is the distance of the statistic from this number; None: the statistic."""
+    """Number whose distance from the statistic is compared with the bound; None: the statistic is compared."""
     to_do: str
     source: str
 
     def bound_for(self, *, quantized: bool) -> float:
-        """The bound of a run."""
         return self.bound_if_quantized if quantized and self.bound_if_quantized is not None else self.bound
 
     def value(self, metrics: Mapping[str, Any]) -> float | None:
-        """What is compared with the bound; None where the step has no such statistic."""
+        """Return the number to compare with the bound; None where the step lacks the statistic."""
         found: Any = metrics
         for key in self.path:
             found = found.get(key) if isinstance(found, Mapping) else None
@@ -56,11 +55,10 @@ class Alarm:
     value_text: str
     """The value with three digits, or as many more as tell it from the bound."""
     text: str
-    """One line for people."""
 
 
 FRESH = ("mismatch", "age", "0")
-"""Tokens of the version that trains on them: what sets the two sides apart there is not age."""
+"""Path of tokens that the trained version sampled: their mismatch does not come from age."""
 
 RULES = (
     Rule(
@@ -151,11 +149,9 @@ RULES = (
 
 
 def alarms(metrics: Mapping[str, Any], *, quantized: bool) -> list[Alarm]:
-    """The rules that a step broke, in the order of RULES; a statistic that the step lacks breaks none.
-
-    `metrics` is the step's line of metrics, `quantized` whether learner and engines do not compute in the same
-    quantized format (pipeline.analysis.summary.formats_differ).
-    """
+    """Return the rules that a step broke, in the order of RULES; a statistic that the step lacks breaks none. `metrics`
+    is the step's line of metrics, `quantized` whether learner and engines do not compute in the same quantized format
+    (pipeline.analysis.summary.formats_differ)."""
     found = []
     for rule in RULES:
         value, bound = rule.value(metrics), rule.bound_for(quantized=quantized)

@@ -1,7 +1,7 @@
-"""Where the mismatch of a token comes from: its log-ratio as a sum of terms, each with statistics of its own.
+"""Split a token's log-ratio between learner and engine into a sum of terms, each with a cause and statistics.
 
 A token was sampled by an engine at policy version v and is trained on with weights theta. Between the learner's
-log-probability and the engine's stand others of the same token, each of which differs from the one before in one thing:
+log-probability and the engine's lie others of the same token, each of which differs from the one before in one thing:
 
     learner at theta                        now
       - learner at v                        then        staleness
@@ -12,9 +12,9 @@ log-probability and the engine's stand others of the same token, each of which d
 
     log pi_now - log pi_decode = staleness + quantization + routing + kernels + decoding
 
-The sum telescopes: it is an identity, token by token, and no model of the mismatch. Whatever the sampler does otherwise
-(KV cache, batching, temperature) is in the last term. A score that was not taken is None; its term is exactly 0, and
-what it would have held is in the next one.
+The sum telescopes: it is an identity, token by token, and no model of the mismatch. The last term holds what the
+sampler does otherwise (KV cache, batching, temperature). A score that was not taken is None; its term is exactly 0, and
+its difference goes to the next term. `suspects` names the fault that explains a term best.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from precision.ratios import MAX_LOG_RATIO, ess_from_sums
 from precision.torch_on_use import Tensor, torch
 
 TERMS = ("staleness", "quantization", "routing", "kernels", "decoding")
-"""From the learner to the engine."""
+"""Names of the terms, from the learner to the engine."""
 
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """Natural log-probabilities of the same sampled tokens, each float64 [tokens]; None where one was not taken."""
+    """Natural log-probabilities of the same sampled tokens, each float64 [tokens]; None where not scored."""
 
     now: Tensor
     """By the learner at the weights that are trained."""
     then: Tensor | None = None
     """By the learner at the version that sampled."""
     quantized: Tensor | None = None
-    """That with the rollout's formats emulated; None: nothing is quantized, or it cannot be emulated."""
+    """As `then`, with the rollout's formats emulated; None: nothing is quantized, or it cannot be emulated."""
     routed: Tensor | None = None
-    """That with the experts that the engine chose; None: a dense model, or they are not known."""
+    """As `quantized`, with the experts that the engine chose; None: a dense model, or they are not known."""
     prefill: Tensor | None = None
     """By the engine, all tokens of a row at once."""
     decode: Tensor
@@ -61,12 +61,12 @@ class TokenScores:
 
     @property
     def total(self) -> Tensor:
-        """[tokens] log pi_now - log pi_decode, nats: what an objective sees."""
+        """Log-ratio log pi_now - log pi_decode [tokens], nats, which an objective sees."""
         return self.now - self.decode
 
     def terms(self) -> dict[str, Tensor]:
-        """Each of TERMS, [tokens], nats; they add up to `total`. Raises FloatingPointError naming a term with values
-        that are not finite. Large ones are what an attribution is for."""
+        """Return each of TERMS, [tokens], nats; they add up to `total`. Raises FloatingPointError naming a term with
+        values that are not finite. Large values are allowed, since an attribution is to find them."""
         terms, upper = {}, self.now
         for name, lower in zip(TERMS, self._chain()[1:], strict=True):
             terms[name] = torch.zeros_like(upper) if lower is None else upper - lower
@@ -84,41 +84,39 @@ class TokenScores:
 
 @dataclass(frozen=True, kw_only=True)
 class TermStatistics:
-    """One term over all tokens: what the mismatch would be if there were nothing else. Nats where not said."""
+    """Statistics of one term over all tokens, as if it were the whole mismatch. In nats where nothing else is given."""
 
     mean: float
     mean_abs: float
     max_abs: float
     share: float
-    """E[term · total] / E[total²]. The shares of all terms add up to 1. A term that cancels others is below 0. It is 0
-    where the total is 0 for every token."""
+    """E[term · total] / E[total²]; 0 where the total is 0 for every token. The shares of all terms add up to 1. A term
+    that cancels others has a share below 0."""
     ess: float
     """Token ESS of exp(term), in [1/tokens, 1] (precision.ratios). Here and in `k3`, terms are cut at MAX_LOG_RATIO."""
     k3: float
-    """Mean of exp(term) - 1 - term, as in precision.ratios. A KL divergence for the total, a size for a term."""
+    """Mean of exp(term) - 1 - term (precision.ratios). A KL divergence for the total, a size for a term."""
     positive_share: float
-    """Of tokens, those to which the learner's side gives more probability."""
+    """Share of tokens to which the learner's side gives more probability."""
     mean_positive: float
-    """Mean over all tokens of max(term, 0)."""
+    """Mean of max(term, 0) over all tokens."""
     mean_negative: float
-    """Mean over all tokens of min(term, 0)."""
+    """Mean of min(term, 0) over all tokens."""
     quantiles: Mapping[str, float]
-    """Exact, by their order in percent: "0.1" to "99.9"."""
+    """Exact quantiles, by their order in percent: "0.1" to "99.9"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """The mismatch of a set of tokens, term by term."""
-
     num_tokens: int
     total: TermStatistics
     terms: Mapping[str, TermStatistics]
     largest_error: float
-    """Nats. Largest |sum of terms - total| of a token: rounding of float64 alone."""
+    """Largest |sum of terms - total| of a token, nats: rounding of float64 alone."""
 
 
 def attribute(scores: TokenScores) -> Attribution:
-    """Statistics of each term and of the total. Raises as `TokenScores.terms`."""
+    """Return statistics of each term and of the total. Raises as `TokenScores.terms`."""
     terms, total = scores.terms(), scores.total
     summed = torch.stack(list(terms.values())).sum(dim=0)
     return Attribution(
@@ -130,7 +128,7 @@ def attribute(scores: TokenScores) -> Attribution:
 
 
 def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
-    """Statistics of one term beside the total, both float64 [tokens]."""
+    """Return statistics of one term beside the total, both float64 [tokens]."""
     capped = term.clamp(max=MAX_LOG_RATIO)
     ratios = capped.exp()
     power = float(total.square().sum())
@@ -150,7 +148,7 @@ def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
 
 
 def by_bucket(terms: Mapping[str, Tensor], bucket: Tensor, num_buckets: int) -> dict[str, list[float]]:
-    """Term → mean absolute value in nats for each bucket, NaN for one without tokens; `bucket` is int64 [tokens]."""
+    """Return term → mean absolute value in nats for each bucket, NaN without tokens; `bucket` is int64 [tokens]."""
     counts = torch.bincount(bucket, minlength=num_buckets).double()
     return {
         name: [
@@ -166,42 +164,36 @@ def by_bucket(terms: Mapping[str, Tensor], bucket: Tensor, num_buckets: int) -> 
 
 
 TRIED_SCALE = 1.1
-"""The wrong scale that is tried: small enough that another factor has nearly the same effect, times a number."""
+"""Wrong scale that is tried: small enough that another factor has nearly the same effect, times a number."""
 LEAST_SCALE = -1.0 / (TRIED_SCALE - 1.0)
-"""The amount of it at which the scale is 0."""
+"""Amount of this fault at which the scale is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect:
-    """A fault, and how well it alone explains a term."""
-
     name: str
     explained: float
     """Share of the term's sum of squares, in [0, 1]."""
     amount: float
-    """How many times the fault that was tried."""
+    """Multiple of the fault that was tried."""
 
 
 def suspects(
     term: Tensor, effects: Mapping[str, Tensor], least: Mapping[str, float] = MappingProxyType({})
 ) -> list[Suspect]:
-    """Which known fault explains a term that should be near zero? Each suspect is tried by its effect on every token.
+    """Return how well each known fault explains a term that should be near zero, the best first.
 
     A fault of the engine, such as one module with a wrong scale, moves every token's log-probability in its own way.
-    The learner can compute that way: it scores the same tokens with the fault made in its own weights. A term that the
-    fault has caused is then, to first order, a multiple of that effect:
+    The learner computes this effect by scoring the same tokens with the fault in its own weights. A term that the fault
+    has caused is, to first order, a multiple of the effect:
 
         term_t ≈ c · effect_t,   c = <term, effect> / <effect, effect>,   explained = c <term, effect> / <term, term>
 
-    `explained` is the share of the term's sum of squares that the suspect alone accounts for, in [0, 1]. Only the
-    direction of the effect counts, not its size: a scale that is wrong by any small factor is found by the effect of
-    1.1. A negative c is the opposite of the fault. It explains nothing, unless the fault can be that way, too: a scale
-    may be too small, as long as it is a scale (`least`).
-
-    All suspects, the best first; `term` and each effect are float64 [tokens], nats. `least`: the amount that a fault
-    exceeds, where that is not 0.
-
-    An effect of no size explains nothing, and nothing explains a term of no size. Raises ValueError for other shapes.
+    Only the direction of the effect counts, not its size: a scale that is wrong by any small factor is found by the
+    effect of 1.1. A negative c is the opposite of the fault. It explains nothing, unless the opposite is possible too:
+    a scale may be too small, as long as it is a scale. `least` is the amount that a fault exceeds, where that is not 0.
+    `term` and each effect are float64 [tokens], nats. An effect of zero explains nothing, and nothing explains a term
+    of zero. Raises ValueError for other shapes.
     """
     power = float(term.square().sum())
     found = []

@@ -1,14 +1,13 @@
-"""Which layers suffer most from the rollout's formats, and which of them to keep in full precision.
+"""Rank layers by the damage of the rollout's formats, and choose those to keep in full precision.
 
     rank_groups       each layer group quantized alone, and each promoted alone      what a format costs, group by group
     promote_greedily  the costliest group first, until the ESS reaches a floor       the map that a recipe takes
 
-Nothing here knows a model. `score(quant_map)` gives the log-probabilities of fixed tokens, [tokens] in nats: with None
-those of the unquantized model, with a map those of the model whose formats are emulated. The smallest unit that changes
-format is what an engine holds as one module: qkv, o, gate_up and down of a layer, or all experts of it.
-
-A group's log-ratio is log pi_unquantized - log pi_quantized, as if the engine had that format and nothing else
-differed. The ESS and k3 of tokens that another policy sampled are no expectations, but they order groups alike.
+Nothing here knows a model. `score(quant_map)` returns the log-probabilities of fixed tokens, [tokens] in nats: of the
+unquantized model for None, of the model with emulated formats for a map. The smallest unit that changes format is a
+module of an engine: qkv, o, gate_up and down of a layer, or all experts of it. A group's log-ratio is log
+pi_unquantized - log pi_quantized, as if the engine had that format and nothing else differed. The ESS and k3 of tokens
+that another policy sampled are no expectations, but they order groups alike.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from precision.formats.quant_map import QuantMap
 from precision.mismatch.statistics import Gap, gap
 
 Score = Callable[[QuantMap | None], Tensor]
-"""Log-probabilities [tokens] of the same tokens, in nats, under a quant map, or (None) without quantization."""
+"""Function of a quant map, or of None for no quantization: log-probabilities [tokens] of the same tokens, in nats."""
 
 _LAYER = re.compile(r".*?\.layers\.\d+")
 
@@ -33,21 +32,21 @@ class LayerGroup:
     """Modules that change format together."""
 
     name: str
-    """Of `QuantMap.groups`, such as `model.layers.3.self_attn.qkv_proj`; or of a layer."""
+    """Name in `QuantMap.groups`, such as `model.layers.3.self_attn.qkv_proj`, or of a layer."""
     modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSensitivity:
-    """What the format of one group costs."""
+    """The cost of one group's format."""
 
     group: LayerGroup
     alone: Gap
-    """Only this group quantized, against nothing quantized."""
+    """Gap with only this group quantized, against nothing quantized."""
     promoted: Gap
-    """Everything but this group quantized, against nothing quantized."""
+    """Gap with everything but this group quantized, against nothing quantized."""
     damage: float
-    """KL (k3), nats, with the group alone quantized. Small ones add up over groups whose errors are independent, and
+    """KL (k3), nats, with the group quantized alone. Small damages add up over groups whose errors are independent, and
     1 - ESS is then twice their sum."""
 
 
@@ -57,27 +56,27 @@ class Promotion:
 
     group: LayerGroup
     extra_bytes: int
-    """What keeping the group in full precision costs an engine."""
+    """Memory that an engine needs to keep the group in full precision."""
     gap: Gap
-    """With this and all earlier promotions, the map applied as a whole, on the tokens that are held out."""
+    """Gap on the held-out tokens with this and all earlier promotions together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """A map that holds the floor, and the way to it."""
+    """A map that holds the floor, and the promotions that lead to it."""
 
     quant_map: QuantMap
     start: Gap
-    """Before the first promotion."""
+    """Gap before the first promotion."""
     path: tuple[Promotion, ...]
     reached: bool
-    """False when the floor is not held although nothing is quantized any more."""
+    """False when the ESS is below the floor although nothing is quantized any more."""
     gap: Gap
-    """Of the suggested map as a whole."""
+    """Gap of the suggested map as a whole."""
 
 
 def layer_groups(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
-    """The map's quantized units, in its order."""
+    """Return the map's quantized units, in its order."""
     quantized = quant_map.formats
     return tuple(
         LayerGroup(name=name, modules=modules) for name, modules in quant_map.groups.items() if modules[0] in quantized
@@ -85,7 +84,7 @@ def layer_groups(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
 
 
 def whole_layers(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
-    """Units as large as a decoder layer, named `model.layers.N`; fewer passes than `layer_groups`."""
+    """Return units as large as a decoder layer, named `model.layers.N`; fewer passes than `layer_groups`."""
     members: dict[str, list[str]] = {}
     for module in quant_map.formats:
         found = _LAYER.match(module)
@@ -94,10 +93,8 @@ def whole_layers(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
 
 
 def rank_groups(score: Score, quant_map: QuantMap, *, chosen: Tensor | None = None) -> list[GroupSensitivity]:
-    """Sensitivities, the most damaging group first. Takes one pass, and two for each group.
-
-    `chosen`, bool [tokens], are the tokens to judge by. Raises FloatingPointError for scores that are not finite.
-    """
+    """Return the sensitivities, the most damaging group first, from one pass and two for each group. `chosen`, bool
+    [tokens], are the tokens to judge by. Raises FloatingPointError for scores that are not finite."""
     plain = score(None)
     found = []
     for group in layer_groups(quant_map):
@@ -116,12 +113,10 @@ def promote_greedily(
     extra_bytes: Mapping[str, int],
     held_out: Tensor | None = None,
 ) -> Suggestion:
-    """Promote group after group until the ESS of the whole map is at least `ess_floor`.
-
-    The next group is the one with the most damage for each byte that it costs (`extra_bytes`, by the group's name).
-    Every map on the way is scored as a whole. `held_out`, bool [tokens], selects the tokens that decide when to stop:
-    give tokens that `ranked` was not made from. Raises ValueError for a floor outside (0, 1] or a group without cost.
-    """
+    """Promote group after group until the ESS of the whole map is at least `ess_floor`. The next group is the one with
+    the most damage for each byte that it costs (`extra_bytes`, by the group's name). Every map on the way is scored as
+    a whole. `held_out`, bool [tokens], selects the tokens that decide when to stop: give tokens that `ranked` was not
+    made from. Raises ValueError for a floor outside (0, 1] or a group without cost."""
     if not 0.0 < ess_floor <= 1.0:
         raise ValueError(f"ess_floor is {ess_floor}, expected above 0 and at most 1; 0.98 is a usual one")
     unpriced = [one.group.name for one in ranked if extra_bytes.get(one.group.name, 0) < 1]

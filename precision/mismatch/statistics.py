@@ -1,12 +1,12 @@
-"""How far learner and engine are apart on the tokens of an optimizer step, over all and over parts of them.
+"""Measure how far learner and engine are apart on the tokens of an optimizer step, over all and over parts of them.
 
     StepTokens ──▶ chunks, dealt out to the ranks ─┬▶ GroupSums            added in the chunks' order  ─┐
                                                    ├▶ sorted log-ratios    exact quantiles, by counting ─┼▶ Mismatch
                                                    └▶ segments             one row for each sequence   ─┘
 
-Everything up to `Mismatch` is computed where the tensors lie, in float64. Where the chunks are cut depends on the step
-alone, and what comes of them is added in their order. What is random on a GPU (sums by atomics) is not used. So the
-statistics are the same, bit for bit, on every rank and for any number of ranks.
+Everything up to `Mismatch` is computed where the tensors lie, in float64. The step alone decides where chunks are cut,
+and their results are added in order. No operation is used that is random on a GPU (sums by atomics). So the statistics
+are the same, bit for bit, on every rank and for any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from precision.torch_on_use import Tensor, torch
 
 @dataclass(frozen=True)
 class Split:
-    """A way to divide the tokens by one number of each; bucket i holds edges[i - 1] <= number < edges[i]."""
+    """A division of the tokens by a number of each; bucket i holds edges[i - 1] <= number < edges[i]."""
 
     name: str
     title: str
-    """What the number is, for figures."""
+    """Name of the number, for figures."""
     edges: tuple[float, ...]
     buckets: tuple[str, ...]
 
@@ -70,39 +70,38 @@ ALL = "all"
 
 
 GROUPS = (ALL, *(f"{split.name}/{bucket}" for split in SPLITS for bucket in split.buckets))
-"""Names of the rows of every table: all tokens, then the buckets of each split. A token is in one bucket of each."""
+"""Names of the rows of every table: all tokens, then the buckets of each split. A token is in one of each."""
 
 
 OFFSETS = tuple(1 + sum(len(split.buckets) for split in SPLITS[:place]) for place in range(len(SPLITS)))
-"""The row in GROUPS of each split's first bucket."""
+"""Row in GROUPS of each split's first bucket."""
 
 
 CHUNK_TOKENS = 1 << 16
-"""Tokens that are in work at once, more only in a response that is longer: about 40 MB of float64 terms and
-memberships."""
+"""Tokens that are processed at once, more only for a longer response: about 40 MB of float64 terms and memberships."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """Per response token of a step, flat, sequence after sequence, on one device."""
+    """The response tokens of a step, flat, sequence after sequence, on one device."""
 
     learner_logprobs: Tensor
-    """[responses] nats."""
+    """[tokens], nats."""
     rollout_logprobs: Tensor
-    """[responses] nats."""
+    """[tokens], nats."""
     seen: Tensor
-    """bool [responses]; False on tokens that are not compared. Whatever else is there means nothing."""
+    """bool [tokens]; False on tokens that are not compared, where the other fields mean nothing."""
     advantages: Tensor
-    """[responses] of which the sign is used."""
+    """[tokens]; only the sign is used."""
     entropy: Tensor
-    """[responses] nats, of the learner's distribution."""
+    """[tokens], nats, of the learner's distribution."""
     age: Tensor
-    """[responses] versions between the policy that sampled the token and the one that trains on it, rounded up."""
+    """[tokens], versions between the policy that sampled the token and the policy that trains on it, rounded up."""
     offsets: Tensor
-    """int64 [sequences + 1] where each response begins."""
+    """int64 [sequences + 1], the beginning of each response."""
 
     def buckets(self) -> Tensor:
-        """int64 [seen tokens, splits]: the row in GROUPS of each token, for each of SPLITS."""
+        """Return the row in GROUPS of each token, for each of SPLITS: int64 [seen tokens, splits]."""
         numbers = (self.advantages.sign(), positions(self.offsets), self.entropy, self.age)
         columns = []
         for split, offset, number in zip(SPLITS, OFFSETS, numbers, strict=True):
@@ -111,8 +110,8 @@ class StepTokens:
         return torch.stack(columns, dim=1)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """First sequence and the one after the last of each run of whole sequences of CHUNK_TOKENS at most. They depend
-        on the lengths alone."""
+        """Return (first sequence, one after the last) of runs of whole sequences with CHUNK_TOKENS at most, or of one
+        longer sequence. They depend on the lengths alone."""
         offsets, found, first = self.offsets.cpu(), [], 0
         while first < len(offsets) - 1:
             fits = int(torch.searchsorted(offsets, offsets[first] + CHUNK_TOKENS, right=True)) - 1
@@ -122,7 +121,7 @@ class StepTokens:
         return found
 
     def part(self, first: int, after: int) -> StepTokens:
-        """The sequences from `first` to the one before `after`."""
+        """Return the sequences from `first` to the one before `after`."""
         offsets = self.offsets[first : after + 1]
         tokens = slice(int(offsets[0]), int(offsets[-1]))
         return StepTokens(
@@ -136,7 +135,7 @@ class StepTokens:
         )
 
     def log_ratios(self) -> Tensor:
-        """float64 [responses] log pi_learner - log pi_engine; 0 where not seen. Not checked."""
+        """Return log pi_learner - log pi_engine, float64 [tokens]; 0 where not seen. Values are not checked."""
         learner, rollout = self.learner_logprobs.double(), self.rollout_logprobs.double()
         return torch.where(self.seen, learner - rollout, 0.0)
 
@@ -146,18 +145,18 @@ class Ranks:
     """One of `size` processes that call the same functions in the same order."""
 
     rank: int
-    """Which of them this is, from 0."""
+    """Index of this process, from 0."""
     size: int
     sum: Callable[[Tensor], Tensor]
-    """Adds a tensor, float64 or int64, over all of them, and may overwrite it. All get the same, bit for bit."""
+    """Sum of a float64 or int64 tensor over all processes, bit-identical on each. It may overwrite its argument."""
 
 
 ALONE = Ranks(rank=0, size=1, sum=lambda tensor: tensor)
-"""One process has all the work."""
+"""A single process, which has all the work."""
 
 
 QUANTILES = (0.0, 0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999, 1.0)
-"""Of the log-ratios; between two tokens they are interpolated linearly, as NumPy does."""
+"""Orders of the log-ratios' quantiles, interpolated linearly between two tokens as in NumPy."""
 
 
 SEQUENCE_COLUMNS = (
@@ -170,7 +169,7 @@ SEQUENCE_COLUMNS = (
     "rollout_logprob",
     "ess",
 )
-"""Of each sequence: sums over its tokens, the extremes of a token, and the ESS among its tokens."""
+"""Columns of each sequence: sums over its tokens, the extremes of a token, and the ESS among its tokens."""
 
 OF_A_BUCKET = ("share", "ess", "k3_kl", "log_ratio_mean", "log_ratio_abs_mean", "ratio_max", "probability_error")
 """Statistics of each bucket in a step's line of metrics; `share` is that of the step's tokens."""
@@ -192,10 +191,8 @@ class Gap:
 
 
 def gap(learner: Tensor, engine: Tensor, mask: Tensor | None = None) -> Gap:
-    """Compare logprobs (nats) of any one shape; `mask` is bool of that shape, None means every token.
-
-    Raises FloatingPointError when a compared pair is not finite, ValueError when shapes differ or nothing is compared.
-    """
+    """Return the gap between logprobs (nats) of any one shape; `mask` is bool of that shape, None means every token.
+    Raises FloatingPointError for a compared pair that is not finite, ValueError for other shapes or none compared."""
     selected = torch.ones_like(learner, dtype=torch.bool) if mask is None else mask
     sums = RatioSums.from_logprobs(learner, engine, selected)
     found = sums.statistics()
@@ -210,7 +207,7 @@ def gap(learner: Tensor, engine: Tensor, mask: Tensor | None = None) -> Gap:
 
 @dataclass(frozen=True)
 class GroupSums:
-    """What adds up, for each of GROUPS; float64 tensors on one device. All-reduce both with SUM."""
+    """Sums for each of GROUPS; float64 tensors on one device. All-reduce both with SUM."""
 
     sums: Tensor
     """[groups, len(SUMS)]"""
@@ -219,7 +216,6 @@ class GroupSums:
 
     @classmethod
     def zero(cls, device: torch.device | None = None) -> GroupSums:
-        """Of no tokens."""
         return cls(
             torch.zeros(len(GROUPS), len(SUMS), dtype=torch.float64, device=device),
             torch.zeros(len(GROUPS), NUM_LOG_RATIO_BINS, dtype=torch.float64, device=device),
@@ -227,10 +223,8 @@ class GroupSums:
 
     @classmethod
     def from_tokens(cls, learner_logprobs: Tensor, rollout_logprobs: Tensor, buckets: Tensor) -> GroupSums:
-        """Of tokens with checked logprobs, float64 [tokens] in nats, and `buckets` as StepTokens.buckets gives them.
-
-        Sums are products with a 0-1 matrix, not scattered: deterministic, and quick on a GPU though groups are few.
-        """
+        """Return the sums of tokens with checked logprobs, float64 [tokens] in nats, and `buckets` as of
+        StepTokens.buckets. Sums are products with a 0-1 matrix, not scattered: deterministic, and quick on a GPU."""
         found = cls.zero(learner_logprobs.device)
         for start in range(0, len(buckets), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
@@ -250,7 +244,7 @@ class GroupSums:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """The statistics of one batch, on the host: `updates` optimizer steps, each on sequences of its own."""
+    """The statistics of one batch, on the host: `updates` optimizer steps, each on different sequences."""
 
     sums: NDArray[np.float64]
     """[updates, groups, len(SUMS)]"""
@@ -259,22 +253,19 @@ class Mismatch:
     quantiles: NDArray[np.float64]
     """[updates, groups, len(QUANTILES)] of the log-ratios; NaN in groups without tokens."""
     sequences: NDArray[np.float64]
-    """[sequences, len(SEQUENCE_COLUMNS)] in the batch's order; num_tokens is 0 and all else NaN where none was seen."""
+    """[sequences, len(SEQUENCE_COLUMNS)] in batch order. Without seen tokens, num_tokens is 0 and the rest NaN."""
     update: NDArray[np.int32]
-    """[sequences] which update saw the sequence; -1 for none."""
+    """[sequences], the update that saw each sequence; -1 for none."""
 
     @staticmethod
     def of_step(tokens: StepTokens, ranks: Ranks = ALONE) -> Mismatch:
-        """Of one optimizer step. Collective where there are several `ranks`: each has all tokens, measures some of the
-        step's chunks, and gets the statistics of all.
-
-        Raises, on every rank, FloatingPointError on a log-ratio that is not finite or above MAX_LOG_RATIO, ValueError
-        when no token was seen.
-        """
+        """Return the statistics of one optimizer step. Collective where there are several `ranks`: each has all tokens,
+        measures some of the step's chunks, and gets the statistics of all. Raises, on every rank, FloatingPointError on
+        a log-ratio that is not finite or above MAX_LOG_RATIO, ValueError when no token was seen."""
         if not bool(tokens.seen.any()):
             raise ValueError("mismatch statistics of 0 tokens are undefined, expected at least 1; check the mask")
         bounds, device = tokens.chunks(), tokens.seen.device
-        # Each rank looks at all log-ratios, so that none is left waiting for one that has raised.
+        # Each rank checks all log-ratios, so that all raise and none is left waiting.
         extreme = []
         for each in bounds:
             log_ratios = tokens.part(*each).log_ratios()
@@ -290,7 +281,7 @@ class Mismatch:
         parts = [mine[place].sums if place in mine else total for place in range(len(bounds))]
         sums = ranks.sum(torch.stack([part.sums for part in parts]))
         histogram = ranks.sum(torch.stack([part.histogram for part in parts]))
-        for place in range(len(bounds)):  # in this order, whoever measured them
+        for place in range(len(bounds)):  # in order, whichever rank measured them
             total += GroupSums(sums[place], histogram[place])
         for place, chunk in mine.items():
             sequences[slice(*bounds[place])] = chunk.sequences
@@ -313,7 +304,7 @@ class Mismatch:
 
     @staticmethod
     def stack(parts: Sequence[Mismatch], samples: Sequence[NDArray[np.bool_]]) -> Mismatch:
-        """Of a batch whose updates were measured one by one; `samples` holds which of its samples each part is of."""
+        """Return the statistics of a batch from those of its updates; `samples` masks those of each part."""
         sequences = np.full((len(samples[0]), len(SEQUENCE_COLUMNS)), np.nan)
         sequences[:, 0] = 0.0
         update = np.full(len(sequences), -1, np.int32)
@@ -340,13 +331,9 @@ class Mismatch:
         )
 
     def statistics(self) -> dict[str, float]:
-        """Return those of all tokens and of whole sequences, under the names that metrics use; quantiles are those of
-        the last update.
-
-        The ratio of a sequence is the product of its tokens' ratios. Products over long sequences leave every range of
-        numbers, so their k3 and chi2 are of ratios cut at e^MAX_LOG_RATIO; the ESS is computed in logs and cuts
-        nothing.
-        """
+        """Return the statistics of all tokens and of whole sequences by metric name; quantiles are those of the last
+        update. The ratio of a sequence is the product of its tokens' ratios. Products over long sequences overflow, so
+        their k3 and chi2 are of ratios cut at e^MAX_LOG_RATIO; the ESS is computed in logs and cuts nothing."""
         quantiles = zip(QUANTILES[1:-1], self.quantiles[-1, 0, 1:-1], strict=True)
         named = {f"log_ratio_p{100 * share:g}".replace(".", "_"): float(value) for share, value in quantiles}
         seen = self.sequences[self.update >= 0]
@@ -371,7 +358,7 @@ class Mismatch:
         )
 
     def table(self) -> tuple[tuple[str, ...], NDArray[np.float64]]:
-        """Return names, and float64 [updates, groups, names]: RatioSums.statistics of each group in each update. NaN in
+        """Return names, and RatioSums.statistics of each group in each update, float64 [updates, groups, names]. NaN in
         groups without tokens, and where a correlation is undefined."""
         every = [[self.group(name, slice(at, at + 1)) for name in GROUPS] for at in range(len(self.sums))]
         cells = [[sums.statistics() if sums.num_tokens else {} for sums in update] for update in every]
@@ -379,8 +366,7 @@ class Mismatch:
         return names, np.array([[[cell.get(name, math.nan) for name in names] for cell in update] for update in cells])
 
     def by_split(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return split → bucket → the few statistics that tell where the mismatch lies; without buckets that hold no
-        token."""
+        """Return split → bucket → the statistics OF_A_BUCKET, without buckets that hold no token."""
         found: dict[str, dict[str, dict[str, float]]] = {split.name: {} for split in SPLITS}
         total = self.group().num_tokens
         for split in SPLITS:
@@ -394,13 +380,12 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
-    """What is measured of some sequences of a step, on the device."""
+    """Measurements of some sequences of a step, on the device."""
 
     sums: GroupSums
     log_ratios: Tensor
     """float64 [seen tokens]"""
     buckets: Tensor
-    """int64 [seen tokens, splits], as StepTokens.buckets."""
     sequences: Tensor
     """float64 [sequences, len(SEQUENCE_COLUMNS)]"""
 
@@ -432,11 +417,11 @@ class _Chunk:
 
 
 _HIGHEST = (1 << 63) - 1
-"""Of int64. The bits of a double below 0, all but its sign turned over, order as the numbers do."""
+"""Largest int64. With all bits but the sign flipped in negative doubles, int64 orders them as the numbers do."""
 
 
 def quantiles_of_sorted(ordered: Tensor, orders: Sequence[float]) -> Tensor:
-    """float64 [orders] of the ascending `ordered`, float64 [values]; NaN without values. `orders` lie in [0, 1]."""
+    """Return the quantiles, float64 [orders], of the ascending `ordered`, float64 [values]; NaN without values."""
     if not ordered.numel():
         return torch.full((len(orders),), math.nan, dtype=torch.float64, device=ordered.device)
     places = _places(orders, torch.tensor([ordered.numel()], device=ordered.device))[0]
@@ -444,15 +429,15 @@ def quantiles_of_sorted(ordered: Tensor, orders: Sequence[float]) -> Tensor:
 
 
 def quantiles_of_ranks(groups: Sequence[Tensor], orders: Sequence[float], ranks: Ranks) -> Tensor:
-    """Exact quantiles of many values, of one process or of several. torch.quantile takes no more than 16 million.
+    """Return exact quantiles, float64 [groups, orders], of each group's values over all ranks. Collective.
 
-    Between two values they are interpolated linearly, as NumPy does. The places of these two in the ascending order of
-    all values are known from their number. Where several ranks hold the values, each value is found by bisection: how
-    many values are not above a bound is a sum over ranks. Doubles and int64 have the same number of bits, so after 64
-    bounds at most it is found exactly, and no rank has seen the values of another.
+    `groups` are this rank's values, each float64 [values], ascending and finite. The result is, to the last bit, that
+    of one rank with all values. torch.quantile takes no more than 16 million.
 
-    float64 [groups, orders]: those of each group's values over all ranks, to the last bit what one rank with all of
-    them finds. `groups` are this rank's values, each float64 [values], ascending and finite. Collective.
+    Between two values a quantile is interpolated linearly, as in NumPy. The number of all values gives the places of
+    these two in the order. Where several ranks hold the values, each value is found by bisection: the number of values
+    not above a bound is a sum over ranks. Doubles and int64 have the same number of bits, so 64 bounds at most find it
+    exactly, and no rank sees another's values.
     """
     if ranks.size == 1:
         return torch.stack([quantiles_of_sorted(ordered, orders) for ordered in groups])
@@ -475,7 +460,7 @@ def quantiles_of_ranks(groups: Sequence[Tensor], orders: Sequence[float], ranks:
 
 
 def _places(orders: Sequence[float], counts: Tensor) -> Tensor:
-    """float64 [counts, orders]: where the quantiles lie in the order of so many values, from 0; 0 without values."""
+    """Return the places, from 0, of quantiles among `counts` values, float64 [counts, orders]; 0 without values."""
     shares = torch.tensor(orders, dtype=torch.float64, device=counts.device)
     return shares * (counts[:, None] - 1).clamp(min=0)
 

@@ -1,1 +1,1 @@
-"""One file an objective; `base` says what each takes, returns and states about itself."""
+"""Define the objectives, a family in each file; `base` defines their interface."""

@@ -3,7 +3,7 @@ ScaleRL uses (arXiv 2510.13786, recipe: J).
 
     loss = -1/N sum_t sg(min(rho_t, cap)) A_t log pi(y_t),   rho_t = pi(y_t) / pi_b(y_t)
 
-with pi the learner, pi_b the engine that sampled y_t, and sg stop-gradient. Unlike PPO's clip no token loses its
+pi is the learner, pi_b the engine that sampled y_t, and sg stop-gradient. Unlike with PPO's clip no token loses its
 gradient; a token that grew likelier than `cap` times merely stops gaining weight.
 """
 
@@ -19,7 +19,8 @@ from precision.torch_on_use import Tensor
 
 
 class CISPO(Objective):
-    """Sums: `cap_hits` (tokens with rho > cap), `weight` (min(rho, cap)), `k3` (rho - 1 - log rho)."""
+    """A truncated importance weight with a full gradient. Sums: `cap_hits` (tokens with rho > cap), `weight` (min(rho,
+    cap)), `k3` (rho - 1 - log rho)."""
 
     name: Literal["cispo"] = "cispo"
     cap: float = Field(

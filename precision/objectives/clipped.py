@@ -1,5 +1,7 @@
-"""The clipped surrogate of PPO (arXiv 1707.06347, Eq. 7) over tokens, as GRPO (arXiv 2402.03300) uses it, with DAPO's
-separate upper bound and token-level mean (arXiv 2503.14476).
+"""Objectives that clip a ratio: PPO's surrogate (`clipped`), decoupled PPO and GSPO.
+
+The clipped surrogate of PPO (arXiv 1707.06347, Eq. 7) is over tokens, as in GRPO (arXiv 2402.03300), with DAPO's
+separate upper bound and token-level mean (arXiv 2503.14476):
 
     loss = -1/N sum_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
 
@@ -37,7 +39,7 @@ from precision.torch_on_use import Tensor, torch
 
 
 class Anchored(Objective, ABC):
-    """An objective that clips around a policy of choice."""
+    """Base of the objectives that clip around a policy of choice."""
 
     anchor: Literal["rollout", "old"] = Field(
         "rollout",
@@ -56,7 +58,7 @@ class Anchored(Objective, ABC):
 
 
 def prepared_anchor(batch: TokenBatch) -> Tensor:
-    """`batch.anchor_logprobs`. Raises ValueError when the step was not prepared."""
+    """Return `batch.anchor_logprobs`. Raises ValueError when the step was not prepared."""
     if batch.anchor_logprobs is None:
         raise ValueError("anchor_logprobs is None, expected [batch, sequence] log-probabilities; call `prepare` first")
     return batch.anchor_logprobs
@@ -71,12 +73,10 @@ def clipped_loss(
     bounds: tuple[float, float],
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and sums of one micro-batch for rho = pi / anchor and `bounds` = (floor, ceiling) of rho.
-
-    Sums: `clip_hits_high` (A > 0, rho above), `clip_hits_low` (A < 0, rho below), `clip_hits` (both), `dual_clip_hits`
-    (A < 0, rho above `dual_clip`; only where that is set) and `k3` (against the engine, whatever the anchor). Raises
-    FloatingPointError when a log-ratio or an advantage under the mask is not finite.
-    """
+    """Return loss and sums of one micro-batch for rho = pi / anchor and `bounds` = (floor, ceiling) of rho. Sums:
+    `clip_hits_high` (A > 0, rho above), `clip_hits_low` (A < 0, rho below), `clip_hits` (both), `dual_clip_hits` (A <
+    0, rho above `dual_clip`; only where that is set) and `k3` (against the engine, whatever the anchor). Raises
+    FloatingPointError when a log-ratio or an advantage under the mask is not finite."""
     mask = batch.mask
     _, ratios = masked_log_ratios(logprobs, anchor_logprobs, mask)
     advantages = response_values(batch.advantages, mask, "advantages")
@@ -97,7 +97,7 @@ def clipped_loss(
 
 
 class Clipped(Anchored):
-    """Sums: see `clipped_loss`."""
+    """PPO's clipped surrogate over tokens. Sums: see `clipped_loss`."""
 
     name: Literal["clipped"] = "clipped"
     clip_low: float = Field(0.2, ge=0.0, le=1.0, description="The ratio's floor is 1 - clip_low.")
@@ -111,7 +111,7 @@ class Clipped(Anchored):
         return replace(super().facts, needs_scoring=self.anchor == "old", reads_step_logprobs=False)
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """The learner's policy at the start of the stage becomes the anchor."""
+        """Make the learner's policy at the start of the stage the anchor."""
         return Prepared(advantages=step.advantages, anchor_logprobs=step.old_logprobs)
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
@@ -126,19 +126,17 @@ class Clipped(Anchored):
 
 
 class Decoupled(Objective):
-    """Decoupled PPO: the clip is around the learner's own recent policy, not around the one that sampled (arXiv
+    """Decoupled PPO: the clip is around the learner's own recent policy, not around the policy that sampled (arXiv
     2110.00641; for language models AReaL, arXiv 2505.24298).
 
         loss = -1/N sum_t sg(b_t) min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
         b_t = pi_old(y_t) / pi_b(y_t),   r_t = pi(y_t) / pi_old(y_t)
 
-    with pi_b the engine that sampled y_t, pi_old the learner before the first of several updates (on a batch, in a
+    pi_b is the engine that sampled y_t, pi_old the learner before the first of several updates (on a batch, in a
     stage), or at the version that sampled (learner.old_logprobs_at), and sg stop-gradient. Staleness and the engine's
     other numerics then weigh a token, and do not use up the room of the clip. With a single update, and pi_old the
-    policy before it, r is 1: what is left is the importance weight b, and the clip never acts.
-
-    Dropped tokens stay in N. Measured: `cap_hits` (share of tokens with b above the cap), `weight` (mean of b as it
-    was used). Sums: see `clipped_loss`.
+    policy before it, r is 1: only the importance weight b is left, and the clip never acts. Dropped tokens stay in N.
+    Measured: `cap_hits` (share of tokens with b above the cap), `weight` (mean of b as used). Sums: see `clipped_loss`.
     """
 
     name: Literal["decoupled"] = "decoupled"
@@ -158,7 +156,7 @@ class Decoupled(Objective):
         return replace(super().facts, needs_old_logprobs=True, reads_step_logprobs=False, clips_by_old_ratio=True)
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """b becomes a factor on the advantages, pi_old the anchor. Raises as `Objective.prepare`."""
+        """Make b a factor on the advantages, and pi_old the anchor. Raises as `Objective.prepare`."""
         behavior = step.log_ratios(step.old_logprobs, step.rollout_logprobs).exp()
         over = behavior > self.mismatch_cap
         weights = torch.where(over, 0.0 if self.over_cap == "mask" else self.mismatch_cap, behavior)
@@ -179,14 +177,14 @@ class Decoupled(Objective):
 
 
 class GSPO(Anchored):
-    """The ratio, and the clip, of a whole response (arXiv 2507.18071, Eq. 5 to 7).
+    """A ratio, and a clip, of whole responses (arXiv 2507.18071, Eq. 5 to 7).
 
         J = mean over responses i of min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),
         s_i = (pi(y_i) / pi_anchor(y_i))^(1 / |y_i|) = exp(mean_t log r_it)
 
-    The gradient of an unclipped s_i A_i is s_i A_i mean_t grad log pi(y_it); that of a clipped one is 0. Both s_i and
-    whether it is clipped are known once the step is scored, hence before its first micro-batch. So they become a factor
-    on the advantage, s_i or 0, of the score-function loss
+    The gradient of an unclipped s_i A_i is s_i A_i mean_t grad log pi(y_it); that of a clipped term is 0. Both s_i and
+    whether it is clipped are known once the step is scored, before its first micro-batch. So they become a factor on
+    the advantage, s_i or 0, of the score-function loss
 
         loss = -1/N sum_it (factor_i A_it) log pi(y_it)
 
@@ -194,11 +192,10 @@ class GSPO(Anchored):
     GSPO-token does. The bounds are a few 1e-4 wide, less than rounding in bfloat16 moves a single log-probability
     between two passes: a clip decided anew on each token of the training pass would decide by noise.
 
-    This is the mean over tokens. The paper's mean over R responses arises from advantages that carry the factor
-    N / (R |y_i|). advantage.aggregation `sequence` puts it on them; a recipe that sets no aggregation gets that one.
-
-    Measured, as shares of tokens: `clip_hits_high` (A > 0, s above), `clip_hits_low` (A < 0, s below), `clip_hits`
-    (both); `weight` (mean factor). Sums: `k3` (against the engine, token by token).
+    This is the mean over tokens. The paper's mean over R responses arises from advantages that carry the factor N / (R
+    |y_i|), by advantage.aggregation `sequence`, the default with this objective. Measured, as shares of tokens:
+    `clip_hits_high` (A > 0, s above), `clip_hits_low` (A < 0, s below), `clip_hits` (both); `weight` (mean factor).
+    Sums: `k3` (against the engine, token by token).
     """
 
     name: Literal["gspo"] = "gspo"
@@ -217,7 +214,7 @@ class GSPO(Anchored):
     paper_aggregation: ClassVar[Aggregation | None] = "sequence"
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """Sequence ratios and clips become factors on the advantages. Raises as `Objective.prepare`."""
+        """Make sequence ratios and clips factors on the advantages. Raises as `Objective.prepare`."""
         anchor = step.old_logprobs if self.anchor == "old" else step.rollout_logprobs
         log_ratios = step.row_mean(step.log_ratios(step.logprobs, anchor))
         require_usable(log_ratios, f"of {len(step.offsets) - 1} responses")

@@ -1,12 +1,12 @@
-"""DPPO with a total-variation trust region (arXiv 2602.04879, binary TV), in the form of prime-rl's default loss.
+"""DPPO with a total-variation trust region (arXiv 2602.04879, binary TV), as in prime-rl's default loss.
 
     loss = 1/N sum_t { -m_t rho_t A_t + square_coefficient (log rho_t)^2 },   rho_t = pi(y_t) / pi_b(y_t)
     m_t = 0 where A_t > 0 and pi - pi_b > threshold, or A_t < 0 and pi - pi_b < -threshold;   1 elsewhere
 
-with pi_b the engine that sampled y_t. |pi - pi_b| is the total variation between the two policies when each token is
-only told apart from all others. Unlike a ratio it hardly moves for rare tokens, where numerics alone make ratios large,
+pi_b is the engine that sampled y_t. |pi - pi_b| is the total variation between the two policies when a token is only
+distinguished from all others. Unlike a ratio it hardly moves for rare tokens, where numerics alone make ratios large,
 and it sees a likely token that loses half its probability. rho is not capped. The square keeps a pull on all tokens,
-the masked ones too; it comes from Kimi K2.5 (arXiv 2602.02276), as prime-rl's source says.
+masked tokens too; it comes from Kimi K2.5 (arXiv 2602.02276), as prime-rl's source states.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from precision.torch_on_use import Tensor, torch
 
 
 class DPPOTV(Objective):
-    """Sums: `clip_hits_high` (A > 0, probability risen past the threshold), `clip_hits_low` (A < 0, fallen),
-    `clip_hits` (both), `square` ((log rho)^2, before its coefficient), `k3`."""
+    """A trust region on each token's probability. Sums: `clip_hits_high` (A > 0, risen past the threshold),
+    `clip_hits_low` (A < 0, fallen), `clip_hits` (both), `square` ((log rho)^2, before its coefficient), `k3`."""
 
     name: Literal["dppo_tv"] = "dppo_tv"
     threshold: float = Field(

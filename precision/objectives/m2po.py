@@ -1,20 +1,20 @@
-"""M2PO: a trust region on the second moment of log-ratios (arXiv 2510.01161), which, unlike their mean, cannot cancel.
+"""M2PO: a trust region on the second moment of log-ratios, which, unlike the mean, cannot cancel (arXiv 2510.01161).
 
     loss = -1/N sum_t m_t rho_t A_t,   rho_t = pi(y_t) / pi_b(y_t),   m_t in {0, 1}
 
 A token is harmful when the update would take it further from the engine: A > 0 with rho > 1, or A < 0 with rho < 1.
-Three readings of which tokens m drops exist; all keep a mean of (log ratio)^2 at or below a threshold:
+Three readings exist of the tokens that m drops; all keep a mean of (log ratio)^2 at or below a threshold:
 
 `clip`, the authors' code (github.com/Infini-AI-Lab/M2PO, verl/trainer/ppo/core_algos.py): the widest bound tau, among
     the |log rho| of harmful tokens, with which the mean of min(|log rho|, tau)^2 over them is within the threshold;
     then PPO's clip of rho to [e^-tau, e^tau], never narrower than [1 - clip_low, 1 + clip_high]. A clipped token has no
     gradient, so clipping is dropping: the gradient is that of the clip, and the loss lacks only the clip's constants.
 `mask`, the paper: harmful tokens are dropped from the largest |log rho| downwards until the mean of (log rho)^2 over
-    those that remain is within the threshold.
+    the rest is within the threshold.
 `areal` (github.com/inclusionAI/AReaL, areal/trainer/ppo/actor.py): as `mask`, but over all tokens and on
-    (log pi_old - log pi_b)^2, with pi_old the learner's policy at the start of the stage: what the engine's mismatch
-    and staleness brought in, not what this stage has learned. AReaL's weight pi_old / pi_b times its ratio
-    pi / pi_old is rho. Its further clip of pi / pi_old and cap of pi_old / pi_b are not part of M2PO and not here.
+    (log pi_old - log pi_b)^2, with pi_old the learner's policy at the start of the stage: the engine's mismatch and
+    staleness, not what this stage has learned. AReaL's weight pi_old / pi_b times its ratio pi / pi_old is rho. Its
+    further clip of pi / pi_old and cap of pi_old / pi_b are not part of M2PO and not here.
 """
 
 from __future__ import annotations
@@ -44,12 +44,10 @@ from precision.torch_on_use import Tensor, torch
 
 
 class M2PO(Objective):
-    """Dropped tokens stay in the denominator.
-
-    Measured: `second_moment` (of the tokens that the variant looks at, before any is dropped); as shares of all tokens,
+    """A trust region on the second moment of log-ratios. Dropped tokens stay in the denominator. Measured:
+    `second_moment` (of the tokens that the variant looks at, before any is dropped); as shares of all tokens,
     `clip_hits_high` (dropped, A > 0), `clip_hits_low` (dropped, A < 0) and `clip_hits` (all dropped). Sums: `weight`
-    (rho), `k3` (rho - 1 - log rho).
-    """
+    (rho), `k3` (rho - 1 - log rho)."""
 
     name: Literal["m2po"] = "m2po"
     threshold: PositiveFloat = Field(
@@ -73,10 +71,8 @@ class M2PO(Objective):
         return replace(super().facts, reads_step_logprobs=not areal, needs_old_logprobs=areal)
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """Zero the advantage of the tokens that the second moment of the whole step asks to drop.
-
-        Raises FloatingPointError when a log-ratio is not finite.
-        """
+        """Set to 0 the advantage of the tokens to drop for the second moment of the whole step. Raises
+        FloatingPointError when a log-ratio is not finite."""
         upper = step.old_logprobs if self.variant == "areal" else step.logprobs
         log_ratios = step.log_ratios(upper, step.rollout_logprobs)
         positive, negative = step.advantages > 0, step.advantages < 0
@@ -110,7 +106,7 @@ class M2PO(Objective):
 
 
 def widest_cap(magnitudes: Tensor, threshold: float) -> float:
-    """The largest of `magnitudes` [n] such that the mean of their squares, none counted above its own, is at most
+    """Return the largest of `magnitudes` [n] such that the mean of their squares, each cut at its own, is at most
     `threshold`; inf when no cap is needed, 0 when not even the smallest will do."""
     ascending = magnitudes.sort().values
     squares = ascending.square()
@@ -123,8 +119,8 @@ def widest_cap(magnitudes: Tensor, threshold: float) -> float:
 
 
 def widest_kept(magnitudes: Tensor, threshold: float) -> float:
-    """The largest of `magnitudes` [n] such that the mean square of those up to it is at most `threshold`; -1, which
-    keeps none, when even the smallest is above. Equal ones stay or go together, so that order cannot matter."""
+    """Return the largest of `magnitudes` [n] such that the mean square of those up to it is at most `threshold`; -1,
+    which keeps none, when even the smallest is above. Equal magnitudes stay or go together."""
     ascending = magnitudes.sort().values
     means = ascending.square().cumsum(0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
     last_of_its_value = torch.ones_like(ascending, dtype=torch.bool)

@@ -2,18 +2,17 @@
 
     loss = -1/N sum_t k_t min(rho_t A_t, clip(rho_t, ratio_min, ratio_max) A_t),   rho_t = pi(y_t) / pi_b(y_t)
 
-with pi_b the engine that sampled y_t, frozen for the whole stage, and k_t 0 on vetoed tokens, 1 elsewhere.
+pi_b is the engine that sampled y_t, frozen for the whole stage, and k_t is 0 on vetoed tokens, 1 elsewhere.
 
 With [0, 5] the minimum stops nothing but A > 0, rho > 5. A token with A < 0 is never clipped and its gradient grows
-with rho; the negative-advantage veto is all that holds it. In responses with A < 0 it looks for trigger tokens and
-drops what follows the first of them: the current policy would hardly have written that prefix, so what comes after it
-says little about the current policy.
+with rho; only the negative-advantage veto holds it. In responses with A < 0 the veto looks for trigger tokens and drops
+what follows the first: the current policy would hardly have written that prefix, so the rest says little about it.
 
 The paper's full text was not at hand. Known from its abstract and figures: the range [0, 5], that the veto concerns
 responses with negative advantage, and that dropping what follows a trigger (or more) keeps training stable where
 dropping the triggers alone does not. Open, hence options: which ratios trigger (`trigger`, `kappa`), and what exactly
-is dropped (`scope`, `keeps_trigger`; also, whether later triggers inside the dropped suffix stay: here they go with
-it). So this is a reading of the paper, not a reproduction.
+is dropped (`scope`, `keeps_trigger`). Later triggers inside the dropped suffix, open too, go with it here. So this is a
+reading of the paper, not a reproduction.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ from precision.torch_on_use import Tensor, torch
 
 
 class MuGRPO(Objective):
-    """Measured: `veto_tokens` (share of tokens dropped), `veto_responses` (share of responses with a trigger),
-    `ratio_max_negative` (largest rho with A < 0; 0 without any). Sums: see `clipped_loss`."""
+    """A relaxed clip and a veto on failed responses. Measured: `veto_tokens` (share of tokens dropped),
+    `veto_responses` (of responses with a trigger), `ratio_max_negative` (largest rho with A < 0, or 0). Sums: see
+    `clipped_loss`."""
 
     name: Literal["mu_grpo"] = "mu_grpo"
     ratio_min: float = Field(0.0, ge=0.0, le=1.0, description="The ratio's floor; 0 is the paper's.")
@@ -68,7 +68,7 @@ class MuGRPO(Objective):
         return self
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """The veto at the current weights becomes a factor on the advantages. Raises as `Objective.prepare`."""
+        """Make the veto at the current weights a factor on the advantages. Raises as `Objective.prepare`."""
         log_ratios = step.log_ratios(step.logprobs, step.rollout_logprobs)
         negative = step.sampled & (step.advantages < 0)
         bound = math.log(self.kappa)

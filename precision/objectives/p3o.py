@@ -1,17 +1,18 @@
-"""P3O: policy optimization capped and anchored by the effective sample size (arXiv 2605.12380, Eq. 11 and 12).
+"""P3O and its relatives P4O and Split: a capped importance weight and a KL anchor.
+
+P3O is capped and anchored by the effective sample size (arXiv 2605.12380, Eq. 11 and 12):
 
     loss = 1/N sum_t { -sg(min(rho_t, e)) A_t log pi(y_t) + (1 - e) K_t },   rho_t = pi(y_t) / pi_b(y_t)
 
-with pi the learner, pi_b the engine that sampled y_t, e the ESS of the batch (`precision.ratios`), K an estimator of
-the anchor KL(pi || pi_b) (`precision.ratios`) and sg stop-gradient. There is no clip to tune: where the two policies
-agree e is 1 and this is the plain policy gradient; where they part every weight shrinks and the anchor takes over.
+pi is the learner, pi_b the engine that sampled y_t, e the ESS of the batch and K an estimator of the anchor KL(pi ||
+pi_b) (both in `precision.ratios`), and sg stop-gradient. There is no clip to tune: where the two policies agree e is 1
+and this is the plain policy gradient; where they part every weight shrinks and the anchor takes over.
 
-The authors' code (github.com/FeynRL-project/FeynRL) takes the ESS of each micro-batch over all ranks, as
-`ess_scope: micro_batch` does. Two things are not theirs there: this ESS has the floor 1 / tokens, which their epsilon
-undercuts when all ratios are tiny; and a ratio that is not finite raises, where theirs falls back to an ESS of 1.
-
-The paper's advantages are z-scores within the group. The recipes' `grpo` divides by the sample standard deviation
-(n - 1 in the denominator, as torch.std does); the paper leaves open which one is meant.
+The authors' code (github.com/FeynRL-project/FeynRL) takes the ESS of each micro-batch over all ranks, as `ess_scope:
+micro_batch` does. Two things differ from theirs: this ESS has the floor 1 / tokens, which their epsilon undercuts when
+all ratios are tiny; and a ratio that is not finite raises, where theirs falls back to an ESS of 1. The paper's
+advantages are z-scores within the group. The recipes' `grpo` divides by the sample standard deviation (ddof 1, as
+torch.std does); the paper leaves open which is meant.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ from precision.torch_on_use import Tensor, torch
 
 
 class P3O(Objective):
-    """Sums: `cap_hits` (tokens with rho > e), `weight` (min(rho, e)), `kl` (K before its weight), `policy_loss` and
-    `kl_loss` (the two terms of the loss), `objective_ess` (e, counted once a token: its mean over the step is the
-    token-weighted mean of the micro-batches' ESS)."""
+    """Importance weights capped, and a KL anchor weighed, by the ESS. Sums: `cap_hits` (tokens with rho > e), `weight`
+    (min(rho, e)), `kl` (K before its weight), `policy_loss` and `kl_loss` (the two terms of the loss), `objective_ess`
+    (e, counted once a token: its mean over the step is the token-weighted mean of the micro-batches' ESS)."""
 
     name: Literal["p3o"] = "p3o"
     ess_scope: Literal["step", "micro_batch"] = Field(
@@ -91,7 +92,7 @@ class P3O(Objective):
         )
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """The ESS of the step. Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens."""
+        """Compute the step's ESS. Raises FloatingPointError on non-finite log-ratios, ValueError without tokens."""
         log_ratios = step.log_ratios(step.logprobs, step.rollout_logprobs)
         if self.ess_unit == "token":
             ess = token_ess(log_ratios[step.sampled])
@@ -122,8 +123,7 @@ class P3O(Objective):
 def capped_and_anchored(
     logprobs: Tensor, batch: TokenBatch, context: StepContext, *, ratios: Tensor, kl: Tensor, ess: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss above, and its sums, from the detached `ratios` to the engine, the anchor's `kl` (with its gradient),
-    both [batch, sequence], and e."""
+    """Return P3O's loss and sums from e, detached `ratios` to the engine and the `kl`, both [batch, sequence]."""
     mask = batch.mask
     learner = response_values(logprobs, mask, "logprobs")
     advantages = response_values(batch.advantages, mask, "advantages")
@@ -142,7 +142,7 @@ def capped_and_anchored(
 
 
 def checked_ess(step_ess: float | None) -> float:
-    """The ESS that `prepare` found. Raises ValueError without one, FloatingPointError outside (0, 1]."""
+    """Return the ESS that `prepare` computed. Raises ValueError without it, FloatingPointError outside (0, 1]."""
     if step_ess is None:
         raise ValueError("this objective needs StepContext.step_ess, got None; score and prepare the whole step first")
     if not (math.isfinite(step_ess) and 0.0 < step_ess <= 1.0):
@@ -151,21 +151,19 @@ def checked_ess(step_ess: float | None) -> float:
 
 
 class P4O(Objective):
-    """P4O, experimental: P3O anchored to a mixture of the engine and the learner's own policy at the start of the
-    stage.
+    """P4O, experimental: P3O anchored to a mixture of the engine and the learner's policy at the start of the stage.
 
         e_b, e_old = ESS of pi / pi_b and of pi / pi_old,   e = min(e_b, e_old)
         pi_mix      = (w_b pi_b + w_old pi_old) / (w_b + w_old),   w_b = 1 - e_b,   w_old = 1 - e_old
         loss        = 1/N sum_t { -sg(min(rho_t, e)) A_t log pi(y_t) + (1 - e) K_t },   rho_t = pi(y_t) / pi_b(y_t)
 
-    with K the official estimator of KL(pi || pi_mix) (`precision.ratios`); from P3O's authors' code
+    K is the official estimator of KL(pi || pi_mix) (`precision.ratios`). From P3O's authors' code
     (github.com/FeynRL-project/FeynRL, algs/P4O), except that the two ESS are of the whole step, not of a micro-batch.
 
     Why experimental: the two-anchor extension collapsed after step 16 at temperature 1.2 in figure 8 of P3O's paper
     (arXiv 2605.12380), where P3O itself held, and no paper describes this form of it. On the first step of a stage
-    pi_old is pi, so that w_old is 0 and P4O is P3O; the two differ only where a stage has several steps.
-
-    Sums: as P3O's; `kl` is that to the mixture. Measured: `rollout_ess` and `old_ess` (e_b and e_old).
+    pi_old is pi, so that w_old is 0 and P4O is P3O; the two differ only where a stage has several steps. Sums: as
+    P3O's; `kl` is that to the mixture. Measured: `rollout_ess` and `old_ess` (e_b and e_old).
     """
 
     name: Literal["p4o"] = Field("p4o", description="P3O with a second anchor; experimental.")
@@ -177,10 +175,8 @@ class P4O(Objective):
         return replace(super().facts, needs_old_logprobs=True, has_term_without_advantage=True)
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """Both ESS, and log pi_mix of every token as the anchor.
-
-        Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens.
-        """
+        """Compute both ESS, and log pi_mix of every token as the anchor. Raises FloatingPointError when a log-ratio is
+        not finite, ValueError without tokens."""
         anchors = (step.rollout_logprobs, step.old_logprobs)
         rollout_ess, old_ess = (token_ess(step.log_ratios(step.logprobs, x)[step.sampled]) for x in anchors)
         weights = (1.0 - rollout_ess, 1.0 - old_ess)
@@ -211,20 +207,17 @@ class Split(Objective):
         loss  = 1/N sum_t { -sg(min(rho_t, cap)) A_t log pi(y_t) + (1 - e) K_t }
         rho_t = pi(y_t) / pi_b(y_t) = w_q w_s,   w_q = pi_old(y_t) / pi_b(y_t),   w_s = pi(y_t) / pi_old(y_t)
 
-    with pi the learner, pi_b the engine that sampled y_t, pi_old the learner at the version that sampled y_t, e the ESS
-    of w_s under pi_old (`precision.ratios.staleness_ess`) and sg stop-gradient. w_q is what engine and learner disagree
-    about, w_s what the learner has changed since. The weight corrects both; the anchor pulls back along w_s only.
-    Toward the engine it would pull the learner to its own quantized copy, which follows the learner: the pull would
-    feed on itself.
+    pi is the learner, pi_b the engine that sampled y_t, pi_old the learner at the version that sampled y_t, e the ESS
+    of w_s under pi_old (`precision.ratios.staleness_ess`) and sg stop-gradient. w_q holds the disagreement of engine
+    and learner, w_s what the learner has changed since. The weight corrects both; the anchor pulls back along w_s only.
+    Toward the engine it would pull the learner to its own quantized copy, which follows the learner.
 
     K = w_q (w_s log w_s - w_s + 1) is unbiased for KL(pi || pi_old) under samples from pi_b. Its gradient here is
     sg(min(rho, cap)) log w_s grad log pi: the true slope is rho log w_s, and the cap keeps one token from dominating.
 
-    A hypothesis of this project's, tried in docs/evidence/robust.md; no paper describes it. While pi_old is pi, in sync
-    with one update a batch, it is CISPO.
-
-    Sums: `cap_hits` (tokens with rho > cap), `weight` (min(rho, cap)), `kl` (K before its weight), `policy_loss` and
-    `kl_loss` (the two terms of the loss). Measured: `staleness_ess` (e).
+    A hypothesis of this project, tried in docs/evidence/robust.md; no paper describes it. While pi_old is pi, in sync
+    with one update a batch, it is CISPO. Sums: `cap_hits` (tokens with rho > cap), `weight` (min(rho, cap)), `kl` (K
+    before its weight), `policy_loss` and `kl_loss` (the two terms of the loss). Measured: `staleness_ess` (e).
     """
 
     name: Literal["split"] = "split"
@@ -239,8 +232,8 @@ class Split(Objective):
         )
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """The ESS of the staleness over the whole step, and pi_old as the anchor. Raises FloatingPointError when a
-        log-ratio is not finite, ValueError without tokens."""
+        """Compute the ESS of the staleness over the whole step; make pi_old the anchor. Raises FloatingPointError when
+        a log-ratio is not finite, ValueError without tokens."""
         mismatch = step.log_ratios(step.old_logprobs, step.rollout_logprobs)[step.sampled]
         ess = staleness_ess(mismatch, step.log_ratios(step.logprobs, step.old_logprobs)[step.sampled])
         return Prepared(

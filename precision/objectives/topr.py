@@ -10,7 +10,7 @@ product over its tokens, taken in logs; long responses, or an engine of other pr
     loss = -1/N sum_it (w_i A_it) log pi(y_it)
 
 As in the paper log pi is summed over a response, up to the factor 1/N common to the step. advantage.aggregation
-`constant` makes that factor the same in every step of as many samples; a recipe that sets no aggregation gets that one.
+`constant`, the default with this objective, makes that factor the same in every step of as many samples.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from precision.torch_on_use import Tensor, torch
 
 
 class TOPR(Objective):
-    """Measured: `cap_hits` (share of tokens in failed responses with a ratio above `clip_high`), `weight` (mean w over
-    tokens). Sums: `k3`."""
+    """Tapered off-policy REINFORCE. Measured: `cap_hits` (share of tokens in failed responses with a ratio above
+    `clip_high`), `weight` (mean w over tokens). Sums: `k3`."""
 
     name: Literal["topr"] = "topr"
     clip_low: float = Field(0.0, ge=0.0, description="Smallest weight of a failed response; 0 is the paper's.")
@@ -51,7 +51,7 @@ class TOPR(Objective):
         return self
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """The weights of whole responses become factors on the advantages. Raises as `Objective.prepare`."""
+        """Make the weights of whole responses factors on the advantages. Raises as `Objective.prepare`."""
         # A product over a long response may overflow to infinity, which the cap takes in.
         ratios = step.row_sum(step.log_ratios(step.logprobs, step.rollout_logprobs)).exp()[step.row]
         failed = step.advantages < 0
