@@ -172,7 +172,6 @@ def empty(folder: Path, keep: frozenset[str] = frozenset()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Empty and remove a folder, if it exists."""
     with suppress(OSError):
         empty(folder)
         os.rmdir(folder)

@@ -373,7 +373,6 @@ _RUN = re.compile(
 
 
 def _without_units(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the text without units, and the units in order."""
     units = list[str]()
 
     def drop(found: re.Match[str]) -> str:

@@ -155,7 +155,6 @@ class Verifiers:
         return [self._verdict(judgment) for judgment in judgments]
 
     async def _judged(self, texts: Sequence[bytes]) -> list[Judgment]:
-        """Return the judgments on samples that one call scores."""
         if (size := sum(map(len, texts))) > MAX_TEXTS_BYTES:
             what = "a sample" if len(texts) == 1 else "a group"
             too_large = failure("too_large", f"{what} of {size} bytes, expected at most {MAX_TEXTS_BYTES}")
@@ -184,7 +183,6 @@ class Verifiers:
         return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed=judgment.failed)
 
     def close(self) -> None:
-        """Kill the workers, whatever they are doing."""
         with suppress(Empty):
             while job := self._jobs.get_nowait():
                 job.judgments.cancel()
@@ -261,7 +259,6 @@ class _BusySpan:
         self._samples = 0
 
     def scored(self, began: float, ended: float, samples: int) -> None:
-        """Add scored samples; times are those of time.monotonic."""
         if self._samples == 0:
             self._began = began
         self._ended, self._samples = ended, self._samples + samples

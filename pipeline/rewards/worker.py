@@ -128,7 +128,7 @@ class BuiltInJudge:
         self._used = False
 
     def start(self) -> Judgment | None:
-        """Import the reward function. Return what is wrong, or None."""
+        """Import the reward function and return the problem, or None."""
         settings = self._settings
         die_with_parent(settings["run_pid"])
         hard, most = resource.getrlimit(resource.RLIMIT_DATA)[1], settings["memory_mib"] * 2**20
@@ -166,7 +166,7 @@ class FunctionJudge:
         self._used = False
 
     def start(self) -> Judgment | None:
-        """Start a fresh process that imports the reward function. Return what is wrong, or None."""
+        """Start a fresh process that imports the reward function, and return the problem, or None."""
         self._end()
         self._children.empty_scratch()
         mine, theirs = socket.socketpair()

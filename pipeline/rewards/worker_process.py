@@ -126,7 +126,7 @@ class WorkerProcess:
         self._settings = json.dumps(settings).encode()
 
     def start(self) -> str | None:
-        """Start the process and wait until it has imported the reward function. Return what went wrong, or None."""
+        """Start the process, wait until it has imported the reward function, and return the problem, or None."""
         if self._ended:
             return "it was ended"
         self.release()
@@ -181,7 +181,6 @@ class WorkerProcess:
         return judgment
 
     def forget(self) -> None:
-        """Drop all posted requests and kill the process."""
         self._posted.clear()
         self._num_sent = 0
         self.kill()

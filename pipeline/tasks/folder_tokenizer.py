@@ -112,7 +112,7 @@ class _Reading:
         """Text of each named special token, from the last file that names it."""
 
     def difference(self) -> str | None:
-        """Return what may make other tokens, for people; None where nothing can."""
+        """Return the reason, for people, why AutoTokenizer may make other tokens; None if it cannot."""
         for key in _OTHERWISE:
             if self.config.get(key):
                 return f"tokenizer_config.json sets {key}"

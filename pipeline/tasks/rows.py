@@ -178,9 +178,8 @@ def refusing_unreadable(path: Path) -> Iterator[None]:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the data files of a path, in order: the path itself if it is a file; the split's Parquet files for
-    FOLDER/train without such a file. Raises OSError, and RecipeError for a folder of several splits or other
-    contents."""
+    """Return the data files of a path, in order: the path itself if it is a file; a split's Parquet files for
+    FOLDER/train. Raises OSError, and RecipeError for a folder with several splits or without data."""
     if not path.is_dir():
         if not path.is_file():
             if files := [

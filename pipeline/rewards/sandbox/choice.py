@@ -51,7 +51,6 @@ class Needs:
 
 
 NOTHING = Needs()
-"""Needs of no particular run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,7 @@
 """Determine what code in the sandbox can read: the system, this Python and, for a reward function, the user's folders.
 
-Everything else is hidden, above all the run directory, other runs beside it and the file of the API key. A command may
-be given in a home folder, so entries that begin with a dot (.ssh, .git, .env) are hidden in the user's folders, but not
-deeper down.
+All else is hidden, above all the run directory, other runs beside it and the file of the API key. A command may be
+given in a home folder, so entries like .ssh, .git and .env are hidden in the user's folders, not deeper down.
 """
 
 from __future__ import annotations
