@@ -55,7 +55,6 @@ def sections(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def fullest(weights: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
-    """Return the weight of the heaviest part."""
     return max(sum(weights[item] for item in part) for part in parts)
 
 

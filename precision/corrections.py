@@ -126,8 +126,7 @@ class RatioRange(Correction):
 
 
 def mismatch_ratios(step: ScoredStep, level: Level) -> Tensor:
-    """Return k: float64 [tokens], finite, above 0, 1 where not sampled. Raises FloatingPointError on non-finite
-    logprobs."""
+    """Return k: float64 [tokens], above 0, 1 where not sampled. Raises FloatingPointError on non-finite logprobs."""
     log_ratios = step.log_ratios(step.old_logprobs, step.rollout_logprobs)
     if level != "token":
         of_rows = step.row_sum(log_ratios) if level == "sequence" else step.row_mean(log_ratios)

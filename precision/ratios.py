@@ -100,8 +100,7 @@ def sequence_ess_of_totals(totals: Tensor) -> float:
 
 
 def loss_of(ess: float) -> float:
-    """Return -ln ESS, nats. For lognormal ratios it is the log-ratio's variance, so losses of independent causes add
-    up."""
+    """Return -ln ESS, nats. For lognormal ratios it is the log-ratio's variance, so independent losses add up."""
     return -math.log(ess) if ess < 1.0 else 0.0
 
 

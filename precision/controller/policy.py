@@ -19,8 +19,7 @@ last one leaves more than half of the excess.
 
 It descends when there is room. The cost of a promoted group is measured beforehand, by emulation. The cost of staleness
 is unknown, so a lower rung is tried. A rung that was given back too early is tried again only after a pause that
-doubles with each failure. So a steady run ends at the cheapest rung that holds, and a run with swinging causes does not
-follow each swing.
+doubles with each failure. So a steady run ends at the cheapest rung that holds, and swinging causes are not followed.
 
 Evidence, state and decisions are plain JSON, and all numbers come back bit by bit. All losses are -ln ESS, nats. For
 independent lognormal ratios the ESS is exp(-variance) of the log-ratio, so the losses of independent causes add up: a
@@ -552,7 +551,6 @@ def _acted(ladder: Ladder, state: State, step: int, under_way: State) -> State:
 
 
 def _ess(loss: float) -> str:
-    """Return the ESS as text, with as many digits as tell it from 1."""
     return f"{math.exp(-loss):.4f}" if loss > 1e-3 else f"{math.exp(-loss):.6f}"
 
 

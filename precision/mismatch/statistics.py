@@ -152,7 +152,6 @@ class Ranks:
 
 
 ALONE = Ranks(rank=0, size=1, sum=lambda tensor: tensor)
-"""A single process, which has all the work."""
 
 
 QUANTILES = (0.0, 0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999, 1.0)
@@ -380,8 +379,6 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
-    """Measurements of some sequences of a step, on the device."""
-
     sums: GroupSums
     log_ratios: Tensor
     """float64 [seen tokens]"""

@@ -49,7 +49,6 @@ class StepContext:
     num_tokens: int
     """Sampled response tokens of the whole optimizer step, over all micro-batches and ranks: the loss denominator."""
     step_ess: float | None = None
-    """`Prepared.step_ess`."""
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums
     """All-reduce of a float64 vector over data and context parallel ranks (identity in one process)."""
 
@@ -119,8 +118,7 @@ class ScoredStep:
         return self.row_sum(values) / self.row_sum(self.sampled).clamp(min=1.0)
 
     def log_ratios(self, upper: Tensor, lower: Tensor) -> Tensor:
-        """Return upper - lower, float64 [tokens], 0 where not sampled. Raises FloatingPointError if any is
-        non-finite."""
+        """Return upper - lower, float64 [tokens], 0 where not sampled. Raises FloatingPointError on NaN or infinity."""
         difference = torch.where(self.sampled, upper.double() - lower.double(), 0.0)
         if not bool(difference.isfinite().all()):
             broken = int((~difference.isfinite()).sum())
@@ -160,8 +158,7 @@ class Facts:
     """Whether `prepare` reads `ScoredStep.logprobs`. If not, a step whose old log-probabilities are known is not
     scored, and they stand in for `logprobs`."""
     weighs_by_rollout_ratio: bool = True
-    """Whether the loss divides by the engine's probability. A correction by pi_old / pi_engine would then count the
-    engine's mismatch twice."""
+    """Whether the loss divides by the engine's probability; a correction by pi_old / pi_engine would count it again."""
     clips_by_old_ratio: bool = False
     """Whether a clip is around pi_old: it acts only where pi_old is older than the weights of the step."""
     has_term_without_advantage: bool = False
