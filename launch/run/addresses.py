@@ -16,15 +16,14 @@ LOOPBACK = "127.0.0.1"
 NAME_DEADLINE_S = 120.0
 _NAME_POLL_S = 0.5
 _INTERFACE_VARIABLES = dict(GLOO_SOCKET_IFNAME="", TP_SOCKET_IFNAME="", NCCL_SOCKET_IFNAME="=")
-"""By which torch's backends are told where to listen, and what stands before the name. Without `=` NCCL takes eth1 for
-eth10, too."""
+"""Variable with a backend's interface → prefix of its name. Without `=`, NCCL would take eth10 for eth1, too."""
 
 
 def bind_address(host: str, api_key: str | None, check: Callable[[], None] = lambda: None) -> str:
     """Return the address that `host` resolves to, for servers of this machine to bind to.
 
-    Raises RecipeError when other hosts could not reach it, or when they could, and there is no API key; otherwise as
-    `own_address` does.
+    Raises RecipeError for a name that leads to loopback, and without an API key for an address that other hosts can
+    reach; otherwise as `own_address` does.
     """
     address = own_address(host, check)
     if is_loopback(address):
@@ -42,11 +41,10 @@ def bind_address(host: str, api_key: str | None, check: Callable[[], None] = lam
 
 
 def own_address(host: str, check: Callable[[], None] = lambda: None, deadline_s: float = NAME_DEADLINE_S) -> str:
-    """Wait for an address of this machine that `host` resolves to.
+    """Return the address of this machine that `host` resolves to, waiting for DNS where necessary.
 
-    The name of a pod appears in DNS a while after the pod has started, and until then it may lead to the pod before it.
-    `check` is called while the name is waited for, and may raise. Raises DeadlineExceededError, and RecipeError for a
-    literal address that this machine does not have.
+    A pod's name appears in DNS some time after its start, and may lead to an earlier pod until then. `check` is called
+    meanwhile, and may raise. Raises DeadlineExceededError, and RecipeError for a literal address of another machine.
     """
     ends, told = time.monotonic() + deadline_s, False
     while True:
@@ -71,31 +69,29 @@ def own_address(host: str, check: Callable[[], None] = lambda: None, deadline_s:
 
 
 def first_address(host: str) -> str:
-    """Return what a name leads to, an IPv4 address if there is one. Raises OSError."""
+    """Return an address that `host` resolves to, IPv4 if there is one. Raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def own_address_towards(address: str) -> str:
-    """Return the address of this machine from which it reaches another one; nothing is sent. Raises OSError."""
+    """Return this machine's address on the route to `address`; nothing is sent. Raises OSError."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether only this machine reaches the address."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def interface_environment(
     address: str, environment: Mapping[str, str] = os.environ, *, alone: bool = False
 ) -> dict[str, str]:
-    """Make the variables that let gloo and NCCL listen at `address`, but for those that the user has set. Left to
-    themselves, they listen at the address of this machine's name.
+    """Return the variables that make gloo and NCCL listen at `address`, except those that the user has set.
 
-    None for loopback, since a learner that is reached there may yet send weights to engines on other hosts; unless the
-    run is `alone` on this machine, and nothing of it need be reached from outside.
+    By default they listen at the address of this machine's name. Loopback gives none, since a learner reached there may
+    send weights to engines on other hosts, unless the whole run is `alone` on this machine.
     """
     if (is_loopback(address) and not alone) or (name := interface_of(address)) is None:
         return {}
@@ -103,7 +99,6 @@ def interface_environment(
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has the address; None when none has."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == address for entry in entries):
             return name

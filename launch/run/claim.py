@@ -1,11 +1,10 @@
-"""One supervisor a run: the later start takes over, but not by accident.
+"""Claim a run for one supervisor: a later start takes over, but not while an earlier one is visibly at work.
 
     RUN/epochs/supervisor/000002   a start (pipeline.data.epochs); an earlier supervisor ends when it finds a later one
-    RUN/epochs/supervisor/ALIVE    rewritten every second by the one that is at work
+    RUN/epochs/supervisor/ALIVE    rewritten every second by the supervisor at work
 
-Who starts a second one watches ALIVE for some seconds: while it changes, the first one is at work, and the second start
-is refused. No clock of another host and no lock is believed. Only a job that a scheduler starts again takes over at
-once: the host of its earlier attempt may be cut off, and at work all the same.
+A second start watches ALIVE for some seconds, and is refused if it changes; locks and other hosts' clocks are not
+trusted. Only a job that a scheduler restarts takes over at once: its former host may be cut off, and still at work.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ _MOST_CHARACTERS = 1000
 
 @contextmanager
 def claimed(run: RunDirectory, *, takes_over: bool = False) -> Iterator[Epoch]:
-    """Be the supervisor of a run. Raises RunConflictError while another one is visibly at work, unless this one takes
-    over from whoever that is."""
+    """Claim the run as its supervisor. Raises RunConflictError while another one is at work, unless `takes_over`."""
     alive = epoch_folder(run.path, "supervisor") / "ALIVE"
     first, ends = (None if takes_over else _read(alive)), time.monotonic() + WATCH_S
     while first is not None and time.monotonic() < ends:
         time.sleep(_POLL_S)
         now = _read(alive)
         if now is None:
-            break  # it has just ended
+            break  # the other supervisor has just ended
         if now != first:
             raise RunConflictError(
                 f"{run.path} is being trained by another process ({now.partition(',')[2].strip()}); wait for it, stop "
@@ -51,7 +49,7 @@ def claimed(run: RunDirectory, *, takes_over: bool = False) -> Iterator[Epoch]:
     def beat() -> None:
         number = 0
         while not ended.wait(BEAT_S):
-            with suppress(OSError, EvenKeelError):  # the next one may succeed
+            with suppress(OSError, EvenKeelError):  # the next beat may succeed
                 if epoch.is_superseded():
                     return
                 number += 1

@@ -1,8 +1,4 @@
-"""Note what a role runs on as an event at each of its starts, so that a report can say what a run was made with.
-
-host, cores, GPUs · Python and packages · the commit of the sources; of the learner also how many ranks there are and
-what is needed to say how well they use their GPUs
-"""
+"""Record host, hardware, software and source commit of a role as an event at each of its starts, for reports."""
 
 from __future__ import annotations
 
@@ -36,16 +32,16 @@ PEAK_TFLOPS = (
     ("A800", 312.0),
     ("L40S", 362.0),
 )
-"""Dense bfloat16 of one GPU by a part of its name, on paper (NVIDIA's data sheets)."""
+"""Part of a GPU's name and its peak dense bfloat16 TFLOPS (NVIDIA's data sheets)."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _SOURCES = Path(__file__).parents[2]
 _GIT_DEADLINE_S = 5.0
 
 
 def environment(gpus: Path = _GPUS, sources: Path = _SOURCES) -> dict[str, Any]:
-    """Describe host, hardware and software of this process. Calls no driver, so it cannot hang."""
+    """Return host, hardware and software of this process. It calls no driver, so it cannot hang."""
     names: Counter[str] = Counter()
-    for path in sorted(gpus.glob("*/information")):  # the driver's: `NVIDIA H100 80GB HBM3` once for each
+    for path in sorted(gpus.glob("*/information")):  # from the driver, with a line `Model: NVIDIA H100 …`
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         names.update(line.partition(":")[2].strip() for line in lines if line.startswith("Model:"))
     packages: dict[str, str] = {}
@@ -63,25 +59,24 @@ def environment(gpus: Path = _GPUS, sources: Path = _SOURCES) -> dict[str, Any]:
 
 
 def note_engine(run: RunDirectory, epoch: Epoch) -> None:
-    """Note an engine's host, with the SGLang that its server runs."""
     found = environment()
     packages = {**found["packages"], "sglang": sglang_version() or "none"}
     EventLog(run.path, epoch.name).event("environment", role=epoch.folder.name, **{**found, "packages": packages})
 
 
 def learner_facts(config: ModelConfig, ranks: int, gpus: list[str]) -> dict[str, Any]:
-    """Return what the use of the GPUs is computed from. `peak_tflops`, of one GPU, is missing where there is none,
-    where they differ, or where the name is not known."""
+    """Return the numbers from which GPU utilization is computed. `peak_tflops`, of one GPU, is left out without GPUs,
+    for GPUs of several kinds, and for an unknown name."""
     alike = gpus[0].lower() if len(set(gpus)) == 1 else ""
     known = next((dict(peak_tflops=peak) for part, peak in PEAK_TFLOPS if part.lower() in alike), {})
     return dict(ranks=ranks, active_parameters=active_parameters(config), **known)
 
 
 def commit_of(sources: Path) -> str | None:
-    """Return the commit that a checkout stands at, with `+` where files differ from it; None outside of one."""
+    """Return the commit of a git checkout, with `+` if tracked files differ from it; None outside a checkout."""
     if not (sources / ".git").exists():
         return None
-    # Others may be at work in it.
+    # Without optional locks: others may be at work in the checkout.
     git = partial(
         subprocess.check_output,
         encoding="utf-8",

@@ -1,7 +1,7 @@
-"""Train as one rank of the learner: `torchrun … -m launch.run.learn_rank RUN`, by the agent of its host.
+"""Train as one rank of the learner: `torchrun … -m launch.run.learn_rank RUN`, started by the agent of its host.
 
-With `--replay SOURCE` it trains on the recorded batches of another run, without engines. A rank asks to die with its
-parent before it imports what takes seconds, so these imports stand in `learn`.
+With `--replay SOURCE` it trains on another run's recorded batches, without engines. Slow imports stand in `learn`,
+since a rank first arranges to die with its parent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
-    """Train on every batch that the newest checkpoint has not seen, or on those of the run that is replayed."""
+    """Train on every batch since the newest checkpoint, read from `replayed` if that is given."""
     import torch.distributed as dist
 
     from launch.build.components import build_contract, build_limits, build_tokenizer
@@ -42,14 +42,14 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     learner = build_learner(recipe)
     learner.rates = build_rates(run)
     if EPOCH_VARIABLE in os.environ:
-        epoch = rank_epoch(run.path)  # which the agent has claimed
+        epoch = rank_epoch(run.path)  # claimed by the agent
     else:
         epoch = Epoch(epoch_folder(run.path, "learner"), learner.tell(lambda: claim(run.path, "learner").number))
     run = run.under(epoch)
     channel: WeightChannel | None = None
     transition = None
     if replayed is None:
-        if recipe.weights.channel == "ipc":  # which looks at once whether all are on this machine
+        if recipe.weights.channel == "ipc":  # the channel checks at once that all engines are on this machine
             wait_for_engines(run, recipe, Stop(), recipe.rollout.engines)
         if recipe.controller is not None:
             transition = build_transition(run, recipe, learner, epoch)
@@ -69,13 +69,13 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         channel=channel,
         controller=build_controller(run, recipe, learner, transition, event_log, replayed),
     )
-    source = f"{epoch.name}.rank-{dist.get_rank():04}"  # files of events have one writer: a rank's is named by the rank
+    source = f"{epoch.name}.rank-{dist.get_rank():04}"  # one writer per event file: the rank names it
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         found = environment()
         facts = learner_facts(learner.model_config, dist.get_world_size(), found["gpus"])
         EventLog(run.path, source).event("environment", role="learner", **found, **facts)
     if learner.is_rank_zero and (stop_file := os.environ.get(STOP_FILE_VARIABLE)):
-        Path(stop_file).with_name(BEGUN).touch()  # for the agent: from now on there may be something to save
+        Path(stop_file).with_name(BEGUN).touch()  # tells the agent that there may be something to save
     with recorded(run.path, source):
         trainer.train()
         if channel is not None:
@@ -83,7 +83,6 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run `RUN` or `RUN --replay SOURCE` to its end."""
     from launch.run.processes import run_child
     from launch.run.waiting import EPOCH_VARIABLE, rank_epoch
     from pipeline.data.run_directory import RunDirectory

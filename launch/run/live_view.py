@@ -1,7 +1,6 @@
-"""What a run is doing right now: a live view on a terminal, plain lines elsewhere.
+"""Show what a run is doing: a live view on a terminal, plain lines elsewhere.
 
-Reads only what the run writes anyway (its metrics and events), and only the lines that are new. Everything is
-written to stderr; stdout stays free for results.
+The view reads only new lines of the run's metrics and events, and writes to stderr; stdout stays free for results.
 """
 
 from __future__ import annotations
@@ -71,66 +70,59 @@ SAID = (
 
 @dataclass(frozen=True)
 class Shown:
-    """What an engine does, as its newest event says."""
+    """An engine's state by its newest event."""
 
     state: str
     reason: str
     since: float
-    """Seconds since 1970."""
+    """Time of the state's first event, in seconds since 1970."""
 
 
 @dataclass
 class Progress:
-    """What the view shows, kept up to date by `take`."""
+    """The state that the view shows, updated by `take_metrics` and `take_event`."""
 
     steps: int
     stage: int = 1
-    """Steps of a stage, of a staged run."""
+    """Steps in a stage of a staged run."""
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS + 1))
-    """The newest lines of metrics, of one start of the learner: the time between two starts is nobody's step."""
+    """The newest metrics lines of one start of the learner: the time between two starts is part of no step."""
     start: str = ""
-    """Of the learner, which wrote `recent`."""
     last: dict[str, Any] = field(default_factory=dict)
-    """The newest of them."""
     num_steps: int = 0
-    """Steps trained."""
     step_s: float | None = None
     """Mean seconds from the end of one step to the end of the next."""
     tokens_per_s: float | None = None
     """Trained response tokens a second over the recent steps."""
     pass_at_1: str = "–"
-    """Of the newest evaluation."""
     restarts: int = 0
     control: dict[str, Any] | None = None
     """The latest decision of the ESS controller."""
     sample: dict[str, Any] | None = None
-    """Of the newest batch."""
     reward_failed: dict[str, Any] | None = None
     """The first sample of the run whose verifier failed."""
     samples_failed: float = 0.0
-    """Without a reward, of the steps trained."""
+    """Number of trained samples without a reward."""
     unsolved: dict[str, Any] | None = None
-    """That no sample of the first batches was solved, as long as none is."""
+    """Event that no sample of the first batches was solved; None once a sample is."""
     teacher_failed: dict[str, Any] | None = None
     """The first group of the run that the teacher of a distillation did not score."""
     samples_untaught: float = 0.0
-    """Not scored by the teacher, of the steps trained."""
+    """Number of trained samples that the teacher did not score."""
     starting: dict[str, float] = field(default_factory=dict)
-    """Processes that have been started and are not up yet, and when that was."""
+    """Started process that is not up yet → time of its start."""
     issued: int = -1
-    """The newest batch that engines have been asked for."""
+    """The newest batch that engines were asked for."""
     committed: int = -1
-    """The newest batch that is there."""
     quantized: bool = False
-    """Whether learner and engines do not compute in the same quantized format."""
+    """Whether learner and engines compute in different formats, at least one of them quantized."""
     alarms: list[Alarm] = field(default_factory=list)
-    """Of the newest step."""
     engines: dict[int, Shown] = field(default_factory=dict)
     waits: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By who waits: the latest notice of a wait that has not ended."""
+    """Waiting process → the latest notice of its unfinished wait."""
 
     def take_metrics(self, line: dict[str, Any], start: str = "") -> None:
-        """One step has ended, of this start of the learner."""
+        """Take in the metrics line of a step; `start` is the learner's start that wrote it."""
         if start != self.start:
             self.recent.clear()
         self.start, self.last, self.num_steps = start, line, int(line["step"]) + 1
@@ -149,7 +141,6 @@ class Progress:
         self.alarms = alarms(line, quantized=self.quantized)
 
     def take_event(self, event: dict[str, Any]) -> None:
-        """Take in what happened."""
         kind, process, reason = event.get("kind"), str(event.get("process", "")), str(event.get("reason") or "")
         match kind:
             case "evaluated":
@@ -178,7 +169,7 @@ class Progress:
                 self.committed = event["batch"]
             case "started":
                 if process == "collector":
-                    self.engines.clear()  # who says what engines do begins anew
+                    self.engines.clear()  # the collector reports all engines anew
                 if re.fullmatch(r"learner|collector|engine-\d+", process):
                     self.starting[process] = event["time"]
             case "environment" if event.get("role") in ("learner", "collector"):
@@ -188,7 +179,7 @@ class Progress:
                     self.starting.pop(f"engine-{event.get('engine')}", None)
                 engine, at = int(event["engine"]), float(event["time"])
                 known = self.engines.get(engine)
-                again = known is not None and known.state == "starting again"  # which says more than some others
+                again = known is not None and known.state == "starting again"  # outranks `left` and `quarantined`
                 if kind == "left" and not again:
                     self.engines.pop(engine, None)
                 elif not (again and kind in ("left", "quarantined")):
@@ -196,7 +187,7 @@ class Progress:
                     self.engines[engine] = Shown(str(kind), reason, since)
 
     def doing(self) -> str:
-        """What is going on, and for how long."""
+        """Return what the run is doing, and for how long."""
         if self.starting:
             return f"starting {', '.join(sorted(self.starting))} ({time.time() - min(self.starting.values()):.0f} s)"
         done = self.num_steps
@@ -212,11 +203,11 @@ class Progress:
 
 
 class LiveView:
-    """Context manager; the supervisor calls `refresh` about twice a second.
+    """A view of a run, as a context manager; the supervisor refreshes it several times a second.
 
-    On a terminal it redraws one block. Elsewhere it prints a step every EVERY_S, or each one while they take over
-    SLOW_S; a sample every SAMPLE_STEPS; a line for each event of a kind of SAID, and when an alarm begins or ends; and
-    after EVERY_S without any of these what is going on. Lines that were written before it started are read only.
+    On a terminal it redraws one block. Elsewhere it prints a step every EVERY_S, or each step if steps take over SLOW_S
+    (launch.terminal); a sample every SAMPLE_STEPS; each event of a kind in SAID; each begin and end of an alarm; and,
+    after EVERY_S without a line, what the run is doing. Lines from before its start are read but not printed.
     """
 
     def __init__(
@@ -228,27 +219,24 @@ class LiveView:
         quantized: bool = False,
         console: Console | None = None,
     ) -> None:
-        """`stage`: steps of a stage, of a staged run. `quantized`: learner and engines do not compute in the same
-        quantized format, and alarms allow for it."""
         self.console = console or Console(stderr=True)
         recent = deque[dict[str, Any]](maxlen=whole_stages(WINDOW_STEPS, stage) + 1)
         self.progress = Progress(steps, stage, recent, quantized=quantized)
         self._metrics, self._events = LogTail(run_dir, "metrics"), LogTail(run_dir, "events")
         self._said: tuple[int, float] | None = None
-        """The newest step that was said, and when it ended."""
+        """The newest printed step, and when it ended."""
         self._sampled = -SAMPLE_STEPS
-        """The step beside which the newest sample was said."""
+        """The step at which the newest sample was printed."""
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
 
     @classmethod
     def of_run(cls, run_dir: Path, recipe: Recipe) -> Self:
-        """Of a run that goes by the recipe."""
         stage = recipe.build_schedule().updates_per_stage
         return cls(run_dir, recipe.run.steps, stage=stage, quantized=formats_differ(recipe))
 
     def __enter__(self) -> Self:
         self._take(says=False)
-        self.progress.starting.clear()  # of earlier sessions
+        self.progress.starting.clear()  # starts of earlier supervisors
         terminal.note_line(block=True)
         if self._live is not None:
             self._live.start()
@@ -265,7 +253,6 @@ class LiveView:
                 self._live.stop()
 
     def refresh(self) -> None:
-        """Take in what the run has written since the last call, and show it."""
         self._take(says=self._live is None)
         if self._live is not None:
             self._live.update(render(self.progress), refresh=True)
@@ -302,7 +289,6 @@ class LiveView:
 
 
 def render(progress: Progress) -> RenderableType:
-    """Return the block that is drawn on a terminal."""
     last, steps = progress.last, progress.num_steps
     left = "" if progress.step_s is None else f"{duration(progress.step_s * max(0, progress.steps - steps))} left"
     head = Table.grid(padding=(0, 2))
@@ -363,7 +349,6 @@ def render(progress: Progress) -> RenderableType:
 
 
 def step_line(progress: Progress) -> str:
-    """One step as plain text."""
     last = progress.last
     shares = phase_shares(progress.recent, stage=progress.stage)
     slowest = max(shares, key=shares.__getitem__) if shares else None
@@ -380,7 +365,7 @@ def step_line(progress: Progress) -> str:
 
 
 def sample_line(event: dict[str, Any]) -> str:
-    """A sample as plain text, without what a terminal would obey."""
+    """Return a sample as plain text, without terminal control characters."""
     parts = ", ".join(f"{name} {value:g}" for name, value in event["reward_parts"].items())
     reward = "no reward" if event["reward"] is None else f"reward {event['reward']:g}"
     prompt, response = (one_line(event[name], length) for name, length in (("prompt", 120), ("response", 240)))
@@ -391,7 +376,7 @@ def sample_line(event: dict[str, Any]) -> str:
 
 
 def event_line(event: dict[str, Any]) -> str:
-    """Return an event of a kind of SAID as plain text, without what a terminal would obey."""
+    """Return an event of a kind in SAID as plain text, without terminal control characters."""
     match event["kind"]:
         case "no_progress":
             line = notice_line(event)

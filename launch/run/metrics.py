@@ -1,11 +1,10 @@
-"""`/metrics` of a role, for Prometheus: fed by the lines of its event log, and by what is looked up at each scrape.
+"""Serve a role's `/metrics` to Prometheus, from the lines of its event log and from lookups at each scrape.
 
     EventLog ──each line──▶ RunMetrics.observe ──▶ gauges and counters ─┐
     Fleet.state, policy/PUBLISHED, free space ──at each scrape──────────┴──▶ http://HOST:PORT/metrics
 
-METRICS has every number with its name, its unit, its labels and the roles that show it; `make docs` makes a page
-of them. Nothing here may end a run: a line that has other fields than expected changes what it can. There is no key:
-what is shown are numbers, addresses of engines and the run's name.
+`make docs` makes a page of METRICS. Metrics never end a run: a line with unexpected fields is used as far as possible.
+Requests need no key, since the page holds only numbers, indexes of engines and the run's name.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from rollout_sglang.engine_pool import EngineState
 
 @dataclass(frozen=True)
 class MetricName:
-    """One metric. A counter's name ends with `_total`, and it starts again at 0 with its process."""
+    """A metric. A counter's name ends with `_total`; the counter restarts at 0 with its process."""
 
     name: str
     roles: tuple[str, ...]
     help: str
     labels: tuple[str, ...] = ()
-    """Beside `run`, which every metric has."""
+    """Labels besides `run`, which every metric has."""
     field: str = ""
-    """Of a line of metrics, which the gauge shows or the counter adds up; of one with the label `phase`, a mapping."""
+    """Field of a metrics line that the gauge shows or the counter adds up; a mapping if the label is `phase`."""
 
 
 LEARNER, COLLECTOR, SUPERVISOR = ("learner",), ("collector",), ("supervisor",)
@@ -188,9 +187,8 @@ METRICS: tuple[MetricName, ...] = (
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 METRICS_PORT_VARIABLE = "EVENKEEL_METRICS_PORT"
-"""Environment of a role's process: where it shows its metrics. Without it, it shows none."""
+"""Environment variable with the port of a role's metrics; without it, the role shows none."""
 METRICS_HOST_VARIABLE = "EVENKEEL_METRICS_HOST"
-
 
 OF_BUCKET = {
     "share": "evenkeel_bucket_token_ratio",
@@ -199,39 +197,36 @@ OF_BUCKET = {
 }
 """Statistic of a bucket in a line's `mismatch` → gauge."""
 SINCE_START = tuple(metric.name for metric in METRICS if metric.name.endswith("_timestamp_seconds"))
-"""Before the run's first step or batch they show when the process started: one that never gets there has no other
-sign."""
+"""Gauges that show the process's start until its first step or batch, so that a lack of both is noticed."""
 NEWEST: Mapping[str, tuple[Role, Literal["metrics", "events"], EventKind | None]] = {
     "evenkeel_last_step_timestamp_seconds": ("learner", "metrics", None),
     "evenkeel_last_batch_timestamp_seconds": ("collector", "events", "committed"),
 }
-"""Gauge → whose work it is, and where earlier starts have left its time. A role that dies before its first step or
-batch, each time that it is started again, would otherwise look as if it had just begun."""
+"""Gauge → the role, log and event kind with its time from earlier starts. Otherwise a role that always dies before its
+first step or batch would look as if it had just begun."""
 LONGEST_PAUSE_S = 1800.0
-"""Between two starts; after a longer one the time begins anew. ops/alerts/evenkeel.yaml waits for as long."""
+"""Longest pause between two starts that counts as one stall. ops/alerts/evenkeel.yaml waits as long."""
 LEFT_OUT = {
     "dropped": "unfit",
     "zero_variance_dropped": "zero_variance",
     "filtered": "filtered",
     "solved_groups": "solved",
 }
-"""Field of a `committed` event → why groups were left out."""
+"""Field of a `committed` event → reason for leaving out groups."""
 
 
 class RunMetrics:
-    """The metrics of one role of the run in `run_dir`, in a registry of their own."""
-
     def __init__(self, role: str, run_dir: Path) -> None:
         self.role = role
         self.registry = CollectorRegistry()
         self.fleet: Callable[[], Sequence[EngineState]] | None = None
-        """The engines of a collector, asked for at each scrape, in another thread."""
+        """Function that returns a collector's engines, called at each scrape in another thread."""
         self.waiting: Callable[[], int] | None = None
-        """Prompts of a collector that wait, asked for in the same way."""
+        """Function that returns the number of a collector's waiting prompts, called likewise."""
         self._run_dir, self._fatal = run_dir, run_dir / "logs" / "fatal"
         self._lock = threading.Lock()
         self._old_notes = set(self._fatal.glob("*.json"))
-        """Of earlier starts: a run that was started again has not given up."""
+        """Fatal notes of earlier starts, which say nothing of this one."""
         self._shown: dict[str, Gauge | Counter] = {}
         self._recipe: Recipe | None = None
         self._show("evenkeel_role_info", 1, role=role)
@@ -243,7 +238,7 @@ class RunMetrics:
             elif metric.name.endswith("_total") and not metric.labels:
                 self._show(metric.name, 0)  # shown from the start, so that its first increase can be seen
             if metric.name in NEWEST:
-                # The first of the starts that have followed the newest step or batch, and one another within
+                # The first start after the newest step or batch, of those that follow each other within
                 # LONGEST_PAUSE_S, so that a pause of the run does not count.
                 of, log, kind = NEWEST[metric.name]
                 with suppress(OSError, ValueError, EvenKeelError):
@@ -254,7 +249,7 @@ class RunMetrics:
         self.registry.register(self)
 
     def observe(self, which: LogName, line: Mapping[str, Any]) -> None:
-        """Take in one line of the event log; an observer of pipeline.data.event_log.EventLog. Raises nothing."""
+        """Update the metrics by one line of the event log (pipeline.data.event_log.Observer). Raises nothing."""
         with self._lock:
             self._show("evenkeel_heartbeat_timestamp_seconds", line.get("time"))
             if which == "metrics":
@@ -300,7 +295,7 @@ class RunMetrics:
             self._show("evenkeel_steps_left", recipe.run.steps - 1 - step)
         for name in (*OF_BUCKET.values(), "evenkeel_alarm_value"):
             if name in self._shown:
-                self._shown[name].clear()  # what this step lacks is shown no more
+                self._shown[name].clear()  # buckets and values that this step lacks are hidden
         splits = line.get("mismatch")
         for split, buckets in splits.items() if isinstance(splits, Mapping) else ():
             for bucket, statistics in buckets.items() if isinstance(buckets, Mapping) else ():
@@ -314,7 +309,7 @@ class RunMetrics:
             self._show("evenkeel_alarm_value", rule.value(line), alarm=rule.name)
 
     def serve(self, port: int, host: str = LOOPBACK) -> int:
-        """Answer on the port, in a thread that ends with the process; returns the port. Raises PortInUseError."""
+        """Answer scrapes in a thread that ends with the process; return the port. Raises PortInUseError."""
         try:
             server, _ = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
@@ -325,7 +320,7 @@ class RunMetrics:
         return int(server.server_port)
 
     def collect(self) -> Iterable[Metric]:
-        """Look up what is shown at a scrape; called by prometheus_client's registry."""
+        """Yield the metrics that are looked up at each scrape, for prometheus_client's registry."""
         if self.waiting is not None:
             yield self._family("evenkeel_waiting_prompts", [((), self.waiting())])
         if self.fleet is not None:
@@ -361,7 +356,7 @@ class RunMetrics:
         return family
 
     def _show(self, name: str, value: Any, **labels: str) -> None:
-        """Set a gauge, or add to a counter; what is no number, or makes a counter fall, changes nothing."""
+        """Set a gauge or add to a counter; ignore values that are not numbers, and negative ones for a counter."""
         metric = BY_NAME[name]
         if isinstance(value, Mapping) and metric.labels == ("phase",):
             for phase, seconds in value.items():
@@ -380,7 +375,7 @@ class RunMetrics:
 
 
 def metrics_of(role: str, run_dir: Path) -> RunMetrics | None:
-    """What a role shows, on the port that its environment names; None when that names none."""
+    """Return a role's metrics, served at the port that its environment names; None without a port."""
     port = os.environ.get(METRICS_PORT_VARIABLE, "")
     if not port:
         return None
@@ -392,8 +387,7 @@ def metrics_of(role: str, run_dir: Path) -> RunMetrics | None:
 
 
 def shown_metrics(role: str, run_dir: Path, port: int, host: str = LOOPBACK) -> RunMetrics | None:
-    """Show a role's metrics at the port. None, with a warning, where that cannot be: a run never ends for its
-    metrics."""
+    """Return a role's metrics, served at the port; None with a warning if that fails, since metrics never end a run."""
     metrics = RunMetrics(role, run_dir)
     try:
         metrics.serve(port, host)
@@ -404,12 +398,10 @@ def shown_metrics(role: str, run_dir: Path, port: int, host: str = LOOPBACK) -> 
 
 
 def observers_of(metrics: RunMetrics | None) -> tuple[Observer, ...]:
-    """For an EventLog."""
     return () if metrics is None else (metrics.observe,)
 
 
 def markdown() -> str:
-    """Return the table of all metrics as Markdown."""
     lines = ["| name | shown by | labels | meaning |", "|---|---|---|---|"]
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels)

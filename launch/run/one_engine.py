@@ -1,4 +1,4 @@
-"""One engine of a run that has no collector: for tools that compare it with a learner."""
+"""Run one engine for a run without a collector, for tools that compare it with a learner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollout_sglang.weights.update_lease import fresh_number
 
 
 class OneEngine:
-    """An engine that serves the newest version of a run, verified. It lives from `with` to the end of the block."""
+    """An engine that serves the newest version of a run, verified, as a context manager."""
 
     def __init__(self, run: RunDirectory, recipe: Recipe) -> None:
         self.recipe, self.run, self.key, self.port = recipe, run, secrets.token_hex(16), free_port()
@@ -31,7 +31,7 @@ class OneEngine:
         self.process: ServerProcess | None = None
 
     def __enter__(self) -> Self:
-        """Start it and wait. Raises EngineStartError, EngineVersionError."""
+        """Start the server and verify its weights. Raises EngineStartError, EngineVersionError."""
         spec = engine_spec(self.run, self.recipe, 0, self.port, self.key, log=self.run.logs / "engine-0.log")
         verify_policy(spec.model, spec.version, "publish the version again, or take another run")
         self.process = server.start(spec)
@@ -50,11 +50,11 @@ class OneEngine:
             self.process.stop()
 
     def client(self) -> EngineClient:
-        """A client of its own event loop; close it."""
+        """Return a new client for the caller's event loop. The caller closes it."""
         return EngineClient(self.url, self.key, index=0, request_deadline_s=self.recipe.rollout.request_deadline_s)
 
     async def verify(self) -> None:
-        """The engine holds the version that it started with; it names no version before."""
+        """Verify that the engine holds the version that it started with; only then does it report a version."""
         version = self.run.newest_policy(self.run.published_version())
         client = self.client()
         client.take_part(fresh_number())
@@ -66,7 +66,7 @@ class OneEngine:
             await client.close()
 
     async def prefill(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
-        """Logprobs of tokens 1 … n-1 of each row, at temperature 1."""
+        """Return the float64 logprobs of tokens 1 … n-1 of each row, at temperature 1."""
         client = self.client()
         try:
             return [np.asarray(row, np.float64) for row in await client.prompt_logprobs(rows)]

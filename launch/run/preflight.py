@@ -1,7 +1,7 @@
-"""Check what can be checked before anything is started, and publish the policy that a run starts from.
+"""Check recipe, model, data and machine before a run starts, and publish the model as version 0.
 
-What the machine must have is looked at in less than a second, before anything is written: the learner's packages, a
-model with weights, a GPU where the recipe asks for one, ports, and a folder with room.
+Checks of the machine take less than a second and write nothing: the learner's packages, a model with weights, a GPU
+where the recipe asks for one, ports, and a folder with room.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from precision.text import listed, quoted
 from rollout_sglang.server.start import check_port_free, has_cuda
 
 _MARKS = re.compile("think|thought|reason|answer|solution|tool", re.IGNORECASE)
-"""In the name of a special token that a reward of the format may look for, unlike those of roles and ends."""
+"""Parts of special tokens' names that a format reward may look for, unlike the tokens of roles and ends."""
 
 
 def preflight(recipe: Recipe) -> TaskPrompts:
-    """Check what would otherwise fail minutes later, in a child process. Returns the run's prompts. Raises
-    FatalError."""
+    """Return the run's prompts, after checks that would otherwise fail minutes later. Raises FatalError."""
     check_extra_args(recipe)
     config = read_hf_config(recipe.model.path)
     for refused in refusals(config, recipe):
@@ -55,7 +54,7 @@ def preflight(recipe: Recipe) -> TaskPrompts:
         check_weights(reference, ModelConfig.from_hf(config))
     check_teacher(recipe, tokenizer)
     prompts = build_prompts(recipe, tokenizer)
-    # Prompts of data that are too long are gone by now. Engines would refuse generated ones each time.
+    # Data rows that are too long have been removed. Engines would always refuse generated prompts that are too long.
     room = recipe.rollout.context_tokens - recipe.rollout.max_new_tokens
     longest = max(prompts.held_out(recipe.evaluation.prompts), key=lambda prompt: len(prompt.tokens))
     if len(longest.tokens) > room:
@@ -68,7 +67,6 @@ def preflight(recipe: Recipe) -> TaskPrompts:
 
 
 def start_warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
-    """Return sentences that the user should read when a run starts."""
     task, tokenizer = prompts.task, prompts.tokenizer
     sentences = list(advice(recipe))
     if not recipe.reward.special_tokens:
@@ -104,7 +102,7 @@ def start_warnings(recipe: Recipe, prompts: TaskPrompts) -> list[str]:
 
 
 def start_left_out(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[str]:
-    """A sentence where plain text is read without what other programs put in front of it."""
+    """Return a warning if plain text is read without the leading tokens that other programs add; else an empty list."""
     leading = tokenizer.leading
     if not leading or list(prompt[: len(leading)]) == leading:
         return []
@@ -115,10 +113,8 @@ def start_left_out(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[str]:
 
 
 def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
-    """Publish the model folder as version 0, so that engines and learner can start side by side.
-
-    No learner has scored a probe of it: engines are verified by their checksums alone.
-    """
+    """Publish the model folder as version 0, so that engines and learner can start side by side. No learner has scored
+    a probe of this version, so engines are verified by checksums alone."""
     if run.is_published():
         return
     import torch
@@ -135,8 +131,8 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
         known = () if digests is None else digests.digests()
         WeightCheck(version=0, digests=known, formats=formats).save(folder)
 
-    # Nothing else of the run computes before version 0 is there. A learner's agent has one thread
-    # (`child_environment`); another number is the user's, and stays.
+    # Nothing else of the run computes before version 0 is there, so one thread, the default of `child_environment`,
+    # becomes all cores. Another number was set by the user, and stays.
     threads = torch.get_num_threads()
     if threads == 1:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -148,7 +144,7 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
 
 
 def check_learner_here(recipe: Recipe) -> None:
-    """Raises MachineError where this machine cannot run the recipe's learner."""
+    """Raise MachineError if this machine cannot run the recipe's learner."""
     if missing := absent(LEARNER):
         raise MachineError(
             f"this machine has no {', '.join(missing)}, which the learner needs: {how_to_install(*missing)}"
@@ -170,7 +166,7 @@ def check_learner_here(recipe: Recipe) -> None:
 
 
 def check_model_here(recipe: Recipe) -> None:
-    """Raises RecipeError where model.path leads to sizes that come with Even Keel, from whichever folder."""
+    """Raise RecipeError if model.path leads to a model that ships with Even Keel, which has sizes but no weights."""
     path = recipe.model.path
     place = path if path.exists() else SHIPPED / path
     if (place / "config.json").is_file() and place.resolve().parent == (SHIPPED / "models").resolve():
@@ -181,8 +177,8 @@ def check_model_here(recipe: Recipe) -> None:
 
 
 def check_ports(recipe: Recipe, metrics_port: int | None = None) -> None:
-    """Raises PortInUseError when a port is taken that the recipe names, or at which a role would show its metrics: the
-    roles would find it one after another, and be started again and again."""
+    """Raise PortInUseError if a port of the recipe or of a role's metrics is taken. Otherwise the roles would fail at
+    it one after another, and be restarted again and again."""
     first, rollout = recipe.rollout.port, recipe.rollout
     named = range(0) if first is None else range(first, first + rollout.started_engines + rollout.starts_router)
     for port in named:
@@ -201,8 +197,8 @@ def check_ports(recipe: Recipe, metrics_port: int | None = None) -> None:
 
 
 def check_room(recipe: Recipe) -> None:
-    """Raises MachineError where the run's folder cannot be written, DiskFullError where it is too full for what a run
-    keeps: policies and checkpoints, one of each while it is written."""
+    """Raise MachineError if the run's folder cannot be written, and DiskFullError if the disk cannot hold the policies
+    and checkpoints that a run keeps, with one more of each while it is written."""
     run = RunDirectory(recipe.directory)
     check_folder(run.path, "run.root")
     config = ModelConfig.from_hf(read_hf_config(recipe.model.path))
@@ -216,7 +212,7 @@ def check_room(recipe: Recipe) -> None:
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """Raises MachineError, which names the recipe key or option, where nothing can be written below a folder."""
+    """Raise MachineError, naming the recipe key or option `key`, if nothing can be written below a folder."""
     there = nearest_above(folder)
     if not there.is_dir():
         raise MachineError(f"{folder} cannot be made: {there} is a file; set {key} to a folder")
@@ -230,7 +226,6 @@ def check_folder(folder: Path, key: str) -> None:
 
 
 def nearest_above(path: Path) -> Path:
-    """The path itself, or the nearest above it that exists."""
     path = path.absolute()
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent

@@ -1,4 +1,4 @@
-"""The programs of a run as child processes: their commands, and the reason that they leave behind when they give up."""
+"""Run the programs of a run as child processes: their commands, their ends, and the notes that explain a failure."""
 
 from __future__ import annotations
 
@@ -44,17 +44,16 @@ _DEATH_S = 10.0
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, with one thread a process unless the user says otherwise: all share the cores.
+    """Return this process's environment, with one thread by default, since all processes share the cores.
 
-    The folder that the user is in must not stand before our packages: a `pipeline.py` there would hide ours. Programs
-    put it at the end of their path (pipeline.child_process.append_working_folder_to_path).
+    PYTHONSAFEPATH keeps a `pipeline.py` of the working folder from hiding ours; programs add that folder last.
     """
     return program_environment() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONSAFEPATH": "1"}
 
 
 def torchrun(num_processes: int, module: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
-    """The command that runs `module` once a rank on this machine (launch.run.torchrun). `options` are torchrun's, by
-    which several machines meet, too; without any the ranks meet on loopback."""
+    """Return the command that runs `module` once per rank on this machine. `options` are torchrun's, such as
+    `rendezvous_options`; by default the ranks meet on loopback."""
     return [
         *(sys.executable, "-P", "-m", "launch.run.torchrun"),
         *(options or rendezvous_options(0, LOOPBACK, 0, LOOPBACK)),
@@ -63,8 +62,8 @@ def torchrun(num_processes: int, module: str, *arguments: str, options: Sequence
 
 
 def rendezvous_options(node: int, host: str, port: int, address: str, nodes: int = 1) -> list[str]:
-    """torchrun's options by which the agents of `nodes` machines meet at `port` of node 0, which the others know as
-    `host`; `address` is that of this node. Port 0 is a free one, for one machine."""
+    """Return torchrun's options with which the agents of `nodes` machines meet at `port` of node 0, known to the others
+    as `host`. `address` is this node's. Port 0 is any free port, for one machine."""
     return [
         *("--nnodes", str(nodes), "--node-rank", str(node), "--local-addr", address),
         *("--rdzv-backend", "evenkeel", "--rdzv-endpoint", host),
@@ -81,8 +80,8 @@ def run_ranks(
     watch: Callable[[], None] = lambda: None,
     deadline_s: float = math.inf,
 ) -> None:
-    """Run ranks to their end, calling `watch` as they go. Raises FatalError with the reason that a rank left, or with
-    the end of the log, when they fail or take longer than `deadline_s`."""
+    """Run ranks to their end, calling `watch` meanwhile. Raises FatalError if they fail or exceed `deadline_s`, with
+    the note that a rank left or the end of the log."""
     notes, scratch = FatalNotes(run), make_scratch("ranks")
     ranks = ChildProcess(command, log, {**env, **scratch_environment(scratch)})
     give_up = time.monotonic() + deadline_s
@@ -98,7 +97,7 @@ def run_ranks(
 
 
 def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoReturn:
-    """Body of a supervised program: a FatalError leaves its one line where the supervisor looks for it."""
+    """Run `body` as a supervised program, and end the process; a FatalError leaves a note for the supervisor."""
     try:
         with as_disk_full(run.path):
             body()
@@ -108,7 +107,7 @@ def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoRetur
     except FatalError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave_fatal_note(run, name, error)
-        os._exit(FATAL_EXIT_CODE)  # other ranks may wait in a collective: no orderly goodbye
+        os._exit(FATAL_EXIT_CODE)  # no orderly exit: other ranks may wait in a collective
     except StoppedError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         os._exit(STOPPED_EXIT_CODE)
@@ -119,14 +118,14 @@ def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoRetur
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process at once: helper threads and process groups must not keep a program alive that has finished."""
+    """End this process at once, without waiting for helper threads and process groups."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def end_tree(pid: int) -> None:
-    """Kill a process and all below it, whatever sessions they have: torchrun gives each rank one, and may hang."""
+    """Kill a process and its descendants in all sessions: torchrun gives each rank a session, and may hang."""
     try:
         top = psutil.Process(pid)
         tree = [*top.children(recursive=True), top]
@@ -139,27 +138,26 @@ def end_tree(pid: int) -> None:
 
 
 class ProcessTree(ChildProcess):
-    """A program that is killed with all below it."""
+    """A child process that is killed with all its descendants."""
 
     def kill(self) -> None:
-        """One that has ended has given its number back: whoever has it now is left alone."""
+        """Kill the tree of a running process; the number of an ended process may belong to another one."""
         if self.poll() is None:
             end_tree(self.pid)
         super().kill()
 
 
 def leave_fatal_note(run: RunDirectory, process: str, error: Exception) -> None:
-    """Say why `process` gives up."""
     folder = run.logs / "fatal"
     note = dict(process=process, error=type(error).__name__, message=str(error), time=time.time())
-    with suppress(OSError):  # on a full disk: the supervisor finds that out for itself
+    with suppress(OSError):  # a full disk, which the supervisor notices itself
         folder.mkdir(parents=True, exist_ok=True)
         write_sealed_json(folder / f"{process}-{unique_suffix()}.json", note)
 
 
 @dataclass
 class FatalNotes:
-    """The notes that are left from now on: what is there already was left by earlier processes. No clock is asked."""
+    """The fatal notes written after this object is made. Earlier notes are known by name, since clocks may differ."""
 
     run: RunDirectory
     _before: frozenset[str] = field(init=False)
@@ -168,7 +166,7 @@ class FatalNotes:
         self._before = frozenset(path.name for path in (self.run.logs / "fatal").glob("*.json"))
 
     def error(self, process: str = "") -> FatalError | None:
-        """Return the error of a new note, of the process whose name begins so; None when there is none."""
+        """Return the error of a new note by a process whose name begins with `process`; None without such a note."""
         for path in sorted((self.run.logs / "fatal").glob("*.json")):
             if path.name.startswith(process) and path.name not in self._before:
                 try:
@@ -181,7 +179,7 @@ class FatalNotes:
 
 
 def what_is_saved(run: RunDirectory, steps: int) -> str:
-    """`RUN holds 12 batches and the checkpoint of step 10 of 100; the same command goes on from there`."""
+    """Return `RUN holds 12 batches and the checkpoint of step 10 of 100; the same command goes on from there`."""
     saved, batches = max(run.saved_steps(), default=0), BatchStore(run.batches).next_index
     checkpoint = f"the checkpoint of step {saved} of {steps}" if saved else "no checkpoint yet"
     sampled = f"{batches} batch{'' if batches == 1 else 'es'} and " if batches else ""
@@ -191,7 +189,7 @@ def what_is_saved(run: RunDirectory, steps: int) -> str:
 
 @contextmanager
 def saying_what_is_saved(run: RunDirectory, steps: int) -> Iterator[None]:
-    """Ctrl-C that ends the block at once says what is saved: the KeyboardInterrupt carries it."""
+    """Add a message that says what is saved to a KeyboardInterrupt that ends the block."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,11 +1,11 @@
-"""`evenkeel train --replay RUN`: the learner's part of a run again, from its recorded batches, without engines.
+"""Run `evenkeel train --replay RUN`: train again on a run's recorded batches, without engines.
 
-    RUN-replay      begun, or gone on with where it was interrupted or RUN has more steps since
-    RUN-replay-2    where RUN-replay is finished: it says what the code and libraries of then made of RUN
+    RUN-replay      started, or resumed after an interruption or once RUN has more steps
+    RUN-replay-2    made once RUN-replay is finished, which shows what the code and libraries of its time made of RUN
     …
 
-In sync mode with the same layout the weights come out bit-identical on CPUs; anything else would mean that training
-depends on something that is not in the run directory. On GPUs some sums have no fixed order (ops/assumptions.md).
+In sync mode with the same layout, the weights come out bit-identical on CPUs; a difference would mean that training
+depends on something outside the run directory. On GPUs, some sums have no fixed order (ops/assumptions.md).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _LEARNED_FROM = (
     *("schedule", "controller", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.kept_set"),
     *("rollout.precision", "rollout.quant_map", "rollout.max_new_tokens", "rollout.replay_experts"),
 )
-"""Keys and sections."""
+"""Recipe keys and sections that decide what is learned."""
 
 
 def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train in a replay's folder beside SOURCE, and compare the final weights, tensor by tensor."""
+    """Train in a replay's folder beside SOURCE, and return how the final weights compare, tensor by tensor."""
     original = RunDirectory(source)
-    recipes = all_recipes(source)  # which also says when SOURCE is no run, or one of another version
+    recipes = all_recipes(source)  # raises if SOURCE is no run, or of another version
     wanted = manifest(original)
     newest = recipes[-1]
     if (changed := learned_otherwise(recipes, range(newest.first_step), newest)) is not None:
-        # A fork whose steps before and since learned by other rules: a learner goes by one recipe, of which the
-        # learning rate alone may change with the steps.
+        # SOURCE is a fork whose recipe learns otherwise than its parent's. A learner has one recipe, in which only the
+        # learning rate may change with the steps.
         raise RunConflictError(
             f"{source} cannot be replayed: {changed}, and a replay trains all steps by one; replay the run that it is "
             "a fork of"
@@ -60,7 +60,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
         run = RunDirectory(source.parent / f"{source.name}-replay{f'-{number}' if number > 1 else ''}")
         replayed.refuse_another(run.path)
         if max(run.saved_steps(), default=0) < steps or not run.model_manifest.exists():
-            break  # the others are finished
+            break  # the earlier replays are finished
     overrides = [f"run.name={run.path.name}", *overrides]
     recipes = [replace(one, recipe=load_recipe(one.path, overrides)) for one in recipes]
     recipe = recipes[-1].recipe
@@ -71,11 +71,9 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     with claimed(run):
         adopt_recipes(run.path, recipes)  # steps keep the learning rates that they had
         if _read(record := run.path / RECORD) != replayed:
-            write_sealed_json(record, asdict(replayed))  # it learns from what the run has by now, too
+            write_sealed_json(record, asdict(replayed))  # the run may have more batches by now
         run.make_folders()
-        remove_listed(
-            run.model, run.model_manifest.name
-        )  # which says that a replay is finished, perhaps of fewer steps
+        remove_listed(run.model, run.model_manifest.name)  # it may mark a replay of fewer steps as finished
         arguments = (str(run.path), "--replay", str(source))
         command = torchrun(recipe.learner.num_processes, "launch.run.learn_rank", *arguments)
         with LiveView.of_run(run.path, recipe) as view:
@@ -86,7 +84,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def manifest(run: RunDirectory) -> dict[str, Any]:
-    """tensor name → {sha256, shape, dtype} of the final policy, whose files are compared with it. Raises StoreError."""
+    """Return tensor name → {sha256, shape, dtype} of the final policy, whose files are checked. Raises StoreError."""
     path = run.model_manifest
     try:
         if path.exists():
@@ -98,8 +96,8 @@ def manifest(run: RunDirectory) -> dict[str, Any]:
 
 
 def learned_otherwise(recipes: Sequence[RecipeInForce], steps: range, by: RecipeInForce) -> str | None:
-    """Where a run of `all_recipes` changed what a learner goes by, within `steps` or between them and recipe `by`, for
-    a message; None: whoever trains `steps` by the recipe `by` learns what the run did, but for the learning rate."""
+    """Return the first change of what a run learns by, within `steps` or between them and recipe `by`, for a message.
+    None: training `steps` by recipe `by` learns the same, except for learning rates."""
     ends = [*(after.first_step for after in recipes[1:]), steps.stop]
     trained = [max(one.first_step, steps.start) < min(end, steps.stop) for one, end in zip(recipes, ends, strict=True)]
     chosen = [one for one, has in zip(recipes, trained, strict=True) if has or one is by]
@@ -109,7 +107,7 @@ def learned_otherwise(recipes: Sequence[RecipeInForce], steps: range, by: Recipe
             for key, change in changed_keys(before.recipe, after.recipe).items()
             if any(key == part or key.startswith(f"{part}.") for part in _LEARNED_FROM)
         }
-        # A replay has the learning rates of each step; other free keys change what is learned in these two ways alone.
+        # A replay has the learning rate of each step. Of the other free keys, only these two change what is learned.
         decides = ("learner.optimizer.weight_decay", "learner.optimizer.clip_grad")
         changes = {
             key: change
@@ -124,23 +122,20 @@ def learned_otherwise(recipes: Sequence[RecipeInForce], steps: range, by: Recipe
 
 
 RECORD = "replay.json"
-"""In a replay's folder: what it goes by."""
+"""File in a replay's folder that records what it learns from."""
 _ADVICE = "rename or remove it, then give the command again"
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay goes by."""
+    """SHA-256 of each recipe's file, and the checksum of each batch, that a replay learns from, in order."""
 
     recipes: tuple[str, ...]
-    """SHA-256 of the file of each recipe, in order."""
     batches: tuple[str, ...]
-    """The checksum of each batch, in order."""
 
     @staticmethod
     def of(run: Path) -> Replayed:
-        """Of a run as it is now. Raises StoreError, and CorruptBatchError for a batch that does not end in its
-        checksum."""
+        """Return the checksums of a run as it is now. Raises StoreError, CorruptBatchError."""
         recipes, store = all_recipes(run), BatchStore(run / "batches")
         steps = recipes[-1].recipe.run.steps
         return Replayed(
@@ -149,8 +144,8 @@ class Replayed:
         )
 
     def refuse_another(self, folder: Path) -> None:
-        """Raises RunConflictError for a folder that holds anything but a replay of this run as it is or was, and
-        StoreError where its record is damaged."""
+        """Raise RunConflictError unless the folder is new or replays this run as it is or was, StoreError for
+        damage."""
         path = folder / RECORD
         if path.exists():
             earlier = _read(path)

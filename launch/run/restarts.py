@@ -1,7 +1,6 @@
-"""Count how often in a row a job, or a role, was started without progress of its run.
+"""Count the starts in a row of a job, or of a role, without progress of its run.
 
-Under `evenkeel train` and Slurm a supervisor counts what dies. On Kubernetes there is none, and Kubernetes cannot see
-progress: there each role counts its own starts. Progress forgives all earlier ones.
+Kubernetes has no supervisor and cannot see progress, so there each role counts its starts. Progress resets the count.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, StoreError
 
 MAX_RESTARTS_VARIABLE = "EVENKEEL_MAX_RESTARTS"
-"""Environment of a role that nobody supervises: how often in a row it may be started again without progress."""
+"""Environment variable of an unsupervised role: its most restarts in a row without progress."""
 
 
 def progress(run: RunDirectory) -> tuple[int, ...]:
-    """Return what a further start goes on from: the published version, the newest checkpoint, batches and evaluations.
-    A stage of several steps publishes once, and saves meanwhile."""
+    """Return published version, newest checkpoint, and numbers of settled batches and of evaluations."""
     published = run.published_version() if run.is_published() else -1
     return published, max(run.saved_steps(), default=-1), run.num_settled(), len(run.evaluated_versions())
 
 
 def in_a_row(path: Path, reached: tuple[int, ...]) -> int:
-    """Return the count that is noted there, if the run has not gone beyond `reached` since."""
+    """Return the count that was stored at `path` with the progress `reached`; 0 if there is none."""
     try:
         found = read_sealed_json(path, "it is counted anew")
         return int(found["in_a_row"]) if found["reached"] == list(reached) else 0
@@ -36,7 +34,7 @@ def in_a_row(path: Path, reached: tuple[int, ...]) -> int:
 
 
 def note_in_a_row(path: Path, reached: tuple[int, ...], count: int) -> None:
-    """Note the count; on a full disk nothing is."""
+    """Store the count at `path`; ignore errors, such as a full disk."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sealed_json(path, dict(in_a_row=count, reached=reached))
@@ -45,16 +43,16 @@ def note_in_a_row(path: Path, reached: tuple[int, ...], count: int) -> None:
 def count_start(
     run: RunDirectory, role: str, environment: Mapping[str, str] = os.environ, *, back: bool = False
 ) -> None:
-    """Count a start of a role that nobody supervises. Raises FatalError at one too many without progress. `back`: take
-    back that of a role that was asked to end, which starts again by nobody's fault."""
+    """Count a start of an unsupervised role; with `back`, undo the count for a role that was asked to end. Raises
+    FatalError after too many starts without progress."""
     most = environment.get(MAX_RESTARTS_VARIABLE, "")
-    if not most.isdecimal() or environment.get("EVENKEEL_NODE", "0") != "0":  # node 0 counts for its others
+    if not most.isdecimal() or environment.get("EVENKEEL_NODE", "0") != "0":  # node 0 counts for all nodes
         return
-    with suppress(OSError, StoreError):  # a file system that does not answer: the role says so itself
+    with suppress(OSError, StoreError):  # the role itself reports an outage
         path, reached = run.logs / "restarts" / f"{role}.json", progress(run)
         starts = in_a_row(path, reached) + (-1 if back else 1)
         if starts - 1 > int(most):
-            path.unlink(missing_ok=True)  # who starts it again has seen to it
+            path.unlink(missing_ok=True)  # a user who starts it again has removed the cause
             raise FatalError(
                 f"{role} was started again {most} times in a row without progress (run.max_restarts); see the first "
                 "error in the logs of its pods, then delete the JobSet and apply it again"

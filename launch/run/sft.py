@@ -1,8 +1,8 @@
-"""`evenkeel sft`: supervised fine-tuning with the same learner, under torchrun like training.
+"""Run `evenkeel sft`: supervised fine-tuning with the learner of RL training, under torchrun.
 
 parent   freezes the recipe, starts the ranks, shows progress
-ranks    demonstrations of the task, or the user's own rows ──▶ Batch ──▶ learner.update(Supervised) ──▶ checkpoints
-                                                                                                  at the end: HF folder
+ranks    demonstrations of the task, or the user's rows ──▶ Batch ──▶ learner.update(Supervised) ──▶ checkpoints
+                                                                                              at the end: HF folder
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ DATA_LR, TINY_MODEL_LR = 1e-5, 3e-3
 SFT_SOURCE = "sft"
 SFT_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
 
-
 _FALLS = "sft's rate falls linearly to zero; leave it out"
 INSTEAD = {
     "run.steps": "give --steps",
@@ -69,23 +68,23 @@ INSTEAD = {
     "learner.optimizer.decay_steps": _FALLS,
     "learner.optimizer.min_lr": _FALLS,
 }
-"""Recipe key that sft does not go by → what to do."""
+"""Recipe key that sft refuses to override → remedy."""
 
 
 class Source(Settings):
-    """What a run is trained on beside its recipe; kept in the run directory, so that a resumed run has the same."""
+    """The training data of a run; kept in the run directory, so that a resumed run has the same data."""
 
     batch_size: int
     data: Path | None = None
-    """Rows of the user's own; None: the task's demonstrations."""
+    """The user's rows; None for the task's demonstrations."""
     sha256: str | None = None
     held_out: Path | float | None = None
-    """A file of rows, or the share of those of `data`."""
+    """File of held-out rows, or the share of `data` to hold out."""
     held_out_sha256: str | None = None
 
     @staticmethod
     def of(batch_size: int, data: Path | None, held_out: str | None) -> Source:
-        """Raises RecipeError for what cannot be read or does not go together."""
+        """Make a source from command options. Raises RecipeError for unreadable files and options that conflict."""
         if not 1 <= batch_size <= 2**20:
             raise RecipeError(f"--batch-size is {batch_size}, expected 1 to {2**20} rows a step")
         if data is None:
@@ -110,7 +109,7 @@ class Source(Settings):
 
     @staticmethod
     def read(run: RunDirectory) -> Source:
-        """That of a run. Raises StoreError for a file that is damaged."""
+        """Read the source of a run. Raises StoreError for a damaged file."""
         path = run.path / SFT_FILE
         try:
             return Source.model_validate_json(path.read_bytes())
@@ -121,7 +120,7 @@ class Source(Settings):
             ) from error
 
     def freeze(self, run: RunDirectory) -> None:
-        """Raises RunConflictError for a run that was begun with another one, StoreError for a damaged file."""
+        """Write a new run's source. Raises RunConflictError for a run with another source, StoreError for damage."""
         path = run.path / SFT_FILE
         if not path.exists():
             write_atomically(path, self.model_dump_json() + "\n")
@@ -135,7 +134,7 @@ class Source(Settings):
 
 
 def _digest(data: Path, option: str) -> str:
-    """Raises RecipeError for what cannot be read, with the option in place of the recipe's key."""
+    """Return the digest of a data file. Raises RecipeError, naming `option`, if it cannot be read."""
     try:
         return digest_of_data(data)
     except RecipeError as error:
@@ -143,8 +142,7 @@ def _digest(data: Path, option: str) -> str:
 
 
 def read_recipe(path: Path | Mapping[str, Any], overrides: Sequence[str], steps: int, data: Path | None) -> Recipe:
-    """The recipe to fine-tune by. It need not say for how many `steps`, nor, with `data`, what its task reads. Raises
-    RecipeError, also for an override that sft would not go by."""
+    """Read the recipe; `steps` and `data` fill in what it lacks. Raises RecipeError, also for overrides in INSTEAD."""
     for key in overridden_keys(overrides):
         if key in INSTEAD:
             raise RecipeError(f"--set {key}: evenkeel sft does not go by it; {INSTEAD[key]}")
@@ -152,8 +150,7 @@ def read_recipe(path: Path | Mapping[str, Any], overrides: Sequence[str], steps:
 
 
 def fill_in(recipe: dict[str, Any], *, steps: int, rows: Path | None) -> None:
-    """Add `run.steps` to a recipe that lacks it, and the task that reads `rows` to one without a task, or without what
-    its task reads."""
+    """Add run.steps to a recipe that lacks it, and `rows` as its task's data unless it names another task or data."""
     if isinstance(run := recipe.get("run"), dict):
         run.setdefault("steps", steps)
     if rows is not None:
@@ -211,20 +208,19 @@ def run_sft(
 
 
 def sft_recipe(recipe: Recipe, steps: int, lr: float, warmup_steps: int | None) -> Recipe:
-    """Make the recipe of the run that fine-tunes. Where `warmup_steps` is None, a short run is not warm-up alone.
-    Raises RecipeError for numbers that no recipe takes."""
+    """Return the fine-tuning run's recipe. By default a short run is not all warm-up. Raises RecipeError."""
     if warmup_steps is None:
         warmup_steps = min(MOST_WARMUP, steps // 4)
     data = recipe.model_dump(mode="json")
     data["run"] |= dict(name=f"{recipe.run.name}-sft", steps=steps)
     data["learner"]["optimizer"] |= dict(lr=lr, warmup_steps=warmup_steps, decay="linear", min_lr=0.0, decay_steps=None)
-    if recipe.schedule.kind == "staged":  # not used here; a stage is no longer than a run
+    if recipe.schedule.kind == "staged":  # unused here, but a stage may not be longer than the run
         data["schedule"]["updates_per_stage"] = min(recipe.schedule.updates_per_stage, steps)
     return recipe_from(data, source="evenkeel sft")
 
 
 def look_at(recipe: Recipe, source: Source) -> None:
-    """Say what the data is. Raises RecipeError for data that cannot be used, before anything is started."""
+    """Print a summary of the data. Raises RecipeError for unusable data, before anything is started."""
     if source.data is None:
         demonstrations_of(build_task(recipe.task, recipe.run.seed), 0, 1)
         return
@@ -250,7 +246,6 @@ def look_at(recipe: Recipe, source: Source) -> None:
 
 
 def read_source(recipe: Recipe, source: Source, tokenizer: Tokenizer) -> tuple[Demonstrations, Demonstrations | None]:
-    """Rows to train on, and those held out."""
     assert source.data is not None
     task, longest = recipe.task, recipe.rollout.context_tokens
     form = Form(
@@ -267,7 +262,7 @@ def read_source(recipe: Recipe, source: Source, tokenizer: Tokenizer) -> tuple[D
 
 
 def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str]]:
-    """(prompt, target) of problems first … first + count - 1. Raises RecipeError when the task has none."""
+    """Return (prompt, target) of problems first … first + count - 1. Raises RecipeError if the task has none."""
     found = [task.demonstration(index % task.num_prompts) for index in range(first, first + count)]
     pairs = [pair for pair in found if pair is not None]
     if len(pairs) < count:
@@ -279,7 +274,7 @@ def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str
 
 
 def batch_of(step: int, rows: Sequence[Demonstration], contract: LogprobContract) -> Batch:
-    """Rows of the user's own as a Batch; what others say inside a conversation counts as not sampled."""
+    """Return the user's rows as a Batch; what others say inside a conversation counts as not sampled."""
     groups = [
         (
             row.prompt.tolist(),
@@ -291,7 +286,7 @@ def batch_of(step: int, rows: Sequence[Demonstration], contract: LogprobContract
 
 
 def held_out_loss(learner: MegatronLearner, rows: Sequence[Demonstration], batch: int, made: LogprobContract) -> float:
-    """Mean of -log pi, in nats, over the learned tokens of `rows`, scored `batch` rows at a time. Collective."""
+    """Return the mean -log pi (nats) of the learned tokens, scored `batch` rows at a time. Collective."""
     total, tokens = 0.0, 0
     for first in range(0, len(rows), batch):
         part = batch_of(0, rows[first : first + batch], made)
@@ -301,7 +296,7 @@ def held_out_loss(learner: MegatronLearner, rows: Sequence[Demonstration], batch
 
 
 def learn_demonstrations(run: RunDirectory, out: Path) -> None:
-    """Body of one rank."""
+    """Train as one rank, and export the model to `out`."""
     from megatron_bridge.learner import MegatronLearner
     from precision.supervised import Supervised
 
@@ -339,14 +334,14 @@ def learn_demonstrations(run: RunDirectory, out: Path) -> None:
         if (step + 1) % CHECKPOINT_EVERY == 0:
             checkpoints.save(learner, step + 1, {})
     beside = None if end is None else partial(write_with_end, tokenizer, end)
-    learner.export(out, fence=partial(check_free, out), beside=beside)  # what has got the name meanwhile is not ours
+    learner.export(out, fence=partial(check_free, out), beside=beside)  # a folder made meanwhile is not ours
 
 
 def _batches(
     recipe: Recipe, source: Source, tokenizer: Tokenizer, contract: LogprobContract
 ) -> tuple[Callable[[int], Batch], Sequence[Demonstration], int | None]:
-    """The batch of each step, the rows held out, and the end that is learned where no server stops at it yet. Rows come
-    in a seeded order, each once an epoch."""
+    """Return a function step → batch, the held-out rows, and the end token that is learned but at which no server stops
+    yet. Rows come in a seeded order, each once an epoch."""
     size = source.batch_size
     if source.data is None:
         task = build_task(recipe.task, recipe.run.seed)

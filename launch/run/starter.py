@@ -1,11 +1,11 @@
-"""Start the roles of a run for its supervisor: as processes of this machine, each with GPUs of its own.
+"""Start a run's roles for its supervisor, as processes of this machine with separate GPUs.
 
     disk, delta, broadcast    learner's ranks | engine 0 | engine 1 | … | teacher
     ipc                       learner's ranks                   | teacher
                               engine 0 | engine 1 | …           |
 
-A role sees its own GPUs alone. With ipc an engine sees those of the learner and of the other engines behind its own,
-since it opens the learner's memory. On several hosts the scheduler, or whatever starts the roles, says what each sees.
+A role sees only its GPUs. With ipc an engine also sees the GPUs of the learner and of the other engines, after its own,
+since it opens the learner's memory. On several hosts the scheduler decides which GPUs a role sees.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from pipeline.gpu_needs import OWN_PLACES, GpuNeeds, option
 from rollout_sglang.server.start import free_ports, num_gpus
 
 StartedRole = Literal["learner", "collector", "engine", "router"]
-
-
 METRICS_PORTS: tuple[StartedRole, ...] = ("learner", "collector", "router")
-"""On one machine: roles that show their metrics at the ports after the supervisor's, in this order."""
+"""Roles that show metrics on one machine, in the order of their ports after the supervisor's."""
 
 
 class NoRoomError(RetryableError):
@@ -41,17 +39,16 @@ class NoRoomError(RetryableError):
 
 @dataclass(frozen=True)
 class Unit:
-    """One process of a role: what is started, and started again, by itself."""
+    """A role's process on one host, started and restarted separately."""
 
     role: StartedRole
     index: int | None = None
-    """Of an engine."""
     node: int = 0
-    """Which of the hosts that a learner or an engine spans."""
+    """Number of this host among the hosts of a learner or an engine."""
 
     @property
     def name(self) -> str:
-        """learner, learner-1, engine-0, engine-0-node-1 …"""
+        """Name such as learner, learner-1, engine-0, engine-0-node-1."""
         if self.role == "learner":
             return f"learner-{self.node}" if self.node else "learner"
         name = self.role if self.index is None else f"{self.role}-{self.index}"
@@ -59,23 +56,20 @@ class Unit:
 
 
 class Started(Protocol):
-    """A process that was started."""
-
     @property
     def log(self) -> Path | None: ...
 
     def poll(self) -> int | None:
-        """Exit status, or minus the signal that ended it; None while it runs."""
+        """Return the exit status, or minus the signal that ended the process; None while it runs."""
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM); returns at once."""
+        """Send SIGTERM, and return at once."""
 
     def kill(self) -> None:
-        """End it and all below it; returns when they have ended."""
+        """Kill the process and its descendants, and return once they have ended."""
 
 
 def units_of(recipe: Recipe, learner_nodes: int = 1, engine_nodes: int = 1) -> list[Unit]:
-    """List what is started for a run."""
     engines = range(recipe.rollout.started_engines)
     return [
         *(Unit("engine", index, node) for index in engines for node in range(engine_nodes)),
@@ -86,7 +80,6 @@ def units_of(recipe: Recipe, learner_nodes: int = 1, engine_nodes: int = 1) -> l
 
 
 def role_command(run: RunDirectory, unit: Unit, *options: str) -> list[str]:
-    """Make the argv of a unit, which ends with `options`."""
     place: list[str] = []
     if unit.role == "learner":
         place = [str(unit.node)]
@@ -97,7 +90,7 @@ def role_command(run: RunDirectory, unit: Unit, *options: str) -> list[str]:
 
 
 def metrics_options(unit: Unit, supervisor: int | None) -> list[str]:
-    """Make the options by which a unit shows its metrics, where the supervisor has a port for its own."""
+    """Return the options with which a unit shows metrics; none if the supervisor's port, `supervisor`, is None."""
     if supervisor is None:
         return []
     if unit.role == "engine":
@@ -106,8 +99,7 @@ def metrics_options(unit: Unit, supervisor: int | None) -> list[str]:
 
 
 def metrics_ports(recipe: Recipe, supervisor: int | None) -> dict[str, int]:
-    """Map each role to the port at which it shows its metrics on this machine; none where the supervisor has no port
-    for its own. Engines show theirs where they serve."""
+    """Return role → metrics port on this machine; empty without the supervisor's. Engines use their serving port."""
     if supervisor is None:
         return {}
     started = {unit.role for unit in units_of(recipe)}
@@ -117,7 +109,7 @@ def metrics_ports(recipe: Recipe, supervisor: int | None) -> dict[str, int]:
 
 
 class LocalStarter:
-    """Starts all units on this machine, on loopback."""
+    """A starter of all units on this machine, on loopback."""
 
     def __init__(
         self,
@@ -127,39 +119,39 @@ class LocalStarter:
         metrics_port: int | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """`metrics_port` is the supervisor's; `gpus` are given out to the roles. Raises as gpu_places does."""
+        """Divide `gpus` among the roles; `metrics_port` is the supervisor's. Raises as gpu_places does."""
         self._run, self._api_key, self._metrics_port = run, api_key, metrics_port
         self._places, rollout = gpu_places(recipe, gpus), recipe.rollout
         self._urls, self._first_port, self._engines = rollout.urls, rollout.port, rollout.engines
         self._drawn: dict[Unit, int] = {}
-        """Ports that the recipe does not name, as they were drawn for the newest start of each unit."""
+        """Port drawn for the newest start of each unit whose port the recipe does not name."""
 
     def start(self, unit: Unit, log: Path) -> Started:
-        """Start a unit, whose output is appended to `log`."""
+        """Start a unit, and append its output to `log`."""
         options = metrics_options(unit, self._metrics_port)
         if unit.role in ("engine", "router"):
             port = self._first_port
             if port is not None:
                 port += self._engines if unit.index is None else unit.index
-            else:  # another one at each start: what took the last one may still be there
+            else:  # a new port at each start: the last one may still be taken
                 others = {drawn for one, drawn in self._drawn.items() if one != unit}
                 port = next(port for port in free_ports(len(others) + 1) if port not in others)
                 self._drawn[unit] = port
             options += ["--port", str(port)]
         environment = child_environment()
-        if unit.role != "collector":  # which alone asks the teacher
+        if unit.role != "collector":  # only the collector asks the teacher
             environment = without_teacher_key(environment)
         environment |= {API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
         environment |= self._places.environment(unit.role, unit.index)
         if not self._urls:
             environment |= interface_environment(LOOPBACK, alone=True)
-        if unit.role != "collector":  # which hides that file from code of rewards
+        if unit.role != "collector":  # the collector hides that file from reward code
             environment.pop(API_KEY_FILE_VARIABLE, None)
         return _Child(role_command(self._run, unit, *options), log, environment, own_session=True)
 
 
 class _Child(ProcessTree):
-    """Ctrl-C reaches the supervisor only, which then ends its units in order."""
+    """A unit's process. Ctrl-C reaches only the supervisor, which ends its units in order."""
 
     when_parent_dies = signal.SIGKILL
 
@@ -169,15 +161,15 @@ VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPlaces:
-    """The GPUs of each role, as CUDA_VISIBLE_DEVICES names them; none where a role sees all that there are."""
+    """GPUs of each role, named as in CUDA_VISIBLE_DEVICES; an empty tuple leaves a role all visible GPUs."""
 
     learner: tuple[str, ...] = ()
     engines: tuple[tuple[str, ...], ...] = ()
     collector: tuple[str, ...] = ()
-    """For the teacher that it starts; without one it sees what this process does."""
+    """GPUs of the teacher that the collector starts; empty without a teacher."""
 
     def environment(self, role: str, index: int | None) -> dict[str, str]:
-        """Name a role's GPUs in its environment. `index`: of an engine."""
+        """Return the environment variable that names a role's GPUs. `index` is an engine's."""
         own = dict(learner=self.learner, collector=self.collector).get(role, ())
         if role == "engine" and index is not None and self.engines:
             own = self.engines[index]
@@ -185,7 +177,7 @@ class GpuPlaces:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Name the GPUs that this process may use, in order: its CUDA_VISIBLE_DEVICES, or their numbers."""
+    """Return the GPUs that this process may use, in order: the names in CUDA_VISIBLE_DEVICES, or their numbers."""
     named = os.environ.get(VISIBLE_VARIABLE)
     count = num_gpus()  # the driver stops at the first name that it does not know
     names = map(str, range(count)) if named is None else (name.strip() for name in named.split(","))
@@ -193,10 +185,10 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def gpu_places(recipe: Recipe, gpus: Sequence[str]) -> GpuPlaces:
-    """Place each role of a run on a machine with these GPUs; without any, all run on its CPU.
+    """Assign GPUs to each role of a run on one machine; without GPUs, all roles run on the CPU.
 
-    The same recipe and GPUs give the same places, so that a role is started again where it was. Raises MachineError
-    where they are too few, RecipeError for extra_args that place a server themselves.
+    Each start gives the same places. Raises MachineError for too few GPUs, RecipeError for extra_args that place
+    servers.
     """
     if not gpus:
         return GpuPlaces()

@@ -1,10 +1,10 @@
-"""Supervise the roles of one run: engines, router, learner, collector, wherever its starter starts them.
+"""Supervise the processes of one run: engines, router, learner and collector, wherever the starter starts them.
 
-Any of them may die at any time, also while it starts for the first time. It is started again, after a pause that grows
-from death to death, and reads from the run directory what it has to do. A file system that does not answer for some
-minutes ends nothing here. The run ends when one dies again and again without progress of the run, when an engine ends
-twice in a row with the same words, or when a role says that starting it again cannot help. An engine alone never ends a
-run that another engine serves. The same command then resumes the run.
+Any process may die at any time, even during its first start. The supervisor restarts it, after a pause that grows with
+each death, and the process reads its work from the run directory. A file system outage of a few minutes ends nothing.
+The run fails when a process keeps dying without progress of the run, when an engine ends twice in a row with the same
+error, or when a role reports that a restart cannot help. A failing engine does not end the run while another engine
+serves. The same command resumes a failed run.
 """
 
 from __future__ import annotations
@@ -37,34 +37,33 @@ from rollout_sglang.server.start import ERROR_NAMED
 
 POLL_S = 0.25
 SERVERS_GRACE_S = 3.0
-"""Nothing is in flight when servers are asked to end: this is for taking back what they have announced."""
+"""Time for servers to withdraw their announcements; no request is in flight when they are asked to end."""
 SPARE_S = 10.0
-"""What a unit gets beyond its own grace before it is killed."""
+"""Time beyond a unit's grace before it is killed."""
 TOLD_S = 5.0
-"""After which somebody who waits for a learner that saves is told why."""
+"""Seconds of waiting for a saving learner until the reason of the stop is printed."""
 NO_LOG_PAUSE_S = 5.0
-"""Before a unit is started again for which no log could be opened, since the file system does not answer."""
+"""Pause before the next attempt to start a unit that a file system outage kept from starting."""
 LONGEST_PAUSE_S = 30.0
-"""Before a unit is started again that dies again and again. The first pauses are shorter."""
+"""Longest pause before a unit that keeps dying is restarted."""
 Outcome = Literal["finished", "stopped"]
 
 
 @dataclass
 class RestartBudget:
-    """How often one process may die without progress of the run."""
+    """A limit on the deaths of one process without progress of the run."""
 
     limit: int
     spent: int = 0
     progress: int = -1
     words: str = ""
-    """Of the last death, without numbers."""
+    """Error of the last death, with its numbers replaced by 0."""
     pause_s: float = 0.0
-    """Seconds until the next start: none after one death, then 1, 2, 4, …"""
+    """Seconds until the next start: 0 after the first death, then 1, 2, 4, …"""
 
     def spend(self, name: str, progress: int, reason: str, words: str = "") -> None:
-        """Count one death. Progress of the run since the last one restarts the count. `words` are what a process said
-        that ended of itself. Raises FatalError at too many, or at the second in a row with the same words: these name
-        what starting it again does not change."""
+        """Count one death; progress of the run resets the count. Raises FatalError after too many deaths, or after two
+        in a row with the same error, `words`, which a restart would not change."""
         before, self.words = self.words, re.sub(r"\d+", "0", words)
         self.spent = 1 if progress > self.progress else self.spent + 1
         self.progress = progress
@@ -80,29 +79,28 @@ class RestartBudget:
 
 @dataclass
 class Supervisor:
-    """Owns the units of a run; use as a context manager."""
+    """The owner of a run's units, as a context manager."""
 
     run: RunDirectory
     recipe: Recipe
     view: LiveView
     event_log: EventLog
     start: Callable[[Unit, Path], Started]
-    """Starts a unit, whose output is appended to the log; raises NoRoomError."""
+    """Function that starts a unit and appends its output to the log; raises NoRoomError."""
     units: Sequence[Unit]
     epoch: Epoch
-    """Of this supervisor: it ends when another one has taken over."""
     stop_requested: Callable[[], bool] = lambda: False
     logs: Path | None = None
-    """Where the units' logs go; RUN/logs by default."""
+    """Folder of the units' logs; RUN/logs by default."""
     running: dict[Unit, Started] = field(default_factory=dict)
     ended: set[Unit] = field(default_factory=set)
-    """Units that have nothing left to do, or that were started elsewhere meanwhile."""
+    """Units that have finished, or that a start elsewhere has superseded."""
     elsewhere: bool = False
-    """Whether somebody else has started a unit meanwhile."""
+    """Whether a start elsewhere has superseded a unit."""
     due: dict[Unit, float] = field(default_factory=dict)
-    """Units that have died, and when each is started again (time.monotonic)."""
+    """Dead unit → time of its next start (time.monotonic)."""
     came_up: set[int] = field(default_factory=set)
-    """Engines that were up once."""
+    """Indexes of the engines that have been up at least once."""
     budgets: dict[str, RestartBudget] = field(default_factory=dict)
     notes: FatalNotes = field(init=False)
 
@@ -118,22 +116,21 @@ class Supervisor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Whatever ended the run, a healthy learner saves first, but for who cannot or may not, or was asked to end at
-        once."""
+        """End all units. The learner saves first, except on a full disk, if superseded, or after a second Ctrl-C."""
         try:
             if not isinstance(error, DiskFullError | SupersededError | KeyboardInterrupt):
                 self._stop(str(error) if isinstance(error, FatalError) else "")
         finally:
             self._end(list(self.running), SERVERS_GRACE_S)
-        remove_left_scratch()  # of roles that had to be killed
-        if not self.elsewhere:  # all roles have ended: what one of them was killed over is nobody's any more
+        remove_left_scratch()  # scratch folders of killed roles
+        if not self.elsewhere:  # all roles have ended, so that none needs its temporary files
             with suppress(SupersededError):
                 for folder in self.run.shared_folders:
                     remove_leftovers(folder, self.epoch.check)
 
     def supervise(self) -> Outcome:
-        """Run to the end, or until it is asked to stop. Raises FatalError when the end cannot be reached, and
-        SupersededError when another supervisor has taken over."""
+        """Run until the run is finished or asked to stop. Raises FatalError if it cannot be finished, and
+        SupersededError if another supervisor has taken over."""
         for unit in self.units:
             self._start(unit)
         progress = RunProgress(self.run, self.event_log.event)
@@ -169,7 +166,7 @@ class Supervisor:
         self._outage.tolerate(lambda: self.event_log.event("started", process=unit.name), None)
 
     def _log(self, unit: Unit) -> Path:
-        """A file of its own for each start, with the number that the start will have, or a later one."""
+        """Return a new log path for the unit's next start, with the number of that start or a higher one."""
         folder = self.logs or self.run.logs
         there = (re.fullmatch(rf"{re.escape(unit.name)}-(\d+)\.log", path.name) for path in folder.glob("*.log"))
         numbers = [int(match[1]) for match in there if match]
@@ -180,8 +177,7 @@ class Supervisor:
         return {member.index for member in announced(self.run, self.recipe)}
 
     def _take(self, unit: Unit, started: Started, status: int) -> None:
-        """Plan another start of a unit that has ended, where it needs one. Raises FatalError when there were too many,
-        unless another engine serves."""
+        """Schedule a restart of a dead unit. Raises FatalError if that cannot help, or after too many deaths."""
         del self.running[unit]
         if status == 0 or status == SUPERSEDED_EXIT_CODE:
             self.ended.add(unit)
@@ -193,7 +189,7 @@ class Supervisor:
             reason = "(no log)" if started.log is None else log_tail(started.log).removeprefix("error: ")
         if status == FATAL_EXIT_CODE:
             raise self._outage.tolerate(self.notes.error, None) or FatalError(reason)
-        # The next start may be spared an engine's other ends: killed, silent, a port that is taken.
+        # Other ends of an engine may not happen again: killed, silent, a port that is taken.
         words = reason if unit.role == "engine" and unit.node == 0 and ERROR_NAMED in reason else ""
         if unit.role == "engine" and unit.node == 0 and unit.index not in self.came_up:
             reason = f"it never came up; {reason}"
@@ -210,19 +206,19 @@ class Supervisor:
         except FatalError:
             if unit.role != "engine":
                 raise
-            up = self._outage.tolerate(self._up, None)  # None: nobody can tell now
+            up = self._outage.tolerate(self._up, None)  # None during an outage
             others = [one for one in self.running if one.role == "engine" and one.index != unit.index]
             if up is not None and not any(one.index in up for one in others):
                 raise
         self.due[unit] = time.monotonic() + budget.pause_s
 
     def _stop(self, reason: str = "") -> None:
-        """The learner may be publishing: engines outlive it. Whoever waits for it is told the `reason`."""
+        """End learner and collector before the engines: the learner may be publishing. Print `reason` after TOLD_S."""
         loops = [unit for unit in self.running if unit.role in ("learner", "collector")]
         self._end(loops, grace_s() + SPARE_S, reason)
 
     def _end(self, units: Sequence[Unit], grace_s: float, reason: str = "") -> None:
-        """Ask all to end, and kill those that have not after `grace_s`."""
+        """Terminate the units, and kill those that still run after `grace_s`."""
         started = [self.running.pop(unit) for unit in units]
         for one in started:
             if one.poll() is None:
@@ -240,17 +236,17 @@ class Supervisor:
                 one.kill()
 
     def _show(self) -> None:
-        with suppress(OSError):  # a file system that does not answer: who saves is waited for all the same
+        with suppress(OSError):  # an outage does not end the wait for a learner that saves
             self.view.refresh()
 
 
 LOOK_S = 5.0
 FIRST_S = 120.0
-"""Engines and learner start meanwhile."""
+"""Wait before the first notice, during which engines and learner start."""
 
 
 class RunProgress:
-    """Says so, as an event, when a run leaves nothing new for longer than it used to."""
+    """A watch that records an event when a run makes no progress for longer than usual."""
 
     def __init__(self, run: RunDirectory, event: Callable[..., None]) -> None:
         self._run, self._store = run, BatchStore(run.batches)
@@ -259,7 +255,6 @@ class RunProgress:
         self._due, self._seen = Throttle(LOOK_S), self._traces()
 
     def look(self) -> None:
-        """Call it as often as you like."""
         if not self._due():
             return
         before, self._seen = self._seen, self._traces()

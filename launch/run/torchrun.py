@@ -1,12 +1,12 @@
-"""torchrun, whose store listens at one address: `python -m launch.run.torchrun …`, with torchrun's own arguments.
+"""Run torchrun with a store that listens at one address: `python -m launch.run.torchrun …`, with torchrun's arguments.
 
-torch's stores listen on every address of a machine, and ask nobody who they are: whoever reaches the port may write
-what the ranks will believe. torchrun's two rendezvous backends (`--standalone`, `static`) make theirs so. This adds a
-third one, BACKEND: node 0's agent makes the one store that agents and ranks share, on a socket that it has bound.
+torch's stores, which torchrun's `--standalone` and `static` use, listen at every address without authentication: anyone
+who reaches the port can write values that the ranks trust. The rendezvous backend here, BACKEND, makes the one store of
+agents and ranks on a socket that node 0's agent has bound.
 
     --rdzv-backend evenkeel --rdzv-conf rank=NODE,host=HOST,port=PORT,address=ADDRESS
 
-Node 0 binds its ADDRESS, and a free port where PORT is 0; the others find it at HOST.
+Node 0 binds its ADDRESS, and a free port if PORT is 0; the other nodes find it at HOST.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pipeline.child_process import PARENT_VARIABLE
 
 BACKEND = "evenkeel"
 JOIN_DEADLINE_S = 600
-"""Longest wait for node 0's store, and of the store for what is asked of it."""
+"""Longest wait for node 0's store, and for an answer of the store."""
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """All nodes are known from the start, and there is one round: Even Keel starts a learner again as a whole."""
+    """A single-round rendezvous of nodes known from the start, since Even Keel restarts a learner as a whole."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         host, port, rank = str(parameters.get("host")), int(parameters.get("port")), int(parameters.get("rank"))
@@ -41,11 +41,10 @@ class BoundRendezvous(StaticTCPRendezvous):
         self._address = str(parameters.get("address"))
 
     def get_backend(self) -> str:
-        """Name the backend, as torchrun asks for it."""
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Have the store. Raises OSError on node 0 when its address or port cannot be bound."""
+        """Make the store, or connect to it. Raises OSError on node 0 if its address or port cannot be bound."""
         if self._store is None:
             if self.rank == 0:
                 self._store = listen(self._address, self.master_port, self.world_size, self.timeout)
@@ -60,7 +59,7 @@ class BoundRendezvous(StaticTCPRendezvous):
 
 
 def listen(address: str, port: int, size: int, timeout: timedelta) -> TCPStore:
-    """A store at that address alone; a free port for 0. Raises OSError when it cannot be bound."""
+    """Return a store that listens at `address` alone; port 0 draws a free port. Raises OSError if binding fails."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,13 +71,12 @@ def listen(address: str, port: int, size: int, timeout: timedelta) -> TCPStore:
 
 
 def main() -> None:
-    """Run torchrun's own main, with the backend known to it."""
     from torch.distributed import run
 
     rendezvous_handler_registry.register(BACKEND, BoundRendezvous)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     arguments = sys.argv[1:]
-    if "--shutdown-timeout" in run.get_args_parser().format_help():  # torch before 2.12 has none, and waits up to 30 s
+    if "--shutdown-timeout" in run.get_args_parser().format_help():  # torch before 2.12 lacks it, and waits up to 30 s
         arguments = ["--shutdown-timeout", "1", *arguments]
     run.main(arguments)
 

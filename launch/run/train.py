@@ -1,4 +1,4 @@
-"""`evenkeel train`: check everything that can be checked, then supervise the run's roles on this machine to its end."""
+"""Run `evenkeel train`: check the recipe and this machine, then supervise the run's roles here to its end."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ from pipeline.tasks.data import with_digest
 
 
 def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = "") -> dict[str, Any]:
-    """Start or resume a run; returns its summary once it is finished, or `stopped` when it was asked to end before.
-    With a `metrics_port`, the supervisor shows its metrics there, and the roles at the ports after it. Where a
-    `source` of the recipe is given, it is said once everything was checked. Raises FatalError when it cannot be
-    finished."""
-    grace_s()  # at the end it would be too late to refuse it
+    """Start or resume a run, and return its summary, or `stopped` if it was asked to end early. The supervisor shows
+    its metrics at `metrics_port`, the roles at the ports after it. `source` says where the recipe is from. Raises
+    FatalError."""
+    grace_s()  # raises for a bad EVENKEEL_GRACE_S, which at the end would be too late
     run = RunDirectory(recipe.directory)
     with going_on("checking recipe, machine, model, data and reward"):
         recipe, prompts = _checked(run, recipe, metrics_port)
@@ -62,7 +61,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
             print(f"warning: {sentence}", file=sys.stderr)
         if not run.is_finished():
             with going_on("writing the model as version 0"):
-                seed_policy(run.under(epoch), recipe)  # the learner's agent would; so engines can start beside it
+                seed_policy(run.under(epoch), recipe)  # before the learner's agent, so that engines start beside it
             with saying_what_is_saved(run, recipe.run.steps):
                 outcome = _supervise(run, recipe, epoch, metrics_port)
             if outcome == "stopped":
@@ -74,15 +73,15 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
 
 
 def _checked(run: RunDirectory, recipe: Recipe, metrics_port: int | None) -> tuple[Recipe, TaskPrompts]:
-    """Check everything that can be, before anything starts. Returns the recipe with the digest of its data."""
+    """Check recipe, machine, model, data and reward. Returns the recipe with its data's digest, and the prompts."""
     check_model_here(recipe)
     recipe = with_digest(recipe, run)
-    changes_to(run, recipe)  # what is refused is refused at once
+    changes_to(run, recipe)  # raises for changes that a resumed run refuses
     if not nothing_left(run, recipe):
         check_learner_here(recipe)
         if recipe.rollout.started_engines:
             check_engines(recipe)
-        gpu_places(recipe, visible_gpus())  # too few are said at once
+        gpu_places(recipe, visible_gpus())  # raises if there are too few
         check_ports(recipe, metrics_port)
         check_room(recipe)
     prompts = preflight(recipe)
@@ -105,7 +104,7 @@ def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: in
 
 @contextmanager
 def stop_requested() -> Iterator[Callable[[], bool]]:
-    """Says whether SIGTERM came, or Ctrl-C. A second Ctrl-C ends everything at once."""
+    """Yield a function that tells whether SIGTERM or Ctrl-C arrived. A second Ctrl-C raises KeyboardInterrupt."""
     asked = False
 
     def ask(number: int, _: object) -> None:

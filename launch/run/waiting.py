@@ -1,6 +1,4 @@
-"""How programs of a run wait: until they are asked to end, for what another program makes, and through an outage of the
-shared file system. What the environment of a role says is read here, too.
-"""
+"""Wait for a stop signal, for another role's work, or through an outage of the shared file system."""
 
 from __future__ import annotations
 
@@ -22,56 +20,54 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, RecipeError, StoppedError, StoreError
 
 EPOCH_VARIABLE = "EVENKEEL_EPOCH"
-"""Environment of a learner's ranks: the number of the learner's start that they belong to."""
+"""Environment variable of a learner's ranks: the number of their learner's start."""
 GRACE_VARIABLE = "EVENKEEL_GRACE_S"
-"""How long a role that was asked to end lets its ranks save, or its engine answer what is in flight."""
+"""Environment variable: seconds in which a role that was asked to end saves, or answers requests in flight."""
 LOG_VARIABLE = "EVENKEEL_LOG"
-"""The file that a role's output goes to, where a supervisor has started it; its children append to the same."""
+"""Environment variable of a role that a supervisor starts: its log file, to which its children append too."""
 BEGUN = "begun"
-"""File beside the stop file of a learner's ranks; rank 0 makes it when it begins to train."""
+"""Name of the file that rank 0 makes beside the stop file when it begins to train."""
 DEFAULT_GRACE_S, LONGEST_GRACE_S = 120.0, 86_400.0
 POLL_S = 0.25
 EPOCH_POLL_S = 2.0
 FINISHED_POLL_S = 10.0
 RECIPE_DEADLINE_S = 600.0
-"""Longest wait for the learner to begin a run, whose own deadlines nobody knows yet."""
+"""Longest wait for the learner to begin a run, whose deadlines are unknown until then."""
 LONGEST_S = 300.0
-"""From the first error to the one that is raised."""
+"""Longest outage, from the first error to the error that is raised."""
 QUIET_S = 30.0
-"""Without an error for so long, an outage is over: some looks come every ten seconds."""
+"""Time without an error that ends an outage; some looks are ten seconds apart."""
 _SAID = (
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ECONNREFUSED),
 )
-"""What clients of network file systems answer while their server does not. Other errors stay as they are."""
+"""Errors of network file system clients whose server does not answer. Other errors are raised at once."""
 T = TypeVar("T")
 
 
 class Stop:
-    """Whether this process was asked to end. Installed, it is set by SIGTERM and by Ctrl-C."""
+    """A flag that SIGTERM and Ctrl-C set once it is installed."""
 
     def __init__(self) -> None:
         self.asked = False
 
     def install(self) -> Stop:
-        """Take over the two signals."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "asked", True))
         return self
 
     def check(self) -> None:
-        """Raises StoppedError."""
+        """Raise StoppedError if this process was asked to end."""
         if self.asked:
             raise StoppedError("asked to end before the run was finished; started again, it goes on")
 
 
 @dataclass
 class Throttle:
-    """Be true at most once in `every_s` seconds, before what costs a look at a shared file system."""
+    """A limiter for looks at a shared file system: calls return True at most once in `every_s` seconds."""
 
     every_s: float
     last: float = 0.0
-    """When it was true last, by time.monotonic."""
 
     def __call__(self) -> bool:
         now = time.monotonic()
@@ -82,10 +78,8 @@ class Throttle:
 
 
 class Outage:
-    """Get a process over errors of the shared file system, as while its server is started again or another takes over.
-
-    Only looks that are repeated are covered, since healthy work is not ended because of a look; writes are not.
-    """
+    """Tolerance for a shared file system that does not answer for a while. It covers only reads that are repeated: a
+    failed look must not end healthy work. Writes raise as usual."""
 
     def __init__(self, who: str, longest_s: float = LONGEST_S) -> None:
         self._longest_s = longest_s
@@ -94,8 +88,7 @@ class Outage:
         self._newest = 0.0
 
     def tolerate(self, look: Callable[[], T], otherwise: T) -> T:
-        """What `look` returns; `otherwise` while the file system does not answer, for LONGEST_S at most. Raises what
-        `look` raises beside that."""
+        """Return `look()`, or `otherwise` during an outage of at most `longest_s`. Raises other errors at once."""
         now = time.monotonic()
         if self._began is not None and now - self._newest > QUIET_S:
             self._began = None
@@ -114,7 +107,7 @@ class Outage:
 
 
 def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: float) -> T:
-    """Wait for what `found` returns once it is not None. Raises DeadlineExceededError, or StoppedError."""
+    """Return the first result of `found` that is not None. Raises DeadlineExceededError, or StoppedError."""
     ends, told = time.monotonic() + deadline_s, False
     patience = Patience(print_notice, "this role", "the role that makes it (logs in RUN/logs)")
     while True:
@@ -132,13 +125,11 @@ def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: f
 
 
 def wait_for_policy(run: RunDirectory, recipe: Recipe, stop: Stop) -> None:
-    """Wait until a first policy is published, by the learner's first host."""
     deadline_s = recipe.rollout.start_deadline_s
     wait_for(stop, lambda: run.is_published() or None, f"a published policy in {run.policies}", deadline_s)
 
 
 def wait_for_engines(run: RunDirectory, recipe: Recipe, stop: Stop, count: int) -> None:
-    """Wait until `count` engines have announced themselves."""
     wait_for(
         stop,
         lambda: len(announced(run, recipe)) >= count or None,
@@ -148,7 +139,7 @@ def wait_for_engines(run: RunDirectory, recipe: Recipe, stop: Stop, count: int) 
 
 
 def announced(run: RunDirectory, recipe: Recipe) -> list[Member]:
-    """List the engines that are up as far as is known: announced by their newest start."""
+    """Return the engines that are up as far as is known: announced by their newest start, or named in the recipe."""
     found = run.membership(recipe.rollout.urls).engines()
     if recipe.rollout.urls:
         return list(found)
@@ -156,8 +147,7 @@ def announced(run: RunDirectory, recipe: Recipe) -> list[Member]:
 
 
 def rank_epoch(run: Path) -> Epoch:
-    """Return the learner's start that this rank belongs to, as its agent has noted. Raises StoreError without an
-    agent."""
+    """Return the learner's epoch that the agent gave this rank. Raises StoreError without an agent."""
     number = os.environ.get(EPOCH_VARIABLE)
     if number is None:
         raise StoreError(
@@ -167,7 +157,7 @@ def rank_epoch(run: Path) -> Epoch:
 
 
 def grace_s() -> float:
-    """Return the seconds of EVENKEEL_GRACE_S. Raises RecipeError for what is no time."""
+    """Return the seconds of EVENKEEL_GRACE_S. Raises RecipeError for an invalid value."""
     said = os.environ.get(GRACE_VARIABLE) or str(DEFAULT_GRACE_S)
     with suppress(ValueError):
         if 0 <= (seconds := float(said)) <= LONGEST_GRACE_S:
@@ -176,6 +166,5 @@ def grace_s() -> float:
 
 
 def log_file() -> Path | None:
-    """Return the file that this role's output goes to, if it is one."""
     named = os.environ.get(LOG_VARIABLE)
     return Path(named) if named else None
