@@ -1,4 +1,4 @@
-"""Read the run's API key, and the teacher's: from the environment, or from a file that only this user can read."""
+"""Read API keys of the run and the teacher from the environment, or from a file that only this user can read."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pipeline.errors import RecipeError
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
 API_KEY_FILE_VARIABLE = "EVENKEEL_API_KEY_FILE"
 TEACHER_KEY_VARIABLE = "EVENKEEL_TEACHER_API_KEY"
-"""Of the servers that distillation.urls names; without it, they are asked without a key."""
+"""Key of the servers in distillation.urls; without it, requests carry no key."""
 TEACHER_KEY_FILE_VARIABLE = "EVENKEEL_TEACHER_API_KEY_FILE"
 JOB_KEYS = "slurm-*.key"
-"""Names of the files in which jobs under Slurm keep their keys, each its own (launch.schedulers.slurm.batch)."""
+"""Pattern of the key files of Slurm jobs, one file a job (launch.schedulers.slurm.batch)."""
 _GROUP_OR_OTHERS, _OTHERS = 0o077, 0o007
 
 
 def read_api_key(environment: Mapping[str, str] = os.environ, variable: str = API_KEY_VARIABLE) -> str | None:
-    """Return the run's key, or that of another variable, without white space around it; None where there is none.
+    """Return the key from `variable` or its file, without white space around it; None if neither is set.
 
-    Raises RecipeError when it is no key, or lies in a file that cannot be read, or that others can read. A character
-    that no header may have would make an HTTP client refuse the key and quote it; the error does not show it.
+    Raises RecipeError for an invalid key, and for a file that cannot be read or that others can read. The error does
+    not show the key. HTTP clients would quote a key with a character that no header may have.
     """
     text, where, file_variable = environment.get(variable), variable, f"{variable}_FILE"
     if not text:
@@ -47,7 +47,7 @@ def read_api_key(environment: Mapping[str, str] = os.environ, variable: str = AP
 
 
 def without_teacher_key(environment: Mapping[str, str]) -> dict[str, str]:
-    """Take the teacher's key out of an environment, for roles that do not ask the teacher."""
+    """Return the environment without the teacher's key, for roles that do not ask the teacher."""
     return {
         name: value
         for name, value in environment.items()

@@ -1,4 +1,4 @@
-"""From a recipe to the objects that the loops take. The only place that knows every room."""
+"""Build from a recipe what the roles share: tokenizer, prompts, sampling, formats, objective."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ if TYPE_CHECKING:
     from precision.formats.quant_map import QuantMap
 
 MOST_SPARE_ROWS = 15
-"""Or 1 in 64: embeddings are padded, Qwen3's 151,669 tokens to 151,936 rows."""
+"""Most embedding rows without a token, or 1 in 64: embeddings are padded, as Qwen3's 151,669 tokens to 151,936 rows."""
 
 
 @dataclass
 class TaskPrompts:
-    """Group i of a run is problem `order(i)` of its task, as tokens."""
+    """The prompts of a run as tokens; group i is problem `problem(i)` of the task."""
 
     task: Task
     tokenizer: Tokenizer
     order: PromptOrder | MixedOrder
-
     num_problems: int = field(init=False)
     sources: Mapping[str, range] = field(init=False)
 
@@ -60,7 +59,7 @@ class TaskPrompts:
         return replace(self._tokenized(group, self.task.problem(problem)), problem=problem)
 
     def held_out(self, count: int) -> Sequence[Prompt]:
-        """Up to `count`. Their groups are negative: they are part of no batch."""
+        """Return up to `count` held-out prompts. Their groups are negative, since they are in no batch."""
         of_one = range(min(count, self.task.num_held_out))
         chosen = self.task.measured(count) if isinstance(self.task, Mixture) else of_one
         return [self._tokenized(-1 - index, self.task.held_out(index)) for index in chosen]
@@ -79,7 +78,7 @@ class TaskPrompts:
 
 
 def text_of(problem: Problem, task: Task, tokenizer: Tokenizer) -> str:
-    """What the model reads of a problem. Raises RecipeError for a message that the chat template leaves out."""
+    """Return the text that the model reads of a problem. Raises RecipeError if the chat template drops a message."""
     if not task.chat_template:
         return problem.text
     messages = problem.messages or [dict(role="user", content=problem.text)]
@@ -89,8 +88,8 @@ def text_of(problem: Problem, task: Task, tokenizer: Tokenizer) -> str:
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:
-    """The model's tokenizer, with what the task gives to its chat template. Raises ModelError for one that is not that
-    of the model, unless model.check_tokenizer is false."""
+    """Return the model's tokenizer, with the task's arguments for its chat template. Raises ModelError if it does not
+    fit the model, unless model.check_tokenizer is false."""
     folder, data = recipe.model.path, recipe.task if isinstance(recipe.task, DataTask) else None
     rows = size_of(read_hf_config(folder), "vocab_size")
     tokenizer = Tokenizer.load(
@@ -117,8 +116,8 @@ def build_tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
-    """The run's prompts, without those that are too long. Raises ModelError or RecipeError, before anything is started,
-    when the tokenizer cannot encode the task or the interruption, or when the interruption does not fit."""
+    """Return the run's prompts, except those that are too long. Raises ModelError or RecipeError if the tokenizer
+    cannot encode the task or the interruption, or if the interruption does not fit."""
     task = build_task(recipe.task, recipe.run.seed)
     check_template(recipe.task, tokenizer)
 
@@ -141,7 +140,7 @@ def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
 
 
 def build_interruption(recipe: Recipe, tokenizer: Tokenizer) -> Interruption | None:
-    """How responses are cut short; None: they are not. Raises RecipeError."""
+    """Return how responses are cut short; None if they are not. Raises RecipeError."""
     section, longest = recipe.rollout.interruption, recipe.rollout.max_new_tokens
     if section is None:
         return None
@@ -165,7 +164,7 @@ def build_interruption(recipe: Recipe, tokenizer: Tokenizer) -> Interruption | N
 
 
 def build_solved_prompt_rule(recipe: Recipe) -> SolvedPromptRule | None:
-    """When a problem counts as solved and is not asked again; None: never."""
+    """Return when a problem counts as solved and is not asked again; None for never."""
     prompts = recipe.prompts
     if prompts.solved_pass_rate is None:
         return None
@@ -177,7 +176,6 @@ def build_solved_prompt_rule(recipe: Recipe) -> SolvedPromptRule | None:
 
 
 def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:
-    """What the run's stored log-probabilities mean."""
     rollout = recipe.rollout
     return LogprobContract(
         temperature=rollout.temperature,
@@ -189,7 +187,7 @@ def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:
 
 
 def build_limits(recipe: Recipe) -> Limits:
-    """Which values a batch of the run may hold. Sizes of a model whose folder is gone are not known."""
+    """Return the limits of a batch's values; sizes of a model whose folder is gone are left out."""
     longest = recipe.rollout.max_new_tokens
     try:
         model = ModelConfig.from_hf(read_config(recipe.model.path))
@@ -200,7 +198,7 @@ def build_limits(recipe: Recipe) -> Limits:
 
 
 def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling:
-    """How training rollouts are sampled; with `temperature`, how evaluations are, over the whole vocabulary."""
+    """Return the sampling of rollouts; with `temperature`, that of evaluations, over the whole vocabulary."""
     rollout, vocab_size = recipe.rollout, build_limits(recipe).vocab_size
     if temperature is not None:
         return Sampling(max_new_tokens=rollout.max_new_tokens, temperature=temperature, vocab_size=vocab_size)
@@ -216,7 +214,7 @@ def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling
 
 
 def build_expert_shape(recipe: Recipe) -> ExpertShape | None:
-    """What engines are to say about their routes; None: nothing. Raises RecipeError for a model without experts."""
+    """Return the shape of engines' expert routes; None without replay. Raises RecipeError for a dense model."""
     if not recipe.rollout.replay_experts:
         return None
     shape = ModelConfig.from_hf(read_hf_config(recipe.model.path))
@@ -234,10 +232,7 @@ def build_expert_shape(recipe: Recipe) -> ExpertShape | None:
 
 
 def build_quant_map(recipe: Recipe) -> QuantMap | None:
-    """In which formats the engines of a run hold their weights when it begins, or None for unquantized rollouts.
-
-    Raises RecipeError when rollout.quant_map names layers that the model does not have.
-    """
+    """Return the formats of weights when a run begins; None for unquantized rollouts. Raises RecipeError."""
     rollout = recipe.rollout
     if rollout.quantized_format is None:
         return None
@@ -245,7 +240,7 @@ def build_quant_map(recipe: Recipe) -> QuantMap | None:
 
 
 def quant_map_of(recipe: Recipe, file: QuantMapFile) -> QuantMap:
-    """The map of the run's model that a file describes. Raises RecipeError when it does not fit the model."""
+    """Return the map of a file for the run's model. Raises RecipeError if it does not fit the model."""
     from precision.formats.quant_map import QuantMap
 
     shape = ModelConfig.from_hf(read_hf_config(recipe.model.path))
@@ -256,8 +251,7 @@ def quant_map_of(recipe: Recipe, file: QuantMapFile) -> QuantMap:
 
 
 def require_engines_here(urls: Sequence[str]) -> None:
-    """Raises RecipeError unless every engine listens at an address of this machine: only there can it open the
-    learner's memory."""
+    """Raise RecipeError unless all engines are on this machine, where they can open the learner's memory."""
     away = [url for url in urls if not _is_here(urlsplit(url).hostname or "")]
     if away:
         raise RecipeError(
@@ -267,7 +261,7 @@ def require_engines_here(urls: Sequence[str]) -> None:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a socket can be bound to an address of the host."""
+    """Return whether a socket can be bound to an address of the host."""
     with suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -277,7 +271,7 @@ def _is_here(host: str) -> bool:
 
 
 def build_objective(recipe: Recipe) -> Objective:
-    """The recipe's objective, with its correction, held near its reference."""
+    """Return the recipe's objective, with its correction and its reference."""
     objective = recipe.objective
     if not isinstance(recipe.correction, NoCorrection):
         objective = Corrected(inner=objective, correction=recipe.correction)
@@ -285,7 +279,7 @@ def build_objective(recipe: Recipe) -> Objective:
 
 
 def build_scoring(recipe: Recipe) -> Scoring:
-    """What the recipe's objective and its sizes of steps read of scored batches."""
+    """Return which scores of a batch the recipe's objective and learning-rate rule read."""
     facts, by_ess = build_objective(recipe).facts, recipe.learner.optimizer.lr_by_lag == "ess"
     return Scoring(
         prepares=facts.needs_scoring,
@@ -296,7 +290,6 @@ def build_scoring(recipe: Recipe) -> Scoring:
 
 
 def scoring_passes(recipe: Recipe) -> int:
-    """How often each batch is scored, by the reference too. Where older versions are kept: one that is stale, and was
-    sampled by one of them."""
+    """Return how often a batch is scored, by the reference too; at most, if older versions are kept."""
     older = recipe.schedule.kind == "staged" or recipe.learner.updates_per_batch > 1 or recipe.num_kept_versions > 0
     return build_scoring(recipe).passes(older=older) + (recipe.reference is not None)

@@ -1,4 +1,4 @@
-"""The ESS controller of a run, from its recipe."""
+"""Build the ESS controller of a run, and measure quantization for it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from precision.formats.quant_map import QuantMap
 
 MIN_SAMPLES = 16
-"""Of which a quantization term is measured, where a batch has so many: one prompt says little about all."""
+"""Fewest samples that measure a quantization term, if a batch has as many: one prompt says little about all."""
 
 
 def build_ladder(recipe: Recipe) -> Ladder:
-    """What the controller may do. Engines that the run does not start itself keep their formats, and so do those that a
-    learner follows by emulation (learner.fp8_emulation). Engines that share GPUs with the learner keep theirs too and
-    are not started again: the learner may have taken the memory meanwhile."""
+    """Return what the controller may change. Engines keep their formats if the run does not start them, the learner
+    emulates them (learner.fp8_emulation), or they share its GPUs; the last are not restarted either, since the learner
+    may have taken their memory."""
     schedule, section = recipe.schedule, recipe.learner
     quant = build_quant_map(recipe)
     fixed = bool(recipe.rollout.urls) or section.fp8_emulation or shares_gpus(recipe)
@@ -66,7 +66,7 @@ def build_controller(
     event_log: EventLog,
     replayed: RunDirectory | None = None,
 ) -> StepController | None:
-    """The run's controller; None without the section. `replayed` is the run whose decisions are repeated."""
+    """Return the run's controller; None if the recipe has none. It repeats the decisions of `replayed`."""
     if recipe.controller is None:
         return None
     base = build_quant_map(recipe)
@@ -108,7 +108,7 @@ def build_controller(
 
 
 def older_maps(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> Callable[[str], Sequence[QuantMap]]:
-    """As MapTransition asks for them: of the engines that are announced and not lost, read by rank 0."""
+    """Return MapTransition's `older_maps`; rank 0 reads the maps of announced engines that are not lost."""
     maps = NumberedMaps(run.quant_maps, run.fence)
     presence = Presence(run, recipe.rollout.start_deadline_s, look_with(read_api_key()))
 
@@ -128,16 +128,14 @@ def older_maps(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> C
 
 @dataclass(frozen=True)
 class EmulationMeter:
-    """Measure what quantization does by the learner's emulation of the engines' formats (StepController.measure)."""
+    """A meter of quantization that emulates the engines' formats in the learner (StepController.measure)."""
 
     learner: MegatronLearner
     quant_map: QuantMap | None
-    """The recipe's."""
     num_tokens: int
 
     def __call__(self, needs: str, batch: Batch, names: Sequence[str]) -> Any:
-        """See StepController.measure."""
-        # Transformer Engine layers have kernels of their own; and nothing is emulated twice (learner.fp8_emulation).
+        # Transformer Engine layers use other kernels, and formats cannot be emulated twice (learner.fp8_emulation).
         if self.learner.layers != "megatron" or self.learner.emulation is not None:
             return None
         if needs == "groups":
@@ -147,8 +145,8 @@ class EmulationMeter:
         return 0.0 if self.quant_map is None else self._losses(batch, [self.quant_map.promoted(names)])[0]
 
     def _losses(self, batch: Batch, quant_maps: Sequence[QuantMap]) -> list[float]:
-        """Measure -ln of the token ESS with each map emulated, over the sampled tokens of some samples. One ratio alone
-        decides it when that is as large as MAX_LOG_RATIO. Raises NonFiniteError."""
+        """Return -ln of the token ESS with each map emulated, over sampled tokens of some samples. Log-ratios are
+        capped at MAX_LOG_RATIO, where one ratio decides the ESS. Raises NonFiniteError."""
         from megatron_bridge.step.host_weights import row_scorer
 
         rows, chosen = evidence_of(batch, self.num_tokens)
@@ -167,9 +165,9 @@ class EmulationMeter:
 
 
 def evidence_of(batch: Batch, num_tokens: int) -> tuple[TokenRows, Tensor]:
-    """Samples of all parts of a batch with about so many sampled tokens, and bool [predicted tokens], which marks
-    these. Of a long response it is the beginning: no sample gives more than 1/MIN_SAMPLES of them. Samples without a
-    sampled token are left out. The same on every rank, but for what of the rows it holds."""
+    """Return samples from all parts of a batch with about `num_tokens` sampled tokens, and bool [predicted tokens] that
+    marks these. Long responses are cut, so that no sample gives more than 1/MIN_SAMPLES of them; samples without a
+    sampled token are left out. All ranks choose the same, though each may hold only part of the rows."""
     import numpy as np
     import torch
 

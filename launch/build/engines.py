@@ -1,9 +1,8 @@
-"""Make an engine's start parameters of a recipe, check that this machine can run it, and reach the engines of a run.
+"""Turn a recipe into an engine's start parameters, check that this machine can run it, and build the fleet.
 
-SGLang's arguments that a recipe passes as they are (rollout.extra_args, distillation.extra_args) come last on the
-command line, where the last one wins: one that this program sets itself would replace, without a word, what the recipe
-says elsewhere and what the learner, the planner and the checks of weights go by. SGLang takes the beginning of a name
-for the name, so that beginnings are refused, too.
+SGLang arguments of a recipe (rollout.extra_args, distillation.extra_args) come last on the command line, where the last
+one wins. An argument that Even Keel sets too would silently replace what the recipe says elsewhere, which learner,
+planner and weight checks rely on. SGLang completes the beginning of a name, so beginnings are refused, too.
 """
 
 from __future__ import annotations
@@ -36,12 +35,11 @@ if TYPE_CHECKING:
     from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 _ON_CPU = {"--attention-backend": "torch_native", "--device": "cpu", "--fp8-gemm-backend": None}
-"""SGLang's arguments that name kernels or a device, and what a CPU has of them."""
+"""SGLang argument for a kernel or a device → its only value on a CPU; None if it has none."""
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Raises EngineStartError when there is no SGLang to start, RecipeError when that release or this machine cannot do
-    what the recipe asks."""
+    """Raise EngineStartError without an SGLang, RecipeError if its release or this machine cannot run the recipe."""
     check_extra_args(recipe)
     rollout_format = recipe.rollout.quantized_format
     if has_cuda():
@@ -73,8 +71,8 @@ def check_engines(recipe: Recipe) -> None:
 
 
 def shares_gpus(recipe: Recipe) -> bool:
-    """Whether learner and engines run on the same GPUs. An engine takes a share of the memory that is free when it
-    starts, so nothing else may take memory meanwhile."""
+    """Return whether learner and engines share GPUs. An engine takes a share of the memory that is free when it starts,
+    so the learner may not allocate meanwhile."""
     return recipe.weights.channel == "ipc" and has_cuda()
 
 
@@ -89,12 +87,11 @@ def engine_spec(
     weights: tuple[int, Path] | None = None,
     **place: Any,
 ) -> EngineSpec:
-    """Engine `index`, which starts with the newest version whose folder is complete, or with the version and the folder
-    of `weights`.
+    """Return the spec of engine `index`, with the newest complete version or with (version, folder) in `weights`.
 
-    The newest is the published version, or an older one while the folder behind a broadcast is still being written. A
-    resync then gives the engine the published version before it gets requests. `place` is where it runs (EngineSpec:
-    host, nodes, node, rendezvous).
+    While the folder of a broadcast version is being written, the newest complete version is older than the published
+    one; a resync then gives the engine the published version before it gets requests. `place` is where the engine runs
+    (EngineSpec: host, nodes, node, rendezvous).
     """
     rollout = recipe.rollout
     if weights is None:
@@ -121,10 +118,10 @@ def engine_spec(
 
 
 def served_formats(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """What an engine that serves the policy in `folder` is told about formats (EngineSpec: precision, full_precision).
+    """Return the formats of an engine that serves the policy in `folder` (EngineSpec: precision, full_precision).
 
-    The folder says it, not the recipe: a later version may have another map than the run began with. Raises
-    RecipeError for a map that the engine or the model does not fit.
+    The folder decides, not the recipe: a later version may have another map than the first. Raises RecipeError for a
+    map that does not fit the engine or the model.
     """
     precision = recipe.rollout.precision
     file = read_quant_map(folder)
@@ -138,7 +135,7 @@ def served_formats(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def check_map_dtype(recipe: Recipe, file: QuantMapFile) -> None:
-    """Raises RecipeError when the map names a dtype that the run's engines do not compute in."""
+    """Raise RecipeError if the map names a dtype in which the run's engines do not compute."""
     try:
         file.check_dtype(engine_dtype(recipe))
     except ValueError as error:
@@ -146,8 +143,7 @@ def check_map_dtype(recipe: Recipe, file: QuantMapFile) -> None:
 
 
 def engine_dtype(recipe: Recipe) -> Literal["float32", "bfloat16"]:
-    """The dtype of activations and of weights that are not quantized. FP8 kernels of a GPU take 16-bit activations
-    only."""
+    """Return the dtype of activations and unquantized weights. FP8 kernels of a GPU take only 16-bit activations."""
     rollout = recipe.rollout.precision
     exact = recipe.learner.precision == "fp32" and rollout != "bf16" and not (rollout != "fp32" and has_cuda())
     return "float32" if exact else "bfloat16"
@@ -173,7 +169,7 @@ _SET_FOR_ENGINES: Mapping[str, str] = {
     "--nccl-init-addr": _LAUNCHER,
     "--preferred-sampling-params": "rollout.temperature, top_p and top_k",
 }
-"""Argument → what says it instead."""
+"""Argument that Even Keel sets for engines → the setting that decides it."""
 _ONE_HOST = "the one host of a teacher that is started (others are named in distillation.urls)"
 _SET_FOR_TEACHER: Mapping[str, str] = {
     "--model-path": "distillation.path",
@@ -189,11 +185,11 @@ _SET_FOR_TEACHER: Mapping[str, str] = {
     "--dist-init-addr": _ONE_HOST,
     "--nccl-init-addr": _ONE_HOST,
 }
-"""The same of the teacher's server. No key says in which formats it computes, and it samples nothing."""
+"""Argument that Even Keel sets for a teacher → the setting that decides it. Formats and sampling are not set."""
 _REPLICAS = {"data parallel replicas": DATA_PARALLEL, "pipeline stages": PIPELINE_PARALLEL}
 _SPECULATION, _FP32_HEAD, _FILE = "--speculative-algorithm", "--enable-fp32-lm-head", "--config"
 _READ = (*DATA_PARALLEL, *PIPELINE_PARALLEL, *OWN_PLACES, _SPECULATION, _FP32_HEAD, _FILE, "--kv-cache-dtype")
-"""Arguments that are refused under conditions, here and elsewhere, by their whole names."""
+"""Arguments that are refused under conditions, here and elsewhere, when written as whole names."""
 _SECRETS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
 _SECRET_ENDINGS = ("-key", "-password", "-secret", "-token")
 _NO_SECRETS = ("--ssl-keyfile", "--bucket-time-to-first-token", "--kt-max-deferred-experts-per-token")
@@ -201,8 +197,7 @@ _NO_SECRETS = ("--ssl-keyfile", "--bucket-time-to-first-token", "--kt-max-deferr
 
 
 def gives_secret(argument: str) -> bool:
-    """Whether an argument, `--name` or `--name=value`, gives a server a key, a password or a token: by its name, or by
-    one that SGLang takes for such a name."""
+    """Return whether an argument (`--name[=value]`), whole or shortened, gives a server a secret."""
     name = _argument_name(argument)
     if name is None or name in _NO_SECRETS:
         return False
@@ -211,9 +206,8 @@ def gives_secret(argument: str) -> bool:
 
 
 def check_extra_args(recipe: Recipe) -> None:
-    """Raises RecipeError for arguments of the engines or of the teacher that give a secret, or that replace what the
-    program sets; and for those of the engines that contradict the recipe, or that its way of giving weights cannot work
-    with."""
+    """Raise RecipeError for arguments of engines or teacher that give a secret or replace what Even Keel sets, and for
+    arguments of engines that contradict the recipe or its weight channel."""
     given = recipe.rollout.extra_args
     _check_names("rollout", given, _SET_FOR_ENGINES)
     if recipe.distillation is not None:
@@ -271,20 +265,19 @@ def _check_names(section: str, given: Sequence[str], replaced: Mapping[str, str]
 
 
 def _argument_name(argument: str) -> str | None:
-    """Of `--name` and `--name=value`; None of a value."""
+    """Return the name of `--name` or `--name=value`; None for a value."""
     name = argument.partition("=")[0]
     return name if name.startswith("--") and name != "--" else None
 
 
 def build_fleet(run: RunDirectory, recipe: Recipe, epoch: Epoch | None, on_change: OnChange | None = None) -> Fleet:
-    """The run's engines, whichever there are at a time. `epoch` is that of the role that gives weights."""
+    """Return the fleet of the run's engines. `epoch` is of the role that gives weights."""
     return Fleet(run.membership(recipe.rollout.urls), **fleet_settings(run, recipe, epoch, on_change))
 
 
 def fleet_settings(
     run: RunDirectory, recipe: Recipe, epoch: Epoch | None, on_change: OnChange | None = None
 ) -> FleetSettings:
-    """What a Fleet needs to know beside its engines."""
     return FleetSettings(
         updates=Updates(run.updates, epoch),
         on_change=on_change,
@@ -296,7 +289,7 @@ def fleet_settings(
 
 
 def checksums_maker(recipe: Recipe) -> Callable[[], ExpectedChecksums] | None:
-    """New digests for one version; None for engines on GPUs, which hash by another function."""
+    """Return a maker of one version's expected checksums; None on GPUs, whose engines hash by another function."""
     if has_cuda():
         return None
     shape = ModelConfig.from_hf(read_hf_config(recipe.model.path))

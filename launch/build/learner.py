@@ -1,7 +1,4 @@
-"""Build a learner from a recipe: model and optimizer, how weights reach engines and are verified, and its loop.
-
-One place for training, replays, tools and tests.
-"""
+"""Build a learner from a recipe, for training, replays, tools and tests: model, weight channel and training loop."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ from rollout_sglang.weights.weight_update import FleetUpdateSession
 if TYPE_CHECKING:
     from megatron_bridge.step.host_weights import KeptVersions, ReferencePolicy
 
-
 MAX_GAP_NATS: dict[RolloutPrecision, float] = {
     "fp32": 0.01,
     "bf16": 0.15,
@@ -59,20 +55,20 @@ MAX_GAP_NATS: dict[RolloutPrecision, float] = {
     "emulated_nvfp4": 2.0,
     "emulated_mxfp4": 2.0,
 }
-"""Default of weights.probe_max_gap_nats, on random tokens. Where the learner emulates the formats for the probe, right
-weights are nowhere near it: at most .011 nats over 120 versions of each of eight runs, in FP4 and block FP8.
+"""Default of weights.probe_max_gap_nats by precision, on random tokens. Where the learner emulates the formats for the
+probe, correct weights gave at most .011 nats, over 120 versions of each of eight runs in FP4 and block FP8.
 
-Where it does not (Transformer Engine's layers), the formats themselves count. BF16 costs at most .023: its bound has
-room. FP8 cost at most .14 in six tiny models when this was set, but up to .33 in trained ones since, FP4 up to 1.08. An
-engine that is refused with right weights wants a higher bound in its recipe.
+Without emulation (Transformer Engine's layers) the gap includes the formats' error. BF16 costs at most .023. FP8 cost
+at most .14 in six tiny models when the bound was set, but up to .33 in trained models since, FP4 up to 1.08. If an
+engine with correct weights is refused, raise the bound in the recipe.
 
-Faults in FP8 for comparison. All scales 1.25 times too large: 0.47 to 0.65 in trained models, 0.08 to 0.19 in random
-ones. One scale: 0.2 to 0.33 and 0.02 to 0.12, medians. The digests find smaller faults. Where they are not known, lower
-the bound to 1.5 times the probe_kernels_nats in the run's metrics, or the probe_gap_nats where it has none."""
+FP8 faults, for comparison: all scales 1.25 times too large cost 0.47 to 0.65 in trained models, 0.08 to 0.19 in random
+ones; a single scale costs 0.2 to 0.33 and 0.02 to 0.12 (medians). Checksums find smaller faults. Where they are
+unknown, lower the bound to 1.5 times the run's probe_kernels_nats, or its probe_gap_nats if it has none."""
 
 
 def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearner:
-    """This rank's part of the model, its optimizer and its objective; `layers` as MegatronLearner.create takes it."""
+    """Return this rank's part of model and optimizer, with the objective; `layers` as in MegatronLearner.create."""
     return MegatronLearner.create(
         recipe.model.path,
         recipe.learner,
@@ -93,8 +89,8 @@ def build_channel(
     epoch: Epoch | None = None,
     probe: ProbeScorer | None = None,
 ) -> DiskChannel | DeltaChannel | StreamedChannel:
-    """How this learner's weights reach the run's engines. Collective. `epoch` is the learner's; tools have none.
-    `probe` is that of another channel of the run, if there is one."""
+    """Return the channel that brings the learner's weights to the run's engines. Collective. `epoch` is the learner's;
+    tools have none. `probe` is shared with another channel of the run."""
     quant, plan, section = build_quant_map(recipe), build_weight_check_plan(recipe), recipe.weights
     probe = probe or ProbeScorer(learner)
     shared: dict[str, Any] = dict(keep=section.keep, deadline_s=section.publish_deadline_s)
@@ -122,8 +118,8 @@ def build_channel(
 
 
 def build_transition(run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch) -> MapTransition:
-    """The same for a run whose quant map may change. Collective."""
-    probe = ProbeScorer(learner)  # one: what it saw last was published last, by whichever channel
+    """Return the channel of a run whose quant map may change. Collective."""
+    probe = ProbeScorer(learner)  # shared, so that it knows the last version of either channel
     usual = build_channel(run, recipe, learner, epoch, probe)
     assert not isinstance(usual, DeltaChannel), "the recipe refuses it with a controller"
     disk: DiskChannel | DeltaChannel | StreamedChannel = usual
@@ -148,7 +144,7 @@ def build_trainer(
     controller: StepController | None = None,
     stop_requested: Callable[[], bool] | None = None,
 ) -> Trainer:
-    """A Trainer over the batches of `store`. Collective. `checkpoint_every` is the recipe's by default."""
+    """Return a trainer on the batches of `store`. Collective. `checkpoint_every` is the recipe's by default."""
     from megatron_bridge.step import host_weights
 
     advantages, scoring = AdvantageComputer.of(recipe), build_scoring(recipe)
@@ -156,8 +152,7 @@ def build_trainer(
     versions: KeptVersions | None = None
     reference: ReferencePolicy | None = None
     if scoring.reads_old and recipe.num_kept_versions:
-        # A batch may have been sampled by an older version than the learner's: in sync there is no such one, and a
-        # stage is scored at its beginning.
+        # Only async batches can be sampled by an older version than the learner's: a stage is scored at its beginning.
         versions = host_weights.KeptVersions(learner, lag=recipe.num_kept_versions)
     if recipe.reference is not None:
         folder = recipe.reference.path or recipe.model.path
@@ -196,7 +191,7 @@ def build_trainer(
 
 
 def build_rates(run: RunDirectory) -> LearningRates:
-    """The learning rate of every step of a run, as the recipes say that it went by."""
+    """Return the learning rates of all steps of a run, by the recipes that it has had."""
     return LearningRates(
         tuple(
             RateSpan(
@@ -211,7 +206,6 @@ def build_rates(run: RunDirectory) -> LearningRates:
 
 
 def build_weight_check_plan(recipe: Recipe) -> WeightCheckPlan:
-    """The same for every version of the run."""
     tokenizer = build_tokenizer(recipe)
     allowed = recipe.weights.probe_max_gap_nats
     return WeightCheckPlan(
@@ -229,11 +223,11 @@ def build_weight_check_plan(recipe: Recipe) -> WeightCheckPlan:
 
 
 def coarser_precision(recipe: Recipe) -> RolloutPrecision:
-    """The coarser of the learner's and the engine's precision: it decides how far the two may differ.
+    """Return the coarser of the learner's and the engines' precision, which decides how far the two may differ.
 
-    A learner that emulates the engines' block FP8 is as far from them as in BF16: at most 0.052 nats in the mean over
-    48 versions of two runs in BF16, where one that does not was up to 0.105 away. Not so with fp8_tensor: its scales
-    depend on the engine's tensor parallel size and kernels.
+    A learner that emulates the engines' block FP8 counts as BF16: the mean gap was at most 0.052 nats over 48 versions
+    of two BF16 runs, and up to 0.105 without emulation. Emulated fp8_tensor does not, since its scales depend on the
+    engine's tensor parallel size and kernels.
     """
     if recipe.learner.fp8_emulation and recipe.rollout.precision == "fp8_block":
         return "bf16"

@@ -1,4 +1,4 @@
-"""The run's verifiers, in the sandbox that this machine allows."""
+"""Build the run's verifiers in the sandbox that this machine allows, and try them before a run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ from precision.text import quoted
 def build_verifiers(
     run: RunDirectory, recipe: Recipe, task: Task, event_log: EventLog
 ) -> Iterator[Mapping[str, Verifiers]]:
-    """Reward → its workers, while they are needed; one where the task has one source. Which sandbox they run in becomes
-    an event of the run.
+    """Yield reward → its workers, one entry for each reward of the task; record their sandbox as an event.
 
-    Raises RecipeError where there is no sandbox and the recipe does not renounce it, and RunConflictError where the run
-    began in a better one than this machine has.
+    Raises RecipeError if there is no sandbox and the recipe does not renounce it, and RunConflictError if the run began
+    in a better sandbox than this machine has.
     """
     rewards = list(dict.fromkeys(part.reward for part in parts_of(task)))
     sandbox = None
@@ -45,7 +44,7 @@ def build_verifiers(
 
 
 def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: EventLog | None) -> Verifiers:
-    """Without a log, for a trial: one worker, and a watch that asks from the first sample on."""
+    """Return a reward's verifiers; without a log, for a trial: one worker, failures count from the first sample."""
     section = recipe.reward
     if event_log is None:
         watch = FailureWatch(
@@ -72,16 +71,16 @@ def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: 
 
 
 def build_group_filter(recipe: Recipe) -> GroupFilter | None:
-    """The user's filter of sampled groups; None: there is none. Raises RecipeError for one that cannot be called."""
+    """Return the user's filter of sampled groups; None without one. Raises RecipeError if it cannot be called."""
     name = recipe.prompts.group_filter
     return None if name is None else GroupFilter.load(name, recipe.reward.deadline_s)
 
 
 def check_reward(run: RunDirectory, recipe: Recipe, task: Task) -> None:
-    """Judge a few answers of the task, and of each source: before engines, which take minutes to start, are waited for.
+    """Try each reward on a few answers of the task, before engines take minutes to start.
 
-    Raises RecipeError for a reward that cannot be imported, RewardError for one that fails or does not accept the
-    task's own answers, and what `build_verifiers` raises about sandboxes, before it is called.
+    Raises RecipeError for a reward that cannot be imported, RewardError for a reward that fails or refuses the task's
+    answers, and the sandbox errors of `build_verifiers`.
     """
     build_group_filter(recipe)
     parts = [part for part in parts_of(task) if part.reward != EXACT_MATCH]  # it accepts every answer and never fails
@@ -93,8 +92,7 @@ def check_reward(run: RunDirectory, recipe: Recipe, task: Task) -> None:
 
 
 def choose_sandbox(run: RunDirectory, rewards: Sequence[str], event_log: EventLog) -> Sandbox | None:
-    """The sandbox for the rewards, recorded; None where they are built in and run no code of others. Raises as
-    `build_verifiers`."""
+    """Return the rewards' sandbox and record it; None if all rewards are built in. Raises as `build_verifiers`."""
     foreign = [reward for reward in rewards if reward not in TRUSTED]
     if not foreign:
         event_log.event("sandbox", rung="none", why=f"{rewards[0]} runs no code of others")
@@ -108,10 +106,9 @@ def choose_sandbox(run: RunDirectory, rewards: Sequence[str], event_log: EventLo
 
 
 def _sandbox_here(run: RunDirectory, rewards: Sequence[str]) -> tuple[Sandbox, str]:
-    """The sandbox that this machine allows for these rewards, and why not a higher one. Nothing is recorded. Raises as
-    `build_verifiers`."""
+    """Return the rewards' sandbox on this machine, and why not a higher one. Raises as `build_verifiers`."""
     began, hidden = run.sandbox(), [run.path.absolute()]
-    # Of a folder that holds what is hidden, the sandbox shows nothing that comes later, such as another job's key.
+    # The sandbox also hides files that appear later in the folder of a hidden file, such as another job's key.
     for variable in (API_KEY_FILE_VARIABLE, TEACHER_KEY_FILE_VARIABLE):
         if named := os.environ.get(variable):
             path = Path(named).absolute()
@@ -133,18 +130,17 @@ def _sandbox_here(run: RunDirectory, rewards: Sequence[str]) -> tuple[Sandbox, s
 
 
 _FEW, _MORE = 4, 32
-"""Samples of a trial, and of one that saw a failure: at 5 % of its calls a judge fails in 19 of 100 trials of four."""
+"""Samples of a trial, more after a failure: a judge that fails 5 % of its calls fails in 19 % of trials of four."""
 _MOST_ANSWERS = 1000
-"""Different answers that a reward is asked about which must accept them; about three seconds."""
+"""Most answers that math_verify is tried on, in about three seconds."""
 
 
 async def try_reward(verifiers: Verifiers, task: Task) -> None:
-    """Score answers of the task as responses to their own prompts, by `verifiers` with a watch that asks at once.
+    """Score answers of the task as responses to their prompts; the watch of `verifiers` counts from the first sample.
 
-    `math_verify` has to give 1 to every answer, else RewardError says how many it does not accept; of a task with very
-    many different ones it is an even choice, and the others are looked at when they are used. What another reward gives
-    to an answer is its own business, but of a few no more may fail than the recipe allows; where one does, more are
-    tried.
+    math_verify must give 1 to every answer, else RewardError says how many it refuses; of very many answers an even
+    choice is tried. Other rewards may give any value, but no more of a few samples may fail than the recipe allows;
+    after a failure more samples are tried.
     """
     tried, failed = 0, False
     while task.reward != MATH_VERIFY and tried < (_MORE if failed else _FEW):

@@ -18,7 +18,7 @@ HfConfig = Mapping[str, Any]
 
 
 def refusals(config: HfConfig, recipe: Recipe) -> Iterator[FatalError]:
-    """Yield every reason for which the sizes in the model's config.json refuse the recipe."""
+    """Yield every error of the recipe that the sizes in the model's config.json show."""
     rollout = recipe.rollout
     checks: tuple[Callable[[], None], ...] = (
         lambda: check_layout(config, recipe.learner),
@@ -35,7 +35,7 @@ def refusals(config: HfConfig, recipe: Recipe) -> Iterator[FatalError]:
 
 
 def _check_positions(config: HfConfig, recipe: Recipe) -> None:
-    """SGLang does not start with a longer context than the model has positions for."""
+    """Raise RecipeError if the context exceeds the model's positions, with which SGLang does not start."""
     positions = ModelConfig.from_hf(config).max_positions
     if recipe.rollout.context_tokens > positions:
         raise RecipeError(
@@ -45,15 +45,14 @@ def _check_positions(config: HfConfig, recipe: Recipe) -> None:
 
 
 def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
-    """Count parameters, their float32 main copies where they are no float32 themselves, two moments, and the older
-    versions that the learner keeps."""
+    """Return a checkpoint's bytes: parameters, float32 copies if they are 16-bit, two moments, kept versions."""
     size = recipe.learner.parameter_bytes
     return config.num_parameters * (size + (0 if size == 4 else 4) + 8 + recipe.num_kept_versions * size)
 
 
 @lru_cache(maxsize=32)
 def layer_sizes(config: ModelConfig) -> dict[str, int]:
-    """Name within a decoder layer → numbers in it, with all experts of a kind under one name. All layers are alike."""
+    """Return name within a decoder layer → number of parameters, all experts under one name. All layers are alike."""
     sizes: dict[str, int] = {}
     for name, size in config.tensors().items():
         if not name.startswith("model.layers.0."):
@@ -66,7 +65,7 @@ def layer_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Parameters that each position is multiplied by: all but the embedding; of the experts only those it visits."""
+    """Return the parameters used for each position: all but the embedding, and only the experts that it visits."""
     total = config.vocab_size * config.hidden_size
     for name, number in layer_sizes(config).items():
         if ".experts" in name and config.experts is not None:

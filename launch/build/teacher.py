@@ -1,4 +1,4 @@
-"""The teacher of a run that distills: its servers, found or started, and whether it has the student's tokenizer."""
+"""Check, start and reach the teacher of a run that distills."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _TRIED_PROMPTS = 4
 
 
 def check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Before anything is started. Raises RecipeError for a folder whose tokens have other ids than the student's, and
-    ModelError for one that is no model."""
+    """Raise RecipeError for a teacher's folder with another tokenizer, ModelError for one that is no model."""
     if recipe.distillation is None or (folder := recipe.distillation.path) is None:
         return
     if not (folder / "config.json").is_file():
@@ -50,8 +49,8 @@ def check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
 async def teacher_of(
     run: RunDirectory, recipe: Recipe, prompts: TaskPrompts, event_log: EventLog
 ) -> AsyncIterator[TeacherScores | None]:
-    """Who judges the tokens of a run, while it is needed; None: nobody. A server that is started dies with the calling
-    thread. Raises EngineStartError, RecipeError for servers of another tokenizer, EngineUnavailableError."""
+    """Yield the run's teacher; None without distillation. A server started here dies with the calling thread. Raises
+    EngineStartError, RecipeError for servers of another tokenizer, EngineUnavailableError."""
     section = recipe.distillation
     if section is None:
         yield None
