@@ -1,4 +1,4 @@
-"""Run a role: wait for the recipe and for node 0, be asked to end, and say how it ended by an exit status.
+"""Run a role: wait for the recipe and for node 0, handle signals, and end with an exit status.
 
 0    the run is finished                       65   a later start of the role has taken over: not started again
 64   fatal: the run has failed                 143  asked to end (SIGTERM) before that: started again, it goes on
@@ -43,7 +43,7 @@ from pipeline.errors import (
 from pipeline.tasks.data import DIGEST_KEYS, with_digest
 
 DATA_POLL_S = 10.0
-"""All of the data is read at each look."""
+"""Pause between looks at the data, since each reads all of it."""
 
 
 def run_role(
@@ -54,11 +54,10 @@ def run_role(
     metrics_port: int | None = None,
     host: str = LOOPBACK,
 ) -> NoReturn:
-    """Run a role to its end, and end this process with the exit status that says how it went. With a `metrics_port`,
-    the environment says that this role's process, or the learner's rank 0, shows its metrics there."""
+    """Run a role and end this process with its exit status. The environment passes `metrics_port` on, to rank 0 too."""
     try:
         with as_disk_full(run.path):
-            grace_s()  # at SIGTERM it would be too late to refuse it
+            grace_s()  # raises for a bad value, which at SIGTERM would be too late
             count_start(run, name)
             stop = Stop().install()
             if metrics_port is not None:
@@ -76,7 +75,7 @@ def run_role(
 
 
 def status_of(error: EvenKeelError) -> int:
-    """Return the exit status of a role that met the error. A server that does not come up may do so on another host."""
+    """Return the exit status of a role for an error. A server that does not start may start on another host."""
     match error:
         case SupersededError():
             return SUPERSEDED_EXIT_CODE
@@ -93,9 +92,9 @@ def status_of(error: EvenKeelError) -> int:
 def wait_for_recipe(run: RunDirectory, stop: Stop, given: Path | None = None) -> RecipeInForce:
     """Wait for the run's frozen recipe, which the learner's first host writes.
 
-    With the recipe that the learner is `given`: until the run goes by that one, whatever its data. A role that began
-    with an older one would be superseded as soon as the learner changes it, or find a run finished that gets more
-    steps."""
+    With `given`, the learner's recipe, wait until the run has that recipe, whatever its data. A role with an older
+    recipe would be superseded once the learner changes it, or would find a run finished that gets more steps.
+    """
     if given is None:
         wait_for(stop, lambda: recipe_file(run.path).is_file() or None, str(recipe_file(run.path)), RECIPE_DEADLINE_S)
         return recipe_in_force(run.path)
@@ -114,9 +113,8 @@ def wait_for_recipe(run: RunDirectory, stop: Stop, given: Path | None = None) ->
 
 
 def wait_for_data(run: RunDirectory, stop: Stop, given: Path) -> RecipeInForce:
-    """Wait as `wait_for_recipe`, for a role that reads the data: until the run goes by the data that is there.
-
-    The learner may be about to begin with other data. At the deadline the task's builder says what differs."""
+    """Wait as `wait_for_recipe`, and until the run has the data that is on this host, since the learner may be about to
+    begin with other data. After the deadline, the task's builder reports the difference."""
     frozen, wanted, look = wait_for_recipe(run, stop, given), load_recipe(given), Throttle(DATA_POLL_S)
 
     def found() -> RecipeInForce | None:
@@ -131,8 +129,8 @@ def wait_for_data(run: RunDirectory, stop: Stop, given: Path) -> RecipeInForce:
 
 
 def is_in_force(run: RunDirectory, frozen: RecipeInForce) -> bool:
-    """Tell whether the run still goes by the recipe, whatever its data. Ask after the start is claimed, since a start
-    that changes the recipe ends those that it finds."""
+    """Return whether the run still has the recipe, whatever its data. Claim the start first: a change of the recipe
+    ends the starts that it finds."""
     newest = newest_recipe_file(run.path)
     return newest == frozen.path or changed_keys(run.recipe(), frozen.recipe).keys() <= DIGEST_KEYS
 
@@ -142,24 +140,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the first host of a role that spans several listens: RUN/learner.json, or RUN/engines/hosts-000003.json."""
+    """The address of node 0 of a role on several hosts, in RUN/learner.json or RUN/engines/hosts-000003.json."""
 
     epoch: int
-    """Of node 0, which made it; a later start has another one."""
+    """Epoch of the node 0 that wrote the file."""
     host: str
     port: int
     nodes: int
     version: int | None = None
-    """Of the weights that an engine starts with, which node 0 holds for all hosts; None for a learner."""
+    """Version of the weights that node 0 of an engine holds for all hosts; None for a learner."""
 
     def write(self, path: Path) -> None:
-        """Replaces what an earlier start has written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sealed_json(path, vars(self))
 
     @classmethod
     def read(cls, path: Path) -> Rendezvous | None:
-        """None when there is none that can be read now. Raises StoreError when it is damaged."""
+        """Read the file; None if it cannot be read now. Raises StoreError if it is damaged."""
         remedy = "remove it, and start node 0 again"
         try:
             return cls(**read_sealed_json(path, remedy, is_replaced=True))
@@ -180,17 +177,15 @@ def await_node_0(
     stop: Stop,
     deadline_s: float,
 ) -> T | Literal["finished"]:
-    """Wait for node 0 and return what `join` makes of the file at `path`, once that is of a start that `is_alive`.
+    """Wait for a file at `path` by a node 0 that `is_alive`, and return what `join` makes of it.
 
-    Where `join` returns None, the file is read again. "finished": node 0 has ended without asking for anybody.
-
-    Raises LayoutError when node 0 has named another number of `nodes` until the deadline, StoreError for a damaged
-    file, and as `wait_for` does.
+    While `join` returns None, the file is read again. Returns "finished" once the run is finished. Raises LayoutError
+    if node 0 names another number of `nodes` until the deadline, StoreError for a damaged file, and as `wait_for` does.
     """
-    # Not at once, since node 0 may be about to go on with a recipe of more steps.
+    # Not at once: node 0 may be about to resume a finished run with more steps.
     look_for_end = Throttle(FINISHED_POLL_S, last=time.monotonic())
     other: list[int] = []
-    """--nodes of the last file that does not fit. It may be of a start that is gone: the next one may fit."""
+    """--nodes of the last file that did not fit. It may be of an earlier start, and the next file may fit."""
 
     def joined() -> T | Literal["finished"] | None:
         other.clear()

@@ -1,4 +1,4 @@
-"""The collector: `evenkeel role collector RUN`. It waits for the run and for an engine, then asks for every batch."""
+"""Run the collector, `evenkeel role collector RUN`: wait for the run and for an engine, then collect every batch."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from pipeline.tasks.tokenizer import Tokenizer
 
 
 def run_collector(run: RunDirectory, stop: Stop, recipe: Path | None = None) -> int:
-    """The exit status. `recipe` is the one that the learner is given, if it is known."""
+    """Run the collector; return the exit status. `recipe` is the learner's, if it is known."""
     frozen = wait_for_recipe(run, stop) if recipe is None else wait_for_data(run, stop, recipe)
     epoch = claim(run.path, "collector", recipe=frozen.path.name)
-    if newest_recipe_file(run.path) != frozen.path:  # it was changed between the two
+    if newest_recipe_file(run.path) != frozen.path:  # the recipe has changed meanwhile
         return run_collector(run, stop, recipe)
     with epoch.as_superseded():
         run, in_force = run.under(epoch), frozen.recipe
@@ -59,7 +59,6 @@ def run_collector(run: RunDirectory, stop: Stop, recipe: Path | None = None) -> 
 
 
 def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
-    """The numbers of the recipe that the collector reads."""
     rollout, evaluation = recipe.rollout, recipe.evaluation
     return CollectorSettings(
         prompts_per_batch=rollout.prompts_per_batch,
@@ -83,8 +82,7 @@ def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> Collect
 
 
 def lags_of(run: RunDirectory, recipe: Recipe) -> Callable[[int], tuple[tuple[int, int], ...]] | None:
-    """Published version → the lags that were decided until then. The record of a step is there before the version after
-    it is published; None where there are no records, or where they decide no lag."""
+    """Return version → lags decided before it is published, by the record of its step; None without such lags."""
     if recipe.controller is None or recipe.schedule.kind != "async":
         return None
     files = ControlFiles(run.control, run.fence)
@@ -92,8 +90,8 @@ def lags_of(run: RunDirectory, recipe: Recipe) -> Callable[[int], tuple[tuple[in
 
 
 async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None]) -> None:
-    """Collect every batch that the run lacks. Raises StoppedError at SIGTERM and at Ctrl-C: what was in flight is asked
-    again by the next start. `check_stop` raises it for a signal that came before."""
+    """Collect every batch that the run lacks. Raises StoppedError at SIGTERM and Ctrl-C; the next start asks again what
+    was in flight. `check_stop` raises it for an earlier signal."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,4 +1,4 @@
-"""`evenkeel role …`: the programs that a run consists of, for whatever starts them."""
+"""Define `evenkeel role …`: the programs of a run, for whatever starts them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Run one SGLang engine, `evenkeel role engine RUN INDEX` on each host that it spans, or the router before the engines.
+"""Run one SGLang engine (`evenkeel role engine RUN INDEX`, on each of its hosts), or the router before the engines.
 
-An engine waits for a published policy, starts SGLang with the newest complete one, and announces itself once SGLang
-answers. Announced is not admitted: the fleet verifies its weights first. A server that hangs is announced as such, so
-that no publish waits for it, and ended when it does not come to itself: whatever started this role starts it again.
-Asked to end, it withdraws, lets SGLang answer what is in flight, and stops it.
+An engine's role waits for a published policy, starts SGLang with the newest complete version, and announces the server
+once it answers. The fleet verifies the weights of an announced engine before it gets requests. A server that hangs is
+announced as such, so that no publish waits for it, and ended if it stays so; whatever started the role restarts it.
+Asked to end, a role withdraws its engine, lets SGLang answer requests in flight, and stops it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from rollout_sglang.server.start import EngineSpec, ServerProcess, before_port, 
 from rollout_sglang.weights.replica import ReplicaKeeper
 
 DEFAULT_PORT = 30000
-"""Of engine 0, where neither --port nor rollout.port says another; engine i has the i-th after it."""
+"""Port of engine 0 without --port and rollout.port; engine i has the i-th port after it."""
 ALIVE_POLL_S = 1.0
 USAGE_STATUS = 2
 """Exit status of argparse: the same command line fails again."""
 RENDEZVOUS_PORTS = 10_000
-"""The hosts of an engine meet at the port that lies so far above its own."""
+"""Distance from an engine's port to the port at which its hosts meet."""
 _LINK_ATTEMPTS = 20
-"""How often a policy may be deleted while it is linked."""
+"""Most attempts to link a policy that is deleted meanwhile."""
 
 
 @dataclass
@@ -71,8 +71,7 @@ class EngineRole:
     node: int = 0
     metrics: bool = False
     recipe: Path | None = None
-    """The one that the learner is given, if it is known."""
-
+    """The learner's recipe, if it is known."""
     rendezvous: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +79,7 @@ class EngineRole:
 
 
 def run_engine(own: EngineRole, stop: Stop) -> int:
-    """Run this host's part of the engine; returns the exit status, 0 once the run is finished."""
+    """Run this host's part of the engine; return the exit status, 0 once the run is finished."""
     if not 0 <= own.node < own.nodes:
         raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
     key = read_api_key()
@@ -96,7 +95,7 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
         raise LayoutError(
             f"--nodes is {own.nodes}, but with weights.channel delta an engine has its replica on one host; use disk"
         )
-    os.environ |= interface_environment(address)  # SGLang's ranks meet other hosts', and the learner's by broadcast
+    os.environ |= interface_environment(address)  # SGLang's ranks reach other hosts', and a broadcasting learner's
     wait_for_policy(own.run, recipe, stop)
     if own.run.is_finished():
         return 0
@@ -105,7 +104,7 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
         return _run_other_host(own, recipe, address, port, key, stop)
     while True:
         epoch = claim(own.run.path, "engine", own.index, recipe=frozen.path.name)
-        if not is_in_force(own.run, frozen):  # it was changed since it was read
+        if not is_in_force(own.run, frozen):  # the recipe has changed meanwhile
             return run_engine(own, stop)
         with epoch.as_superseded():
             why = _run_start(own, recipe, address, port, key, stop, epoch)
@@ -119,11 +118,11 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
 def _run_start(
     own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop, epoch: Epoch
 ) -> str | None:
-    """Run one server from its start to its end. Returns why it should be started again; None when it should not."""
+    """Run one server from its start to its end; return why it should be restarted, or None."""
     membership = own.run.membership()
     for earlier in membership.engines():
         if earlier.index == own.index and earlier.started < epoch.number:
-            membership.withdraw(earlier)  # of a start that is superseded
+            membership.withdraw(earlier)  # a superseded start's
     place: dict[str, Any] = dict(host=address, metrics=own.metrics)
     meeting_port = port + RENDEZVOUS_PORTS
     if own.nodes > 1:
@@ -179,13 +178,12 @@ def serve(
 ) -> str | None:
     """Announce the server once it answers, then watch it until the run is finished or this role is asked to end.
 
-    Returns what `wants_another` says, once it says why another server should take its place.
+    Returns early with the reason of `wants_another` to start another server. `announce` gets the reason why the server
+    hangs, or "". It is called again when the reason changes, and when the server is not listed: an earlier start that
+    does not know yet that it is superseded may have replaced the announcement.
 
-    `announce` is told why the server hangs, or nothing. It is called again when that changes, and when the server is
-    not listed: an earlier start, which does not know yet that it is superseded, may have replaced the announcement.
-
-    Raises EngineStartError when it does not come up or ends, EngineHungError when it hangs and does not go on,
-    RecipeError when it does not take its arguments, SupersededError when a later start has begun.
+    Raises EngineStartError when the server does not come up or ends, EngineHungError when it hangs for too long,
+    RecipeError when it refuses its arguments, SupersededError when a later start has begun.
     """
     look, look_for_end, look_alive = Throttle(EPOCH_POLL_S), Throttle(FINISHED_POLL_S), Throttle(ALIVE_POLL_S)
     liveness, told = Liveness(server.pid, server.is_ready), ""
@@ -204,7 +202,7 @@ def serve(
         hung = check_alive(liveness) if up and look_alive() else told
         if hung != told or (up and due and not outage.tolerate(is_listed, True)) or (not up and server.is_ready()):
             epoch.check()
-            if not up:  # SGLang logs errors of its warm-up that are none
+            if not up:  # SGLang's warm-up logs harmless errors
                 server.forget_said()
             up, told = True, hung
             announce(hung)
@@ -215,7 +213,7 @@ def serve(
 
 
 def check_alive(liveness: Liveness) -> str:
-    """Return why the server hangs, empty while it does not. Raises EngineHungError when it has for too long."""
+    """Return why the server hangs, or "". Raises EngineHungError when it has hung for too long."""
     reason = liveness.look() or ""
     if reason and liveness.is_lost:
         raise EngineHungError(f"server hangs ({reason}) and did not go on within {liveness.hung_s:.0f} s: ended")
@@ -223,7 +221,7 @@ def check_alive(liveness: Liveness) -> str:
 
 
 def stop_server(server: ServerProcess, grace_s: float) -> None:
-    """Stop a server: SGLang answers what is in flight after SIGTERM, then ends; after `grace_s` it is killed."""
+    """Stop a server: SIGTERM lets SGLang answer requests in flight and end; after `grace_s` it is killed."""
     if grace_s > 0:
         server.terminate()
         ends = time.monotonic() + grace_s
@@ -233,7 +231,7 @@ def stop_server(server: ServerProcess, grace_s: float) -> None:
 
 
 def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop) -> int:
-    """Run a host that only adds GPUs: it joins node 0, and follows it when that is started again."""
+    """Run a host that only adds GPUs: join node 0, and follow it when it is restarted."""
     starts = epoch_folder(own.run.path, "engine", own.index)
     while True:
         rendezvous = await_node_0(
@@ -254,7 +252,7 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
         spec_of = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
         epoch = Epoch(starts, rendezvous.epoch)
         newest = _as_node_0(own, rendezvous, stop, spec_of, epoch)
-        with suppress(SupersededError):  # node 0 is started again, and this host had no weights yet
+        with suppress(SupersededError):  # node 0 is restarted before this host had weights
             spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, newest)
             server = start(spec)
             try:
@@ -270,8 +268,8 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
 def _as_node_0(
     own: EngineRole, rendezvous: Rendezvous, stop: Stop, spec_of: Callable[..., EngineSpec], epoch: Epoch
 ) -> Callable[[], EngineSpec]:
-    """Make a call that gives the spec with the weights that node 0 holds. It raises SupersededError once node 0 is
-    started again, DeadlineExceededError where it has ended, and StoppedError."""
+    """Return a function that makes the spec with node 0's weights. It raises SupersededError once node 0 is restarted,
+    DeadlineExceededError if node 0 has ended, and StoppedError."""
     folder = starting_folder(own.run, own.index, 0, rendezvous.epoch)
 
     def are_there() -> bool | None:
@@ -290,8 +288,8 @@ def _as_node_0(
 
 
 def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec, epoch: Epoch, stop: Stop) -> bool:
-    """Watch this host's server. Returns True once the run is finished; False when node 0 has begun another start, which
-    this server does not belong to, or when this role is asked to end. Raises EngineStartError when the server ends."""
+    """Watch this host's server. Returns True once the run is finished; False when node 0 is restarted or this role is
+    asked to end. Raises EngineStartError when the server ends."""
     look, look_for_end, announced = Throttle(EPOCH_POLL_S), Throttle(FINISHED_POLL_S), own.run.membership().engines
     look_alive, liveness, outage = Throttle(ALIVE_POLL_S), Liveness(server.pid, None), Outage("a host of an engine")
     nobody: Sequence[Member] = ()
@@ -300,7 +298,7 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
         if status is None and look_alive():
             check_alive(liveness)
         if (look() or status is not None) and outage.tolerate(epoch.is_superseded, False):
-            return False  # also for a server that has ended: it met nobody, or lost node 0's
+            return False  # an ended server, too: it did not meet node 0's, or lost it
         if status is not None:
             raise EngineStartError(f"node {own.node} of engine {own.index} ended with status {status}")
         if look_for_end():
@@ -309,28 +307,27 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
             if any(
                 one.index == own.index and one.started == epoch.number for one in outage.tolerate(announced, nobody)
             ):
-                shutil.rmtree(spec.model, ignore_errors=True)  # node 0 is up, and so are all
+                shutil.rmtree(spec.model, ignore_errors=True)  # node 0 is up, so all hosts have loaded the weights
         time.sleep(POLL_S)
     return False
 
 
 def reason_to_start_again(run: RunDirectory, recipe: Recipe, own: Member, look: Look | None = None) -> str | None:
-    """Return why the server of `own` should be started again now; None: it should not, or not yet.
+    """Return why the server of `own` should be restarted now; None if it should not, or not yet.
 
-        its quant map is not that of the newest policy      every engine before it serves with the new one, or is lost
-        the ESS controller names this start of it           at once
+        its quant map is not the newest policy's      once every engine before it serves the new map, or is lost
+        the ESS controller names this start           at once
 
-    Either way another engine must be serving, so that never all engines are away; where there is one engine only, the
-    run waits for it. An engine that has the new map but is not verified holds back those after it: weights that do not
-    pass in the new formats cost one engine, not all. All of it is read from the run directory and asked of the engines:
-    a role that dies in the middle starts with the newest policy, and thereby with the newest map.
+    Of several engines, another one must be serving, so that never all are away. An engine with the new map that is not
+    verified holds back those after it, so weights that fail in the new formats cost one engine, not all. A role that
+    dies meanwhile keeps no state: it restarts with the newest policy, and so with the newest map.
     """
     if recipe.controller is None:
         return None
     presence = Presence(run, recipe.rollout.start_deadline_s, look or look_with(read_api_key()))
     record = ControlFiles(run.control, run.fence).newest()
     others = {member.index: member for member in run.membership().engines() if member.index != own.index}
-    # Where the folder shows no map it is being deleted or replaced at this moment.
+    # A folder without a map is just being deleted or replaced.
     wanted = digest_of(read_quant_map(run.policy_directory(run.newest_policy(run.published_version()))))
 
     def has_changed(index: int) -> bool:
@@ -351,7 +348,7 @@ def reason_to_start_again(run: RunDirectory, recipe: Recipe, own: Member, look: 
 
 
 def starting_folder(run: RunDirectory, index: int, node: int, start: int) -> Path:
-    """Name the folder in which a host of an engine holds what one start of it begins with."""
+    """Return the folder with the weights of one start of an engine on one host."""
     return run.path / "engines" / "starting" / f"{numbered(index)}-{node}-{numbered(start)}"
 
 
@@ -363,20 +360,18 @@ def hold_weights(
     newest: Callable[[], EngineSpec],
     held: Callable[[EngineSpec], None] = lambda _: None,
 ) -> EngineSpec:
-    """Return `newest()` with a folder that no learner deletes; whoever asked removes it once the engine is up.
+    """Return `newest()` with a folder of hard links that no learner deletes, for the caller to remove.
 
-    A learner deletes old policies (weights.keep), and SGLang opens its files many seconds after it was started: in a
-    run of fast steps they would be gone. So an engine starts from a folder of hard links of its own:
+    A learner deletes old policies (weights.keep), and SGLang opens their files many seconds after its start, too late
+    in a run of fast steps.
 
         RUN/engines/starting/000003-0-000002/   engine 3, its first host, its second start; removed once it is up
 
-    Each start has a folder of its own, since one that is superseded may end late, and must not take its successor's
-    weights. Of an engine on several hosts, the others link what the first one holds: ranks with parts of two versions
-    would serve neither. `start` counts the starts of the engine; what earlier ones have left on this host is removed.
-    `held` is called with the result before all of it is read.
-
-    Raises StoreError when every policy is deleted while it is linked, or when a file
-    is not as it was written, or that of another version.
+    Each start has a folder, since a superseded start may end late and must not remove its successor's weights. Other
+    hosts of an engine link what node 0 holds: ranks with parts of two versions would serve neither. `start` counts the
+    engine's starts; folders of earlier ones on this host are removed. `held` is called with the spec before the files
+    are verified. Raises StoreError if every policy is deleted while it is linked, or a file is damaged or of another
+    version.
     """
     folder = starting_folder(run, index, node, start)
     for left in folder.parent.glob(f"{numbered(index)}-{node}-*"):
@@ -394,11 +389,11 @@ def hold_weights(
 
 
 def _link(source: Path, folder: Path) -> bool:
-    """Link every file of `source`, which may be deleted meanwhile. Returns whether `folder` has them all."""
+    """Link the files of `source`, which may be deleted meanwhile. Returns whether `folder` has all of them."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        # Weights for engines with an older quant map are in a folder within it.
+        # A folder within it holds weights for engines with an older quant map.
         names = {entry.name for entry in os.scandir(source) if entry.is_file()}
         for name in names:
             os.link(source / name, folder / name)
@@ -416,8 +411,8 @@ def run_router(
     metrics_port: int | None = None,
     recipe: Path | None = None,
 ) -> int:
-    """Run the router; returns the exit status, 0 once the run is finished. It starts empty: the fleet gives it engines
-    that it has verified. `recipe` is the one that the learner is given, if it is known."""
+    """Run the router; return the exit status, 0 once the run is finished. It starts empty, and the fleet gives it
+    verified engines. `recipe` is the learner's, if it is known."""
     key = read_api_key()
     address = bind_address(host, key, stop.check)
     frozen = wait_for_recipe(run, stop, recipe)

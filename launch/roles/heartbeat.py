@@ -1,10 +1,10 @@
-"""Tell the learner's agents, one a host, that the others live, and how the learner ends.
+"""Exchange heartbeats between the learner's agents, one on each host, and tell how the learner ends.
 
-    node 0          Peers   listens; a peer whose line did not come for DEAD_S seconds is gone, whatever TCP says
-    node 1, 2, …    Peer    connects, and is gone for node 0, or has lost it, in the same way
+    node 0          Peers   listens; a peer that is silent for DEAD_S seconds is gone, whatever TCP says
+    node 1, 2, …    Peer    connects; finds node 0 gone in the same way
 
-Lines of JSON, one a second in both directions. Before the first one both sides show that they know the API key (HMAC
-over a number that the other side has drawn), that they mean the same epoch, and which node this is.
+Both sides send a line of JSON a second. First each proves that it knows the API key, by an HMAC over the other side's
+nonce, and that both mean the same epoch and node.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ BEAT_S = 1.0
 DEAD_S = 10.0
 HANDSHAKE_S = 5.0
 MOST_BYTES = 65_536
-"""Of a message."""
+"""Longest message."""
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the learner ended, as an exit status, and why."""
+    """An exit status of the learner, and the reason."""
 
     status: int
     reason: str = ""
 
 
 class Side:
-    """What each side knows of the other; read from any thread."""
+    """A side's knowledge of the others; any thread may read it."""
 
     lost: str | None = None
-    """Which node is gone, and why that is known."""
+    """Name of a node that is gone, and the evidence."""
     ending: Ending | None = None
-    """How the first node to fail has ended; of node 0, how the learner has."""
+    """Ending of the learner, from node 0; on node 0, of the first node to fail."""
     stop_asked = False
-    """Whether another node was asked to end, which ends the learner: node 0 lets the ranks of all nodes end."""
+    """Whether another node was asked to end, so that node 0 ends the ranks of all nodes."""
 
     def trouble(self) -> Ending | None:
-        """Return why this node's ranks cannot go on, or that they need not: another node has ended, or is gone."""
+        """Return an Ending if another node has ended or is gone, so that this node's ranks must end; else None."""
         return self.ending or (None if self.lost is None else Ending(1, self.lost))
 
     def wait_for_trouble(self, deadline_s: float) -> Ending | None:
-        """Wait for what another node says once this one's ranks have ended, which may be the cause."""
+        """Return another node's Ending, which may be why this node's ranks ended; None after `deadline_s`."""
         ends = time.monotonic() + deadline_s
         while (found := self.trouble()) is None and time.monotonic() < ends:
             time.sleep(_POLL_S)
@@ -62,12 +62,12 @@ class Side:
 
 
 class Peers(Side):
-    """Node 0's side; a context manager."""
+    """Node 0's side, as a context manager."""
 
     def __init__(self, address: str, port: int, *, nodes: int, epoch: int, key: str | None) -> None:
-        """Listens at once. Raises OSError when the port is taken."""
+        """Listen at once. Raises OSError when the port is taken."""
         self.joined: dict[int, _Line] = {}
-        """The other nodes that are there."""
+        """Connection of each other node that has joined."""
         self._nodes, self._epoch, self._key = nodes, epoch, key
         self._started = self._closed = False
         self._lock = threading.Lock()
@@ -88,8 +88,7 @@ class Peers(Side):
             line.close()
 
     def start_ranks(self) -> None:
-        """Tell all nodes to start their ranks; from now on none may leave or join. A node that has left just before is
-        lost: the others are not told."""
+        """Tell all nodes to start ranks; then none may join or leave. A node that has just left counts as lost."""
         with self._lock:
             self._started = True
             if len(self.joined) < self._nodes - 1:
@@ -98,8 +97,7 @@ class Peers(Side):
         self.tell(go=True)
 
     def tell(self, **message: Any) -> None:
-        """Tell all nodes something, such as how the learner ended. A node that does not hear it notices that node 0 is
-        gone."""
+        """Send a message to all nodes; a node that misses it notices that node 0 is gone."""
         for line in list(self.joined.values()):
             with suppress(OSError):
                 line.send(**message)
@@ -133,12 +131,12 @@ class Peers(Side):
                 self.lost = self.lost or f"node {node} was started again"
             else:
                 self.joined[node] = line
-        if late:  # it waits for the next start then, and ends the connection
+        if late:  # the node then waits for the next start, and closes
             line.exchange(lambda _: None, status=1, reason=self.lost)
             return
         why = line.exchange(lambda message: self._take(node, message))
         with self._lock:
-            if self.joined.get(node) is line:  # it has not come again meanwhile
+            if self.joined.get(node) is line:  # the node has not joined again
                 del self.joined[node]
                 if self._started:
                     self.lost = self.lost or f"node {node} is gone ({why})"
@@ -150,10 +148,10 @@ class Peers(Side):
 
 
 class Peer(Side):
-    """The side of node 1, 2, …; a context manager."""
+    """The side of node 1, 2, …, as a context manager."""
 
     def __init__(self, host: str, port: int, *, node: int, epoch: int, key: str | None) -> None:
-        """Connects. Raises OSError, EOFError or ValueError when node 0 is not there, or not this epoch's."""
+        """Connect. Raises OSError, EOFError or ValueError when node 0 is not there, or of another epoch."""
         self.go = False
         """Whether node 0 has all nodes, so that ranks start."""
         self._line = _Line(socket.create_connection((host, port), HANDSHAKE_S))
@@ -177,8 +175,7 @@ class Peer(Side):
         self._line.close()
 
     def tell(self, **message: Any) -> None:
-        """Tell node 0 how this node's ranks ended (the fields of an Ending), or that this node was asked to `stop`: all
-        ranks save then, and end."""
+        """Send node 0 an Ending's fields, or `stop` if this node was asked to end: all ranks save then, and end."""
         with suppress(OSError):  # node 0 notices that this node is gone
             self._line.send(**message)
 
@@ -192,7 +189,7 @@ class Peer(Side):
 
 
 class _Line:
-    """Messages over one connection, for several threads."""
+    """A connection for messages, safe for several threads."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(HANDSHAKE_S)
@@ -200,12 +197,12 @@ class _Line:
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Raises OSError."""
+        """Send a message. Raises OSError."""
         with self._sending:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> dict[str, Any]:
-        """Return the next message. Raises OSError, EOFError at the end, and ValueError for what is none."""
+        """Return the next message. Raises OSError, EOFError at the end, and ValueError for an invalid message."""
         text = self._file.readline(MOST_BYTES)
         if len(text) == MOST_BYTES:
             raise ValueError(f"a message has {MOST_BYTES} bytes or more")
@@ -217,8 +214,8 @@ class _Line:
         return message
 
     def exchange(self, take: Callable[[dict[str, Any]], None], **first: Any) -> str:
-        """Send `first`, then a message a second, and hand those of the other side to `take`, until the connection ends
-        or the other side is silent for DEAD_S seconds. Returns why it ended."""
+        """Send `first`, then a message a second, and pass received messages to `take`, until the connection ends or the
+        other side is silent for DEAD_S seconds. Returns why it ended."""
         self._socket.settimeout(DEAD_S)
         threading.Thread(target=self._beat, args=(first,), name="beat", daemon=True).start()
         try:
@@ -239,7 +236,7 @@ class _Line:
                 time.sleep(BEAT_S)
 
     def close(self) -> None:
-        """May be called again, and while another thread reads."""
+        """Close the connection, even again or while another thread reads."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -250,5 +247,5 @@ def _proof(key: str | None, who: str, about: str) -> str:
 
 
 def _shows(answer: dict[str, Any], proof: str) -> bool:
-    """Whether the answer holds the proof. As bytes: compare_digest raises TypeError for text beyond ASCII."""
+    """Return whether the answer holds the proof. compare_digest takes bytes, since it refuses text beyond ASCII."""
     return hmac.compare_digest(str(answer.get("proof")).encode(errors="replace"), proof.encode())

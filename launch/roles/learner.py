@@ -1,12 +1,12 @@
 """Run the learner's agent on one host: `evenkeel role learner RUN [NODE]`.
 
-    node 0        freezes the recipe and publishes version 0 at the first start · claims the learner's epoch · says in
-                  RUN/learner.json where it listens · waits for the other nodes · starts its ranks · says how it ended
+    node 0        freezes the recipe and publishes version 0 at the first start · claims the learner's epoch · writes
+                  its address to RUN/learner.json · waits for the other nodes · starts its ranks · tells how they ended
     node 1, 2, …  wait for a learner.json whose epoch is alive · join · start their ranks · follow the next epoch when
                   this one ends before the run does
 
-Ranks that have lost others cannot go on, and torchrun may hang then: whatever ends, the agent ends its ranks. A learner
-is started again as a whole, from its newest checkpoint.
+Ranks cannot go on without the others, and torchrun may hang then, so the agent ends its ranks. A learner restarts as a
+whole, from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ from pipeline.trainer.batches import STOP_FILE_VARIABLE
 
 DEFAULT_PORT = 29500
 REASON_S = 5.0
-"""Longest wait for another node to say why it failed, once this node's ranks have."""
+"""Longest wait for another node's reason after this node's ranks have failed."""
 LAST_WORD_S = 60.0
-"""Longest wait of a node whose ranks have ended well for node 0 to say that all have."""
+"""Longest wait for node 0's ending after this node's ranks have finished."""
 
 
 @dataclass
@@ -75,10 +75,9 @@ class LearnerNode:
     nodes: int = 1
     host: str = LOOPBACK
     port: int = DEFAULT_PORT
-    """Of torch's rendezvous, on node 0; the agents' heartbeat has the next one."""
+    """Port of torch's rendezvous on node 0; the agents' heartbeat has the next port."""
     recipe: Path | None = None
-    """Node 0 begins the run with it, or goes on with it; the others wait for that."""
-
+    """The recipe that node 0 starts or resumes the run with; other nodes wait for it."""
     rendezvous: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ class LearnerNode:
 
 
 def run_learner_node(own: LearnerNode, stop: Stop) -> int:
-    """Run the agent; returns its exit status."""
+    """Run the agent; return its exit status."""
     if not 0 <= own.node < own.nodes:
         raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
     ending = lead(own, stop) if own.node == 0 else follow(own, stop)
@@ -109,7 +108,7 @@ def lead(own: LearnerNode, stop: Stop) -> Ending:
     processes_a_node(recipe, own.nodes)
     key = read_api_key()
     address = bind_address(own.host, key, stop.check)
-    changes = go_on_with(own.run, recipe)  # first: who comes with another run's recipe takes over from nobody
+    changes = go_on_with(own.run, recipe)  # first: another run's recipe must not take over
     epoch = claim(own.run.path, "learner")
     if changes:
         print(changes_in_words(own.run, changes), flush=True)
@@ -154,7 +153,7 @@ def lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, sto
         try:
             ending = attend(own, recipe, address, epoch, stop, peers)
             if ending.status == 0:
-                run.set_finished("learner")  # before the other nodes hear of it: they are not started again then
+                run.set_finished("learner")  # before other nodes hear of it, so that they do not restart
         except BaseException as error:
             if peers is not None:
                 peers.tell(status=1, reason=str(error))
@@ -165,7 +164,7 @@ def lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, sto
 
 
 def follow(own: LearnerNode, stop: Stop) -> Ending:
-    """Run node 1, 2, …: one start of the learner after the other, until it has ended for good."""
+    """Run node 1, 2, …: join each start of the learner, until it has ended for good."""
     recipe = wait_for_recipe(own.run, stop, own.recipe).recipe
     processes_a_node(recipe, own.nodes)
     key = read_api_key()
@@ -175,7 +174,7 @@ def follow(own: LearnerNode, stop: Stop) -> Ending:
         try:
             return found, Peer(found.host, found.port + 1, node=own.node, epoch=found.epoch, key=key)
         except (OSError, ValueError, KeyError, EOFError):
-            return None  # it has ended, or has not begun: the file is read again
+            return None  # node 0 has ended, or not begun: read the file again
 
     while True:
         joined = await_node_0(
@@ -200,13 +199,13 @@ def follow(own: LearnerNode, stop: Stop) -> Ending:
         if peer.go or peer.ending is not None:
             ended.add(rendezvous.epoch)
         else:
-            time.sleep(POLL_S)  # the connection was lost before the ranks were started: it may join the same start
+            time.sleep(POLL_S)  # lost before the ranks were started: this node may join the same start
 
 
 def follow_one(
     own: LearnerNode, recipe: Recipe, address: str, rendezvous: Rendezvous, stop: Stop, peer: Peer
 ) -> Ending:
-    """Run this node's part of one start of the learner, which it has joined."""
+    """Run this node's part of a start of the learner that it has joined."""
     while not peer.go:
         if (found := peer.trouble()) is not None:
             return found
@@ -216,14 +215,14 @@ def follow_one(
     try:
         epoch = Epoch(epoch_folder(own.run.path, "learner"), rendezvous.epoch)
         ending = attend(own, recipe, address, epoch, stop, peer, master=rendezvous)
-    except SupersededError as error:  # node 0's start, that is: this node is wanted by the next one
+    except SupersededError as error:  # node 0's start: its next start wants this node
         ending = Ending(SUPERSEDED_EXIT_CODE, str(error))
     peer.tell(**vars(ending))
     if ending.status == SUPERSEDED_EXIT_CODE:
         return ending
     peer.wait_for_trouble(LAST_WORD_S if ending.status == 0 else REASON_S)
     if peer.ending is None and ending.status == 0 and not own.run.is_finished():
-        # Node 0 may have died before it said that the learner has finished: it would wait for this node then.
+        # If node 0 died before it recorded the learner's end, its next start waits for this node.
         return Ending(1, peer.lost or f"node 0 has not said within {LAST_WORD_S:g} s how it ended")
     return peer.ending or ending
 
@@ -249,13 +248,13 @@ def attend(
             if look():
                 outage.tolerate(epoch.check, None)
             if others is not None and (found := others.trouble()) is not None:
-                epoch.check()  # first: who was superseded is not started again
+                epoch.check()  # first: a superseded start is not restarted
                 return found
             if ends is None and (stop.asked or (others is not None and others.stop_asked)):
                 ends = time.monotonic() + grace_s()
                 if isinstance(others, Peer):
                     others.tell(stop=True)
-                elif not stop_file.with_name(BEGUN).exists():  # they import, join and load, and look for no file
+                elif not stop_file.with_name(BEGUN).exists():  # loading ranks do not look for the file
                     return Ending(STOPPED_EXIT_CODE, "asked to end before it had begun; started again, it goes on")
                 else:
                     stop_file.touch()  # rank 0 finds it at its next step, and tells the others
@@ -279,7 +278,7 @@ def attend(
 
 
 def processes_a_node(recipe: Recipe, nodes: int) -> int:
-    """Return the number of ranks of each host. Raises LayoutError when they cannot be shared out evenly."""
+    """Return the number of ranks of each host. Raises LayoutError if they do not divide evenly."""
     processes = recipe.learner.num_processes
     if processes % nodes:
         raise LayoutError(
@@ -292,13 +291,13 @@ def processes_a_node(recipe: Recipe, nodes: int) -> int:
 def rank_program(
     own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, master: Rendezvous | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Make the command of torchrun for this node's ranks, and its environment; `master` is None on node 0."""
+    """Return torchrun's command for this node's ranks, and its environment; `master` is None on node 0."""
     if own.nodes == 1:
         rendezvous = rendezvous_options(0, address, 0, address)
     else:
         host, port = (own.host, own.port) if master is None else (master.host, master.port)
         rendezvous = rendezvous_options(own.node, host, port, address, own.nodes)
-    # Ranks ignore SIGTERM, and torchrun leaves it alone: when one of them fails, it need not wait for the others.
+    # Ranks ignore SIGTERM, so torchrun must not handle it: when a rank fails, torchrun need not wait for the others.
     command = torchrun(
         processes_a_node(recipe, own.nodes),
         "launch.run.learn_rank",
@@ -314,10 +313,10 @@ def rank_program(
 
 
 class _Torchrun(ProcessTree):
-    """Ranks die with torchrun (launch.run.learn_rank), and torchrun with the agent.
+    """The torchrun of this host. Ranks die with it (launch.run.learn_rank), and it dies with the agent.
 
-    Slurm signals every process of a step. The agent alone answers SIGTERM, by the stop file: a rank that died of it
-    would not save.
+    Slurm signals every process of a step. Only the agent answers SIGTERM, by the stop file: a rank that died of the
+    signal would not save.
     """
 
     when_parent_dies = signal.SIGKILL
