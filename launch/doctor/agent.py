@@ -1,9 +1,9 @@
-"""Obey orders on each host of `evenkeel doctor --hosts`: a line of JSON each, and one in answer.
+"""Carry out orders on each host of `evenkeel doctor --hosts`: a line of JSON for an order, and one for its answer.
 
     {"do": "look", "folder": "/shared/runs/.doctor-1"}  ──▶  {"free": …, "total": …, "kind": "nfs4", "options": "rw"}
 
-It writes below the folder that an order names, and nowhere else. It ends when its standard input is closed. What it
-measures is done by the functions of pipeline.data.files that a run uses too.
+The agent writes only below the folder that an order names, and ends when its standard input is closed. It measures by
+the functions of pipeline.data.files that a run uses.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CONNECT_S = 5.0
 
 
 def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """Kind and options of the file system that holds an absolute path, of the text of /proc/self/mountinfo. Of
-    several at one place the last one is seen."""
+    """Return kind and options of the file system that holds an absolute path, from the text of /proc/self/mountinfo. Of
+    several mounts at one place the last one counts."""
     best, found = -1, ("", "")
     for line in mountinfo.splitlines():
         mounted, _, about = line.partition(" - ")
@@ -40,7 +40,7 @@ def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
 
 
 def obey(line: str) -> dict[str, Any]:
-    """Carry out one order, and return its answer; what fails is the answer's `error`."""
+    """Carry out an order, and return its answer, with `error` if it failed."""
     order = json.loads(line)
     answer: dict[str, Any] = dict(done=True)
     try:
@@ -53,7 +53,7 @@ def obey(line: str) -> dict[str, Any]:
                 kind, options = mount_of(path.resolve(), mounts)
                 answer |= dict(free=usage.free, total=usage.total, kind=kind, options=options)
             case "race":
-                # Create file after file exclusively, each at its time, at which other hosts try the same.
+                # Create file after file exclusively, each at the time at which the other hosts try it.
                 won, begin = [], time.monotonic() + order["start_in_s"]
                 for number in range(order["rounds"]):
                     time.sleep(max(0.0, begin + number * order["every_s"] - time.monotonic()))
@@ -66,7 +66,7 @@ def obey(line: str) -> dict[str, Any]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, order["text"])
             case "read":
-                answer |= dict(texts=dict.fromkeys(order["names"]), listed=[])  # None: it is not seen
+                answer |= dict(texts=dict.fromkeys(order["names"]), listed=[])  # None if it is not seen
                 for name in order["names"]:
                     with suppress(OSError):
                         answer["texts"][name] = (Path(order["folder"]) / name).read_text(encoding="utf-8")
@@ -74,11 +74,11 @@ def obey(line: str) -> dict[str, Any]:
                     answer["listed"] = sorted(os.listdir(order["folder"]))
             case "listen":
                 answer["ports"] = []
-                for port in order["ports"]:  # of every interface, until the agent ends; 0 is any free one
+                for port in order["ports"]:  # on every interface, until the agent ends; 0 is any free port
                     try:
                         server = socket.create_server(("", port))
                     except OSError:
-                        answer["ports"].append(port)  # what listens there accepts, or is not meant for other hosts
+                        answer["ports"].append(port)  # its listener accepts, or is not meant for other hosts
                         continue
                     answer["ports"].append(int(server.getsockname()[1]))
                     threading.Thread(target=_accept, args=(server,), daemon=True).start()

@@ -1,9 +1,8 @@
-"""Check what a run over several hosts rests on: `evenkeel doctor --hosts A,B FOLDER`.
+"""Check the folder and ports that a run on several hosts needs: `evenkeel doctor --hosts A,B FOLDER`.
 
-Each host runs an agent (launch.doctor.agent). They work on one new folder below FOLDER, the shared one: who wins an
-exclusive creation, how late is a change seen elsewhere, which ports are reached. What each guarantee needs is in
-ops/assumptions.md. A finding fails where a run could lose or repeat something, or cannot start; it warns where a run is
-only slower.
+Agents on all hosts (launch.doctor.agent) work in a new folder below the shared FOLDER. They find who wins an exclusive
+creation, how late other hosts see a change, and which ports are reached (ops/assumptions.md). A check fails if a run
+could lose or repeat something or cannot start; it warns if a run is only slower.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from pipeline.errors import EvenKeelError
 from precision.text import JsonError, parse_object
 
 ANSWER_S = 60.0
-"""Longest wait for an answer to what takes no time by itself: a program on another host may start slowly."""
+"""Longest wait for the answer to a quick order: a program on another host may start slowly."""
 RACE_ROUNDS, RACE_EVERY_S, RACE_STARTS_IN_S = 100, 0.02, 0.5
 POLL_S = 0.01
 SOON_S = 2.0
-"""A change that is seen within this time delays a run by less than a step takes."""
+"""A change that is seen within this time delays a run by less than a step."""
 AGENT = "launch.doctor.agent"
 DEFAULT_VIA = "ssh {host}"
 ANOTHER = "put the run on another file system (NFS 4, Lustre, GPFS, CephFS)"
@@ -44,26 +43,24 @@ CACHES = (
 )
 _STOP_S = 5.0
 _MOST_CHARACTERS = 1 << 20
-"""Of a line; what is longer counts as several."""
+"""Longest line; a longer one counts as several."""
 T = TypeVar("T")
 
 
 class HostError(EvenKeelError):
-    """A host cannot be asked, or an order failed there."""
+    """A host cannot be reached, or an order failed there."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One of `--hosts`."""
-
     name: str
-    """Where a program is started, for --via."""
+    """Name for --via, which starts programs there."""
     address: str
-    """How other hosts reach it."""
+    """Address at which other hosts reach it."""
 
 
 def words_of(via: str, host: str) -> list[str]:
-    """The command that --via gives for a host. Raises HostError."""
+    """Return the command that --via gives for a host. Raises HostError."""
     try:
         return [word.format(host=host) for word in shlex.split(via)]
     except (ValueError, LookupError, AttributeError):
@@ -74,10 +71,10 @@ def words_of(via: str, host: str) -> list[str]:
 
 
 class Agent:
-    """A running agent; a context manager. One thread at a time may use it."""
+    """A running agent, as a context manager; for one thread at a time."""
 
     def __init__(self, host: Host, via: str, program: Sequence[str] = ()) -> None:
-        """`program` is the command of the agent there: by default this Python, at the same path."""
+        """Start the agent by `program`, by default this Python at the same path."""
         self.host = host
         self._command = [*words_of(via, host.name), *(program or (sys.executable, "-P", "-m", AGENT))]
         try:
@@ -109,7 +106,7 @@ class Agent:
         self.close()
 
     def close(self) -> None:
-        """End the agent: its input is closed, and a program that goes on is killed."""
+        """Close the agent's input, and kill an agent that does not end."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -120,11 +117,11 @@ class Agent:
         for reader, stream in zip(self._readers, (self._process.stdout, self._process.stderr), strict=True):
             reader.join(_STOP_S)
             assert stream is not None
-            if not reader.is_alive():  # otherwise it is in the midst of a read, for which `close` would wait
+            if not reader.is_alive():  # otherwise `close` would wait for its read
                 stream.close()
 
     def ask(self, do: str, *, deadline_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
-        """Give an order and return the answer. Raises HostError, also when none comes for `deadline_s`."""
+        """Give an order and return the answer. Raises HostError, also without an answer within `deadline_s`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(dict(do=do, **order)) + "\n")
@@ -132,7 +129,7 @@ class Agent:
         except OSError:
             raise self._ended() from None
         answer: dict[str, Any] = {}
-        while not answer.pop("done", False):  # other lines are a greeting of the shell there
+        while not answer.pop("done", False):  # skip a greeting of the shell there
             try:
                 line = self._lines.get(timeout=deadline_s)
             except queue.Empty:
@@ -170,8 +167,7 @@ def _read(stream: IO[str], take: Callable[[str | None], None]) -> None:
 def check_hosts(
     hosts: str, folder: Path, as_json: bool, via: str, python: str | None, ports: str, visible_within_s: float
 ) -> int:
-    """Read the command's options as they were typed, print the findings, and return the exit code: 1 when something
-    fails. Raises HostError for what cannot be meant."""
+    """Print the findings for the options as typed; return 1 if a check failed. Raises HostError for bad options."""
     given = []
     for text in hosts.split(","):
         name, _, address = text.strip().partition("=")
@@ -200,9 +196,9 @@ def diagnose_hosts(
     ports: Sequence[int] = (29500, 30000),
     visible_within_s: float = 60.0,
 ) -> list[Check]:
-    """Make every check between hosts. `via` runs a program on `{host}`, and `program` is the command of the agent
-    there, by default this Python; each host should reach `ports` on each other one; a change that is not seen within
-    `visible_within_s` is called lost. Raises HostError for fewer than two hosts or the same twice."""
+    """Return the findings between hosts. `via` runs `program`, by default this Python, as the agent on `{host}`. Each
+    host should reach `ports` of every other host. A change not seen within `visible_within_s` counts as lost. Raises
+    HostError for fewer than two hosts, or a repeated host."""
     if len({host.name for host in hosts}) != len(hosts) or len(hosts) < 2:
         raise HostError(f"--hosts has {', '.join(host.name for host in hosts)}; give two or more different hosts")
     place = folder.absolute() / f".doctor-{unique_suffix()}"
@@ -215,7 +211,7 @@ def diagnose_hosts(
 
 
 class Visit:
-    """One round of measurements with agents that run, in the new folder `place`."""
+    """A round of measurements by running agents in the new folder `place`."""
 
     def __init__(
         self, agents: Sequence[Agent], place: Path, ports: Sequence[int], visible_within_s: float = 60.0
@@ -223,7 +219,7 @@ class Visit:
         self.agents, self.place, self.ports, self.visible_within_s = agents, str(place), ports, visible_within_s
 
     def checks(self) -> list[Check]:
-        """Make all findings. Deletes what was written."""
+        """Return all findings, and delete what was written."""
         found = []
         for host, seen in zip(self.agents, self._each(lambda one: one.ask("look", folder=self.place)), strict=True):
             free = seen["free"] / GIB
@@ -233,7 +229,7 @@ class Visit:
             found.append(Check(f"folder on {host.host.name}", status, says, "" if status == "ok" else least))
         try:
             found += [check for writer in self.agents for check in self._visibility(writer)]
-            if not any(check.status == "fail" for check in found):  # one folder that is two would fail it
+            if not any(check.status == "fail" for check in found):  # two folders instead of a shared one would fail it
                 order: dict[str, Any] = dict(rounds=RACE_ROUNDS, start_in_s=RACE_STARTS_IN_S, every_s=RACE_EVERY_S)
                 won = self._each(lambda agent: set(agent.ask("race", folder=self.place, **order)["won"]))
                 found.append(judge_exclusive(RACE_ROUNDS, won))
@@ -259,7 +255,6 @@ class Visit:
             self._each(lambda agent: agent.ask("remove", folder=self.place))
 
     def _visibility(self, writer: Agent) -> list[Check]:
-        """Have one host write, and all others look."""
         readers = [agent for agent in self.agents if agent is not writer]
         folder = f"{self.place}/seen-{self.agents.index(writer)}"
         writer.ask("write", path=f"{folder}/old", text="1")
@@ -278,7 +273,7 @@ class Visit:
                     )
                     for reader in lost
                 ]
-            # What was looked for before may be known as missing for a while.
+            # A reader may remember for a while that a file was missing.
             list(pool.map(lambda reader: reader.ask("read", folder=folder, names=["old", "new"]), readers))
             for name in ("new", "old"):
                 writer.ask("write", path=f"{folder}/{name}", text="2")
@@ -291,8 +286,7 @@ class Visit:
             ]
 
     def _delays(self, reader: Agent, folder: str, wanted: Mapping[str, str], since: float) -> dict[str, float | None]:
-        """Return the seconds until a reader saw each text, by opening the file and by listing the folder; None for what
-        it never saw."""
+        """Return the seconds until a reader saw each text by opening it and by listing the folder; None for never."""
         delays: dict[str, float | None] = {f"{how} {name}": None for name in wanted for how in ("open", "list")}
         while None in delays.values() and time.monotonic() - since < self.visible_within_s:
             answer, now = reader.ask("read", folder=folder, names=list(wanted)), time.monotonic() - since
@@ -310,7 +304,7 @@ class Visit:
 
 
 def judge_visibility(writer: str, reader: str, delays: Mapping[str, float | None], deadline_s: float) -> Check:
-    """How late another host's change is seen."""
+    """Return the finding on how late another host's change is seen."""
     name = f"{writer} writes, {reader} reads"
     unseen = sorted(what for what, delay in delays.items() if delay is None)
     if unseen:
@@ -322,7 +316,7 @@ def judge_visibility(writer: str, reader: str, delays: Mapping[str, float | None
 
 
 def judge_exclusive(rounds: int, won: Sequence[set[int]]) -> Check:
-    """Batches, epochs and update numbers are created by a hard link that must have one winner."""
+    """Return the finding on races by hard links, each of which must have one winner."""
     winners = [sum(number in mine for mine in won) for number in range(rounds)]
     twice, never = sum(count > 1 for count in winners), winners.count(0)
     shares = " : ".join(str(len(mine)) for mine in won)

@@ -1,8 +1,7 @@
-"""Try whether packages can be imported, in a child process: `python -P -m launch.doctor.imports torch sglang`.
+"""Try to import packages in a child process: `python -P -m launch.doctor.imports torch sglang`.
 
-Metadata says that a package lies there; only an import shows that its libraries do too. The child prints one line of
-JSON a module as soon as it knows, and ends with 1 where a module failed. It needs the standard library alone: it judges
-environments that lack packages.
+Metadata shows that a package is installed; only an import shows that its libraries are. The child prints a line of JSON
+a module, and ends with 1 if a module failed. It needs only the standard library, since packages may be missing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from threading import Timer
 from pipeline.child_process import program_environment
 
 DEADLINE_S = 300.0
-"""For one child. Cold files of torch, Megatron-Core and SGLang on a slow disk take a minute."""
+"""Longest time of one child. Cold files of torch, Megatron-Core and SGLang on a slow disk take a minute."""
 
 
 def failed_imports(modules: Sequence[str], deadline_s: float = DEADLINE_S) -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""`evenkeel doctor`: what this machine has, what is missing, and what to do about it.
+"""Run `evenkeel doctor`: report what this machine has, what is missing, and what to do about it.
 
-Metadata says that a package lies there; only an import shows that its libraries do too. Packages are imported in a
-child process (launch.doctor.imports), so this works where they are broken.
+Packages are imported in a child process (launch.doctor.imports), so the report works where packages are broken.
 """
 
 from __future__ import annotations
@@ -39,25 +38,23 @@ from rollout_sglang.server.rollout_python import require_sglang, rollout_python
 
 GIB = 2**30
 MIN_MEMORY_GIB, WANTED_MEMORY_GIB = 3.0, 8.0
-"""One engine and one learner process of a toy model on a CPU stay below the first only just."""
+"""A toy model's engine and learner process on a CPU need just less than the minimum."""
 MIN_DISK_GIB, WANTED_DISK_GIB = 1.0, 10.0
 WANTED_SHM_MIB = 64
 _CAP_IPC_LOCK = 1 << 14
 MIN_GLIBC = (2, 28)
-"""What the wheels of torch and safetensors are built against (manylinux_2_28)."""
+"""glibc that the wheels of torch and safetensors need (manylinux_2_28)."""
 ENGINE_GLIBC = (2, 34)
-"""The same of SGLang's."""
-
+"""glibc that SGLang's wheels need."""
 _MODULES = {"pyyaml": "yaml", "megatron-core": "megatron.core"}
-"""What is imported of a distribution, where that has another name."""
-
+"""Distribution → module to import, if its name differs."""
 Status = Literal["ok", "warn", "fail"]
 STYLES: dict[str, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `advice` is empty when nothing is to be done."""
+    """A finding; `advice` is empty if there is nothing to do."""
 
     name: str
     status: Status
@@ -66,14 +63,14 @@ class Check:
 
 
 def run_doctor(as_json: bool, runs_root: Path = Path("runs")) -> int:
-    """Print the findings about this machine and return the exit code: 1 when something fails."""
+    """Print the findings about this machine, and return the exit code: 1 if a check failed."""
     with going_on("importing every package, as a run does (half a minute)"):
         checks = diagnose(runs_root)
     return report(checks, as_json)
 
 
 def report(checks: Sequence[Check], as_json: bool, title: str = "evenkeel doctor") -> int:
-    """Print findings as JSON or as a table with a row for each, and return the exit code: 1 when something fails."""
+    """Print findings as JSON or as a table, and return the exit code: 1 if a check failed."""
     code = int(any(check.status == "fail" for check in checks))
     if as_json:
         print(json.dumps(dict(ok=code == 0, checks=[asdict(check) for check in checks])))
@@ -88,7 +85,7 @@ def report(checks: Sequence[Check], as_json: bool, title: str = "evenkeel doctor
 
 
 def diagnose(runs_root: Path = Path("runs")) -> list[Check]:
-    """Make every check of this machine; never raises for what it finds."""
+    """Return the findings of all checks of this machine."""
     return [
         *check_interpreter(),
         *check_packages(),
@@ -124,8 +121,7 @@ def check_interpreter(version: tuple[int, int] = sys.version_info[:2]) -> list[C
 
 
 def check_packages(distribution: str = "evenkeel") -> list[Check]:
-    """Check every direct requirement of Even Keel. The core must be there; what learner and engines need may be missing
-    here when they run elsewhere."""
+    """Check every direct requirement of Even Keel. The core is required here; learner and engines may run elsewhere."""
     try:
         lines = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
@@ -144,7 +140,7 @@ def check_packages(distribution: str = "evenkeel") -> list[Check]:
 
 
 def check_package(requirement: Requirement, extra: str) -> Check:
-    """Installed, and of a version that satisfies the requirement."""
+    """Check that a package is installed in a version that satisfies the requirement."""
     version, wanted = _version(requirement.name), f"{requirement.name}{requirement.specifier}"
     if version is None:
         if extra:
@@ -156,7 +152,7 @@ def check_package(requirement: Requirement, extra: str) -> Check:
 
 
 def check_rollout_python() -> list[Check]:
-    """Check the interpreter that runs engines and router, where it is another one."""
+    """Check the interpreter of engines and router, if it is not this one."""
     python = rollout_python()
     if python is None:
         return []
@@ -167,8 +163,8 @@ def check_rollout_python() -> list[Check]:
 
 
 def check_gpus(devices: Path = Path("/dev")) -> list[Check]:
-    """Find NVIDIA devices by their device files, without a driver, so that it cannot hang; and Transformer Engine,
-    which is needed on GPUs only, in a version that the installed Megatron-Core takes."""
+    """Find NVIDIA GPUs by their device files, since a driver could hang, and check that Transformer Engine, which only
+    GPUs need, fits the installed Megatron-Core."""
     gpus = len([path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
     found = (
         f"{gpus} NVIDIA GPU{'s' if gpus > 1 else ''}"
@@ -205,8 +201,8 @@ def _version(distribution: str) -> str | None:
 
 
 def check_room(runs_root: Path, shared: Path = Path("/dev/shm")) -> list[Check]:
-    """Check the CPUs that this process may use, free memory, free space where runs are written, and /dev/shm, in which
-    Gloo, NCCL and SGLang exchange tensors. Containers have 64 MiB of that by default."""
+    """Check usable CPUs, free memory, free space for runs, and /dev/shm, in which Gloo, NCCL and SGLang exchange
+    tensors. Containers have 64 MiB of /dev/shm by default."""
     usable = len(os.sched_getaffinity(0))
     few = "" if usable >= 2 else "engine and learner take turns; give it 2 or more"
     checks = [Check("cpus", "warn" if few else "ok", f"{usable} usable", few)]
@@ -231,8 +227,8 @@ def check_room(runs_root: Path, shared: Path = Path("/dev/shm")) -> list[Check]:
 
 
 def check_locked_memory(devices: Path = Path("/dev"), status: Path = Path("/proc/self/status")) -> list[Check]:
-    """Where there are RDMA devices: whether this process may pin memory for them, as NCCL does. The usual limit is some
-    MiB. The capability lifts it, but of a container's IPC_LOCK a user other than root gets nothing."""
+    """Check whether this process may pin memory for RDMA devices, if there are any, as NCCL does. The usual limit is
+    some MiB. CAP_IPC_LOCK lifts it, but a container's IPC_LOCK gives that to root only."""
     name = "locked memory"
     if not (devices / "infiniband").is_dir():
         return []
@@ -252,8 +248,7 @@ def check_locked_memory(devices: Path = Path("/dev"), status: Path = Path("/proc
 
 
 def check_exclusive_creation(runs_root: Path) -> Check:
-    """Check that of two files that take one name by a hard link, the second is refused. Otherwise two collectors could
-    commit one batch."""
+    """Check that a second hard link to one name is refused. Otherwise two collectors could commit one batch."""
     name, folder = "exclusive creation", _existing(runs_root)
     remedy = "set run.root to a file system that has hard links"
     try:
@@ -269,7 +264,7 @@ def check_exclusive_creation(runs_root: Path) -> Check:
 
 
 def check_loopback() -> Check:
-    """Engines listen on 127.0.0.1."""
+    """Check that 127.0.0.1, where engines listen, accepts connections."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -280,7 +275,7 @@ def check_loopback() -> Check:
 
 
 def check_sandbox() -> Check:
-    """What reward code would run in, found by trying to get out of it."""
+    """Find the sandbox for reward code, by attempts to get out of it."""
     choice = choose()
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in choice.refused.items())
     if choice.rung is None:
@@ -293,7 +288,7 @@ def check_sandbox() -> Check:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder above that exists."""
+    """Return the path, or its nearest parent that is a folder."""
     path = path.absolute()
     while not path.is_dir():
         path = path.parent
