@@ -1,4 +1,4 @@
-"""`evenkeel verify history RUN`."""
+"""Audit a run for `evenkeel verify history RUN`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pipeline.repair import find_damage, repaired_paths
 
 
 def check_history(path: Path) -> dict[str, Any]:
-    """Counts of lost and duplicated groups, of tokens of a version that the schedule does not allow, and of groups that
-    were asked or passed over though their problem's pass rate says otherwise; which samples hold values that cannot be;
-    the batches that damage has cost, which are known and so not wrong; and the steps and versions that lack a record.
+    """Return what is wrong with a run: counts of lost and duplicated groups, of tokens whose version the schedule
+    forbids, and of groups asked or skipped against their problem's pass rate; samples with impossible values; damaged
+    files; and steps and versions without a record. Batches known as lost by damage are listed, but not wrong.
 
-    Read are the batches, the lags that the ESS controller decided, the records of steps and of repairs and, if it is
-    there, the model's config.json; and every file of the run is checked as `evenkeel repair` does.
+    It reads the batches, the lags that the ESS controller decided, the records of steps and repairs, the model's
+    config.json if it is there, and every file, as `evenkeel repair` does.
     """
     run = RunDirectory(path)
     recipe, decided = recipe_in_force(path).recipe, ControlFiles(run.control, run.fence).newest()
     if recipe.controller is None:
-        decided = None  # it is of a parent: no lag of it holds for what a fork without a controller samples
+        decided = None  # a parent's lags, which do not hold for a fork without a controller
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
     limits = build_limits(recipe)
     damaged = [f"{one.path}: {one.problem}" for one in find_damage(run)]

@@ -1,4 +1,4 @@
-"""One rank of `verify layouts`: every layout of one size, one after another, three steps each."""
+"""Run one rank of `verify layouts`: three steps in every layout of one size, one layout after another."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def measure(folder: Path) -> None:
 def three_steps(
     learner: MegatronLearner, checkpoint: Path, use: str, *, replayed: bool = False
 ) -> dict[str, NDArray[np.float64]]:
-    """Train on three batches of uneven rows; with `use` the checkpoint is saved, or loaded, after two. `replayed`: the
-    experts of three quarters of the tokens are given, at random."""
+    """Train on three batches of uneven rows. The checkpoint is saved after two, or loaded in their place, as `use`
+    says. `replayed` gives random experts for three quarters of the tokens."""
 
     def batch_of(step: int) -> Batch:
         batch = make_batch(step, learner.model_config.vocab_size)
@@ -71,21 +71,21 @@ def three_steps(
 
 
 def train(learner: MegatronLearner, step: int, batch: Batch | None = None) -> dict[str, float]:
-    """Take an optimizer step on the batch of that number, or on another one."""
+    """Take an optimizer step on `batch`, by default the batch that `make_batch` makes for the step."""
     batch = batch or make_batch(step, learner.model_config.vocab_size)
     scored = learner.logprobs(batch)
     return learner.update(batch, (batch.reward - batch.reward.mean()).astype(np.float32), scored).metrics
 
 
 def weights(learner: MegatronLearner) -> NDArray[np.float64]:
-    """Join every HF tensor in the order of names, as one vector."""
+    """Return all HF tensors as one vector, in the order of their names: float64 [parameters]."""
     named = {name: tensor.to("cpu", torch.float64, copy=True).flatten() for name, tensor in learner.named_weights()}
     vector: NDArray[np.float64] = torch.cat([named[name] for name in sorted(named)]).numpy()
     return vector
 
 
 def make_batch(seed: int, vocabulary: int) -> Batch:
-    """Make rows of 0.7 to 1 times the longest, so that a micro-batch of n of the longest rows holds n rows exactly."""
+    """Make rows of 0.7 to 1 times the longest, so that a micro-batch for n longest rows holds exactly n rows."""
     random = np.random.default_rng(seed)
     groups = []
     for _ in range(NUM_PROMPTS):
@@ -102,8 +102,7 @@ def make_batch(seed: int, vocabulary: int) -> Batch:
 
 
 def random_experts(batch: Batch, model: ModelConfig, *, seed: int, unknown: float) -> RoutedExperts:
-    """Choose experts at random for every token, as an engine might choose; the share `unknown` of the rows is
-    unknown."""
+    """Return random experts for every token; the share `unknown` of the tokens is marked as unknown."""
     assert model.experts is not None
     random = np.random.default_rng(seed)
     drawn = random.random((len(batch.tokens), model.num_layers, model.experts.count))

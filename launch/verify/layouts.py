@@ -1,11 +1,11 @@
-"""`evenkeel verify layouts`: does the learner compute the same numbers whatever the parallel layout?
+"""Run `evenkeel verify layouts`: check that the learner computes the same numbers in every parallel layout.
 
     one process, one micro-batch ──three steps──▶ log-probabilities, loss, gradient norm, ESS, change of every weight
     each layout ─────────────────three steps──▶ the same ──▶ largest relative difference
     four processes ──two steps──▶ checkpoint ──loaded by other layouts──▶ the third step ──▶ the same
 
-Everything is float32 and real: Megatron-Core over gloo (NCCL on GPUs), the product's own learner, batches of uneven
-length. Layouts of equal size run one after another in the same processes.
+Everything is float32 and real: Megatron-Core over gloo (NCCL on GPUs), the learner of a run, batches of uneven length.
+Layouts of equal size run one after another in the same processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 
 MAX_ROW = 40
-"""Tokens of the longest row, less the last one, which predicts nothing."""
+"""Tokens of the longest row that predict another token: all but the last."""
 DENSE = (
     "one×MB1",
     "one×MB2",
@@ -57,11 +57,8 @@ DENSE = (
 )
 EXPERTS = ("one×MB2", "EP2", "PP2×VPP2", "TP2×SP", "TP2×SP×ETP2", "CP2×EP2", "TP2×SP×EP2", "PP2×EP2", "DP2×EP2×TP2×SP")
 """EPn spreads experts over n data parallel ranks when no other ranks are named."""
-
-
 REPLAY = ("one×MB2", "one×SELECTIVE", "CP2", "PP2×EP2", "PP2×VPP2×RECOMPUTE×MB2", "TP2×SP×EP2", "CP2×EP2")
-"""Experts chosen by an engine, at random here: tokens and their routes must be divided alike."""
-
+"""Layouts for experts chosen by an engine, here at random: tokens and their routes must be split alike."""
 LAYOUTS = {"dense": DENSE, "experts": EXPERTS, "replay": REPLAY}
 SAVERS = {"dense": "TP2×PP2", "experts": "PP2×EP2"}
 LOADERS = {"dense": ("one", "TP2", "PP2", "PP2×VPP2", "DP2"), "experts": ("one", "EP2", "TP2×SP")}
@@ -69,12 +66,10 @@ LOADERS = {"dense": ("one", "TP2", "PP2", "PP2×VPP2", "DP2"), "experts": ("one"
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a layout."""
-
     model: str
     layout: str
     checkpoint: Literal["", "saved", "loaded"] = ""
-    """What is done with the model's checkpoint before the third step."""
+    """Use of the model's checkpoint before the third step."""
 
     @property
     def name(self) -> str:
@@ -85,7 +80,7 @@ QUANTITIES = ("logprobs", "loss", "grad_norm", "ess", "weight_change")
 
 
 def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, tolerance: float) -> dict[str, Any]:
-    """Run the comparisons. Keys: worst_relative_difference, tolerance, layouts (case → quantity → difference), ok."""
+    """Run the comparisons. Returns worst_relative_difference, tolerance, layouts (case → quantity → difference), ok."""
     if layouts is not None and set(layouts) <= {"one"}:
         raise RecipeError(
             "--layouts has nothing but one, which the others are compared with; name another one, such as TP2"
@@ -106,13 +101,12 @@ def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, toleran
 
 
 def worst_of(row: dict[str, float]) -> float:
-    """Return the largest difference. What is no number (NaN) differs without bound: `max` alone passes over it."""
+    """Return the largest difference. NaN counts as infinite, since `max` passes over it."""
     return max(math.inf if math.isnan(value) else value for value in row.values())
 
 
 def build_cases(model: str, layouts: Sequence[str] | None) -> list[Case]:
-    """List the reference and the cases to compare with it; where layouts matter to checkpoints, those with one are
-    added when no layouts are named."""
+    """Return the reference and the cases to compare with it; without `layouts`, also the model's checkpoint cases."""
     if model not in LAYOUTS:
         raise RecipeError(f"--models: {model!r} is not one of {', '.join(LAYOUTS)}")
     names = layouts or LAYOUTS[model]
@@ -124,7 +118,6 @@ def build_cases(model: str, layouts: Sequence[str] | None) -> list[Case]:
 
 
 def section(name: str) -> LearnerSection:
-    """Describe the learner of a layout's name."""
     sizes = parse_layout(name)
     rows = sizes.pop("micro_batch_rows", None)
     return LearnerSection(
@@ -138,7 +131,7 @@ def section(name: str) -> LearnerSection:
 
 
 def write_model(folder: Path, *, experts: bool) -> None:
-    """Make a model of four layers, so that two stages can be interleaved twice."""
+    """Write a model of four layers, so that two stages can be interleaved twice."""
     sizes: dict[str, Any] = dict(hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=96)
     if experts:
         sizes |= dict(experts=4, experts_per_token=2, expert_ffn=48)
@@ -146,8 +139,7 @@ def write_model(folder: Path, *, experts: bool) -> None:
 
 
 def run_cases(folder: Path, cases: Iterable[Case]) -> None:
-    """Run the cases, those of one number of processes in one torchrun. The largest comes first, since it saves the
-    checkpoints that the others load."""
+    """Run the cases, a torchrun for each number of processes; the largest comes first and saves the checkpoints."""
     by_size: dict[int, list[Case]] = defaultdict(list)
     for case in cases:
         by_size[section(case.layout).num_processes].append(case)
@@ -170,14 +162,13 @@ def run_cases(folder: Path, cases: Iterable[Case]) -> None:
 
 
 def read(folder: Path, name: str) -> dict[str, NDArray[np.float64]]:
-    """Read what a case measured."""
     with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
         return {key: stored[key] for key in stored.files}
 
 
 def compare(reference: dict[str, NDArray[np.float64]], found: dict[str, NDArray[np.float64]]) -> dict[str, float]:
-    """Return quantity → largest |found − reference| / |reference| over the steps that were taken; for the change of the
-    weights, the L2 norm of the difference over that of the change. Equal numbers do not differ, zeros either."""
+    """Return quantity → largest |found − reference| / |reference| over the trained steps; for weight_change, by L2
+    norms. Equal numbers, zeros too, do not differ."""
     differences = {}
     for name in QUANTITIES:
         theirs, ours = reference[name], found[name]
@@ -191,7 +182,6 @@ def compare(reference: dict[str, NDArray[np.float64]], found: dict[str, NDArray[
 
 
 def render(result: dict[str, Any]) -> None:
-    """Print the table of every combination."""
     table = Table(title="Relative difference to one process, three steps in float32")
     table.add_column("layout")
     for quantity in QUANTITIES:

@@ -1,12 +1,11 @@
-"""`evenkeel verify parity`: do learner and engine compute the same log-probabilities?
+"""Run `evenkeel verify parity`: compare the log-probabilities of learner and engine.
 
     fp32 rollouts   engine samples ──rows──▶ learner (each layout) scores the same rows          prompt, sampled
                     learner trains one step, publishes by disk ──▶ engine scores the rows again  published
     FP8 rollouts    the same, with the learner scoring plainly and with the rollout's formats emulated
 
-The gap is |log π_learner − log π_engine| per token, in nats. Each layout runs in its own torchrun, as in training. The
-engine is that of EVENKEEL_ROLLOUT_PYTHON, where it is set. For a CPU: kernels of a GPU compute in 16 bits, and no
-tolerance of fp32 holds there.
+The gap is |log π_learner − log π_engine| per token, in nats. Each layout runs in a separate torchrun, as in training.
+The engine runs by EVENKEEL_ROLLOUT_PYTHON, if set. Only CPUs can pass: GPU kernels compute in 16 bits.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ FP8_FORMATS = ("fp8_tensor", "fp8_block")
 
 @dataclass
 class Rows:
-    """Token rows and what the engine said about them."""
+    """Token rows and the engine's log-probabilities of them."""
 
     tokens: list[list[int]]
     prompt: list[NDArray[np.float64]]
@@ -52,7 +51,7 @@ class Rows:
     """Decode logprobs of the response tokens."""
 
     def gaps(self, learner: Sequence[NDArray[Any]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """|learner − engine| on prompt tokens and on sampled tokens; `learner` rows hold tokens 1 … n-1."""
+        """Return |learner − engine| on prompt tokens and on sampled tokens; `learner` rows hold tokens 1 … n-1."""
         splits = [(row[: len(p)], row[len(p) :]) for row, p in zip(learner, self.prompt, strict=True)]
         prompt = [np.abs(ours - theirs) for (ours, _), theirs in zip(splits, self.prompt, strict=True)]
         sampled = [np.abs(ours - theirs) for (_, ours), theirs in zip(splits, self.sampled, strict=True)]
@@ -60,8 +59,7 @@ class Rows:
 
 
 def parity(model: Path | None, layouts: Sequence[str], tolerance: float) -> dict[str, Any]:
-    """Run the comparisons; see the module's head. Keys: max_abs_logprob_gap, layouts, fp8, ok. Raises EngineStartError
-    when there is no SGLang to compare with."""
+    """Run the comparisons. Returns max_abs_logprob_gap, tolerance, layouts, fp8, ok. Raises EngineStartError."""
     require_sglang()
     parsed = {name: parse_layout(name) for name in layouts}
     total = len(parsed) + len(FP8_FORMATS)
@@ -110,11 +108,10 @@ def compare_fp32(
 
 def compare_fp8(folder: Path, model: Path, precision: str) -> dict[str, float]:
     """Return the mean gaps of the plain and of the emulating learner: to the engine's prefill of all tokens, before and
-    after a publish, and to its decoding of the sampled ones.
+    after a publish, and to its decoding of the sampled tokens.
 
     `closed_share` is the share of the gap to a prefill that emulation closes, the smaller of the two. Decoding sums in
-    another order: what engine's decoding and prefill differ by (`mean_gap_decode_prefill`) is rounding luck that no
-    emulation can close.
+    another order: its difference to prefill (`mean_gap_decode_prefill`) is rounding that no emulation can close.
     """
     recipe = parity_recipe(folder, precision, model, precision, {})
     run = prepare(recipe)
@@ -142,7 +139,6 @@ def _mean_gap(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[np.float64]
 
 
 def parity_recipe(folder: Path, name: str, model: Path, precision: str, sizes: dict[str, int]) -> Recipe:
-    """Describe a run of one step that exists only to be compared."""
     data = dict(
         run=dict(name=name, root=str(folder), steps=1),
         model=dict(path=str(model)),
@@ -160,7 +156,7 @@ def parity_recipe(folder: Path, name: str, model: Path, precision: str, sizes: d
 
 
 def prepare(recipe: Recipe) -> RunDirectory:
-    """Begin the run of a recipe, with version 0 as its policy."""
+    """Begin the run of a recipe, with the model as version 0."""
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
     seed_policy(run, recipe)
@@ -168,10 +164,9 @@ def prepare(recipe: Recipe) -> RunDirectory:
 
 
 class Engine(OneEngine):
-    """One engine serving version 0 of a run, which samples rows to compare."""
+    """An engine that serves version 0 of a run and samples rows to compare."""
 
     async def sample(self) -> Rows:
-        """Random prompts of token ids, and completions of them."""
         vocabulary = json.loads((self.recipe.model.path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         generator = random.Random(0)
         prompts = [[generator.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
@@ -183,8 +178,7 @@ class Engine(OneEngine):
         return await self.rows(prompts, answers)
 
     async def rows(self, prompts: Sequence[list[int]], answers: Sequence[Sequence[Completion]]) -> Rows:
-        """What was sampled, with the engine's own log-probabilities: prefilled on the prompts, decoded on the
-        responses. `answers` has the completions of each prompt."""
+        """Return completions with the engine's logprobs: by prefill on their prompts, by decoding on responses."""
         pairs = [(p, a) for p, group in zip(prompts, answers, strict=True) for a in group]
         return Rows(
             tokens=[[*p, *a.tokens.tolist()] for p, a in pairs],
@@ -196,7 +190,7 @@ class Engine(OneEngine):
 def score_in_ranks(
     engine: Engine, run: RunDirectory, recipe: Recipe, rows: list[list[int]], publish: int
 ) -> dict[str, list[NDArray[np.float32]]]:
-    """Score rows in a learner of the recipe's layout, `before` and `after` it trained a step and published it."""
+    """Return rows' scores by a learner, `before` and `after` it trains a step and publishes it."""
     run.membership().announce(Member(0, engine.url))
     (run.path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     command = torchrun(recipe.learner.num_processes, "launch.verify.parity_ranks", str(run.path), str(publish))

@@ -1,4 +1,4 @@
-"""One rank of `verify parity`: score rows, train a step, publish it, score again; with FP8 also emulated each time."""
+"""Run one rank of `verify parity`: score rows, train a step, publish it, score again; with FP8 also by emulation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def score(run: RunDirectory, version: int) -> None:
     recipe = run.recipe()
     rows: list[list[int]] = json.loads((run.path / "rows.json").read_text(encoding="utf-8"))
     quant = build_quant_map(recipe)
-    # Formats are emulated in Megatron's own layers, also where there are others.
+    # Formats are emulated only in Megatron's layers.
     learner = build_learner(recipe, layers=None if quant is None else "megatron")
     scores: dict[str, list[NDArray[np.float32]]] = {}
 
