@@ -107,8 +107,7 @@ class LongAction(Generic[T]):
         self._work: Future[T] | None = in_background(action, "long-action") if ranks.is_rank_zero else None
 
     def look(self, wait_s: float = 0.0) -> list[T]:
-        """Return [result] on every rank once the action is over, else [], after waiting at most `wait_s`. Raises the
-        action's error on every rank. Collective."""
+        """Return [result] or, still running after `wait_s`, []. Raises the action's error on all ranks. Collective."""
 
         def answer() -> list[T]:
             assert self._work is not None

@@ -1,4 +1,4 @@
-"""Start child processes that write to a log and end when their parent dies, and read errors from their logs.
+"""Start child processes that write to a log and end with their parent, find errors in logs, and keep scratch folders.
 
 Run as a script (`python child_process.py SIGNAL PARENT IGNORED COMMAND…`), this file becomes COMMAND: the kernel sends
 it SIGNAL when the process PARENT dies, and it starts with the signals IGNORED (numbers, by comma) ignored. The script

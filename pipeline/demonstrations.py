@@ -84,8 +84,7 @@ def _start(whole: str, messages: Sequence[Mapping[str, Any]], number: int, templ
 def _end(
     whole: str, start: int, messages: Sequence[Mapping[str, Any]], number: int, template: Tokenizer, where: str
 ) -> int:
-    """Return the answer's end. It begins at `start`, later after text of the template, or earlier with opened
-    thoughts."""
+    """Return the answer's end. It begins at `start`, later after template text, or earlier with opened thoughts."""
     mark = unused_mark(whole)
     content, thoughts = str(messages[number]["content"]), messages[number].get("reasoning_content")
     text = content.rstrip()
@@ -269,8 +268,7 @@ _GENERATION_FILE = "generation_config.json"
 
 def unstopped_end(tokenizer: Tokenizer) -> int | None:
     """Return the token that ends the template's answers but at which no server stops. None also for an end that is no
-    single special token, and a template that fails on a plain question and answer. Raises ModelError for an unreadable
-    file."""
+    single special token, or a template that fails on a plain question and answer. Raises ModelError."""
     said = "Yes, ten."
     asked = [dict(role="user", content="Is it ten?"), dict(role="assistant", content=said)]
     stops = {tokenizer.eos_token_id, *named_ends(tokenizer.folder)}

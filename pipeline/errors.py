@@ -45,8 +45,7 @@ STOPPED_EXIT_CODE = 143
 
 
 class EvenKeelError(Exception):
-    """The root of this project's errors. The text is one printable line of at most 2,000 characters, whatever it
-    quotes."""
+    """The root of this project's errors; their text is one printable line of at most 2,000 characters."""
 
     def __str__(self) -> str:
         return one_line(super().__str__(), MESSAGE_CHARACTERS)

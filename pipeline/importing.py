@@ -23,8 +23,7 @@ _OURS = "evenkeel"
 
 
 def pip_install(*distributions: str) -> str:
-    """Return `pip install 'torch>=2.11' einops`, with the requirements of our package's core or first extra, if
-    known."""
+    """Return `pip install 'torch>=2.11' einops`, by the requirements of our package's core or first extra."""
     known = _requirements()
     return " ".join(["pip install", *(shlex.quote(known.get(canonicalize_name(one), one)) for one in distributions)])
 

@@ -136,8 +136,7 @@ def _judged(kind: Kind, path: Path, number: int, read: Callable[[], object]) -> 
 
 
 def own_recipes(run: RunDirectory) -> set[str]:
-    """Return the digests of all recipes by which the run's batches were sampled, before a fork too. Raises as
-    `all_recipes`."""
+    """Return the digests of all recipes that sampled the run's batches, before a fork too. Raises as `all_recipes`."""
     found = {one.sha256 for one in all_recipes(run.path)}
     with suppress(FileNotFoundError):
         found |= {*read_sealed_json(run.parent_file, "put back a copy, or fork the parent again")["recipes"]}
@@ -261,8 +260,7 @@ def _damaged_records(run: RunDirectory) -> Iterator[Damage]:
 
 def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
     """Plan the repair from the intact files. `recorded` gives time and process for records of losses. Raises as
-    BatchStore.read does, and RunConflictError for a fork without an intact checkpoint or where most files of a kind
-    fail alike."""
+    BatchStore.read, and RunConflictError for similar failures and for a fork without an intact checkpoint."""
     _refuse_alike(found)
     if not found:
         return Plan()
@@ -310,8 +308,7 @@ def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
 
 
 def _refuse_alike(found: list[Damage]) -> None:
-    """Raise RunConflictError where most files of a kind fail alike: then software, not damage, fails to read them, and
-    a repair would discard them."""
+    """Raise RunConflictError where most files of a kind fail alike, by software: a repair would discard them."""
     alike = Counter[tuple[Kind, Path, str]]()
     for damage in found:
         if os.path.lexists(damage.path) and damage.kind not in (
@@ -332,8 +329,7 @@ def _refuse_alike(found: list[Damage]) -> None:
 
 
 def _can_go_on(run: RunDirectory, step: int, published: int, whole: Collection[int]) -> bool:
-    """Return whether the remaining batches can be sampled if the learner resumes at `step`: engines serve the required
-    version, or the next start publishes it."""
+    """Return whether engines serve the version that remaining batches need, or a resume at `step` publishes it."""
     schedule = run.recipe().build_schedule()
     settled = (index for index in BatchStore(run.batches).settled() if index < schedule.steps)
     missing = max(settled, default=-1) + 1
@@ -397,8 +393,7 @@ def stamp() -> str:
 
 
 def apply(run: RunDirectory, plan: Plan) -> Path:
-    """Carry out a plan, and return the folder of the damaged files. Raises OSError, FileExistsError beside another
-    repair."""
+    """Carry out a plan; return the folder of the damaged files. Raises OSError, also beside another repair."""
     number = _next_number(run)
     for repair in plan.repairs:
         set_aside(run, [repair.path])

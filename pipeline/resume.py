@@ -81,8 +81,7 @@ def change_of(recipe: Recipe, key: str) -> Change:
 
 
 def refuse_changes(run: str, before: Recipe, changes: Mapping[str, str], *, fork: bool = False) -> None:
-    """Raise RunConflictError when a run with a batch, or a `fork` of it, may not change these keys (key → `old →
-    new`)."""
+    """Raise RunConflictError when a run with a batch, or a `fork` of it, may not change keys (key → `old → new`)."""
     classes = {key: change_of(before, key) for key in changes}
     refused = [
         f"{key}: {change} ({_WHY[classes[key]]})"
@@ -228,8 +227,7 @@ def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
 
 
 def _end_other_starts(run: RunDirectory, recipe: Recipe) -> None:
-    """Supersede every start by another recipe, which is then restarted. Changes of the data do not affect engines or
-    router."""
+    """Supersede every start by another recipe, to be restarted. Changed data does not affect engines or router."""
     epochs = run.path / "epochs"
     changes = {one.path.name: changed_keys(one.recipe, recipe).keys() for one in all_recipes(run.path)}
     for folder in sorted(epochs.iterdir()) if epochs.is_dir() else ():
@@ -265,8 +263,7 @@ def changes_in_words(run: RunDirectory, changes: Mapping[str, str]) -> str:
 
 
 def note_outside(run: RunDirectory, recipe: Recipe, event_log: EventLog) -> list[str]:
-    """Record the outside files; return a sentence, also noted as an event, for each kind changed since the last start.
-    Raises StoreError for a damaged record."""
+    """Record the outside files; return a sentence for each kind that changed, also an event. Raises StoreError."""
     path = run.outside_file
     notes = read_sealed_json(path, _REMEDY)["notes"] if path.exists() else []
     known = notes[-1] if notes else {}

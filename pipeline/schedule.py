@@ -52,8 +52,7 @@ class Schedule:
         return batch
 
     def published_before(self, batch: int) -> int:
-        """Return the version that is published once all batches before `batch` (`steps`: all) are trained, until its
-        commit."""
+        """Return the version published once the batches before `batch` (`steps`: all) are trained, until its commit."""
         return batch if self.kind == "async" or batch == self.steps else self.required_version(batch)
 
     def publishes_after(self, step: int) -> bool:

@@ -71,8 +71,7 @@ def recorded(run: Path, source: str) -> Iterator[None]:
 def read_spans(
     run: Path, damage: list[str] | None = None, begin: float = -math.inf, end: float = math.inf
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return each source's lines that overlap `begin` to `end`, in seconds since 1970; `damage` as of
-    event_log.read_lines."""
+    """Return each source's lines that overlap `begin` to `end`, in seconds since 1970; `damage` as in `read_lines`."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((run / FOLDER).glob("*.jsonl")):
         lines = found.setdefault(path.stem.removesuffix(_OLDER), [])
@@ -141,8 +140,7 @@ class Stopwatch:
     """A stopwatch that sums `seconds` by phase; phases are blocks of code, or consecutive laps."""
 
     def __init__(self, phases: Iterable[str] = (), *, lane: str | None = None, **facts: Any) -> None:
-        """Start now, with the `phases` at 0. With a `lane`, blocks and laps are also recorded there as spans, with
-        `facts`."""
+        """Start now, with the `phases` at 0. With a `lane`, phases are also recorded there as spans, with `facts`."""
         self._lane, self._facts = lane, facts
         self.seconds = dict.fromkeys(phases, 0.0)
         self._started = self._mark = time.monotonic()

@@ -39,8 +39,7 @@ class MeasuredEngine(OneEngine):
     format, scales or values differ from the quant map and the published folder (precision.formats.audit)."""
 
     async def verify(self) -> None:
-        """Compare the weights and record the findings. The engine counts as verified anyway: its behavior is to be
-        measured."""
+        """Compare the weights and record the findings. The engine counts as verified anyway, to be measured."""
         version = self.run.newest_policy(self.run.published_version())
         client = self.client()
         client.take_part(fresh_number())

@@ -104,8 +104,7 @@ def measure(
     batch: int | None,
     locate: bool,
 ) -> dict[str, Any]:
-    """Attribute fresh rollouts of a recipe, or a recorded batch of a run; write both reports into `out`. Raises
-    FatalError."""
+    """Attribute fresh rollouts of a recipe or a recorded batch; write both reports into `out`. Raises FatalError."""
     is_run = (source / "recipe.yaml").is_file()
     of_recipes = {"--prompts": num_prompts, "--now": now, "--set": list(overrides) or None}
     belongs_to = "a recipe" if is_run else "a run directory"

@@ -158,8 +158,7 @@ def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bo
 
 def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]]:
     """Check an HF folder's headers; return (config.json, ModelConfig, names of unused tensors). Raises ModelError
-    naming every missing, misshapen or unknown tensor, and for a tied model whose stored LM head differs from its
-    embedding."""
+    naming every missing, misshapen or unknown tensor, and for a tied model with another LM head than its embedding."""
     from megatron_bridge.hf.tensor_files import TensorFolder
 
     hf_config = read_hf_config(source)

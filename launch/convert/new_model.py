@@ -115,8 +115,7 @@ def new_model(
 
 def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_CHARACTERS, seed: int = 0) -> None:
     """Write a random model with the sizes, vocabulary and dtype of `config`/config.json, and a character tokenizer,
-    whose tokens are the first rows. Raises ModelError for another model than Qwen3 or Qwen3-MoE, and as `new_model`
-    does."""
+    whose tokens are the first rows. Raises as `new_model`, and ModelError for other models than Qwen3."""
     hf_config = read_config(config)
     model = ModelConfig.from_hf(hf_config)
     if not model.qk_norm:

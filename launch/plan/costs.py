@@ -164,8 +164,7 @@ def _others(ranks: int) -> float:
 
 def rollout_tokens_per_gpu_s(config: ModelConfig, capacity: Capacity, recipe: Recipe, assumed: Assumptions) -> float:
     """Return the response tokens per second of one engine GPU: as assumed, or by memory traffic. A decoding step reads
-    the weights (of the experts, those that some sample uses) and the keys and values of every running sample, whose
-    response is half complete on average."""
+    the weights (of the experts, those in use) and the keys and values of running samples, on average half complete."""
     if assumed.rollout_tokens_per_gpu_s is not None:
         return assumed.rollout_tokens_per_gpu_s
     rollout = recipe.rollout
@@ -252,8 +251,7 @@ class Simulated:
 
 
 def steady_seconds_per_step(schedule: Schedule, durations: Durations) -> float:
-    """Return the seconds per step of a long run: over the second half of six stages, between trained steps, since a
-    run's last publish is always waited for."""
+    """Return the seconds per step, over the second half of six stages since a run's last publish is waited for."""
     stage = schedule.updates_per_stage if schedule.kind == "staged" else max(8, 2 * schedule.batches_in_flight)
     trained = simulate(replace(schedule, steps=6 * stage), durations).trained_s
     return (trained[-1] - trained[3 * stage - 1]) / (3 * stage)

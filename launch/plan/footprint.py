@@ -102,8 +102,7 @@ class Footprint:
     head: int
     """Final norm, logits, and scratch of their logarithms and gradient; last stage only."""
     working: int
-    """Gradients of activations and of one matrix, and the recomputed layer, in a layer's backward pass, after the
-    head's."""
+    """Gradients of activations and of a matrix, and the recomputed layer, in a layer's backward pass."""
     scoring: int
     """Memory above static in the log-probability pass."""
     publishing: int

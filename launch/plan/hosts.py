@@ -162,9 +162,8 @@ def grace_s(planner: Planner) -> int:
 
 
 def sizes_folder(recipe_path: Path, model_path: Path, given: Path | None) -> Path | None:
-    """Return the folder whose config.json to plan with, or None for `model_path`: `given` (--model-config), or a
-    shipped recipe's folder, with a note on stderr, when an absolute model.path is not on this machine. Raises
-    ModelError."""
+    """Return the folder whose config.json to plan with, or None for `model_path`: `given`, or a shipped recipe's, with
+    a note on stderr, when an absolute model.path is not on this machine. Raises ModelError."""
     if given is not None:
         if not (given / "config.json").is_file():
             raise ModelError(

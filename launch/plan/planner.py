@@ -69,8 +69,7 @@ def check_given(numbers: Mapping[str, float | None]) -> None:
 
 
 def config_for(recipe_path: Path, model_path: Path) -> dict[str, Any]:
-    """Read the model's config.json at `model_path`, or else beside the recipe or the shipped recipes. Raises
-    ModelError."""
+    """Read config.json at `model_path`, or else beside the recipe or the shipped recipes. Raises ModelError."""
     places = [model_path]
     if not model_path.is_absolute():
         for folder in (recipe_path.parent, SHIPPED):
@@ -352,8 +351,7 @@ class Planner:
         return ""
 
     def _candidates(self, num_gpus: int) -> Iterator[LearnerSection]:
-        """Yield the layouts that use exactly `num_gpus`: tensor parallel within a node, always with sequence
-        parallelism."""
+        """Yield the layouts of exactly `num_gpus`, with tensor (and sequence) parallelism within a node only."""
         longest, layers, experts = self.recipe.rollout.context_tokens, self.config.num_layers, self.config.experts
         for tensor in (size for size in _powers(GPUS_PER_NODE) if num_gpus % size == 0):
             for context in _powers(num_gpus // tensor):

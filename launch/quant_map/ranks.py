@@ -72,8 +72,7 @@ def sample_rows(run: RunDirectory) -> None:
 
 
 def sampled(model: Any, prompts: Sequence[list[int]], row_tokens: int, temperature: float) -> list[ScoredRow]:
-    """Sample a response to each prompt, up to the end token, `row_tokens` tokens or the context. Raises ModelError
-    without room for a response."""
+    """Sample a response to each prompt, up to the end token, `row_tokens` or the context. Raises ModelError."""
     from transformers import GenerationConfig
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Suggest layers that engines should not quantize: rank layer groups by emulation, promote the worst, write the map.
+"""Suggest layers that engines should not quantize (rank groups by emulation, promote the worst), and print quant maps.
 
 rows      a run's newest batch, or sampled from the model by transformers    one child process (launch.quant_map.ranks)
 ranking   learner in ranks, Megatron's own layers, formats emulated          torchrun          (launch.quant_map.ranks)
@@ -50,8 +50,7 @@ def suggest(
     row_tokens: int,
     overrides: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the result of `judged` with version, rows and out, and write the map to `out`. Raises RecipeError,
-    ModelError."""
+    """Return the result of `judged` with version, rows and out; write `out`. Raises RecipeError, ModelError."""
     if out is not None and out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another file")
     if out is not None and not out.parent.is_dir():
@@ -203,8 +202,7 @@ class ScoredRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRows:
-    """Beginnings of samples of a run's batch. Ranks read kept sets and experts from the batch: too many numbers for
-    JSON."""
+    """Beginnings of a recorded batch's samples; ranks read kept sets and experts, too many for JSON, from the batch."""
 
     batch: int
     samples: list[int]
@@ -229,8 +227,7 @@ def token_rows(rows: Sequence[ScoredRow]) -> TokenRows:
 
 
 def halves(rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor]:
-    """Split the sampled tokens, bool [response tokens of all rows], into those of every other prompt and the held-out
-    rest."""
+    """Return two masks [response tokens of all rows]: sampled tokens of every other prompt, and the held-out rest."""
     prompts = sorted({row.group for row in rows})
     second = torch.tensor([prompts.index(row.group) % 2 == 1 for row in rows for _ in row.sampled])
     sampled = torch.tensor([*chain.from_iterable(row.sampled for row in rows)])

@@ -1,6 +1,6 @@
-"""Define what flows between the loops: Prompt → Completion → Sample → Group → Batch.
+"""Define the data of the loops: Prompt → Completion → Sample → Group → Batch.
 
-A Batch is flat and ragged, exactly as it lies in the store: all tokens of all samples in one row, with offsets.
+A Batch is flat and ragged, as in its file: all tokens of all samples in one row, with offsets.
 """
 
 from __future__ import annotations
@@ -16,40 +16,36 @@ from numpy.typing import NDArray
 from pipeline.data.routed_experts import ExpertShape, RoutedExperts
 
 PER_RESPONSE_TOKEN = ("rollout_logprobs", "policy_version", "loss_mask")
-"""The fields of Batch that hold one number for each response token."""
+"""The fields of Batch with one number per response token."""
 FINISH_REASONS = ("stop", "length", "abort")
-"""`Batch.finish` holds indices into this tuple."""
+"""The reasons that `Batch.finish` indexes."""
 FinishReason = Literal["stop", "length", "abort"]
 SOLVED_REWARD = 1.0
-"""What solves a problem where a recipe says nothing else (`reward.solved_at`)."""
+"""The reward that solves a problem by default (`reward.solved_at`)."""
 VERIFIER_FAILED = "verifier_failed"
-"""Of a sample that has no reward."""
+"""The reward part of a sample without a reward."""
 TEACHER_FAILED = "teacher_failed"
-"""Of a sample that the teacher of a distillation did not score. It may have a reward."""
+"""The reward part of a sample that the teacher of a distillation did not score. It may have a reward."""
 OWN_PARTS = frozenset((VERIFIER_FAILED, TEACHER_FAILED))
 DropKind = Literal["unfit", "zero_variance", "filtered", "solved"]
-"""unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. filtered:
-the user's prompts.group_filter did not keep it. solved: its problem is solved too often to be asked again."""
+"""unfit: cannot be asked. zero_variance: all rewards are equal, and another group took its place. filtered: refused by
+the user's prompts.group_filter. solved: its problem is solved too often to be asked again."""
 PASSED_OVER = ("solved_groups", "solved_problems")
-"""The arrays of a batch's file that hold its groups of solved problems: int64 [passed over]. They may be most of an
-epoch, of which attributes could hold some ten thousand."""
+"""The arrays with a batch's groups of solved problems, int64 [passed over]: they may be too many for attributes."""
 
 
 def is_solved(reward: Sequence[float] | NDArray[np.float32], solved_at: float) -> NDArray[np.bool_]:
-    """Return [n] whether each reward solves its problem. Pass rates, pass@k and weights by solve rate rest on it.
-
-    Both sides are compared as float32, which is what a batch stores: a reward of .7 + .2 + .1 reaches 1."""
+    """Return [n] whether each reward solves its problem; in float32, as stored, .7 + .2 + .1 reaches 1."""
     return np.asarray(reward, np.float32) >= np.float32(solved_at)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobContract:
-    """What a stored log-probability means. A learner refuses a batch whose contract is not its own.
+    """The meaning of a stored log-probability. A learner refuses a batch with another contract.
 
-    The distribution is softmax(logits / temperature). With `kept_set` it is cut by top-p and top-k and renormalized
-    over what they left, which is stored beside it (Batch.kept): what the engine sampled from. Without, it is the one
-    over the whole vocabulary, before the cut (SGLang's convention for log-probabilities). The token ids are those of
-    the tokenizer with this digest.
+    The distribution is softmax(logits / temperature), over the whole vocabulary before any cut (SGLang's convention).
+    With `kept_set`, it is renormalized over the tokens that top-p and top-k left, as the engine sampled it; these
+    tokens are stored too (Batch.kept). Token ids are those of the tokenizer with this digest.
     """
 
     temperature: float
@@ -61,51 +57,51 @@ class LogprobContract:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How an engine samples. `top_k` of -1 means the whole vocabulary; with `kept_set`, as many of its likeliest tokens
-    as an engine can name (pipeline.config.sections.MOST_KEPT)."""
+    """An engine's sampling settings. `top_k` -1 means the whole vocabulary; with `kept_set`, the most tokens that an
+    engine can name (pipeline.config.sections.MOST_KEPT)."""
 
     max_new_tokens: int
     vocab_size: int | None = None
-    """Of the model: ids lie below it. None: the caller does not know it."""
+    """The model's vocabulary size, above all ids; None: unknown."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     experts: ExpertShape | None = None
-    """Of a mixture whose engines say which experts each token went to; None: they are not asked."""
+    """The model's mixture, where engines report the experts of each token; None: they do not."""
     kept_set: bool = False
-    """Whether engines say which tokens top_p and top_k left; log-probabilities are then renormalized over them."""
+    """Whether engines report the tokens that top_p and top_k left, and log-probabilities are over these tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One task instance. `group` is its place in the run's order, unique within the run."""
+    """A task instance. `group` is its place in the run's order, unique within the run."""
 
     group: int
     text: str
     answer: str
     tokens: tuple[int, ...]
     problem: int = -1
-    """Which of the task's problems it asks; it comes again every epoch. -1: none of them (held out, made up)."""
+    """The task's problem, which recurs every epoch; -1: none (held out, made up)."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the data says beside prompt and answer, for the reward."""
+    """The row's further data, for the reward."""
     source: str = ""
-    """Which of the task's sources it comes from; empty where there is one."""
+    """The task's source; empty for a task with one source."""
     reward: str = ""
-    """Which of the collector's verifiers judges it."""
+    """The name of its verifier in the collector."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptSets:
-    """One set of token ids for each of n response tokens, ragged. A token that no engine sampled has an empty set."""
+    """A set of token ids for each of n response tokens, ragged; empty for a token that no engine sampled."""
 
     offsets: NDArray[np.int64]
-    """[n + 1] where each token's set starts in `tokens`."""
+    """[n + 1] start of each token's set in `tokens`."""
     tokens: NDArray[np.int32]
     """[kept] token ids, ascending within a set."""
 
     @staticmethod
     def of(sets: Sequence[Sequence[int]]) -> KeptSets:
-        """From one sequence of ids a token, in any order."""
+        """Build from a sequence of ids per token, in any order."""
         counts = np.fromiter(map(len, sets), np.int64, len(sets))
         tokens = np.fromiter(chain.from_iterable(sets), np.int32, int(counts.sum()))
         owner = np.repeat(np.arange(len(sets)), counts)
@@ -113,36 +109,34 @@ class KeptSets:
 
     @staticmethod
     def empty(num_tokens: int) -> KeptSets:
-        """For tokens that no engine sampled."""
+        """Return empty sets, for tokens that no engine sampled."""
         return KeptSets(offsets=np.zeros(num_tokens + 1, np.int64), tokens=np.zeros(0, np.int32))
 
     @staticmethod
     def joined(parts: Sequence[KeptSets]) -> KeptSets:
-        """Return the sets of one part after those of another."""
         counts = np.concatenate([np.zeros(0, np.int64), *(part.counts for part in parts)])
         return KeptSets(
             offsets=offsets_of(counts), tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)])
         )
 
     def __len__(self) -> int:
-        """Response tokens."""
+        """Return the number of response tokens."""
         return len(self.offsets) - 1
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """[n] ids in each set."""
+        """[n] number of ids in each set."""
         return np.diff(self.offsets)
 
     def take(self, places: NDArray[np.int64]) -> KeptSets:
-        """Return the sets at `places` [m], in that order; at a place of -1 an empty one."""
+        """Return the sets at `places` [m], in that order; a place of -1 gives an empty set."""
         counts = np.where(places < 0, 0, np.append(self.counts, 0)[places])
         offsets = offsets_of(counts)
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         return KeptSets(offsets=offsets, tokens=self.tokens[np.repeat(self.offsets[places], counts) + within])
 
     def check(self, tokens: NDArray[np.int32], sampled: NDArray[np.bool_]) -> None:
-        """Raise ValueError unless there is a set for each of the response tokens `tokens` [n], which holds it where an
-        engine `sampled` [n] it and is empty elsewhere."""
+        """Raise ValueError unless the set of each `sampled` [n] token in `tokens` [n] contains it, others are empty."""
         for name, array, dtype in (("kept_offsets", self.offsets, np.int64), ("kept_tokens", self.tokens, np.int32)):
             if array.dtype != dtype or array.ndim != 1:
                 raise ValueError(f"{name} is {array.dtype} with {array.ndim} axes, expected {np.dtype(dtype)} with 1")
@@ -164,41 +158,41 @@ class KeptSets:
 
 
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return [n + 1] where each of n pieces of these `lengths` [n] starts, and where the last one ends."""
+    """Return [n + 1] starts of n pieces with these `lengths` [n], and the end of the last."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """What an engine sampled: token in, token out. It may hold tokens that no engine sampled (an interruption)."""
+    """An engine's answer, as tokens. An interruption may have added tokens that no engine sampled."""
 
     tokens: NDArray[np.int32]
     """[tokens] ids."""
     logprobs: NDArray[np.float32]
     """[tokens] natural log, under the run's LogprobContract; 0.0 for a token that no engine sampled."""
     versions: NDArray[np.int32]
-    """[tokens] the policy version that produced each; for one that no engine sampled, that of the token before it."""
+    """[tokens] policy version of each token; an unsampled token has that of the token before."""
     loss_mask: NDArray[np.bool_]
-    """[tokens] False where no engine sampled it."""
+    """[tokens] False where no engine sampled the token."""
     finish: FinishReason
     engine: int
     queued_s: float
     generated_s: float
     kept: KeptSets | None = None
-    """What top-p and top-k left to choose from, for each token; None where the engine was not asked."""
+    """The tokens that top-p and top-k left at each position; None: not requested."""
     experts: RoutedExperts | None = None
-    """Of the prompt's tokens and of these; None where the engines were not asked."""
+    """The experts of the prompt's and these tokens; None: not requested."""
     teacher_logprobs: NDArray[np.float32] | None = None
-    """[tokens] natural log, of a teacher at temperature 1; None where there is none."""
+    """[tokens] natural log, of a teacher at temperature 1; None without a teacher."""
 
     distinct_versions: tuple[int, ...] = field(init=False)
-    """Those that there are in `versions`, ascending; worked out once, where the completion is made."""
+    """The distinct `versions`, ascending; computed once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "distinct_versions", tuple(np.unique(self.versions).tolist()))
 
     def unlearned(self) -> Completion:
-        """Return the same text, of which nothing is learned: as if no engine had sampled it."""
+        """Return the same text with nothing to learn, as if no engine had sampled it."""
         return replace(
             self,
             logprobs=np.zeros_like(self.logprobs),
@@ -209,7 +203,7 @@ class Completion:
 
     @staticmethod
     def given(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
-        """Tokens that no engine sampled: a demonstration, or a batch that is made up to compare learners."""
+        """Build from tokens that no engine sampled: a demonstration, or a batch made up to compare learners."""
         return Completion(
             tokens=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
@@ -224,15 +218,14 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A scored completion. `reward_parts` explains the reward. A failed verifier leaves `{"verifier_failed": 1.0}`, the
-    number 0.0, which means nothing, and a completion of which nothing is learned. Nothing is learned either where the
-    teacher of a distillation failed, which leaves the part `teacher_failed` beside the reward."""
+    """A scored completion; `reward_parts` explains the reward. After a failed verifier (part `verifier_failed`, and a
+    meaningless reward of 0.0) or teacher (part `teacher_failed`), nothing is learned from it."""
 
     completion: Completion
     reward: float
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     judged: bool = field(init=False)
-    """Whether it has a reward."""
+    """Whether the sample has a reward."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "judged", self.reward_parts.get(VERIFIER_FAILED, 0.0) == 0.0)
@@ -240,50 +233,47 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """All samples of one prompt."""
-
     prompt: Prompt
     samples: tuple[Sample, ...]
 
     @property
     def rewards(self) -> NDArray[np.float32]:
-        """[judged] of the samples that have one, as they are stored."""
+        """[judged] float32 rewards of the samples that have one."""
         return np.array([sample.reward for sample in self.samples if sample.judged], np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedGroup:
-    """A group that will never be trained on, with the reason. It is recorded in the batch for which it was asked."""
+    """A group that will never be trained on, recorded in the batch for which it was asked."""
 
     group: int
     reason: str
     kind: DropKind = "unfit"
     problem: int = -1
-    """As in Prompt."""
     samples: int = 0
-    """How many were sampled and scored before it was dropped; they count for the problem's pass rate."""
+    """The number of samples scored before the drop; they count for the problem's pass rate."""
     solved: int = 0
-    """How many of them solved the problem."""
+    """The number of these samples that solved the problem."""
 
     @staticmethod
     def passed_over(group: int, problem: int) -> DroppedGroup:
-        """Return a group whose problem is solved."""
+        """Return the dropped group of a solved problem."""
         return DroppedGroup(group=group, reason=f"problem {problem} is solved", kind="solved", problem=problem)
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether group and problem say all of it."""
+        """Whether group and problem determine all fields."""
         return self.kind == "solved" and self == DroppedGroup.passed_over(self.group, self.problem)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share:
-    """What one rank takes. All know what each of them takes, so that each works out the plan of all."""
+    """The samples of each rank. Every rank knows all shares, so that each can plan for all."""
 
     ranks: NDArray[np.int64]
     """[n] the data parallel rank that takes each sample."""
     rank: int
-    """Whose share this is."""
+    """The rank of this share."""
 
     held: NDArray[np.bool_] = field(init=False)
     """[n] True on the samples of this rank."""
@@ -294,8 +284,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One batch as stored: n samples, `total` tokens (prompts and responses), `responses` response tokens. A rank may
-    hold what the model reads of some samples alone (`share`); `total` is then counted over these.
+    """A stored batch: n samples, `total` tokens (prompts and responses), `responses` response tokens. A rank may hold
+    the tokens of some samples only (`share`), which `total` then counts.
 
     Response tokens of sample i are tokens[sample_offsets[i] + prompt_lengths[i] : sample_offsets[i + 1]]; the
     per-response-token arrays are the concatenation of those spans over i (see `response_offsets`).
@@ -305,15 +295,15 @@ class Batch:
     tokens: NDArray[np.int32]
     """[total] token ids, prompt then response, sample after sample."""
     sample_offsets: NDArray[np.int64]
-    """[n + 1] where each sample starts in `tokens`."""
+    """[n + 1] start of each sample in `tokens`."""
     prompt_lengths: NDArray[np.int32]
     """[n] tokens."""
     group: NDArray[np.int64]
     """[n] the group (prompt) of each sample; samples of a group are adjacent."""
     problem: NDArray[np.int64]
-    """[n] the task's problem that the group asked; -1 where that is not known."""
+    """[n] the group's problem in the task; -1 if unknown."""
     rollout_logprobs: NDArray[np.float32]
-    """[responses] natural log, under `contract`; 0.0, which means nothing, where `loss_mask` is False."""
+    """[responses] natural log, under `contract`; a meaningless 0.0 where `loss_mask` is False."""
     policy_version: NDArray[np.int32]
     """[responses]"""
     loss_mask: NDArray[np.bool_]
@@ -321,62 +311,58 @@ class Batch:
     reward: NDArray[np.float32]
     """[n]"""
     reward_parts: Mapping[str, NDArray[np.float32]]
-    """name → [n]; NaN where a sample has no such part."""
+    """name → [n]; NaN for a sample without the part."""
     finish: NDArray[np.uint8]
     """[n] index into FINISH_REASONS."""
     truncated: NDArray[np.bool_]
-    """[n] the response hit the token limit."""
+    """[n] whether the response hit the token limit."""
     engine: NDArray[np.uint16]
     """[n]"""
     queued_s: NDArray[np.float32]
-    """[n] seconds between the first request for the sample and its answer that were not generation."""
+    """[n] seconds from the sample's first request to its answer, except generation."""
     generated_s: NDArray[np.float32]
-    """[n] seconds that the engine reports."""
+    """[n] seconds, as reported by the engine."""
     contract: LogprobContract
     dropped: tuple[DroppedGroup, ...]
     next_group: int
-    """The first group that no batch had taken when this one was committed."""
+    """The first group that no batch had taken at the commit."""
     recipe_sha256: str
-    """Digest of the file of the recipe that it was sampled by (RecipeInForce.sha256): no other run has that file."""
+    """Digest of the recipe file that it was sampled by (RecipeInForce.sha256), unique to the run."""
     open_groups: tuple[int, ...] = ()
-    """Ascending: groups below `next_group` that are neither in this batch nor in one before it. Later batches had them
-    under way when this one was committed."""
+    """Ascending: groups below `next_group` in no batch up to this one: in progress for later batches at the commit."""
     kept: KeptSets | None = None
-    """[responses of the held samples] sets of tokens over which the contract's distribution is renormalized; None: the
-    whole vocabulary."""
+    """[responses of the held samples] sets of the contract's distribution; None: the whole vocabulary."""
     experts: RoutedExperts | None = None
-    """[total] where the engines sent each token, for a learner that replays it; None: they were not asked."""
+    """[total] the experts of each token, for a learner that replays them; None: not requested."""
     sources: Mapping[str, range] = field(default_factory=dict)
-    """Name → the problems of each source of the task; empty where there is one."""
+    """Name → problems of each source of the task; empty for one source."""
     repeated: int = 0
-    """Samples, those of dropped groups too, that repeat another of their group, though the engine's log-probabilities
-    left that no chance (pipeline.rollout.batch_builder.num_repeated)."""
+    """Samples, of dropped groups too, that repeat another against all odds (batch_builder.num_repeated)."""
     teacher_logprobs: NDArray[np.float32] | None = None
-    """[responses] natural log, of a teacher at temperature 1; 0.0 where `loss_mask` is False. None: there is none."""
+    """[responses] natural log, of a teacher at temperature 1; 0.0 where `loss_mask` is False. None: no teacher."""
     reference_logprobs: NDArray[np.float32] | None = None
     """[responses] natural log, of the reference policy; never stored."""
     share: Share | None = None
-    """Whose samples are held: `tokens`, `kept` and `experts` are of these alone, one after another. All else is of all
-    samples; the numbers of response tokens (`numbers`) are 0 for the others' until the ranks have exchanged
-    them. None: all are held."""
+    """The held samples; None: all. `tokens`, `kept` and `experts` hold only these. Everything else covers all samples;
+    other samples' numbers per response token (`numbers`) are 0 until the ranks exchange them."""
 
     num_samples: int = field(init=False, repr=False)
     num_response_tokens: int = field(init=False, repr=False)
     num_sampled_tokens: int = field(init=False, repr=False)
     """Response tokens that an engine sampled."""
     lengths: NDArray[np.int64] = field(init=False, repr=False)
-    """[n] tokens, of prompt and response."""
+    """[n] tokens of prompt and response."""
     response_lengths: NDArray[np.int64] = field(init=False, repr=False)
     """[n] tokens."""
     response_offsets: NDArray[np.int64] = field(init=False, repr=False)
-    """[n + 1] where the response of each sample starts in the per-response-token arrays."""
+    """[n + 1] start of each sample's response in the per-response-token arrays."""
     held: NDArray[np.bool_] = field(init=False, repr=False)
-    """[n] whether the tokens of each sample are here."""
+    """[n] whether the sample's tokens are held here."""
     numbers: tuple[str, ...] = field(init=False, repr=False)
-    """The fields that hold one number for each response token, and are stored."""
+    """The stored fields with one number per response token."""
 
     def __post_init__(self) -> None:
-        """Work out what follows from the fields. Raises ValueError where samples and their offsets do not agree."""
+        """Compute the derived fields. Raises ValueError where samples and offsets disagree."""
         lengths, samples = np.asarray(np.diff(self.sample_offsets), np.int64), len(self.prompt_lengths)
         if lengths.shape != self.prompt_lengths.shape:
             raise ValueError(f"sample_offsets has {len(self.sample_offsets)} entries, expected {samples + 1}")
@@ -396,7 +382,7 @@ class Batch:
 
     @property
     def judged(self) -> NDArray[np.bool_]:
-        """[n] False where the verifier failed: the sample has no reward."""
+        """[n] False where the verifier failed, so that the sample has no reward."""
         failed = self.reward_parts.get(VERIFIER_FAILED)
         return np.ones(self.num_samples, np.bool_) if failed is None else np.isnan(failed) | (failed == 0.0)
 
@@ -418,21 +404,21 @@ class Batch:
         return self.tokens[of_responses]
 
     def rows(self) -> list[NDArray[np.int32]]:
-        """Return [n] of prompt and response tokens of each sample; none of those that are not held."""
+        """Return [n] the tokens of prompt and response of each sample; empty for samples not held."""
         ends = np.cumsum(np.where(self.held, self.lengths, 0)).tolist()
         return [self.tokens[start:end] for start, end in pairwise([0, *ends])]
 
     def sample_tokens(self, sample: int) -> NDArray[np.int32]:
-        """Prompt and response tokens of one sample of a batch that holds all."""
+        """Return prompt and response tokens of a sample, in a batch that holds all."""
         return self.tokens[self.sample_offsets[sample] : self.sample_offsets[sample + 1]]
 
     def alone(self) -> Batch:
-        """Return the held samples alone: a batch of them that holds all."""
+        """Return a batch of the held samples alone."""
         return self if self.share is None else replace(self.select(self.held), share=None)
 
     def select(self, samples: NDArray[np.bool_]) -> Batch:
-        """Return the samples marked in `samples` [n] alone, in the same order, of which those are held that were. What
-        describes the collection (`dropped`, `next_group`, `open_groups`) stays that of the whole batch."""
+        """Return a batch of the samples marked in `samples` [n], in order, held as before. The collection's fields
+        (`dropped`, `next_group`, `open_groups`) stay those of the whole batch."""
         of_held = samples[self.held]
         tokens = np.repeat(of_held, self.lengths[self.held])
         kept = np.flatnonzero(np.repeat(of_held, self.response_lengths[self.held]))
@@ -465,13 +451,13 @@ class Batch:
         sources: Mapping[str, range] | None = None,
         repeated: int = 0,
     ) -> Batch:
-        """Flatten scored groups, in the order given. For a thread: a batch has millions of tokens."""
+        """Flatten scored groups, in the given order. Slow, with millions of tokens: run it in a thread."""
         rows = [(g.prompt, s, s.completion) for g in groups for s in g.samples]
         prompts = [np.array(g.prompt.tokens, np.int32) for g in groups for _ in g.samples]
         lengths = [len(p.tokens) + len(c.tokens) for p, _, c in rows]
         names = sorted({name for _, s, _ in rows for name in s.reward_parts})
         taught = [c.teacher_logprobs for _, _, c in rows if c.teacher_logprobs is not None]
-        # Where an engine was to say its kept sets and did not, they are empty, which no store commits.
+        # An engine that failed to report kept sets leaves empty sets, which no store commits.
         kept = [KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for _, _, c in rows]
         per_sample: dict[str, Any] = dict(
             prompt_lengths=np.array([len(p.tokens) for p, _, _ in rows], np.int32),
@@ -511,26 +497,23 @@ class Batch:
 
 
 def _joined(dtype: type[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate([np.zeros(0, dtype), *parts])  # also where there is none
+    return np.concatenate([np.zeros(0, dtype), *parts])  # also for no parts
 
 
 class Response(NamedTuple):
-    """One answer to a prompt."""
-
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    """Natural log, one for each token; it stands where the engine's would."""
+    """Natural log of each token, in place of the engine's."""
     reward: float
     learned: Sequence[bool] | None = None
-    """One for each token: False where nothing is learned from it. Default: all are."""
+    """Whether each token is learned. Default: all are."""
 
 
 def given_batch(
     index: int, groups: Iterable[tuple[Sequence[int], Sequence[Response]]], contract: LogprobContract
 ) -> Batch:
-    """Batch `index` of (prompt tokens, responses), as if sampled with version `index`. Groups are numbered from 0.
-
-    Its log-probabilities are over the whole vocabulary, whatever the contract says of kept sets: nothing was cut."""
+    """Build batch `index` from (prompt tokens, responses), as if sampled with version `index`; groups are numbered from
+    0. Log-probabilities are over the whole vocabulary, whatever the contract says of kept sets."""
     contract, built = replace(contract, kept_set=False), list[Group]()
     for number, (prompt, responses) in enumerate(groups):
         samples = []

@@ -1,7 +1,7 @@
-"""Translate a batch into the arrays and attributes of its file, and back: all of it, or the tokens of a rank's samples.
+"""Convert a batch to the arrays and attributes of its file, and back: whole, or with the tokens of one rank's samples.
 
     attributes ──one digest──▶ dtype, shape and chunk digests of every array
-    arrays counted in samples ──whole──▶ which samples each rank takes ──▶ the chunks of its tokens
+    arrays counted in samples ──whole──▶ the samples of each rank ──▶ the chunks of its tokens
 
 `pipeline.data.store` names, commits and finds the files; `pipeline.data.zarr_zip` writes and reads their bytes.
 """
@@ -35,8 +35,8 @@ from precision.settings import problem_of
 from precision.text import one_line
 
 SCHEMA_VERSION = 7
-"""Files of another are refused. Raise it when arrays, attributes or their meaning change, and RUN_FORMAT
-(pipeline.data.run_recipes) with it: a run cannot go on behind batches that it cannot read."""
+"""The only version that is read. Raise it when arrays, attributes or their meaning change, together with RUN_FORMAT
+(pipeline.data.run_recipes), since a run cannot resume behind batches that it cannot read."""
 PER_TOKEN: dict[str, str] = {
     "tokens": "int32",
     "sample_offsets": "int64",
@@ -44,7 +44,7 @@ PER_TOKEN: dict[str, str] = {
     "policy_version": "int32",
     "loss_mask": "bool",
 }
-"""Arrays whose length is counted in tokens (or is one longer than the samples), with their dtypes."""
+"""Arrays counted in tokens (or with one entry more than samples), with their dtypes."""
 PER_SAMPLE: dict[str, str] = {
     "prompt_lengths": "int32",
     "group": "int64",
@@ -58,28 +58,27 @@ PER_SAMPLE: dict[str, str] = {
 }
 """Arrays [n], with their dtypes. `reward_parts` is stored beside them as float32 [parts, n]."""
 KEPT = ("kept_offsets", "kept_tokens")
-"""Optional arrays: the offsets and token ids of `Batch.kept`, int64 [responses + 1] and int32 [kept].
-The attribute `optional_arrays` names those that a file has."""
+"""Optional: `Batch.kept`, int64 [responses + 1] and int32 [kept]. `optional_arrays` names a file's optional arrays."""
 EXPERTS = ("routed_experts", "routed_experts_known")
-"""Optional too: `Batch.experts`, uint8 or uint16 [total, MoE layers, experts a token] and bool [total]."""
+"""Optional: `Batch.experts`, uint8 or uint16 [total, MoE layers, experts a token] and bool [total]."""
 TEACHER_LOGPROBS = "teacher_logprobs"
-"""Optional as well: float32 [responses]."""
+"""Optional: float32 [responses]."""
 OPTIONAL = (*KEPT, *EXPERTS, TEACHER_LOGPROBS, *PASSED_OVER)
 MOST_OPEN = 1 << 22
-"""Groups under way: a stage of a million prompts has fewer."""
+"""The most groups in progress: a stage of a million prompts has fewer."""
 _NAMES_BYTES = 64 << 10
 _CHUNK_BYTES = 512
-"""What zip and the attributes say about a chunk."""
+"""Bytes of a chunk's entries in zip and attributes."""
 Choose = Callable[[Batch], Share]
-"""From a batch that holds what is counted in samples, and no tokens, to what is wanted of it."""
+"""Chooses a rank's samples, from a batch without tokens."""
 _OF_RESPONSES = (*PER_RESPONSE_TOKEN, TEACHER_LOGPROBS)
 _COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS, TEACHER_LOGPROBS)
 
 
 def attributes_of(batch: Batch) -> dict[str, Any]:
-    """Return what is stored as JSON beside the arrays."""
+    """Return the attributes that are stored as JSON."""
     open_groups = list[list[int]]()
-    for group in batch.open_groups:  # as [start, stop): a long stage has tens of thousands of groups under way
+    for group in batch.open_groups:  # as [start, stop): a long stage has tens of thousands of groups in progress
         if open_groups and open_groups[-1][1] == group:
             open_groups[-1][1] += 1
         else:
@@ -112,7 +111,7 @@ def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
-    """Return what is stored as arrays, by name."""
+    """Return the arrays that are stored, by name."""
     arrays = {name: getattr(batch, name) for name in (*PER_TOKEN, *PER_SAMPLE)}
     if batch.reward_parts:
         arrays["reward_parts"] = np.stack([batch.reward_parts[name] for name in sorted(batch.reward_parts)])
@@ -120,21 +119,20 @@ def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def num_bytes(batch: Batch) -> int:
-    """Return what the batch's file takes at most: its arrays as they are, and some for names and checksums."""
+    """Return an upper bound of the file's size: uncompressed arrays, names and checksums."""
     arrays = arrays_of(batch).values()
     chunks = sum(-(-len(array) // chunk_rows(array.shape, array.dtype)) for array in arrays)
     return sum(array.nbytes for array in arrays) + _CHUNK_BYTES * chunks + _NAMES_BYTES
 
 
 def array_names(attributes: Mapping[str, Any]) -> list[str]:
-    """Return which arrays a batch stored with these attributes must have."""
+    """Return the names of the arrays that a batch with these attributes has."""
     parts = ["reward_parts"] * bool(attributes["reward_part_names"])
     return [*PER_TOKEN, *PER_SAMPLE, *parts, *attributes["optional_arrays"]]
 
 
 def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], share: Share | None = None) -> Batch:
-    """Return the inverse of storing; `arrays` are those of a batch with this `share`. Raises ValueError, KeyError or
-    TypeError when something is missing or of another kind."""
+    """Build a batch from attributes and a `share`'s arrays. Raises ValueError, KeyError or TypeError for damage."""
     names = attributes["reward_part_names"]
     parts = arrays["reward_parts"] if names else np.empty((0, 0), np.float32)
     if len(parts) != len(names):
@@ -169,8 +167,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
 
 
 def with_digests(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """Return `attributes` as they are stored beside `arrays`: with what each array is, the digests of its chunks
-    (pipeline.data.zarr_zip), and a digest of all that."""
+    """Return the stored `attributes`: with each array's dtype, shape and chunk digests, and a digest of all of that."""
     described = {
         name: dict(dtype=array.dtype.name, shape=list(array.shape), sha256=chunk_digests(array))
         for name, array in arrays.items()
@@ -180,14 +177,13 @@ def with_digests(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any
 
 
 def attributes_sha256(attributes: Mapping[str, Any]) -> str:
-    """Return the digest of the attributes, those of chunks among them, and so of the content."""
+    """Return the digest of the attributes and, through their chunk digests, of the content."""
     return hashlib.sha256(json.dumps(attributes, sort_keys=True).encode()).hexdigest()
 
 
 def check_batch(batch: Batch, *, written: bool = True) -> None:
-    """Raise ValueError, naming the array, unless all arrays have their dtype and agree with one another. A batch that
-    is read, not `written`, need not be searched again for what its digest would show. Of tokens that are not held
-    nothing is known."""
+    """Raise ValueError, naming the array, unless all arrays have their dtype and agree. For a batch that was read, not
+    `written`, checks that its digest covers are skipped. Tokens that are not held are not checked."""
     for name, dtype in (PER_TOKEN | PER_SAMPLE).items():
         array = getattr(batch, name)
         if array.dtype != np.dtype(dtype) or array.ndim != 1:
@@ -288,7 +284,7 @@ class _Attributes(_Strict):
 
 
 def check_attributes(attributes: Mapping[str, Any]) -> None:
-    """Raise ValueError, on one line, for another schema version, and for what no writer of batches writes."""
+    """Raise ValueError, on one line, for another schema version and for malformed attributes."""
     version = attributes.get("schema_version", 0)
     if version != SCHEMA_VERSION:
         raise ValueError(
@@ -307,7 +303,7 @@ def check_attributes(attributes: Mapping[str, Any]) -> None:
 
 
 def read_batch(file: ZarrFile) -> Batch:
-    """Return all of a batch. Raises whatever damage makes the checks raise."""
+    """Read a whole batch. Raises any error that damage causes in the checks."""
     attributes, digests = read_attributes(file)
     batch = batch_from(attributes, {name: file.whole(name, digests[name]) for name in array_names(attributes)})
     check_batch(batch, written=False)
@@ -315,8 +311,7 @@ def read_batch(file: ZarrFile) -> Batch:
 
 
 def read_share(file: ZarrFile, choose: Choose) -> Batch:
-    """Return a batch that holds the chosen samples alone (Batch.share): of the tokens of the others nothing is read but
-    how many they are. Raises as `read_batch`."""
+    """Read a batch with the tokens of the chosen samples only (Batch.share). Raises as `read_batch`."""
     attributes, digests = read_attributes(file)
     names = array_names(attributes)
     arrays = {name: file.whole(name, digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
@@ -325,7 +320,7 @@ def read_share(file: ZarrFile, choose: Choose) -> Batch:
     if lengths.shape != prompts.shape or np.any(prompts < 0) or np.any(lengths < prompts):
         raise ValueError(f"a prompt is longer than its sample, or {len(lengths)} samples have {len(prompts)} prompts")
     responses = offsets_of(lengths - prompts)
-    # Every sample is somewhere in the file, whoever reads it.
+    # The file must have every sample, whoever reads it.
     wanted = dict.fromkeys(("tokens", *EXPERTS), int(offsets[-1]))
     wanted |= dict.fromkeys(_OF_RESPONSES, int(responses[-1])) | {KEPT[0]: int(responses[-1]) + 1}
     for name in names:
@@ -334,7 +329,7 @@ def read_share(file: ZarrFile, choose: Choose) -> Batch:
             raise ValueError(f"{name} has {rows} entries, expected {wanted[name]}")
 
     def read(held: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-        """Return the arrays that count tokens, as a batch has them that holds the samples `held` [n]."""
+        """Return the arrays counted in tokens, for a batch that holds the samples `held` [n]."""
         edges = np.flatnonzero(np.diff(np.concatenate([[False], held, [False]]).astype(np.int8))).reshape(-1, 2)
         of_tokens, of_responses = ([(int(at[i]), int(at[j])) for i, j in edges] for at in (offsets, responses))
         found = {name: file.rows(name, of_tokens, digests[name]) for name in names if name in ("tokens", *EXPERTS)}
@@ -357,8 +352,7 @@ def read_share(file: ZarrFile, choose: Choose) -> Batch:
 
 
 def read_attributes(file: ZarrFile) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the attributes, and the digests of chunks, by array. Raises ValueError when attributes, dtypes or shapes
-    are not those that were written."""
+    """Return the attributes, and each array's chunk digests. Raises ValueError for changed metadata."""
     attributes = dict(file.attributes)
     check_attributes(attributes)
     names = array_names(attributes)

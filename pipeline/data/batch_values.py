@@ -1,11 +1,11 @@
-"""Check which numbers may enter a batch: one set of rules, for an engine's answer, a verdict, a commit and an audit.
+"""Check the values of batches by one set of rules: for an engine's answer, a verdict, a commit and an audit.
 
-    an answer of an engine ──▶ response_faults ──▶ refused: the engine's fault, asked again elsewhere
-    a verdict              ──▶ verdict_fault   ──▶ refused: counts as a verifier that failed
-    a batch                ──▶ batch_faults, at the commit, at each read, in `verify history`
+    an engine's answer ──▶ response_faults ──▶ refused: the engine's fault, retried on another
+    a verdict          ──▶ verdict_fault   ──▶ refused: counts as a failed verifier
+    a batch            ──▶ batch_faults, at the commit, at each read, in `verify history`
 
-What is checked is what would be stored: numbers after their cast to float32 and int32. 1e39 is a good double and an
-infinite float32.
+Checks apply to the stored numbers, after their cast to float32 and int32: 1e39 is finite as a double and infinite as a
+float32.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ from pipeline.data.batch import FINISH_REASONS, OWN_PARTS, Batch, KeptSets
 from precision.text import quoted
 
 HIGHEST_LOGPROB = 1e-5
-"""Engines divide by a sum that they rounded, some with a fast division of two units in the last place: a probability of
-1 + 1e-6 can come of it. 84 units of float32 are more than any of them loses, and nothing to a learner."""
+"""Engines divide by a rounded sum, some with a division of two units in the last place, which can give a probability of
+1 + 1e-6. 84 units of float32 cover every engine, and mean nothing to a learner."""
 LOWEST_LOGPROB = -128.0
-"""Engines draw from float32 probabilities: what has less than 2^-149 (a logarithm of -103.3) is 0 there, and is not
-drawn. Engines clamp the logarithm of 0 to -3.4e38, which is finite, and of which a ratio becomes infinite."""
+"""Engines draw from float32 probabilities: below 2^-149 (a logarithm of -103.3) a probability is 0 and never drawn. The
+clamped logarithm of 0, -3.4e38, is finite, but its ratio becomes infinite."""
 MOST_TOKENS = 1 << 31
-"""Token ids and versions are stored as int32."""
 MOST_PARTS = 64
-"""Names of reward parts, of a sample and of a batch: the batch stores a column for each name."""
+"""The most reward parts of a sample or batch: the batch stores a column for each name."""
 PART_NAME = re.compile(r"\w[\w.:/+=@ -]{0,63}")
-"""They are printed to terminals and become columns of reports. Letters are those of any language."""
+"""Names are printed to terminals and become columns of reports. Letters are those of any language."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the recipe and the model allow; None where the caller does not know it, and it is not checked."""
+    """The limits of recipe and model; None is unknown and not checked."""
 
     vocab_size: int | None = None
-    """Rows of the embedding: an engine may sample an id that the tokenizer does not have."""
+    """Rows of the embedding: an engine may sample an id that the tokenizer lacks."""
     max_response_tokens: int | None = None
     num_experts: int | None = None
-    """Of each layer that has any."""
 
 
 UNKNOWN = Limits()
@@ -52,7 +50,7 @@ UNKNOWN = Limits()
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that cannot be. `sample` is counted from 0."""
+    """An impossible value. `sample` counts from 0."""
 
     sample: int
     what: str
@@ -63,10 +61,10 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Responses:
-    """What n samples say about their response tokens, flat, as a batch stores it."""
+    """Response tokens of n samples, flat, as in a batch."""
 
     offsets: NDArray[np.int64]
-    """[n + 1] where each response starts in the arrays of tokens."""
+    """[n + 1] start of each response in the token arrays."""
     tokens: NDArray[np.integer]
     """[responses] ids."""
     logprobs: NDArray[np.float32]
@@ -74,9 +72,9 @@ class Responses:
     versions: NDArray[np.integer]
     """[responses]"""
     sampled: NDArray[np.bool_]
-    """[responses] False where no engine sampled the token: the log-probability is 0 there."""
+    """[responses] False where no engine sampled the token, whose log-probability is 0."""
     may_be_empty: NDArray[np.bool_]
-    """[n] a sample that was aborted before its first token has none."""
+    """[n] True for samples that were aborted before their first token."""
     queued_s: NDArray[np.float32]
     """[n]"""
     generated_s: NDArray[np.float32]
@@ -85,7 +83,7 @@ class Responses:
 
 
 def response_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
-    """Yield the first fault of each kind. Arrays are taken to agree in length."""
+    """Yield the first fault of each kind. Array lengths must agree."""
     lengths = np.diff(responses.offsets)
     yield from _of_samples(
         (lengths == 0) & ~responses.may_be_empty,
@@ -129,7 +127,7 @@ def response_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
 
 
 def verdict_fault(reward: float, parts: Mapping[str, float]) -> str | None:
-    """Return what is wrong with a verdict; None: nothing."""
+    """Return the fault of a verdict, or None."""
     if not is_finite_float32(reward):
         return f"the reward is {quoted(reward)}, expected a number that float32 can hold"
     if own := OWN_PARTS.intersection(parts):
@@ -145,7 +143,7 @@ def verdict_fault(reward: float, parts: Mapping[str, float]) -> str | None:
 
 
 def part_names_fault(names: Mapping[str, object]) -> str | None:
-    """Return whether the names of reward parts can be stored and shown."""
+    """Return why names of reward parts cannot be stored or shown, or None."""
     if len(names) > MOST_PARTS:
         return f"there are {len(names)} reward parts, expected at most {MOST_PARTS}: name them alike for all samples"
     for name in names:
@@ -158,12 +156,12 @@ def part_names_fault(names: Mapping[str, object]) -> str | None:
 
 
 def is_finite_float32(value: float) -> bool:
-    """Return whether it is a number, and one that float32 can hold."""
+    """Return whether `value` is a number that float32 can hold."""
     return isinstance(value, int | float) and math.isfinite(as_float32([value])[0])
 
 
 def as_float32(values: object) -> NDArray[np.float32]:
-    """Return the cast to what is stored; what float32 cannot hold becomes infinite, without a warning."""
+    """Cast to float32 as stored; numbers that float32 cannot hold become infinite, without a warning."""
     with np.errstate(over="ignore", invalid="ignore"):
         try:
             return np.asarray(values, np.float64).astype(np.float32)
@@ -175,8 +173,7 @@ _ABORT = FINISH_REASONS.index("abort")
 
 
 def batch_faults(batch: Batch, limits: Limits = UNKNOWN) -> Iterator[Fault]:
-    """Yield the first fault of each kind, in a batch whose arrays agree with one another (batch_format.check_batch); of
-    a share, those of the samples that are held."""
+    """Yield the first fault of each kind in a batch that passes `check_batch`; of a share, in the held samples."""
     if batch.share is not None:
         numbers = np.flatnonzero(batch.held)
         yield from (Fault(int(numbers[fault.sample]), fault.what) for fault in batch_faults(batch.alone(), limits))
@@ -221,7 +218,7 @@ def batch_faults(batch: Batch, limits: Limits = UNKNOWN) -> Iterator[Fault]:
 
 
 def check_values(batch: Batch, limits: Limits = UNKNOWN) -> None:
-    """Raise ValueError, naming a sample and what is wrong with it."""
+    """Raise ValueError for the first fault, naming its sample."""
     for fault in islice(batch_faults(batch, limits), 1):
         raise ValueError(str(fault))
 

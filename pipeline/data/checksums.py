@@ -1,4 +1,4 @@
-"""Seal files with their own checksum, so that a reader finds a flipped bit, and folders with a list of checksums.
+"""Seal files with a checksum of their content, and folders with a list of checksums, so that readers find damage.
 
     {"url": "http://127.0.0.1:30000", "crc32": "0a1b2c3d"}     a JSON object, or a line of a log: a last member
     12                                                         any other text: a last line, which YAML and
@@ -7,8 +7,8 @@
     policy/000012/SHA256SUMS   of a policy or model folder, as `sha256sum -c SHA256SUMS` reads it; itself sealed
     checkpoints/000012/COMMIT  of a checkpoint (pipeline.trainer.checkpoints)
 
-The checksum covers every other byte, and what is read must be, byte for byte, what sealing gives. Zip files are sealed
-by their comment (pipeline.data.zarr_zip). A file that is put into a folder later carries its own checksum, and folders
+The checksum covers every other byte, and a read file must equal, byte for byte, the output of sealing. Zip files are
+sealed by their comment (pipeline.data.zarr_zip). A file added to a folder later carries a checksum itself, and folders
 within the folder are not listed.
 """
 
@@ -43,30 +43,30 @@ from pipeline.data.files import (
 from pipeline.errors import StoreError
 
 MAX_BYTES = 64 << 20
-"""Of a sealed text. The largest are manifests and checksums of models with tens of thousands of tensors: some MB."""
+"""The largest sealed text. Manifests and checksums of models with tens of thousands of tensors take some MB."""
 _MEMBER = re.compile(rb'(, )?"crc32": "[0-9a-f]{8}"\}\n\Z')
 _CHANGED = "its checksum differs: it was changed, or written under another name"
 _LINE = re.compile(rb"# crc32 [0-9a-f]{8}\n\Z")
 _LONGEST = len(', "crc32": "00000000"}\n')
-"""Bytes of the longest checksum: nothing before them is searched for one."""
+"""Length of the longest checksum: only so many bytes are searched for one."""
 TRAILER = re.compile(rb"crc32 [0-9a-f]{8}\Z")
-"""What ends a sealed array, and what a sealed zip file has for a comment."""
+"""The end of a sealed array, and the comment of a sealed zip file."""
 TRAILER_BYTES = 14
 _NPY_HEADER_BYTES = 4096
 
 
 def crc32(data: bytes | memoryview) -> str:
-    """Eight hexadecimal digits; differ whenever up to 32 neighboring bits do."""
+    """Return eight hexadecimal digits, which differ whenever up to 32 neighboring bits do."""
     return f"{zlib.crc32(data):08x}"
 
 
 def trailer_of(value: int) -> bytes:
-    """Return what follows data of which zlib.crc32 is `value`."""
+    """Return the trailer for data whose zlib.crc32 is `value`."""
     return f"crc32 {value:08x}".encode()
 
 
 def seal(text: str) -> str:
-    """Return `text`, which ends in a line end, with its checksum."""
+    """Return `text`, which must end in a line end, with its checksum."""
     if not text.endswith("\n"):
         raise ValueError(f"a text to seal ends in {text[-20:]!r}, expected a line end")
     checksum = crc32(text.encode())
@@ -77,7 +77,7 @@ def seal(text: str) -> str:
 
 
 def unseal(data: bytes) -> str:
-    """Return the text that was sealed. Raises ValueError, which says what is wrong, unless every byte is as it was."""
+    """Return the sealed text. Raises ValueError, naming the problem, unless every byte is unchanged."""
     tail = max(0, len(data) - _LONGEST)
     if match := _MEMBER.search(data, tail):
         whole = data[: match.start()] + b"}\n"
@@ -97,18 +97,16 @@ def write_sealed(path: Path, text: str) -> None:
 
 
 def create_sealed(path: Path, text: str) -> None:
-    """Create `path` with the sealed `text`. Raises FileExistsError when it is there already."""
+    """Create `path` with the sealed `text`. Raises FileExistsError if it exists."""
     create_exclusively(path, seal(text))
 
 
 def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace `path` with a sealed JSON object on one line."""
     write_sealed(path, json.dumps(value) + "\n")
 
 
 def read_sealed(path: Path, remedy: str, *, is_replaced: bool = False) -> str:
-    """Return the text of `path`; with `is_replaced`, of a file that others replace. Raises StoreError, which names the
-    file and the `remedy`, when a byte is not as it was written, and OSError when there is none."""
+    """Read the sealed text of `path`, which others may replace (`is_replaced`). Raises StoreError with the `remedy`."""
     try:
         data = (
             asked_again(lambda: read_at_most(path, MAX_BYTES), is_whole=bool)
@@ -121,7 +119,7 @@ def read_sealed(path: Path, remedy: str, *, is_replaced: bool = False) -> str:
 
 
 def read_sealed_json(path: Path, remedy: str, *, is_replaced: bool = False) -> dict[str, Any]:
-    """Return the object of `path`. Raises as `read_sealed` does, also for JSON that is none or no object."""
+    """Read the sealed JSON object of `path`. Raises as `read_sealed`, and StoreError for anything but a JSON object."""
     text = read_sealed(path, remedy, is_replaced=is_replaced)
     try:
         value = json.loads(text)
@@ -133,13 +131,12 @@ def read_sealed_json(path: Path, remedy: str, *, is_replaced: bool = False) -> d
 
 
 def reason(error: Exception) -> str:
-    """Return what an error says, on one line."""
+    """Return an error's message on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def write_sealed_array(path: Path, values: NDArray[np.float32]) -> None:
-    """Replace `path` with the values [n], which numpy.load reads, and their checksum. It covers the file's name, too:
-    nothing else in the file says of which step it is."""
+    """Replace `path` with the values [n], readable by numpy.load, and a checksum of them and the file's name."""
     memory = io.BytesIO()
     np.save(memory, values, allow_pickle=False)
     with replacing(path) as file:
@@ -148,8 +145,7 @@ def write_sealed_array(path: Path, values: NDArray[np.float32]) -> None:
 
 
 def read_sealed_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
-    """Return the values [n]; None where there is no file. Raises StoreError. What its header claims allocates
-    nothing."""
+    """Read the values [n]; None without a file. Raises StoreError, without allocating what a damaged header claims."""
     try:
         data = read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, _CHANGED)
         body = data[:-TRAILER_BYTES]
@@ -174,15 +170,12 @@ _FILES_AT_ONCE = 8
 
 
 class Fingerprint(NamedTuple):
-    """Of one file."""
-
     num_bytes: int
     sha256: str
 
 
 def fingerprints(files: Sequence[Path]) -> list[Fingerprint | None]:
-    """Of several files at once: others wait meanwhile, and a folder may have hundreds of gigabytes. None for what is
-    missing, or no file."""
+    """Return the fingerprints of several files, computed in parallel; None for a missing or irregular file."""
 
     def fingerprint(file: Path) -> Fingerprint | None:
         try:
@@ -196,7 +189,7 @@ def fingerprints(files: Sequence[Path]) -> list[Fingerprint | None]:
 
 
 def list_checksums(folder: Path) -> None:
-    """Write the list for the files that lie in `folder` now. Raises StoreError when one vanishes meanwhile."""
+    """Write the list of the files that are in `folder` now. Raises StoreError when one vanishes meanwhile."""
     files = sorted(
         path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS and not is_temporary(path.name)
     )
@@ -209,10 +202,8 @@ def list_checksums(folder: Path) -> None:
 
 
 def verify_folder(folder: Path, remedy: str, *, required: bool = True) -> None:
-    """Compare every listed file with the list. Raises StoreError, which names the first that differs and the `remedy`.
-
-    A folder without a list fails; with `required` False it passes: others than this program have made it.
-    """
+    """Compare every listed file. Raises StoreError for the first that differs, with the `remedy`. A folder without a
+    list fails if `required`; other programs write none."""
     path = folder / CHECKSUMS
     try:
         text = read_sealed(path, remedy)
@@ -231,8 +222,7 @@ def verify_folder(folder: Path, remedy: str, *, required: bool = True) -> None:
 
 
 def remove_listed(folder: Path, name: str) -> None:
-    """Delete a file of a folder, and then its line in the list: the others stay as they are. Nothing where it is gone;
-    one that is killed between is completed by the next call. A list that is damaged stays so."""
+    """Delete a file of a folder, then its line in the list, unless that is damaged. A killed call can be repeated."""
     if not folder.is_dir():
         return
     (folder / name).unlink(missing_ok=True)
@@ -247,7 +237,6 @@ def remove_listed(folder: Path, name: str) -> None:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Make the contents of files and folders durable."""
     for path in paths:
         if path.is_dir():
             fsync_directory(path)

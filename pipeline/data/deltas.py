@@ -1,22 +1,21 @@
-"""Publish what a version changed of the one before it, and find the versions that it is made from.
+"""Publish a version's changes against an earlier version, and find the versions that it builds on.
 
     policy/000013/manifest.json      every tensor of version 13, with the SHA-256 of its bytes: the final state
-                  delta-00002.bin    what changed of the tensors that learner rank 2 sends: payloads, one after another
-                  delta.json         which payload belongs where (Places), and for which weights: the version that it
-                                     was made from, and the digest of all of that one's tensors
+                  delta-00002.bin    the changes in the tensors that learner rank 2 sends: payloads, one after another
+                  delta.json         the place of each payload (Places), the base version, and the digest of all of the
+                                     base's tensors
 
     payload   zstd of: gaps, then values; of each first all lowest bytes, then all second ones, and so on
-    gaps      for each place, how many numbers lie between it and the place before; of 1 or 2 bytes
+    gaps      for each place, the count of numbers since the place before; of 1 or 2 bytes
     values    the new number at each place, bit for bit; without gaps they stand at every place
 
-A value overwrites what was there. So a payload may be applied any number of times, and it may name places that did not
-change: a gap that is longer than its bytes can say is bridged by such places. Numbers are compared as bits, so NaN and
-the two zeros are numbers like any other.
+Values overwrite. So a payload may be applied repeatedly, and may include unchanged places, which bridge gaps too long
+for their bytes. Numbers are compared as bits, so NaN and the two zeros are ordinary numbers.
 
     000010 weights ◀── 000011 delta ◀── 000012 delta ◀── 000013 weights and delta ◀── 000014 delta
 
-Version 12 is made from 10, 11 and 12, and version 14 from 13 and 14. A version may have been published again with other
-weights, so a delta also names the state that it was made from, and a link fits only where that is the folder's state.
+Version 12 is made from 10, 11 and 12, and version 14 from 13 and 14. A version may be published again with other
+weights, so a delta names the digest of its base, and a link is valid only if the base's folder has that digest.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from precision.text import parse_object
 INDEX_FILE = "model.safetensors.index.json"
 DELTA_FILE, MANIFEST_FILE = "delta.json", "manifest.json"
 STATE_DIGITS = 12
-"""Of the digest of a state, in names of folders."""
+"""Digits of a state's digest in folder names."""
 RUN_NUMBERS = 1 << 24
-"""Longest run that is encoded at once: it bounds the memory, and how much one payload can be blown up to."""
+"""Longest run encoded at once: it bounds the memory, and the size of an unpacked payload."""
 LEVEL = 1
-"""Of zstd. Gaps and values are near noise: level 9 takes ten times as long and saves 1 % (tests/bench/delta.py)."""
+"""The zstd level: level 9 takes ten times as long and saves 1 % (tests/bench/delta.py)."""
 _UNSIGNED = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _WORTH_ALL = 8
-"""From one number in so many on it is also tried whether all numbers take fewer bytes than places and values."""
+"""From one changed number in this many on, the encoding of all numbers is tried as well."""
 _REMEDY = "stop the run and repair it: `evenkeel repair`"
 _MOST = 1 << 53
 _DIGEST = r"^[0-9a-f]{64}$"
@@ -59,25 +58,23 @@ _DIGITS = {"sha256", "shape", "dtype", "bytes"}
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.unsignedinteger[Any]]
 Manifest = Mapping[str, Mapping[str, Any]]
-"""Tensor → what a manifest says about it (megatron_bridge.hf.tensor_files)."""
+"""Tensor → its entry in a manifest (megatron_bridge.hf.tensor_files)."""
 
 
 class Places(NamedTuple):
-    """What changed in one run."""
+    """The changes of one run of numbers."""
 
     first: int
-    """Where the run begins in its tensor, in numbers."""
+    """The run's start in its tensor, in numbers."""
     length: int
-    """Numbers of the run."""
     places: int
-    """Values in the payload."""
+    """Number of values in the payload."""
     gap_bytes: int
-    """Of one gap: 1 or 2; 0 where every place has a value."""
+    """Bytes per gap: 1 or 2; 0 where every place has a value."""
 
 
 def changed_runs(old: Bytes, new: Bytes, width: int) -> list[tuple[Places, bytes, int]]:
-    """Return what changed from `old` to `new`, each [n * width] bytes: for each run that changed its places, its
-    payload, and how many of its numbers differ."""
+    """Return each changed run from `old` to `new` [n * width]: its place, payload, and count of differing numbers."""
     before, after = old.view(_UNSIGNED[width]), new.view(_UNSIGNED[width])
     found = []
     for first in range(0, len(after), RUN_NUMBERS):
@@ -89,12 +86,11 @@ def changed_runs(old: Bytes, new: Bytes, width: int) -> list[tuple[Places, bytes
 
 
 def apply(target: Bytes, width: int, run: Places, payload: bytes) -> None:
-    """Overwrite in `target`, [n * width] bytes that may be written. Raises ValueError for a payload that is none, with
-    nothing written."""
+    """Overwrite a run in `target`, [n * width] writable bytes. Raises ValueError for a bad payload, without writing."""
     numbers = target.view(_UNSIGNED[width])[run.first : run.first + run.length]
     if run.gap_bytes not in (0, 1, 2) or len(numbers) != run.length or not 0 <= run.places <= run.length:
         raise ValueError(f"{run} does not fit a tensor of {len(target) // width} numbers")
-    planes = np.empty(run.places * (run.gap_bytes + width), np.uint8)  # what the payload claims allocates nothing
+    planes = np.empty(run.places * (run.gap_bytes + width), np.uint8)  # the payload's claims allocate nothing
     try:
         Zstd().decode(payload, out=planes)
     except (RuntimeError, ValueError) as error:
@@ -129,7 +125,7 @@ def _encode(first: int, changed: NDArray[np.int64], after: Numbers) -> tuple[Pla
 
 
 def _bridged(gaps: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
-    """Return the gaps with places put in between, so that none exceeds `longest`."""
+    """Return the gaps with places inserted, so that none exceeds `longest`."""
     bridges = gaps // (longest + 1)
     if not bridges.any():
         return gaps
@@ -145,16 +141,15 @@ def _planes(numbers: Numbers) -> Bytes:
 
 
 def _joined(planes: Bytes, width: int) -> Numbers:
-    """Return what `_planes` took apart."""
+    """Invert `_planes`."""
     return np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1).view(_UNSIGNED[width])
 
 
 class Payload(NamedTuple):
-    """Where the payload of one run lies, and which run it is: seven numbers, as `delta.json` holds them and as ranks
-    tell one another."""
+    """The place of a payload and its run, as seven numbers: in `delta.json`, and between ranks."""
 
     file: int
-    """Learner rank that sent it: `delta-00002.bin`."""
+    """The learner rank that sent it: `delta-00002.bin`."""
     offset: int
     num_bytes: int
     first: int
@@ -165,7 +160,6 @@ class Payload(NamedTuple):
 
 
 def payload_name(rank: int) -> str:
-    """Return the file of a learner rank."""
     return f"delta-{rank:05}.bin"
 
 
@@ -176,25 +170,24 @@ class _Delta(BaseModel):
     base: int = Field(ge=0, lt=_MOST)
     base_state: str = Field(pattern=_DIGEST)
     widths: dict[str, int]
-    """Tensor that changed → bytes of one of its numbers."""
+    """Changed tensor → bytes of one of its numbers."""
     payloads: dict[str, list[list[int]]]
-    """Tensor that changed → file, offset, bytes, and the four numbers of Places, of each of its runs."""
+    """Changed tensor → file, offset, bytes, and the four numbers of Places, of each of its runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """`delta.json` of one version."""
+    """The content of a version's `delta.json`."""
 
     version: int
     base: int
-    """The version that it was made from."""
+    """The version that the delta applies to."""
     base_state: str
-    """Of that version (`state_of`)."""
+    """The base's digest (`state_of`)."""
     widths: Mapping[str, int]
     payloads: Mapping[str, Sequence[Payload]]
 
     def save(self, folder: Path) -> None:
-        """Write it, durably."""
         write_sealed_json(
             folder / DELTA_FILE,
             dict(
@@ -208,7 +201,7 @@ class Delta:
 
     @staticmethod
     def load(folder: Path, remedy: str) -> Delta | None:
-        """Return the delta of a policy folder; None where it has none. Raises StoreError when it is damaged."""
+        """Read the delta of a policy folder; None without one. Raises StoreError for damage."""
         path = folder / DELTA_FILE
         try:
             found = _Delta.model_validate(read_sealed_json(path, remedy))
@@ -232,8 +225,7 @@ class Delta:
         )
 
     def overwrite(self, folder: Path, name: str, target: Bytes) -> None:
-        """Write what changed of tensor `name` over `target`, the bytes of the base or of this version. `folder` is that
-        of the version. Raises StoreError where a payload is missing or damaged."""
+        """Write the changes of tensor `name` over `target`, bytes of the base or this version. Raises StoreError."""
         for payload in self.payloads.get(name, ()):
             path = folder / payload_name(payload.file)
             try:
@@ -247,7 +239,7 @@ class Delta:
 
 @dataclass
 class DeltaWriter:
-    """What one learner rank sends of a version."""
+    """The delta of one learner rank."""
 
     folder: Path
     rank: int
@@ -255,10 +247,9 @@ class DeltaWriter:
     payloads: dict[str, list[Payload]] = field(default_factory=dict)
     num_bytes: int = 0
     num_changed: int = 0
-    """Numbers that differ."""
 
     def add(self, name: str, old: Bytes, new: Bytes, width: int) -> bool:
-        """Append what changed of a tensor; returns whether anything did."""
+        """Append the changes of a tensor, and return whether there are any."""
         runs = changed_runs(old, new, width)
         with (self.folder / payload_name(self.rank)).open("ab") as file:
             for run, data, num_changed in runs:
@@ -272,7 +263,7 @@ class DeltaWriter:
 
 
 def read_manifest(folder: Path, remedy: str) -> dict[str, dict[str, Any]]:
-    """Return what a policy folder says about its tensors. Raises StoreError."""
+    """Read a policy folder's description of its tensors. Raises StoreError."""
     path = folder / MANIFEST_FILE
     try:
         found = parse_object(read_at_most(path, MAX_BYTES))["tensors"]
@@ -291,28 +282,26 @@ def state_of(manifest: Manifest) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """One version in its folder."""
+    """A version in its folder."""
 
     version: int
     folder: Path
     manifest: Manifest
     delta: Delta | None
-    """From the version before; None where the folder has none."""
+    """The delta to an earlier version, if the folder has one."""
 
     @cached_property
     def state(self) -> str:
-        """Digest of the version's weights."""
         return state_of(self.manifest)
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a policy folder holds the weights, and not only what changed."""
+    """Return whether a policy folder holds all weights, not only a delta."""
     return (folder / INDEX_FILE).exists() or not (folder / DELTA_FILE).exists()
 
 
 def read_link(policies: Path, version: int) -> Link:
-    """Return what the folder of a version says. Raises StoreError when it is missing, damaged, or that of another
-    version."""
+    """Read the folder of a version. Raises StoreError when it is missing, damaged, or another version's."""
     folder = policies / numbered(version)
     link = Link(version, folder, read_manifest(folder, _REMEDY), Delta.load(folder, _REMEDY))
     if link.delta is not None and (link.delta.version != version or link.delta.base >= version):
@@ -321,8 +310,7 @@ def read_link(policies: Path, version: int) -> Link:
 
 
 def links_back(policies: Path, version: int) -> Iterator[Link]:
-    """Yield the version, the one that its delta was made from, and so on; the last one has no delta. Raises StoreError
-    where a link is missing or does not fit."""
+    """Yield the version, its base, the base's base, and so on. Raises StoreError for a missing or mismatched link."""
     link = read_link(policies, version)
     yield link
     while (delta := link.delta) is not None:
@@ -336,8 +324,7 @@ def links_back(policies: Path, version: int) -> Iterator[Link]:
 
 
 def chain_to(policies: Path, version: int, held: Collection[str] = ()) -> list[Link]:
-    """Return the links to a version, which is the last: the first one's state is among those that are `held`, or else
-    it is the newest that is whole. Raises StoreError where the version cannot be made."""
+    """Return the links to a version from a state in `held`, or else the newest whole one. Raises StoreError."""
     links, whole = list[Link](), 0
     try:
         for link in links_back(policies, version):
@@ -355,8 +342,7 @@ def chain_to(policies: Path, version: int, held: Collection[str] = ()) -> list[L
 
 
 def needed(policies: Path, versions: Iterable[int]) -> set[int]:
-    """Return the versions from which those `versions` are made, and they themselves. Where a link cannot be read, maybe
-    for a moment alone, one may need all from the newest whole one on."""
+    """Return `versions` and all behind them; beyond an unreadable link, all from the newest whole version on."""
     found: set[int] = set()
     for version in versions:
         found.add(version)

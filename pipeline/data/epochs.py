@@ -1,14 +1,14 @@
-"""Epochs: which start of a role may write to the run.
+"""Count the starts of each role, of which only the newest may write to the run.
 
-    RUN/epochs/collector/000003   made at the third start of the collector, by exclusive creation; it says by whom
+    RUN/epochs/collector/000003   created exclusively by the third start of the collector; it names the process
     RUN/epochs/collector/NEWEST   the same number, replaced atomically
 
-A process that was frozen, or cut off from the network, goes on believing that it is the collector. No lock helps: its
-holder cannot know that it lost it. So every start of a role takes the next number, and a process compares its number
-with the newest one before everything that others could see. It ends when it was superseded.
+A process that was frozen or cut off from the network still believes that it is the collector. A lock does not help,
+since its holder cannot know that it lost it. So every start of a role takes the next number, compares its number with
+the newest before every visible effect, and ends when it is superseded.
 
-A comparison can be too late by an instant, so what must not happen twice is also created exclusively (batches), moved
-onto a name that must be free (checkpoints, policies), or refused by the engine that it is meant for (weights).
+A comparison can be too late by an instant. So what must not happen twice is also created exclusively (batches), moved
+to a name that must be free (checkpoints, policies), or refused by the engine (weights).
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ _POINTER_BYTES = 1000
 
 @dataclass(frozen=True)
 class Epoch:
-    """One start of a role, or of one of several engines. `check` raises once there is a later one."""
+    """A start of a role, or of one of several engines."""
 
     folder: Path
     """RUN/epochs/NAME; NAME is a role, or a role and an index: `engine-3`."""
     number: int
 
     name: str = field(init=False)
-    """Of role and start: `collector-000003`. Names files that one process alone writes."""
+    """The role and start, such as `collector-000003`. It names files that only this process writes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", f"{self.folder.name}-{self.number:06d}")
 
     def is_superseded(self) -> bool:
-        """Return whether there is a later start."""
         return newest(self.folder) > self.number
 
     def check(self) -> None:
-        """Call it before everything that others could see. Raises SupersededError."""
+        """Raise SupersededError once there is a later start. Call this before every visible effect."""
         later = newest(self.folder)
         if later > self.number:
             raise SupersededError(
@@ -64,11 +63,8 @@ class Epoch:
 
     @contextmanager
     def as_superseded(self) -> Iterator[None]:
-        """Raise SupersededError for whatever goes wrong in the block once there is a later start.
-
-        That one removes files over which this one was frozen. With another exit status this one would be started
-        again, and take over in turn from one that does well; or it would end the run, by an error that is fatal.
-        """
+        """Raise SupersededError for any error in the block once there is a later start, which removes this start's
+        files: with another exit status, this start would be restarted, or end the run."""
         try:
             yield
         except Exception:
@@ -77,8 +73,7 @@ class Epoch:
 
 
 def claim(run: Path, role: Role, index: int | None = None, *, recipe: str = "") -> Epoch:
-    """Begin the next epoch of a role: whoever held the one before is superseded from now on. `recipe` is the name of
-    the file of the recipe that this start goes by (`supersede`)."""
+    """Begin the next epoch of a role, superseding the one before. `recipe` names this start's recipe file."""
     folder = epoch_folder(run, role, index)
     make_folder(folder)
     while True:
@@ -88,36 +83,32 @@ def claim(run: Path, role: Role, index: int | None = None, *, recipe: str = "") 
 
 
 def supersede(folder: Path, accepted: Collection[str] = ()) -> None:
-    """Begin an epoch that nobody holds, unless the newest start goes by a recipe whose file has one of the `accepted`
-    names. A start that begins meanwhile is looked at, too."""
+    """Begin an epoch without a holder, unless the newest start, even after a race, has an `accepted` recipe."""
     while (number := newest(folder)) and _recipe_of(folder, number) not in accepted:
         if _begin(folder, number + 1, ""):
             return
 
 
 def _begin(folder: Path, number: int, recipe: str) -> bool:
-    """Return whether the epoch was free, and is begun now."""
+    """Begin an epoch, and return whether it was free."""
     by = dict(host=socket.gethostname(), pid=os.getpid(), time=time.time())
     try:
         create_sealed(folder / f"{number:06d}", json.dumps(by | (dict(recipe=recipe) if recipe else {})) + "\n")
     except FileExistsError:
         return False
-    while _pointer(folder) < (latest := newest(folder)):  # once more: another start may have written its own between
+    while _pointer(folder) < (latest := newest(folder)):  # again: another start may have written in between
         write_sealed(folder / _NEWEST, f"{latest:06d}\n")
     return True
 
 
 def epoch_folder(run: Path, role: Role, index: int | None = None) -> Path:
-    """Return where the starts of a role are counted."""
+    """Return the folder that counts the starts of a role."""
     return run / "epochs" / (role if index is None else f"{role}-{index}")
 
 
 def newest(folder: Path) -> int:
-    """Return the newest epoch; 0 when the role never started. Raises OSError where the folder cannot be listed for a
-    while.
-
-    Both the listing and the pointer are read: file systems that cache, cache the one or the other.
-    """
+    """Return the newest epoch, or 0, from both the listing and the pointer, since file systems cache either. Raises
+    OSError where the folder cannot be listed for a while."""
     with suppress(FileNotFoundError):
         listed = (int(name) for name in asked_again(lambda: os.listdir(folder)) if _NUMBER.fullmatch(name))
         return max(_pointer(folder), *listed, 0)
@@ -125,8 +116,8 @@ def newest(folder: Path) -> int:
 
 
 def first_start_after(folder: Path, moment: float, longest_pause_s: float) -> float | None:
-    """Return when the earliest of the starts after a moment began that followed one another within `longest_pause_s`,
-    in seconds since 1970; None without one, or where those that there are cannot be read."""
+    """Return the time, in seconds since 1970, of the first start after `moment` in the latest series with pauses up to
+    `longest_pause_s`; None without a readable one."""
     began: float | None = None
     for number in range(newest(folder), 0, -1):
         try:
@@ -149,7 +140,7 @@ def who(folder: Path, number: int) -> str:
 
 
 def _recipe_of(folder: Path, number: int) -> str | None:
-    """Return the name of the file of the recipe that a start goes by; None where it has not said."""
+    """Return the name of a start's recipe file, or None if unknown."""
     try:
         found = read_sealed_json(folder / f"{number:06d}", "its role is started again")
     except (FileNotFoundError, StoreError):

@@ -1,11 +1,11 @@
-"""The run's two logs: metrics (one line a step) and events (what happened, when).
+"""Write and read the run's two logs: metrics (one line a step) and events (each with its time).
 
     RUN/metrics/learner-000002.jsonl    RUN/events/collector-000003.jsonl
 
-Every start of a role writes files of its own, so a line is never torn by another host; readers merge them. A killed
-process may leave a torn last line. Readers pass over it, and over any other line that cannot be read, which they count.
-These files explain a run and draw its report: nothing is decided by them, and they never make a run or its report fail.
-Lines carry no checksum; those that an earlier version wrote end in one, `"crc32": "0a1b2c3d"`, which readers leave out.
+Every start of a role writes separate files, so no other host tears a line; readers merge the files. A killed process
+may leave a torn last line. Readers skip it, and skip and count any other unreadable line. These files explain a run and
+draw its report: they decide nothing and never make a run or its report fail. Lines written by an earlier version end in
+a checksum, `"crc32": "0a1b2c3d"`, which readers leave out.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
 Log = Literal["metrics", "events", "spans"]
 LogName = Literal["metrics", "event"]
 Observer = Callable[[LogName, dict[str, Any]], None]
-"""Called with each line after it is written."""
+"""A callback with each line after it is written."""
 PARENT = "parent"
-"""Stands for the role in the name of what a fork has of its parent's log: what was there before all its own starts."""
+"""In place of the role in the names of a fork's copies of its parent's logs, which come before its own."""
 _END_BYTES = 1 << 20
-"""Of a file, where its newest line is looked for: a line has some tens of KB at most."""
+"""Bytes at a file's end that are searched for the newest line, which has some tens of KB at most."""
 _FIELDS: dict[str, dict[str, type]] = {
     "metrics": {"step": int, "time": float},
     "events": {"kind": str, "time": float},
     "spans": {"lane": str, "name": str, "start": float, "seconds": float},
 }
-"""What readers take for granted of every line of a log."""
+"""Fields that readers need in every line of a log."""
 _FIELDS_OF_KIND: dict[str, dict[str, type]] = {
     "issued": {"batch": int},
     "committed": {"batch": int, "samples": int},
@@ -94,26 +94,24 @@ _FIELDS_OF_KIND: dict[str, dict[str, type]] = {
     "teacher_failed": {"reason": str, "detail": str},
     "skipped": {"step": int},
 }
-"""What readers take for granted of an event of a kind, beside that."""
+"""Further fields that readers need in an event of a kind."""
 _START = re.compile(rf"(.*)-({NUMBER})")
 
 
 class EventLog:
-    """Appends to the two logs of one start of a role. Every line has `time`: seconds since 1970, UTC."""
+    """A writer of both logs for one start of a role. Every line has `time`: seconds since 1970, UTC."""
 
     def __init__(self, run: Path, source: str, observers: Sequence[Observer] = ()) -> None:
-        """`source` names the start, and the files: Epoch.name."""
+        """`source` names the start, and its files: Epoch.name."""
         self.metrics_path = run / "metrics" / f"{source}.jsonl"
         self.events_path = run / "events" / f"{source}.jsonl"
         self._observers = observers
         self._begun: set[Path] = set()
-        """Files to which this process has written: only it does, so what is torn was left by an earlier process."""
+        """Files that this process has begun, so that it has already removed an earlier process's torn line."""
 
     def metrics(self, step: int, **fields: Any) -> None:
-        """Append the line of `step`. A step that is trained again after a resume gets another line.
-
-        Raises NonFiniteError, naming the field, and writes nothing, when a number is NaN or infinite.
-        """
+        """Append the line of `step`; a step trained again after a resume gets another line. Raises NonFiniteError,
+        naming the field, and writes nothing, when a number is NaN or infinite."""
         self._append("metrics", self.metrics_path, {"step": step, "time": time.time(), **fields})
 
     def event(self, kind: EventKind, **fields: Any) -> None:
@@ -123,13 +121,12 @@ class EventLog:
         self._append("event", self.events_path, {"kind": kind, "time": time.time(), **fields})
 
     def _append(self, log: LogName, path: Path, fields: dict[str, Any]) -> None:
-        """Write a line whole or not at all. A step's line is durable before the step's checkpoint is; the last events
-        may go when the power does. Raises OSError that names the file."""
+        """Append a line atomically. A step's line is durable before its checkpoint. Raises OSError with the file."""
         line = {key: _plain(key, value) for key, value in fields.items()}
         is_new = not path.exists()
         make_folder(path.parent)
         if path not in self._begun:
-            # A last line that lacks its line end is ended; what is torn is removed.
+            # Complete a last line that lacks its line end; remove a torn one.
             data = path.read_bytes() if path.exists() else b""
             if torn := data[data.rfind(b"\n") + 1 :]:
                 if parse_line(torn) is None:
@@ -147,7 +144,7 @@ class EventLog:
                     rest = rest[os.write(descriptor, rest) :]
             except OSError as error:
                 with suppress(OSError):
-                    os.ftruncate(descriptor, before)  # the next line must not grow onto half of this one
+                    os.ftruncate(descriptor, before)  # the next line must not extend half of this one
                 error.filename = str(path)
                 raise
             if log == "metrics":
@@ -156,20 +153,19 @@ class EventLog:
             os.close(descriptor)
         if is_new and log == "metrics":
             fsync_directory(path.parent)
-            fsync_directory(path.parent.parent)  # an earlier start may have made the folder, and died before this
+            fsync_directory(path.parent.parent)  # an earlier start may have made the folder and died before this
         for observer in self._observers:
             observer(log, line)
 
 
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
-"""Called on each line as it is read; what it returns, which may be smaller, is kept."""
+"""A function applied to each line as it is read, for example to drop fields."""
 
 
 def read_metrics(
     run: Path, damage: list[str] | None = None, *, prepare: Prepare = lambda line: line
 ) -> list[dict[str, Any]]:
-    """Return one line a step, by step: the last one of the newest start that trained it. `damage` is as in
-    `read_lines`."""
+    """Return one line per step, ascending, from the newest start that trained it; `damage` as in `read_lines`."""
     by_step: dict[int, dict[str, Any]] = {}
     for path in log_files(run, "metrics"):
         for line in read_lines(path, "metrics", damage):
@@ -180,8 +176,7 @@ def read_metrics(
 def read_events(
     run: Path, kind: EventKind | None = None, damage: list[str] | None = None, *, prepare: Prepare = lambda line: line
 ) -> list[dict[str, Any]]:
-    """Return all events, or those of one kind, by time; the clocks of hosts may differ. Those of one source stay in
-    order. `damage` is as in `read_lines`."""
+    """Return all events or those of a kind by time, keeping the order of each source; `damage` as in `read_lines`."""
     merged: list[tuple[float, str, int, dict[str, Any]]] = []
     for path in log_files(run, "events"):
         latest = -math.inf
@@ -196,8 +191,7 @@ def read_events(
 def newest_line(
     run: Path, folder: Literal["metrics", "events"], kind: EventKind | None = None
 ) -> dict[str, Any] | None:
-    """Return the last line of a log, or the last event of a kind, from the newest start of a role that wrote one; None
-    without any. Reads the ends of files alone. Raises OSError."""
+    """Return the newest line of a log, or event of a kind, or None. Reads only the ends of files. Raises OSError."""
     for path in reversed(log_files(run, folder)):
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
@@ -210,7 +204,7 @@ def newest_line(
 
 
 def log_files(run: Path, folder: Literal["metrics", "events"]) -> list[Path]:
-    """Return the files of one log: what a fork has of its parent's, then those of each role in the order of starts."""
+    """Return the files of a log: a fork's copies of its parent's, then each role's in the order of starts."""
 
     def by_start(path: Path) -> tuple[bool, str, int]:
         match = _START.fullmatch(path.stem)
@@ -221,7 +215,7 @@ def log_files(run: Path, folder: Literal["metrics", "events"]) -> list[Path]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """JSON's own types; refuses what is not a finite number, at any depth."""
+    """Convert to JSON's types. Raises NonFiniteError for a number that is not finite, at any depth."""
     match value:
         case None | bool() | str():
             return value
@@ -244,8 +238,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def read_lines(path: Path, log: Log, damage: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of one file. A line that cannot be read, or lacks what readers of this log ask for, is passed
-    over; a sentence that names the file and counts them is added to `damage`. A torn last line is not counted."""
+    """Yield the lines of a file that have the log's fields. A sentence that counts others is added to `damage`."""
     passed_over, first = 0, 0
     try:
         with path.open("rb") as file:
@@ -265,14 +258,14 @@ def read_lines(path: Path, log: Log, damage: list[str] | None = None) -> Iterato
 
 
 def parse_line(line: bytes, log: Log | None = None) -> dict[str, Any] | None:
-    """Return what a line says; None where it is torn or damaged, or lacks what readers of `log` ask for."""
+    """Parse a line; None if it is torn, damaged, or lacks fields of `log`."""
     try:
         value = orjson.loads(line)
     except ValueError:
         return None
     if not isinstance(value, dict):
         return None
-    value.pop("crc32", None)  # an earlier version's
+    value.pop("crc32", None)  # of an earlier version
     if log is not None and not _has(value, _FIELDS[log]):
         return None
     if log == "events" and value["kind"] in _FIELDS_OF_KIND and not _has(value, _FIELDS_OF_KIND[value["kind"]]):
@@ -292,21 +285,20 @@ def _has(line: Mapping[str, Any], fields: Mapping[str, type]) -> bool:
 
 
 class LogTail:
-    """Reads the lines that were appended to the files of a log since the last call."""
+    """A reader of the lines appended to a log since the last call."""
 
     def __init__(self, run: Path, log: Literal["metrics", "events"]) -> None:
         self._run, self._log = run, log
         self._offsets: dict[Path, int] = {}
-        """Bytes of each file whose lines were taken."""
+        """The bytes read of each file."""
 
     def new_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the new lines of all files, by time, each behind the name of its file: which start of the role wrote
-        it. Lines that were not taken, as a read fails, come at the next call."""
+        """Yield (file name, line) of all new lines, by time. Lines lost to a failed read come with the next call."""
         files = map(self._new_lines_of, log_files(self._run, self._log))
         return ((name, line) for _, name, line in heapq.merge(*files, key=lambda entry: entry[0]))
 
     def _new_lines_of(self, path: Path) -> Iterator[tuple[float, str, dict[str, Any]]]:
-        """Yield the new whole lines of a file in its own order, each with its time, or the latest one before it."""
+        """Yield a file's new complete lines in order, each with the latest time so far."""
         latest = -math.inf
         with path.open("rb") as file:
             file.seek(self._offsets.setdefault(path, 0))

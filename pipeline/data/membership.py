@@ -1,10 +1,10 @@
-"""Which engines and which router a run has, and at which addresses: `RUN/engines/`.
+"""Record the engines and the router of a run, and their addresses: `RUN/engines/`.
 
     RUN/engines/000003.json   engine 3, announced by the process that runs it, which removes it when it ends
     RUN/engines/router.json
 
-Each file has one writer, so engines join and leave without agreeing on anything. Being listed means nothing yet: the
-fleet (rollout_sglang.fleet) verifies an engine before it gets its first request. No key is kept here.
+Each file has one writer, so engines join and leave without agreeing on anything. A listed engine gets no request before
+the fleet (rollout_sglang.fleet) has verified it. No API key is stored here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 MOST_INDEX = (1 << 16) - 2
-"""Batches store the index of an engine in 16 bits, and the highest one stands for an engine that is not known."""
+"""The highest index: batches store it in 16 bits, and the highest value stands for an unknown engine."""
 
 
 class _Announcement(BaseModel):
-    """A file of the folder. It may be a person's, or of another version."""
+    """A file of the folder, possibly written by a person or by another version."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -50,34 +50,31 @@ class _Announcement(BaseModel):
 
 @dataclass(frozen=True, order=True)
 class Member:
-    """One engine of a run."""
+    """An engine of a run."""
 
     index: int
-    """Names it in records and logs."""
     url: str
     started: int = 0
-    """Which start of the engine this is (pipeline.data.epochs); another one has to be verified anew."""
+    """The number of the engine's start (pipeline.data.epochs); each start must be verified."""
     quant_map: str = ""
-    """Digest of the quant map that it was started with, and keeps; empty where its policy folder had none
-    (pipeline.data.quant_maps)."""
+    """Digest of the quant map that it was started with (pipeline.data.quant_maps); empty for none."""
     silent: str = field(default="", compare=False)
-    """Why its own role takes its server for hung; empty while it does not. The same start either way."""
+    """The reason why its role considers its server hung, else empty. It does not distinguish starts."""
     replicas: tuple[str, ...] = field(default=(), compare=False)
-    """Folders on its own host that hold a version each (rollout_sglang.weights.replica), the newest last; it loads no
-    others. Empty where engines load what is published."""
+    """The folders on its host with a version each, newest last, that it loads; empty: it loads published folders."""
     stuck: str = field(default="", compare=False)
-    """`NAME: REASON` where the replica of that name cannot be made."""
+    """`NAME: REASON` of a replica that cannot be made."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The folder `RUN/engines`. With `given` URLs (rollout.urls) the engines are those, whoever started them."""
+    """The folder `RUN/engines`. With `given` URLs (rollout.urls), these are the engines, however started."""
 
     folder: Path
     given: tuple[str, ...] = ()
 
     def announce(self, member: Member) -> None:
-        """Make an engine known that answers at its URL, or what has changed of it."""
+        """Announce an engine that answers at its URL, or its changes."""
         make_folder(self.folder)
         told: dict[str, Any] = dict(
             url=member.url,
@@ -90,17 +87,16 @@ class Membership:
         write_sealed_json(self.folder / f"{member.index:06d}.json", told)
 
     def withdraw(self, member: Member) -> None:
-        """Take back what `announce` made known, unless a later start has announced itself."""
+        """Remove an engine's announcement, unless a later start has replaced it."""
         if self.lists(member):
             (self.folder / f"{member.index:06d}.json").unlink(missing_ok=True)
 
     def announce_router(self, url: str) -> None:
-        """Make the router known."""
         make_folder(self.folder)
         write_sealed_json(self.folder / _ROUTER, dict(url=url))
 
     def withdraw_router(self, url: str) -> None:
-        """Take back what `announce_router` made known, unless another one has been announced."""
+        """Remove the router's announcement, unless another router has replaced it."""
         if self.router() == url:
             (self.folder / _ROUTER).unlink(missing_ok=True)
 
@@ -109,7 +105,7 @@ class Membership:
         return self._read(f"{member.index:06d}.json") == member
 
     def engines(self) -> Sequence[Member]:
-        """Return all that are announced now, by index."""
+        """Return all announced engines, by index."""
         if self.given:
             return [Member(index, url) for index, url in enumerate(self.given)]
         names = sorted(path.name for path in self.folder.glob("*.json")) if self.folder.is_dir() else []
@@ -117,7 +113,7 @@ class Membership:
         return sorted(member for member in found if member is not None)
 
     def router(self) -> str | None:
-        """URL of the router; None when none was announced."""
+        """Return the router's URL, or None."""
         data = self._load(_ROUTER)
         return None if data is None else data.url
 
@@ -131,7 +127,7 @@ class Membership:
         return Member(index, found.url, found.started, found.quant_map, found.silent, replicas, found.stuck)
 
     def _load(self, name: str) -> _Announcement | None:
-        """Return None for a file that stays damaged: its process writes it again, and the others' go on."""
+        """Read a file; None for one that stays damaged: its process rewrites it, and other engines are unaffected."""
         path = self.folder / name
         remedy = "its process announces itself again; remove it where that is gone"
         with suppress(FileNotFoundError):
@@ -145,7 +141,7 @@ class Membership:
 
 
 class Announcement:
-    """What the run is told about one start of an engine. Threads may change it; nothing is written before `say`."""
+    """The announcement of one start of an engine. Threads may change it; nothing is written before `say`."""
 
     def __init__(self, membership: Membership, member: Member, fence: Callable[[], None]) -> None:
         """`fence` raises where a later start has taken over."""
@@ -156,18 +152,18 @@ class Announcement:
         self._lock = threading.Lock()
 
     def say(self, **fields: Any) -> None:
-        """Announce the engine, with other values of these fields of Member; also again, where that was lost."""
+        """Announce the engine, with new values of these fields of Member. A repetition restores a lost file."""
         self._is_up = True
         self.change(**fields)
 
     def withdraw(self) -> None:
-        """Take it back, for good: what a thread changes from now on is not told."""
+        """Remove the announcement for good: later changes are not written."""
         with self._lock:
             self._is_up = False
             self._membership.withdraw(self.member)
 
     def change(self, **fields: Any) -> None:
-        """Other values of these fields; the run is told if it knows of the engine."""
+        """Change these fields, and write them if the engine is announced."""
         with self._lock:
             self.member = replace(self.member, **fields)
             if self._is_up:
@@ -176,22 +172,21 @@ class Announcement:
 
 
 REREAD_S = 10.0
-"""How long the folder's time of change is believed: file systems of several hosts may show an old one."""
+"""How long the folder's modification time is trusted: shared file systems may show an old one."""
 _SETTLED_S = 2.0
-"""A folder that was changed a shorter while ago may change again within the resolution of its time."""
+"""A folder changed more recently may change again within the resolution of its modification time."""
 
 
 class Listed:
-    """The engines of a membership, for who asks every second: while the folder does not change, its files are not
-    opened. Safe to use from several threads."""
+    """A membership's engines for frequent callers: files are opened only when the folder has changed. Thread-safe."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._read: tuple[int, float, Sequence[Member]] | None = None
-        """The folder's time of change in ns, when it was read (time.monotonic), and what there was."""
+        """The folder's modification time in ns, the time of reading (time.monotonic), and the engines."""
 
     def engines(self) -> Sequence[Member]:
-        """As Membership.engines, REREAD_S old at most."""
+        """Return `Membership.engines`, at most REREAD_S old."""
         try:
             changed = self._membership.folder.stat().st_mtime_ns
         except FileNotFoundError:

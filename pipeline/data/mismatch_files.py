@@ -1,19 +1,19 @@
-"""RUN/mismatch/000012.zarr.zip: the mismatch statistics of step 12, a zipped Zarr v3 group of small arrays.
+"""Write RUN/mismatch/000012.zarr.zip: the mismatch statistics of step 12, a zipped Zarr v3 group of small arrays.
 
     statistics  float64 [updates, groups, statistics]  ESS, KL estimates, gaps, …; NaN without tokens
-    sums        float64 [updates, groups, sums]        what they are computed from; adds up over updates and steps
+    sums        float64 [updates, groups, sums]        the sums behind them; add up over updates and steps
     histogram   float64 [updates, groups, bins]        tokens by log-ratio
     quantiles   float64 [updates, groups, quantiles]   of the log-ratios, exact; NaN without tokens
     sequences   float64 [samples, columns]             one row for each sample of batch 12, in its order
-    update      int32   [samples]                      which optimizer step saw the sample; -1 for none
+    update      int32   [samples]                      the optimizer step that saw the sample; -1 for none
 
 The group's attributes name the places of every axis but `updates` and `samples`: groups, statistics, sums,
-histogram_edges, quantiles, sequence_columns. Nothing of Even Keel is needed to read it:
+histogram_edges, quantiles, sequence_columns. The file is readable without Even Keel:
 
     group = zarr.open_group(zarr.storage.ZipStore("000012.zarr.zip", mode="r"), mode="r")
     group["quantiles"][0, group.attrs["groups"].index("age/0")]
 
-A step that is trained again after a resume replaces its file. No process takes a decision from these files.
+A step trained again after a resume replaces its file. No process takes a decision from these files.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ SCHEMA_VERSION = 1
 
 
 def mismatch_path(run: RunDirectory, step: int) -> Path:
-    """Return where the statistics of `step` lie."""
     return run.mismatch / f"{numbered(step)}.zarr.zip"
 
 
 def write_mismatch(run: RunDirectory, step: int, mismatch: Mismatch) -> None:
-    """Write the file of `step`, durably and under the fence; it appears whole or not at all."""
+    """Write the file of `step`, durably, atomically and under the fence."""
     names, statistics = mismatch.table()
     attributes: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,

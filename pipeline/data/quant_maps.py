@@ -1,12 +1,12 @@
-"""The quant maps of a run's policy folders: for which formats the weights in each are.
+"""Read and write the quant maps of a run: the formats of the weights in its policy folders.
 
-    policy/000012/quant_map.yaml          an engine that starts on the folder is told these formats. There is none where
-                                          rollouts are not quantized
-    policy/000012/maps/0a1b2c3d4e5f/      the same version for engines that were started with an older map, named by its
-                                          digest; only while there are such engines
-    quant_maps/000001.yaml                the map that the ESS controller decided on, by number
+    policy/000012/quant_map.yaml          the formats of engines that start on the folder; absent where rollouts are not
+                                          quantized
+    policy/000012/maps/0a1b2c3d4e5f/      the same version for engines started with an older map, named by its digest;
+                                          only while there are such engines
+    quant_maps/000001.yaml                a map that the ESS controller decided on, by number
 
-An engine keeps the map that it was started with. It announces its digest (pipeline.data.membership).
+An engine keeps the map that it was started with, and announces its digest (pipeline.data.membership).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _REMEDY = "remove it and start the learner again, which writes it from its contr
 
 
 def write_quant_map(folder: Path, file: QuantMapFile) -> None:
-    """Put the map into a policy folder, atomically."""
+    """Write the map into a policy folder, atomically."""
     write_sealed(folder / QUANT_MAP_FILE, file.to_yaml())
 
 
 def read_quant_map(folder: Path) -> QuantMapFile | None:
-    """Return the map of a policy folder; None where it has none. Raises StoreError when it is damaged."""
+    """Read the map of a policy folder; None without one. Raises StoreError for damage."""
     path = folder / QUANT_MAP_FILE
     if not path.exists():
         return None
@@ -40,25 +40,25 @@ def read_quant_map(folder: Path) -> QuantMapFile | None:
 
 
 def digest_of(file: QuantMapFile | None) -> str:
-    """Return what names a map, whatever its file is called: 12 hexadecimal digits; empty for none."""
+    """Return the digest that names a map: 12 hexadecimal digits; empty for none."""
     return "" if file is None else hashlib.sha256(file.to_yaml().encode()).hexdigest()[:12]
 
 
 def older_folder(folder: Path, quant_map: str) -> Path:
-    """Return where a publish puts the weights for engines that have an older map still."""
+    """Return the folder in which a publish puts the weights for engines with an older map."""
     return folder / "maps" / (quant_map or "none")
 
 
 @dataclass(frozen=True)
 class NumberedMaps:
-    """RUN/quant_maps/000001.yaml: the maps that the controller decided, 0 is the recipe's. Each follows from the record
-    of its decision, so that writing one again changes nothing."""
+    """The maps that the controller decided on, RUN/quant_maps/000001.yaml; 0 is the recipe's. Each follows from the
+    record of its decision, so a repeated write changes nothing."""
 
     folder: Path
     fence: Callable[[], None]
 
     def write(self, number: int, file: QuantMapFile) -> None:
-        """Keep map `number`, durably, unless it is there."""
+        """Write map `number`, durably, unless it exists."""
         path = self.folder / f"{number:06d}.yaml"
         if not path.exists():
             self.fence()
@@ -66,11 +66,11 @@ class NumberedMaps:
             write_sealed(path, file.to_yaml())
 
     def read(self, number: int) -> QuantMapFile:
-        """Map `number`. Raises StoreError when it is missing or damaged."""
+        """Read map `number`. Raises StoreError when it is missing or damaged."""
         return _read(self.folder / f"{number:06d}.yaml", _REMEDY)
 
     def with_digest(self, quant_map: str) -> QuantMapFile | None:
-        """Return the map that engines announce by this digest; None where the run has none such. Raises StoreError."""
+        """Return the map with the digest that engines announce, or None. Raises StoreError."""
         files = (_read(path, _REMEDY) for path in numbered_files(self.folder, ".yaml").values())
         return next((file for file in files if digest_of(file) == quant_map), None)
 

@@ -1,11 +1,11 @@
-"""Which experts of a mixture an engine sent each token to.
+"""Record the experts of a mixture to which an engine sent each token.
 
 A router's logits are often nearly tied, so a learner whose numbers differ in the last bit sends some tokens to other
-experts than the engine did, and their log-probabilities jump. Replaying the engine's choice takes that jump away
-("Stabilizing MoE reinforcement learning by aligning training and inference routers", R3; peers.md, pain 8).
+experts than the engine did, and their log-probabilities jump. Replaying the engine's choice removes that jump
+("Stabilizing MoE reinforcement learning by aligning training and inference routers", R3).
 
 Row i is about the forward pass over token i, whose result predicts token i + 1. A row is *unknown* where the engine
-cannot say what it did when it sampled; there the learner's own router decides.
+cannot report its choice; there the learner's router decides.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROWS_AT_ONCE = 1 << 13
-"""Rows that are checked together: of 48 layers and 8 experts, 3 MB, and three times as much beside it."""
+"""Rows checked together: with 48 layers and 8 experts, 3 MB, and three times as much of temporary memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """The mixture of a model, as far as records of its routes depend on it."""
+    """The sizes of a model's mixture that its records depend on."""
 
     num_layers: int
     """All layers of the model, dense ones included."""
     moe_layers: tuple[int, ...]
-    """The layers that have experts, ascending, counted from 0."""
+    """The layers with experts, ascending, counted from 0."""
     num_experts: int
-    """In each of these layers."""
+    """Experts of each layer."""
     per_token: int
-    """How many of them a token is sent to."""
+    """Experts per token."""
     dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = field(init=False)
-    """The smallest that holds the number of any expert."""
+    """The smallest dtype for expert numbers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16))
@@ -43,7 +43,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedExperts:
-    """The experts of consecutive tokens: of one sample, or of all samples of a batch one after another."""
+    """The experts of consecutive tokens: of a sample, or of all samples of a batch."""
 
     ids: NDArray[np.uint8] | NDArray[np.uint16]
     """[tokens, MoE layers, per_token], distinct within a row; 0 where `known` is False."""
@@ -64,15 +64,13 @@ class RoutedExperts:
         return RoutedExperts(ids=self.ids[tokens], known=self.known[tokens])
 
     def continued_by(self, later: RoutedExperts) -> RoutedExperts:
-        """These rows, then those of `later`, a record of the same tokens and more, from the last token here on: nothing
-        had followed that one yet. What is unknown of the tokens before it stays unknown, for `later` is about a prefill
-        that came after they were sampled."""
+        """Return these rows continued by `later`, a record of the same tokens and more, from this record's last token
+        on. Unknown rows before it stay unknown, since `later` describes a prefill after sampling."""
         return RoutedExperts.joined([self[: len(self) - 1], later[len(self) - 1 :]])
 
     def check(self, num_tokens: int, *, distinct: bool) -> None:
-        """Raise ValueError unless there is a row for each of `num_tokens` tokens, zero where it is unknown and, with
-        `distinct`, of distinct experts where it is known (slow: every row is sorted). Memory does not grow with the
-        tokens."""
+        """Raise ValueError unless each of `num_tokens` tokens has a row: zero if unknown, and of distinct experts if
+        known (checked with `distinct`, slow). Memory does not grow with the tokens."""
         if self.ids.dtype not in (np.uint8, np.uint16) or self.known.dtype != np.bool_:
             raise ValueError(
                 f"routed_experts is {self.ids.dtype}, marked by {self.known.dtype}; expected uint8 or uint16, and bool"
@@ -87,27 +85,27 @@ class RoutedExperts:
                 require_distinct(part.ids[part.known])
 
     def forget(self, stop: int) -> RoutedExperts:
-        """Return the same with the first `stop` rows unknown."""
+        """Return these rows with the first `stop` unknown."""
         known = self.known.copy()
         known[:stop] = False
         return RoutedExperts(ids=np.where(known[:, None, None], self.ids, self.ids.dtype.type(0)), known=known)
 
     @staticmethod
     def unknown(num_tokens: int, shape: ExpertShape) -> RoutedExperts:
-        """Of tokens about which no engine said anything."""
+        """Return unknown rows."""
         ids = np.zeros((num_tokens, len(shape.moe_layers), shape.per_token), shape.dtype)
         return RoutedExperts(ids=ids, known=np.zeros(num_tokens, np.bool_))
 
     @staticmethod
     def joined(parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """Join parts, one after another; all of the same layers, experts a token and dtype."""
+        """Concatenate parts of equal layers, experts per token and dtype."""
         return RoutedExperts(
             ids=np.concatenate([part.ids for part in parts]), known=np.concatenate([part.known for part in parts])
         )
 
     @staticmethod
     def of_all(parts: Sequence[RoutedExperts | None], lengths: Sequence[int]) -> RoutedExperts | None:
-        """Return the rows of all tokens, unknown for parts that are None, of so many tokens; None when all are."""
+        """Concatenate parts, with unknown rows for a part that is None; None when all parts are."""
         given = next((part for part in parts if part is not None), None)
         if given is None:
             return None
@@ -121,13 +119,11 @@ class RoutedExperts:
 
 
 def decode_engine_rows(encoded: str, num_tokens: int, shape: ExpertShape) -> RoutedExperts:
-    """Return what SGLang answers about a sample of `num_tokens` tokens, prompt included, asked for from its first
-    token.
+    """Decode SGLang's answer about a sample of `num_tokens` tokens, prompt included, requested from its first token.
 
     The answer is base64 of little-endian int32 [num_tokens − 1, all layers, per_token]; dense layers hold zeros and are
-    left out here. Nothing follows the last token, so its row is unknown. Raises ValueError when the answer has another
-    size, is no base64, or names experts that do not exist or the same one twice; the size is checked before anything is
-    decoded.
+    left out. Nothing follows the last token, so its row is unknown. Raises ValueError for another size, checked before
+    decoding, for text that is not base64, and for experts that do not exist or repeat within a row.
     """
     rows = max(num_tokens - 1, 0)
     expected = 4 * rows * shape.num_layers * shape.per_token
@@ -155,7 +151,7 @@ def decode_engine_rows(encoded: str, num_tokens: int, shape: ExpertShape) -> Rou
 
 
 def require_distinct(ids: NDArray[np.integer]) -> None:
-    """Raise ValueError when a row names an expert twice: a dispatcher would send one copy of the token too few."""
+    """Raise ValueError when a row repeats an expert: a dispatcher would send one copy of the token too few."""
     twice = np.flatnonzero((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any(axis=(1, 2)))
     if len(twice):
         raise ValueError(f"row {twice[0]} of the routed experts names one expert twice: {ids[twice[0]].tolist()}")
@@ -164,18 +160,17 @@ def require_distinct(ids: NDArray[np.integer]) -> None:
 def rows_still_true(
     experts: RoutedExperts, num_prompt: int, versions: Sequence[int] | NDArray[np.integer], num_retractions: int
 ) -> RoutedExperts:
-    """Return the rows that describe what the engine did when it sampled; the others become unknown.
+    """Return the rows that describe the engine's sampling; the others become unknown.
 
-    experts [prompt + response tokens], versions [response tokens] the policy version that sampled each. A retracted
-    request is prefilled again when it goes on, and the routes of that prefill replace the ones that it sampled with
-    (sgl-project/sglang#24001). After an update of the weights, the rows before the first token of the newest version
-    are such. A retraction that no update explains hit the same weights at a place that the answer does not tell:
-    nothing is known then.
+    experts [prompt + response tokens], versions [response tokens] the policy version of each. A retracted request is
+    prefilled again, and the routes of that prefill replace those of its sampling (sgl-project/sglang#24001): after a
+    weight update, in the rows before the first token of the newest version. A retraction without an update leaves no
+    trace of its place, so no row is known then.
     """
     changes = np.flatnonzero(np.diff(np.asarray(versions, np.int64)))
     if num_retractions > len(changes):
         return experts.forget(len(experts))
     if not len(changes):
         return experts
-    # The forward pass over the token before predicted the first one of the newest version.
+    # The forward pass over the token before predicted the first token of the newest version.
     return experts.forget(num_prompt + int(changes[-1]))

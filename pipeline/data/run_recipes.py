@@ -1,11 +1,11 @@
-"""Keep the recipes that a run went by, and the format of its directory.
+"""Store the recipes of a run, and the format of its directory.
 
     RUN/FORMAT                 the layout of the directory: only the version of Even Keel with its number reads the run
-    RUN/recipe.yaml            what the run began with, every default spelled out; never rewritten
-    RUN/recipes/000001.yaml    what a later start changed it to, whole; its first line says from which step on
+    RUN/recipe.yaml            the first recipe, every default spelled out; never rewritten
+    RUN/recipes/000001.yaml    the whole recipe as changed by a later start; its first line names its first step
 
-The newest file is the recipe that the run goes by. A file is created exclusively, with its checksum, so a start that is
-killed has changed everything or nothing.
+The newest file is the recipe in force. Files are created exclusively, with a checksum, so a killed start has changed
+everything or nothing.
 """
 
 from __future__ import annotations
@@ -32,49 +32,48 @@ _HEAD = re.compile(r"# from step (\d{1,9}), batch (\d{1,9})\n")
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeInForce:
-    """A recipe that a run went by."""
+    """A recipe of a run, with its first step and batch."""
 
     first_step: int
-    """Steps from it on are trained by it: no checkpoint and no published version has learned from them before."""
+    """The first step trained by it: no earlier checkpoint or published version has learned from this step."""
     first_batch: int
-    """Batches from it on are sampled by it, and evaluations before them are due by it."""
+    """The first batch sampled by it; evaluations before that batch are due by it."""
     recipe: Recipe
     path: Path
 
     @property
     def sha256(self) -> str:
-        """Digest of the file, which is never changed: batches name the recipe that they were sampled by."""
+        """Digest of the file, which never changes: batches name their recipe by it."""
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
 
 def recipe_file(run: Path) -> Path:
-    """Return the recipe that the run began with."""
+    """Return the path of the run's first recipe."""
     return run / "recipe.yaml"
 
 
 def newest_recipe_file(run: Path) -> Path:
-    """Return the recipe that the run goes by."""
+    """Return the path of the recipe in force."""
     return [recipe_file(run), *_later(run)][-1]
 
 
 def recipe_in_force(run: Path) -> RecipeInForce:
-    """Return the recipe that the run goes by, and from where on. Raises StoreError when there is none or when another
-    version of Even Keel made the run, RecipeError when a file was damaged."""
+    """Return the recipe in force. Raises StoreError for none or another RUN_FORMAT, and RecipeError for damage."""
     return _read(run, newest_recipe_file(run))
 
 
 def all_recipes(run: Path) -> list[RecipeInForce]:
-    """Return every recipe that the run went by, in order. Raises as `recipe_in_force`."""
+    """Return every recipe of the run, in order. Raises as `recipe_in_force`."""
     return [_read(run, path) for path in (recipe_file(run), *_later(run))]
 
 
 def recipe_of_step(recipes: Sequence[RecipeInForce], step: int) -> Recipe:
-    """Return the one of `all_recipes` that `step` was trained by."""
+    """Return the recipe in `all_recipes` by which `step` was trained."""
     return [one.recipe for one in recipes if one.first_step <= step][-1]
 
 
 def begin_recipe(run: Path, recipe: Recipe) -> None:
-    """Store the recipe that a run begins with, unless it has one: of two that start at once, one wins."""
+    """Store the run's first recipe, unless it has one: of two starts at once, one wins."""
     make_folder(run)
     if not recipe_file(run).exists():
         with suppress(FileExistsError):
@@ -84,7 +83,7 @@ def begin_recipe(run: Path, recipe: Recipe) -> None:
 
 
 def refuse_another_recipe(run: Path, begun: Recipe, recipe: Recipe) -> None:
-    """Raise RunConflictError, which names the keys, when a run that goes by `begun` is given another recipe."""
+    """Raise RunConflictError, naming the keys, when a run that goes by `begun` is given another recipe."""
     if difference := [f"{key}: {change}" for key, change in changed_keys(begun, recipe).items()]:
         raise RunConflictError(
             f"{run} was started with another recipe ({'; '.join(difference)}); "
@@ -93,7 +92,7 @@ def refuse_another_recipe(run: Path, begun: Recipe, recipe: Recipe) -> None:
 
 
 def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) -> None:
-    """Store the recipe that the run goes by from now on. Raises RunConflictError when another start was first."""
+    """Store a new recipe in force. Raises RunConflictError when another start was first."""
     path = run / "recipes" / f"{len(_later(run)) + 1:06d}.yaml"
     make_folder(path.parent)
     try:
@@ -103,8 +102,7 @@ def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) 
 
 
 def adopt_recipes(run: Path, recipes: Sequence[RecipeInForce]) -> None:
-    """Give a run the recipes that another one went by. What it has of them stays. Raises RunConflictError where
-    that differs."""
+    """Give a run the recipes of another run. Raises RunConflictError where those that it already has differ."""
     begin_recipe(run, recipes[0].recipe)
     had = all_recipes(run)
     for one, wanted in zip(had, recipes, strict=False):
@@ -151,14 +149,14 @@ def _read(run: Path, path: Path) -> RecipeInForce:
 
 
 RUN_FORMAT = 7
-"""Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
-Batch files have a schema version of their own (pipeline.data.batch_format)."""
+"""Raise it when names of recipe keys, metrics or files change, so that older runs cannot resume. Batch files have a
+separate schema version (pipeline.data.batch_format)."""
 
 _FORMAT_BYTES = 1000
 
 
 def check_format(run: Path) -> None:
-    """Raise StoreError unless this version of Even Keel made the run, or one with the same RUN_FORMAT."""
+    """Raise StoreError unless the run has this version's RUN_FORMAT."""
     path = run / "FORMAT"
     try:
         found = int(unseal(read_at_most(path, _FORMAT_BYTES)))

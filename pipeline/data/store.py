@@ -1,19 +1,19 @@
 """Commit and read batches: one batch = one zipped Zarr v3 group = one file, committed by fsync and a hard link.
 
-Zarr promises nothing across chunks: after a killed write an array still opens, and what is missing reads as fill
-values. So a batch is built in memory, written to a temporary name, made durable, and only then given its name; and a
-read verifies the file's checksum, a crc32c and a digest per chunk, and that the ragged arrays agree. A rank reads and
-verifies the chunks of its own samples alone.
+Zarr promises nothing across chunks: after a killed write an array still opens, and missing chunks read as fill values.
+So a batch is built in memory, written to a temporary name, made durable, and only then named. A read verifies the
+file's checksum, a crc32c and a digest per chunk, and the consistency of the ragged arrays. A rank reads and verifies
+the chunks of its samples alone.
 
-One collector writes; a second one, on any host, that believes to be the one loses: a link never replaces a file. Any
-number of processes may read and wait. They wait by listing: to ask for a name makes some file systems remember that it
-was not there.
+One collector writes; a second one on any host, which still believes to be the collector, loses: a link never replaces a
+file. Any number of processes may read and wait. They wait by listing, since some file systems cache that a name was
+missing.
 
     RUN/batches/000012.zarr.zip    batch 12
     RUN/batches/000012.lost.json   batch 12 was lost by damage: made by `evenkeel repair`, exclusively, never changed
 
-A lost batch still has its place: its groups are asked by no other batch. Which groups it held follows from the batches
-around it: the one before says what is open, the one after says what is closed, and which groups are its own.
+A lost batch keeps its place: no other batch asks its groups. They follow from its neighbors: the batch before names the
+open groups, the batch after the closed ones and its own.
 """
 
 from __future__ import annotations
@@ -63,26 +63,25 @@ from precision.text import one_line
 
 LOST_SUFFIX = ".lost.json"
 Known = Literal["all", "together", "first"]
-"""What is known of a lost batch's groups. all: just these. together: several batches in a row were lost, which held
-these together. first: no batch after it is known, so it held at least these, and those that it asked in place of
-dropped ones are asked again."""
+"""The certainty about a lost batch's groups. all: exactly these. together: several consecutive lost batches had these.
+first: no later batch is known, so it had at least these, and replacements of dropped groups are asked again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LostBatch:
-    """One batch that was lost by damage."""
+    """A batch that was lost by damage."""
 
     index: int
     reason: str
-    """What its file failed on, or that it was missing."""
+    """The failed check, or that the file was missing."""
     recorded: str
-    """When, UTC, and by which process."""
+    """The UTC time and process of the record."""
     learned: bool
-    """Whether the newest checkpoint at that time had learned from it. If not, its step is skipped."""
+    """Whether the newest checkpoint had learned from it. If not, its step is skipped."""
     groups: tuple[int, ...]
     known: Known
     next_group: int
-    """As in Batch: the first group that no batch had taken, counting those of this one."""
+    """As in Batch, as if this batch had been committed."""
     open_groups: tuple[int, ...]
     """As in Batch."""
 
@@ -91,12 +90,12 @@ class LostBatch:
         return f"batch {self.index} was lost by damage ({self.reason}; recorded {self.recorded}); {learned}"
 
     def write(self, path: Path) -> None:
-        """Raise FileExistsError when it is recorded already."""
+        """Create the record. Raises FileExistsError if it exists."""
         create_sealed(path, json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def read(path: Path) -> LostBatch:
-        """Raise StoreError when the record is damaged."""
+        """Read a record. Raises StoreError for damage."""
         remedy = f"repair the run: `evenkeel repair {path.parents[1]}`"
         fields = read_sealed_json(path, remedy)
         try:
@@ -114,15 +113,13 @@ class BatchStore:
     """The committed batches of a run; `directory` is the run's `batches` folder, made on first use."""
 
     def __init__(self, directory: Path, fence: Callable[[], None] = unfenced, *, limits: Limits = UNKNOWN) -> None:
-        """`fence` is called just before a batch gets its name; Epoch.check raises there in a superseded collector.
-        Batches with values outside `limits` are neither committed nor read."""
+        """`fence` is called just before a batch gets its name. Batches outside `limits` are not committed or read."""
         self.directory = directory
         self._fence = fence
         self._limits = limits
         make_folder(directory)
 
     def path(self, index: int) -> Path:
-        """Return where batch `index` lies once it is committed."""
         return self.directory / f"{numbered(index)}.zarr.zip"
 
     def exists(self, index: int) -> bool:
@@ -130,40 +127,37 @@ class BatchStore:
         return self.path(index).name in os.listdir(self.directory)
 
     def committed(self) -> list[int]:
-        """Indices of all committed batches, ascending."""
+        """Return the indices of all committed batches, ascending."""
         return list(numbered_files(self.directory, ".zarr.zip"))
 
     def lost_path(self, index: int) -> Path:
-        """Return where it is recorded that batch `index` was lost by damage."""
         return self.directory / f"{numbered(index)}{LOST_SUFFIX}"
 
     def lost(self, index: int) -> LostBatch | None:
-        """Return the record of batch `index` if it was lost by damage. Raises StoreError when the record is damaged."""
+        """Return the record of batch `index` if it was lost, or None. Raises StoreError for damage."""
         path = self.lost_path(index)
         return LostBatch.read(path) if path.exists() else None
 
     def all_lost(self) -> list[LostBatch]:
-        """Return the records of all batches that were lost by damage, ascending."""
+        """Return the records of all lost batches, ascending."""
         return [LostBatch.read(path) for path in numbered_files(self.directory, LOST_SUFFIX).values()]
 
     def settled(self) -> list[int]:
-        """Indices of the batches that are committed or lost: nothing is to be made of them. Ascending."""
+        """Return the indices of committed and lost batches, ascending."""
         return sorted({*self.committed(), *numbered_files(self.directory, LOST_SUFFIX)})
 
     @property
     def next_index(self) -> int:
-        """The first batch that is to be made. A file that was deleted is made again."""
+        """The first batch to make, perhaps again after its file was deleted."""
         return next(i for i, found in enumerate([*self.settled(), -1]) if i != found)
 
     def holes(self, steps: int) -> list[int]:
-        """Batches that are to be made, below the newest one that is there; ascending. From `steps` on there are none:
-        a file that is named so is not of this run."""
+        """Return the missing batches below the newest one and `steps`, ascending."""
         settled = [index for index in self.settled() if index < steps]
         return sorted({*range(max(settled, default=0))} - {*settled})
 
     def groups_to_ask(self) -> tuple[int, tuple[int, ...]]:
-        """Return `next_group` and `open_groups` (see Batch) before batch `next_index` is made, as the batch before it
-        says. Raises CorruptBatchError when that batch fails its checks."""
+        """Return `next_group` and `open_groups` (see Batch) before batch `next_index`. Raises as `read` does."""
         index = self.next_index
         if index == 0:
             return 0, ()
@@ -171,9 +165,9 @@ class BatchStore:
         return newest.next_group, newest.open_groups
 
     def commit(self, batch: Batch) -> Path:
-        """Make `batch` durable and visible, in that order. Raises AlreadyCommittedError when another process was first,
-        SupersededError behind the fence, DiskFullError, and StoreError if its arrays do not agree with one another or
-        hold values that cannot be (pipeline.data.batch_values), or readers would refuse its file."""
+        """Make `batch` durable, then visible. Raises AlreadyCommittedError when another process was first,
+        SupersededError behind the fence, DiskFullError, and StoreError for inconsistent arrays, impossible values
+        (pipeline.data.batch_values), and a file that readers would refuse."""
         path = self.path(batch.index)
         if self.exists(batch.index):
             self._refuse_second(path)
@@ -190,8 +184,8 @@ class BatchStore:
                 attributes, arrays = attributes_of(batch), arrays_of(batch)
                 write_zarr_zip(file, with_digests(attributes, arrays), arrays)
                 file.flush()
-                # A batch that no reader accepts would be in the way for ever. What costs a reader little is tried; the
-                # bytes of the arrays were just made.
+                # A batch that no reader accepts would be in the way forever. Only cheap checks: the arrays' bytes were
+                # just made.
                 try:
                     with seek_zarr_zip(Path(file.name)) as written:
                         read_attributes(written)
@@ -203,7 +197,7 @@ class BatchStore:
         except FileExistsError:
             self._refuse_second(path)
         except (StoreError, FileNotFoundError):
-            self._fence()  # the collector that took over has removed our temporary file
+            self._fence()  # the new collector has removed our temporary file
             raise
         return path
 
@@ -224,18 +218,17 @@ class BatchStore:
         check: bool = True,
         choose: Choose | None = None,
     ) -> Batch:
-        """Read and verify batch `index`; with a `contract` of None, whatever its contract. A batch that another
-        host knows to be committed may be seen here `visible_s` later (files.VISIBLE_S). Without `check`, also one with
-        values that cannot be, for whoever looks into it. With `choose`, which says which samples are wanted, the tokens
-        of the others are neither read nor verified (Batch.share).
+        """Read and verify batch `index`, under any contract for `contract` None. Waits up to `visible_s` for a batch
+        that another host has committed (files.VISIBLE_S). Without `check`, impossible values are accepted, for
+        inspection. With `choose`, tokens of other samples are neither read nor verified (Batch.share).
 
         Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check, OSError when the
-        machine fails to read it, ContractMismatchError when it was sampled under another contract.
+        machine fails to read it, ContractMismatchError for another contract.
         """
         path = self.path(index)
         if visible_s:
             await_visible(path, visible_s)
-        if self.lost_path(index).exists():  # not by listing: whoever reads n batches would list n times
+        if self.lost_path(index).exists():  # not by listing: reading n batches would list n times
             raise StoreError(f"{LostBatch.read(self.lost_path(index))}; there is nothing to read")
         if not path.is_file():
             there = self.committed()
@@ -263,13 +256,11 @@ class BatchStore:
         return batch
 
     def read_samples(self, index: int) -> Batch:
-        """Return batch `index` without its tokens, which are most of a file: what is known of whole samples, such as
-        their rewards. Raises as `read` does."""
+        """Read batch `index` without its tokens, for fields of whole samples such as rewards. Raises as `read` does."""
         return self.read(index, None, choose=lambda batch: Share(ranks=np.zeros(batch.num_samples, np.int64), rank=-1))
 
     def num_samples(self, index: int) -> int:
-        """Return how many samples batch `index` has. Raises CorruptBatchError when its file fails a check, or is gone,
-        OSError when the machine fails to read it."""
+        """Return the number of samples of batch `index`. Raises CorruptBatchError, also for a missing file, OSError."""
         path = self.path(index)
         with self._damage_as_corrupt(path), seek_zarr_zip(path) as file:
             if (found := read_attributes(file)[0]["index"]) != index:
@@ -277,8 +268,8 @@ class BatchStore:
             return file.arrays["prompt_lengths"].shape[0]
 
     def checksum(self, index: int) -> str:
-        """Tells a settled batch from others: the last bytes of its file, which is not compared with them, or the
-        checksum of the record that it was lost. Raises CorruptBatchError where the file does not end so."""
+        """Return a mark that changes with a settled batch: the checksum of its file, not verified, or of its record of
+        loss. Raises CorruptBatchError for a file without one."""
         if (lost := self.lost_path(index)).exists():
             return f"lost {crc32(lost.read_bytes())}"
         path = self.path(index)
@@ -298,8 +289,7 @@ class BatchStore:
 
 
 def refuse_to_pass_lost(run: RunDirectory, lost: Iterable[LostBatch], first: int, end: int) -> None:
-    """Raise StoreError when steps first … end - 1 cannot be repeated as they were: one had learned from a batch that
-    was lost since."""
+    """Raise StoreError when steps first … end - 1 cannot be repeated: one had learned from a batch now lost."""
     skipped = run.skipped_steps()
     for batch in lost:
         if first <= batch.index < end and batch.index not in skipped:
@@ -311,7 +301,7 @@ def refuse_to_pass_lost(run: RunDirectory, lost: Iterable[LostBatch], first: int
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a batch, committed or lost, says about groups."""
+    """The groups of a batch, committed or lost."""
 
     index: int
     own: tuple[int, ...]
@@ -323,7 +313,7 @@ _NOTHING = Entry(index=-1, own=(), next_group=0, open_groups=())
 
 
 def entry(store: BatchStore, index: int) -> Entry:
-    """Of batch `index`, which is committed or lost, or -1: before the first. Raises as BatchStore.read does."""
+    """Return the entry of batch `index`, or for -1 that before the first. Raises as BatchStore.read does."""
     if index < 0:
         return _NOTHING
     if (lost := store.lost(index)) is not None:
@@ -334,12 +324,11 @@ def entry(store: BatchStore, index: int) -> Entry:
 
 
 def groups_between(before: Entry, after: Entry) -> list[int]:
-    """Return the groups of the batches between two that follow one another in the ledger, ascending."""
+    """Return the groups of the batches between two consecutive known entries, ascending."""
     candidates = {*before.open_groups, *range(before.next_group, after.next_group)}
     return sorted(candidates - set(after.open_groups) - set(after.own))
 
 
 def open_before(after: Entry, left: set[int]) -> tuple[int, ...]:
-    """Return `open_groups` of a batch that is followed by `after`, and by batches between the two that take `left`. Its
-    `next_group` is that of `after`."""
+    """Return `open_groups` of a batch before `after`, with its `next_group`, where batches in between take `left`."""
     return tuple(sorted({*after.open_groups, *after.own, *left}))

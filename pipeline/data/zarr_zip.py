@@ -1,13 +1,13 @@
-"""Write and read the files of arrays of a run: each is one zipped Zarr v3 group, sealed.
+"""Write and read a run's array files: each is one zipped Zarr v3 group with a checksum.
 
-Arrays are cut along their first axis alone, which counts samples or tokens: finely enough that a rank reads its share,
-coarsely enough that a small file has one chunk an array. A chunk is a contiguous piece of the array's memory. Chunks
-are compressed and carry a crc32c. The comment of the zip file is a crc32 of all bytes before the comment's length, so
-that headers, names and padding are covered too. Writing holds one chunk in memory at a time.
+Arrays are split along their first axis alone, which counts samples or tokens: finely enough that a rank reads its
+share, coarsely enough that a small array has one chunk. A chunk is a contiguous piece of the array's memory,
+compressed, with a crc32c. The comment of the zip file is a crc32 of all bytes before the comment's length, which covers
+headers, names and padding too. Writing holds one chunk in memory at a time.
 
-A part of a file is found by seeking, and nothing else is read. Each chunk that is read is compared with its crc32c, and
-with its digest where the caller has one. Zarr's own reader takes 1.8 to 3.5 times the processor time for it
-(tests/bench/shares.py); any Zarr reads the files.
+Parts of a file are read by seeking. Each chunk that is read is compared with its crc32c, and with a digest that the
+caller may have. Zarr's reader takes 1.8 to 3.5 times the processor time for it (tests/bench/shares.py); any Zarr reads
+the files.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from pipeline.errors import StoreError
 from precision.text import one_line
 
 PIECES = 256
-"""Chunks of a large array. Whoever reads a contiguous part of it reads one chunk too much, in the mean: 1/256 of it."""
+"""Chunks of a large array. Reading a contiguous part reads one chunk too much, on average: 1/256 of the array."""
 LEAST_BYTES = 64 << 10
-"""Of a chunk that is not the only one: below it, what a chunk costs by itself is more than what it saves."""
+"""Smallest chunk of several: below it, a chunk's overhead outweighs its use."""
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 _LEVEL = 1
 _NOT_SEALED = "it does not end in its checksum"
@@ -53,7 +53,7 @@ _DECODING = (
     *(ValueError, LookupError, EOFError, OverflowError, RecursionError),
     *(struct.error, zlib.error, zipfile.BadZipFile),
 )
-"""What bytes can make a reader raise."""
+"""Errors that damaged bytes can cause in a reader."""
 
 
 def chunk_rows(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> int:
@@ -69,8 +69,7 @@ def chunk_digests(array: NDArray[np.generic]) -> list[str]:
 
 
 def chunks(array: NDArray[np.generic], *, padded: bool = False) -> Iterator[NDArray[np.uint8]]:
-    """Yield the raw little-endian bytes of each chunk, in order: views of the array where they can be. The last one has
-    as many as the others where it is `padded`, by zeros."""
+    """Yield the raw little-endian bytes of each chunk, in order, as views if possible; `padded` zero-fills the last."""
     rows = chunk_rows(array.shape, array.dtype)
     chunk_bytes = rows * array.dtype.itemsize * math.prod(array.shape[1:])
     for start in range(0, len(array) if array.size else 0, rows):
@@ -81,7 +80,7 @@ def chunks(array: NDArray[np.generic], *, padded: bool = False) -> Iterator[NDAr
 
 
 class _SealedOutput:
-    """What zipfile writes to. It cannot be sought in, so every byte comes once and in its place."""
+    """The output of zipfile, without seeking, so that every byte comes once and in order."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -101,15 +100,15 @@ class _SealedOutput:
 
 
 def _comment(crc32: int) -> bytes:
-    """Return what ends a sealed zip file: the length of a comment, and the checksum of all before it."""
+    """Return the end of a sealed zip file: the length of the comment, and the checksum of everything before."""
     return TRAILER_BYTES.to_bytes(2, "little") + trailer_of(crc32)
 
 
 def write_zarr_zip(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write the sealed group into an open file; `attributes` are JSON.
 
-    The same content gives the same bytes: keys have an order, and the dates are constant. The metadata are Zarr's own;
-    chunks are encoded here as Zarr would, which has an event loop and several copies for each.
+    The same content gives the same bytes: keys are sorted, dates constant. Zarr makes the metadata; chunks are encoded
+    here in Zarr's format, without its event loop and copies.
     """
     output = _SealedOutput(file)
     metadata: dict[str, Buffer] = {}
@@ -139,12 +138,11 @@ def _chunk_key(name: str, axes: int, place: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayLayout:
-    """What the metadata of an array say."""
+    """An array's metadata."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
     chunk_rows: int
-    """Rows of the first axis in a chunk."""
 
     row_bytes: int = field(init=False)
 
@@ -153,8 +151,7 @@ class ArrayLayout:
 
 
 class ZarrFile:
-    """The group in an open file. Raises ValueError for metadata that no file of arrays has, and what zipfile raises for
-    a file that is none."""
+    """The group in an open file. Raises ValueError for other metadata than an array file's, and zipfile's errors."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._archive = zipfile.ZipFile(file)
@@ -169,9 +166,8 @@ class ZarrFile:
                 self.arrays[name] = _layout(key, json.loads(self._archive.read(key)))
 
     def rows(self, name: str, runs: Sequence[tuple[int, int]], digests: Sequence[str] | None = None) -> NDArray[Any]:
-        """Return the rows of array `name` from start to stop of each of `runs`, ascending, one run after another. The
-        SHA-256 of each chunk that holds any of them is compared with that of `digests`, one a chunk. Raises ValueError
-        when one differs, or a run is not within the array."""
+        """Return the rows of array `name` in each of the ascending `runs` (start, stop). Chunks are compared with
+        `digests`, one SHA-256 per chunk. Raises ValueError for a difference or a run outside."""
         layout = self.arrays[name]
         if any(not 0 <= start <= stop <= layout.shape[0] for start, stop in runs):
             raise ValueError(f"{name} has {layout.shape[0]} rows, asked are those of {list(runs)[:4]}")
@@ -188,7 +184,7 @@ class ZarrFile:
         return found
 
     def whole(self, name: str, digests: Sequence[str] | None = None) -> NDArray[Any]:
-        """Return all of an array; see `rows`."""
+        """Return a whole array; see `rows`."""
         return self.rows(name, [(0, self.arrays[name].shape[0])], digests)
 
     def _chunk(self, name: str, layout: ArrayLayout, place: int, digests: Sequence[str] | None) -> NDArray[Any]:
@@ -222,8 +218,7 @@ def _layout(key: str, metadata: Any) -> ArrayLayout:
 
 
 def open_zarr_zip(path: Path) -> ZarrFile:
-    """Read a file into memory and compare it with its checksum. Raises ValueError when that differs, and as
-    ZarrFile."""
+    """Read a file into memory and verify its checksum. Raises ValueError for a difference, and as ZarrFile."""
     return ZarrFile(io.BytesIO(_checked(path)))
 
 
@@ -236,8 +231,7 @@ def _checked(path: Path) -> bytes:
 
 @contextmanager
 def seek_zarr_zip(path: Path) -> Iterator[ZarrFile]:
-    """Open a file of which only what is asked for is read. Its checksum, which is of all bytes, is not compared: what
-    is read must have digests. Raises as ZarrFile."""
+    """Open a file for partial reads: chunks need digests, since the checksum is not compared. Raises as ZarrFile."""
     with open_regular(path) as file:
         file.seek(max(0, file.seek(0, io.SEEK_END) - TRAILER_BYTES))
         if TRAILER.fullmatch(file.read(TRAILER_BYTES)) is None:
@@ -247,9 +241,8 @@ def seek_zarr_zip(path: Path) -> Iterator[ZarrFile]:
 
 @contextmanager
 def damage_as(path: Path, kind: type[StoreError], remedy: str) -> Iterator[None]:
-    """Raise `kind`, around the reading of a file, for what is damage. A failure of the machine is none, and is raised
-    as OSError. Neither is an error of the software: whatever is no error of decoding, over bytes that are as they were
-    written, is raised as it is. A new version of a library must not cost a run its batches."""
+    """Raise `kind` for damage found in the block. A failure of the machine is raised as OSError, and a bug (another
+    error than of decoding, over unchanged bytes) as it is: a library's new version must not cost a run its batches."""
     try:
         yield
     except MemoryError:

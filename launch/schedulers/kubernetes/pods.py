@@ -78,8 +78,7 @@ _MIB = 2**20
 
 
 def job_set(run: RunOnKubernetes) -> Object:
-    """Build the JobSet of all pods, except engines of a LeaderWorkerSet. Overlays address roles by their position in
-    the list, so optional roles come last."""
+    """Build the JobSet of all pods except a LeaderWorkerSet's. Optional roles come last: overlays index the roles."""
     options, needs = run.options, run.needs
     meet = dict(rendezvous=RENDEZVOUS_PORT, heartbeat=HEARTBEAT_PORT) if run.learner_nodes > 1 else {}
     learner = _pod(
@@ -169,8 +168,7 @@ def _job(role: str, template: Object, *, nodes: int = 1, replicas: int = 1) -> O
 
 
 def leader_worker_set(run: RunOnKubernetes) -> Object:
-    """Build the LeaderWorkerSet of all engines. Kueue admits it separately from the JobSet, so two runs may each wait
-    for what the other holds."""
+    """Build the LeaderWorkerSet of all engines. Kueue admits it apart from the JobSet, so two runs can deadlock."""
     name = f"{run.name}-engine"
     leader = _engine(run, f"{name}-$(EVENKEEL_INDEX).{name}", _GROUP_INDICES, restart="Always")
     worker = _engine(run, f"{name}-$(EVENKEEL_INDEX)-$(EVENKEEL_NODE).{name}", _GROUP_INDICES, restart="Always")

@@ -62,8 +62,7 @@ def _without_none(value: Any) -> Any:
 
 
 def read(folder: Path, files: Files, run: str) -> list[Object]:
-    """Read an earlier rendering of the run. Raises RecipeError for a damaged or foreign file that `write` would
-    replace."""
+    """Read an earlier rendering of the run. Raises RecipeError for damaged or foreign files that would be replaced."""
     found: list[Object] = []
     for path in (path for name in files if name != KUSTOMIZATION and (path := folder / name).exists()):
         try:

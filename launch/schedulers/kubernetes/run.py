@@ -158,8 +158,7 @@ class RunOnKubernetes:
 def run_on_kubernetes(
     recipe_path: Path, recipe: Recipe, options: ClusterOptions, sizes: Path | None = None
 ) -> RunOnKubernetes:
-    """Choose names and sizes; `sizes` is a folder whose config.json replaces the model's. Raises RecipeError for a
-    misfit."""
+    """Choose names and sizes; `sizes` is a folder whose config.json replaces the model's. Raises RecipeError."""
     if recipe.weights.channel == "ipc":
         raise RecipeError(
             "weights.channel is ipc, which needs learner and engines in one place; on Kubernetes they have pods of "

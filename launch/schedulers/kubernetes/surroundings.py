@@ -42,8 +42,7 @@ def config_map(run: RunOnKubernetes) -> Object:
 
 
 def volume_claim(run: RunOnKubernetes) -> Object:
-    """Claim the shared volume: room for the run's files, a checkpoint and a policy in the making, and the model
-    twice."""
+    """Claim the shared volume: room for the run's files, an unfinished checkpoint and policy, and the model twice."""
     recipe, planner = run.recipe, run.planner
     samples = recipe.run.steps * recipe.rollout.prompts_per_batch * recipe.rollout.group_size
     needed = (
@@ -115,9 +114,8 @@ def network_policies(run: RunOnKubernetes) -> list[Object]:
 
 
 def disruption_budgets(run: RunOnKubernetes) -> list[Object]:
-    """Build the budgets that let a drain take one learner pod, whereupon the learner saves and starts elsewhere, and
-    one engine pod at a time. Collector and router lose nothing, so they need no budget. For pods of a Job, the API
-    server accepts only a number as minAvailable."""
+    """Build the budgets that let a drain take one learner pod (the learner then saves and restarts elsewhere) and one
+    engine pod at a time. Collector and router lose nothing. For a Job's pods, minAvailable must be a number."""
     pods = dict(learner=run.learner_nodes, engine=run.recipe.rollout.engines * run.engine_nodes)
     return [
         run.object(

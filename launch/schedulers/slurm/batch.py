@@ -159,8 +159,7 @@ def role_environment(key: Path) -> dict[str, str]:
 def role_program(
     job: BatchJob, run: RunDirectory, shape: Shape, address_of: Callable[[str], str]
 ) -> Callable[[Unit, str], list[str]]:
-    """Return a function that builds a unit's command on a node. The learner starts the run; the other roles wait for
-    that."""
+    """Return a function that builds a unit's command on a node. The learner starts the run; other roles wait."""
 
     def command(unit: Unit, host: str) -> list[str]:
         options = ["--recipe", str(job.folder / RECIPE), "--host", address_of(host)]
@@ -273,8 +272,7 @@ def answered(order: Callable[[], T], within_s: float) -> T:
 
 
 def count_requeue(job: BatchJob, recipe: Recipe, before: tuple[int, ...], reason: str) -> None:
-    """Raise FatalError after `run.max_restarts` requeues in a row without progress, as on nodes that fail every
-    program."""
+    """Raise FatalError after `run.max_restarts` requeues in a row without progress, as on faulty nodes."""
     path, now, most = job.folder / REQUEUES, progress(RunDirectory(recipe.directory)), recipe.run.max_restarts
     count = 0 if now != before else 1 + in_a_row(path, now)
     if count > most:

@@ -33,8 +33,7 @@ class Shape:
 
     @staticmethod
     def of(recipe: Recipe, gpus_per_node: int, learner_nodes: int | None = None) -> Shape:
-        """Divide a recipe into units. Raises RecipeError when its sizes do not divide among such nodes, or they cannot
-        serve it."""
+        """Divide a recipe into units. Raises RecipeError when it does not divide among such nodes or suit them."""
         ranks, rollout = recipe.learner.num_processes, recipe.rollout
         if recipe.weights.channel == "ipc":
             raise RecipeError(
@@ -109,8 +108,7 @@ def moved(shape: Shape, unit: Unit, nodes: Sequence[str], places: Mapping[Unit, 
 
 
 def _first_with_room(shape: Shape, unit: Unit, up: Sequence[str], places: Mapping[Unit, str]) -> str:
-    """Return the first node with enough free GPUs; without GPUs, the node with the fewest units of the role, preferably
-    one in use."""
+    """Return the first node with free GPUs or, without GPUs, the node with the fewest units of the role."""
     used = Counter[str]()
     for other, node in places.items():
         used[node] += shape.gpus(other)

@@ -150,8 +150,7 @@ class Allocation:
         return next((words[0] for words in map(str.split, listed.splitlines()) if words[1:] == [name]), None)
 
     def signal(self, step: str, signal: str) -> None:
-        """Send a signal to a step's processes, through the controller: without it, scancel of Slurm 22.05 reports an
-        error."""
+        """Signal a step's processes through the controller: directly, scancel of Slurm 22.05 reports an error."""
         run_slurm("scancel", "--ctld", f"--signal={signal}", step)
 
     def requeue(self) -> None:
@@ -164,8 +163,7 @@ class Allocation:
         return run_slurm("sbatch", "--parsable", f"--dependency=afterany:{self.job}", str(script)).strip()
 
     def step_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Remove the batch script's variables, which srun would read as requests for GPUs, tasks and memory of each
-        step."""
+        """Remove the batch script's variables, which srun would read as requests for the resources of each step."""
         kept = {
             name: value
             for name, value in environment.items()
@@ -286,8 +284,7 @@ class SrunStarter:
 
     def asked_from_outside(self) -> bool:
         """Return whether roles on several nodes ended in order without our request: `scancel --signal=TERM JOB`, and
-        Slurm before a preemption, signal the steps but not the batch script. Ends on one node of several mean that the
-        node shut down."""
+        Slurm before a preemption, signal steps but not the batch script. On one node of several, the node shut down."""
         now = time.monotonic()
         self._orderly = [(when, host) for when, host in self._orderly if now - when < AT_ONCE_S]
         return len({host for _, host in self._orderly}) >= min(2, len(set(self.places.values())) or 1)
@@ -315,9 +312,8 @@ class SrunStarter:
         return Step(self.allocation, name, host, client, self._ended)
 
     def srun_options(self, unit: Unit, host: str, name: str) -> list[str]:
-        """Return srun's options for one task on one node. With GPUs a step gets whole cores in proportion: Slurm rounds
-        up, so a node's last step would wait forever. Other steps share the node. With `--mem=0` no step waits for
-        another's memory."""
+        """Return srun's options for one task on one node. With GPUs a step gets its share of whole cores: Slurm rounds
+        up, so a node's last step would wait forever. Other steps share the node. `--mem=0`: none waits for memory."""
         gpus, threads = self.shape.gpus(unit), self.allocation.threads_per_core
         if gpus:
             share = self.allocation.cpus_per_node * gpus // self.shape.gpus_per_node
