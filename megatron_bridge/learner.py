@@ -191,7 +191,8 @@ class MegatronLearner(RankSync):
     ) -> list[NDArray[np.float32]]:
         """Return, for each row of n tokens, the natural log-probabilities [n - 1] of its tokens after the first. Uses
         the sampling temperature or `temperature`, and the learner's own experts."""
-        whole = TokenRows.whole(rows)
+        tokens = [np.asarray(row, np.int32) for row in rows]
+        whole = TokenRows(tokens=tokens, starts=np.ones(len(rows), np.int64))  # every token but the first predicted
         policies = [chunk.module for chunk in self.model]
         usual = policies[0].temperature
         for policy in policies:

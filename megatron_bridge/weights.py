@@ -231,7 +231,9 @@ class NameMap:
         single = _SINGLE_EXPERT.fullmatch(parameter)
         if single:
             parameter = f"{single[1]}.{single[3]}{single[2]}"
-        return _LAYER.sub(lambda found: f"decoder.layers.{layers[int(found[1])]}.", parameter, count=1)
+        if layer := _LAYER.match(parameter):
+            parameter = f"decoder.layers.{layers[int(layer[1])]}.{parameter[layer.end() :]}"
+        return parameter
 
     def is_expert(self, stage_name: str) -> bool:
         """Return whether the parameter belongs to one expert, so that expert parallel ranks hold different ones."""

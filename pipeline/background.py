@@ -59,7 +59,8 @@ class DiagnosticsWriter:
     def put(self, write: Callable[[], None], what: str) -> None:
         """Queue `write` behind all earlier writes. `what` names it in a warning."""
         if self._room.acquire(timeout=WRITE_DEADLINE_S):
-            self._waiting = {work: name for work, name in self._waiting.items() if not work.done()}
+            for work in filter(Future.done, [*self._waiting]):
+                del self._waiting[work]
             self._waiting[self._thread.submit(self._write, write)] = what
         else:
             self._warn([what])

@@ -38,7 +38,7 @@ from pipeline.data.deltas import chain_to, is_whole
 from pipeline.data.epochs import ROLES, newest
 from pipeline.data.files import fsync_directory, machine_failure, make_folder
 from pipeline.data.quant_maps import NumberedMaps, digest_of, older_folder, read_quant_map
-from pipeline.data.run_directory import RunDirectory, announced, numbered, numbered_files
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_files
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.data.store import (
     LOST_SUFFIX,
@@ -154,7 +154,9 @@ def _damaged_batches(run: RunDirectory) -> Iterator[Damage]:
             raise StoreError("it is a batch of another run: that of no recipe of this one")
         responses[index] = batch.num_response_tokens
 
-    learned = max((step for step in run.saved_steps() + announced(run.published) if step <= steps), default=0)
+    learned = max(
+        (step for step in [*run.saved_steps(), *numbered_files(run.published, "")] if step <= steps), default=0
+    )
     for index in sorted({*store.holes(steps), *(set(range(learned)) - {*store.settled()})}):
         yield Damage(kind="batch", path=store.path(index), problem="missing", number=index)
     lost = numbered_files(run.batches, LOST_SUFFIX)
@@ -220,7 +222,7 @@ def _damaged_policies(run: RunDirectory) -> Iterator[Damage]:
     for version in sorted({*versions} - damaged):
         if not is_whole(folder := run.policy_directory(version)):
             yield from _judged("policy", folder, version, partial(check_chain, version))
-    for version in announced(run.published):
+    for version in numbered_files(run.published, ""):
         path = run.published / numbered(version)
         if version > steps:
             problem = f"a version of another run: this one has {steps} steps"
@@ -268,7 +270,7 @@ def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
     steps = run.recipe().run.steps
     folders = numbered_files(run.policies, "")
     whole = sorted(set(folders) - damaged["policy"])
-    served = [version for version in announced(run.published) if version <= steps]
+    served = [version for version in numbered_files(run.published, "") if version <= steps]
     published = max(served or whole) if whole else 0
     saved = sorted(set(run.saved_steps()) - damaged["checkpoint"], reverse=True)
     resume = next((step for step in saved if _can_go_on(run, step, published, whole)), 0)
@@ -293,7 +295,7 @@ def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
             repairs.append(Repair(path=one.path, problem=one.problem, becomes=becomes))
     if not whole:
         becomes = "set aside: without a whole policy the model folder's is published, then the learner's"
-        for version in announced(run.published):
+        for version in numbered_files(run.published, ""):
             path = run.published / numbered(version)
             repairs.append(Repair(path=path, problem="no policy is whole", becomes=becomes))
     for step in (one for one in saved if one > resume):

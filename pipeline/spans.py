@@ -41,8 +41,9 @@ _recorder: _Recorder | None = None
 
 def note(lane: str, name: str, began: float, ended: float, **facts: Any) -> None:
     """Record a finished span; `began` and `ended` are from time.monotonic. Thread-safe."""
-    if _recorder is not None:
-        _recorder.note(lane, name, began, ended, facts)
+    if (recorder := _recorder) is not None:
+        start, end = round(recorder.since_1970 + began, 6), round(recorder.since_1970 + ended, 6)
+        recorder.waiting.append({"lane": lane, "name": name, "start": start, "seconds": round(end - start, 6), **facts})
 
 
 @contextmanager
@@ -84,8 +85,8 @@ def read_spans(
 class _Recorder:
     def __init__(self, folder: Path, source: str) -> None:
         self._path = folder / f"{source}.jsonl"
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
-        self._since_1970 = time.time() - time.monotonic()
+        self.waiting: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
+        self.since_1970 = time.time() - time.monotonic()
         """Fixed at the start, so that spans keep their distances when the wall clock is adjusted."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._write_now_and_then, name="spans", daemon=True)
@@ -98,10 +99,6 @@ class _Recorder:
                 for path in sorted(folder.glob(f"{role}-[0-9]*[0-9]{dot}{rank}{ending}.jsonl"))[: 1 - STARTS]:
                     path.unlink(missing_ok=True)
         self._thread.start()
-
-    def note(self, lane: str, name: str, began: float, ended: float, facts: dict[str, Any]) -> None:
-        start, end = round(self._since_1970 + began, 6), round(self._since_1970 + ended, 6)
-        self._waiting.append({"lane": lane, "name": name, "start": start, "seconds": round(end - start, 6), **facts})
 
     def close(self) -> None:
         self._ended.set()
@@ -116,7 +113,7 @@ class _Recorder:
         texts = []
         with suppress(IndexError):
             while True:
-                texts.append(json.dumps(self._waiting.popleft()) + "\n")
+                texts.append(json.dumps(self.waiting.popleft()) + "\n")
         if not texts:
             return
         data = "".join(texts).encode()

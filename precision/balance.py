@@ -37,7 +37,9 @@ def sections(weights: Sequence[int], parts: int) -> list[list[int]]:
     equally many parts. With weights of a few dozen items for each part, every part has its own section."""
     heaviest = max(weights, default=0)
     wanted = parts if heaviest == 0 else sum(weights) // (_MIN_SECTION * heaviest)
-    number = max(n for n in range(1, parts + 1) if parts % n == 0 and n <= max(1, wanted))
+    number = min(parts, max(1, wanted))
+    while parts % number:
+        number -= 1
     shared = parts // number
     found = []
     # Cut sections, the heaviest as light as can be; the last ones may be empty.
@@ -50,19 +52,23 @@ def sections(weights: Sequence[int], parts: int) -> list[list[int]]:
             least = tried + 1
     cuts = _filled(weights, least)
     for start, end in cuts + [(len(weights), len(weights))] * (number - len(cuts)):
-        found += [[start + item for item in part] for part in balanced(weights[start:end], shared)]
+        for part in balanced(weights[start:end], shared):
+            found += [[start + item for item in part]]
     return found
 
 
 def fullest(weights: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
-    return max(sum(weights[item] for item in part) for part in parts)
+    found = 0
+    for part in parts:
+        found = max(found, sum([weights[item] for item in part]))
+    return found
 
 
 def longest_first(weights: Sequence[int], parts: int) -> list[list[int]]:
     """Return part → items: the heaviest item first, each to the lightest part so far; ties go to the lower index."""
     found: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]
-    for item in _heaviest_first(weights):
+    for item in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):  # stable
         load, part = loads[0]
         found[part].append(item)
         heapq.heapreplace(loads, (load + weights[item], part))
@@ -75,7 +81,7 @@ def _differenced(weights: Sequence[int], parts: int) -> list[list[int]]:
     order = count()  # ties go to the partition that is older
     partitions: list[tuple[int, int, list[Part]]] = [
         (-weights[item], next(order), [(weights[item], (item,)), *[(0, ())] * (parts - 1)])
-        for item in _heaviest_first(weights)
+        for item in sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
     ]
     while len(partitions) > 1:
         _, _, one = heapq.heappop(partitions)
@@ -87,10 +93,6 @@ def _differenced(weights: Sequence[int], parts: int) -> list[list[int]]:
         merged.sort(key=lambda part: -part[0])
         heapq.heappush(partitions, (merged[-1][0] - merged[0][0], next(order), merged))
     return [sorted(items) for _, items in partitions[0][2]]
-
-
-def _heaviest_first(weights: Sequence[int]) -> list[int]:
-    return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # the first of equals first
 
 
 def _filled(weights: Sequence[int], most: int) -> list[tuple[int, int]]:

@@ -179,7 +179,7 @@ def ratio_terms(learner_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
     checked. Every term is finite: 1/rho is cut at e^MAX_LOG_RATIO, and a probability at 1."""
     log_ratios = learner_logprobs - rollout_logprobs
     ratios = log_ratios.exp()
-    learner, rollout = (each.clamp(max=0.0).exp() for each in (learner_logprobs, rollout_logprobs))
+    learner, rollout = learner_logprobs.clamp(max=0.0).exp(), rollout_logprobs.clamp(max=0.0).exp()
     terms = (
         torch.ones_like(ratios),
         ratios,

@@ -60,8 +60,8 @@ MUTATIONS = (
     Mutation(
         "quantiles of log-ratios are not interpolated",
         "precision/mismatch/statistics.py",
-        "return below + (above - below) * (places - places.floor())",
-        "return below",
+        "below + (above - below) * (places - places.floor())",
+        "below",
         (f"{UNIT}/precision/mismatch/test_statistics.py",),
     ),
     Mutation(

@@ -29,7 +29,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import read_sealed_json
 from pipeline.data.epochs import Role, epoch_folder, first_start_after
 from pipeline.data.event_log import EventKind, LogName, Observer, newest_line
-from pipeline.data.run_directory import RunDirectory, announced
+from pipeline.data.run_directory import RunDirectory, numbered_files
 from pipeline.errors import EvenKeelError, PortInUseError, StoreError
 from precision.mismatch.alarms import RULES, alarms
 from rollout_sglang.engine_pool import EngineState
@@ -331,7 +331,7 @@ class RunMetrics:
             yield self._family("evenkeel_engine_quarantined", [(label[one], float(one.quarantined)) for one in engines])
             yield self._family("evenkeel_engine_served_version", [(label[one], one.version) for one in engines])
             yield self._family("evenkeel_engine_in_flight_requests", [(label[one], one.in_flight) for one in engines])
-        published = announced(self._run_dir / "policy" / "PUBLISHED")
+        published = [*numbered_files(self._run_dir / "policy" / "PUBLISHED", "")]
         yield self._family("evenkeel_published_version", [((), float(published[-1]) if published else None)])
         if self.role not in WATCHERS:
             return

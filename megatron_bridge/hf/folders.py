@@ -191,7 +191,7 @@ def expected_bytes(target: Path, source_folder: Path, quant: QuantMap | None) ->
     first. 0 for a first quantized version, whose size is unknown."""
     before = [path for path in target.parent.glob("[0-9]*") if path.is_dir() and target.name.isdigit()]
     if before:
-        return max(size_of(path) for path in before)
+        return max(map(size_of, before))
     return sum(path.stat().st_size for path in source_folder.glob("*.safetensors")) if quant is None else 0
 
 

@@ -136,7 +136,7 @@ def write_shards(
     *,
     prefix: str = "model",
     shard_bytes: int = SHARD_BYTES,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Write the tensors as `<prefix>-00001.safetensors` …, in order; return their manifest. All pieces of a tensor are
     taken, and copied from their device, before the next tensor is requested. `advance` gets the bytes of each piece.
@@ -181,7 +181,9 @@ class _Shard:
             and self._header_bytes + len(json.dumps({spec.name: self._entry(spec)})) <= HEADER_BYTES - 8
         )
 
-    def append(self, spec: TensorSpec, pieces: Iterable[Tensor], advance: Callable[[int], None]) -> dict[str, Any]:
+    def append(
+        self, spec: TensorSpec, pieces: Iterable[Tensor], advance: Callable[[int], None] | None
+    ) -> dict[str, Any]:
         """Write a tensor; returns its entry in the manifest."""
         entry, sha, written = self._entry(spec), hashlib.sha256(), 0
         for piece in pieces:
@@ -191,7 +193,8 @@ class _Shard:
             self.file.write(data)
             sha.update(data)
             written += data.nbytes
-            advance(data.nbytes)
+            if advance is not None:
+                advance(data.nbytes)
         if written != num_bytes(spec):
             raise ValueError(f"{spec.name} got {written} bytes, its shape needs {num_bytes(spec)}; pass all its pieces")
         self._header[spec.name] = entry

@@ -54,6 +54,7 @@ class RankSync:
         results = all_gather_json({"failure": told, "result": result}, self._group)
         if failure is not None:
             raise failure
+        found: list[T] = []
         for rank, value in enumerate(results):
             if value["failure"]:
                 name, message = value["failure"]
@@ -61,7 +62,8 @@ class RankSync:
                 if isinstance(kind, type) and issubclass(kind, errors.EvenKeelError):
                     raise kind(message)
                 raise RuntimeError(f"rank {rank} failed with {name}: {message}; its log has the traceback")
-        return [value["result"] for value in results]
+            found.append(value["result"])
+        return found
 
     def tell(self, action: Callable[[], T]) -> T:
         """Run an action on rank 0; return its result (a JSON value) or raise its error on every rank."""

@@ -106,7 +106,7 @@ class Fp8Emulation:
             if id(parameter) in linears and rollout_format is not None:
                 other = torch.empty_like(parameter.data)
                 self._linears.append(_Linear(linears[id(parameter)], rollout_format, stage_name, slices, other))
-                quantized |= held
+                quantized |= {name.removesuffix(_WEIGHT) for name in held}
             else:
                 unknown |= held & wanted
         if unknown:
@@ -114,7 +114,7 @@ class Fp8Emulation:
                 f"the quant map names {min(unknown).removesuffix(_WEIGHT)}, which is no linear layer of this "
                 f"{self._names.config.architecture}; compare its module names with the model's config.json"
             )
-        self._share = quant_map.restricted(name.removesuffix(_WEIGHT) for name in quantized)
+        self._share = quant_map.restricted(quantized)
 
     def forget(self) -> None:
         """Round the weights again before the next pass: autograd does not count the changes of Megatron's optimizer."""

@@ -61,12 +61,6 @@ class TokenRows:
             all_lengths=batch.lengths,
         )
 
-    @staticmethod
-    def whole(rows: Sequence[Sequence[int]]) -> TokenRows:
-        """Return rows with every token but the first to predict."""
-        tokens = [np.asarray(row, np.int32) for row in rows]
-        return TokenRows(tokens=tokens, starts=np.ones(len(rows), np.int64))
-
     def beginnings(self, lengths: NDArray[np.int64]) -> TokenRows:
         """Return the first `lengths` [rows] tokens of each row."""
         place = np.arange(self.token_offsets[-1]) - np.repeat(self.token_offsets[:-1], self.held_lengths)
@@ -125,10 +119,6 @@ class MicroBatch:
         if flat.numel() == 0:
             return torch.zeros(self.mask.shape, dtype=flat.dtype, device=flat.device)
         return torch.where(self.mask, flat[self.index], 0)
-
-    def gather_into(self, flat: Tensor, values: Tensor) -> None:
-        """Write values [1, tokens] to their places in `flat` [predicted]."""
-        flat[self.index[self.mask]] = values[self.mask].to(flat.dtype)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Copy the micro-batch to `device`; `row_ends` too, because the kernels read it there."""

@@ -37,9 +37,11 @@ class Gathered:
         """float64 scalars, summed over micro-batches and ranks."""
 
     def take(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
-        """Keep the predicted tokens of one micro-batch."""
-        micro_batch.gather_into(self.logprobs, logprobs.detach())
-        micro_batch.gather_into(self.entropy, entropy)
+        """Store the results of one micro-batch's predicted tokens."""
+        mask = micro_batch.mask
+        places = micro_batch.index[mask]
+        self.logprobs[places] = logprobs.detach()[mask].to(self.logprobs.dtype)
+        self.entropy[places] = entropy[mask].to(self.entropy.dtype)
 
     def share(self) -> None:
         """Sum over data parallel ranks, then broadcast from the last pipeline stage to all stages."""

@@ -101,7 +101,7 @@ class AdvantageComputer:
         contrasted, known = groups.any_member(deviation != 0.0), groups.any_member(learned)
         # A batch without any advantage still makes its step, by momentum and weight decay alone: versions count steps.
         wanted = contrasted & known if section.zero_variance == "exclude" else known
-        in_loss = next(chosen for chosen in (wanted, known, everything) if chosen.any())
+        in_loss = wanted if wanted.any() else known if known.any() else everything
         weighed = groups.any_member(values != 0.0) if section.zero_variance == "skip" else everything
         return SampleAdvantages(
             values=batch_normalized(values, in_loss & judged) if section.batch_normalized else values,

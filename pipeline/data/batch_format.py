@@ -140,7 +140,9 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     optional = attributes["optional_arrays"]
     if unknown := set(optional) - {*OPTIONAL}:
         raise ValueError(f"optional_arrays names {sorted(unknown)}, known are {list(OPTIONAL)}")
-    fields: dict[str, Any] = {n: array for n, array in arrays.items() if n not in ("reward_parts", *optional)}
+    fields: dict[str, Any] = dict(arrays)
+    for name in ("reward_parts", *optional):
+        fields.pop(name, None)
     dropped = [DroppedGroup(**drop) for drop in attributes["dropped"]]
     if PASSED_OVER[0] in optional:
         groups, problems = (arrays[name] for name in PASSED_OVER)
@@ -148,12 +150,15 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
             raise ValueError(f"{PASSED_OVER} are {groups.dtype}{groups.shape} and {problems.dtype}{problems.shape}")
         dropped += [DroppedGroup.passed_over(*each) for each in zip(groups.tolist(), problems.tolist(), strict=True)]
         dropped.sort(key=lambda drop: drop.group)
+    open_groups = list[int]()
+    for start, stop in attributes["open_groups"]:
+        open_groups += range(start, stop)
     return Batch(
         index=attributes["index"],
         contract=LogprobContract(**attributes["contract"]),
         dropped=tuple(dropped),
         next_group=attributes["next_group"],
-        open_groups=tuple(group for start, stop in attributes["open_groups"] for group in range(start, stop)),
+        open_groups=tuple(open_groups),
         recipe_sha256=attributes["recipe_sha256"],
         reward_parts=dict(zip(names, parts, strict=True)),
         kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if KEPT[0] in optional else None,
@@ -215,7 +220,9 @@ def check_batch(batch: Batch, *, written: bool = True) -> None:
     runs = batch.group[np.concatenate([[0], starts])] if batch.num_samples else batch.group
     if len(np.unique(runs)) != len(runs):
         raise ValueError("samples of a group are not adjacent")
-    own = {*runs.tolist(), *(dropped.group for dropped in batch.dropped)}
+    own = set(runs.tolist())
+    for dropped in batch.dropped:
+        own.add(dropped.group)
     highest = max([*own, *batch.open_groups], default=-1)
     if highest >= batch.next_group:
         raise ValueError(f"group {highest} is not below next_group {batch.next_group}")
@@ -297,15 +304,18 @@ def check_attributes(attributes: Mapping[str, Any]) -> None:
         raise ValueError(f"its attributes are damaged ({problem_of(error)})") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"its attributes are damaged ({one_line(error, 200)})") from None
-    count = sum(stop - start for start, stop in found.open_groups)
-    if count > MOST_OPEN or any(start >= stop for start, stop in found.open_groups):
+    count, are_ranges = 0, True
+    for start, stop in found.open_groups:
+        count += stop - start
+        are_ranges &= start < stop
+    if count > MOST_OPEN or not are_ranges:
         raise ValueError(f"open_groups names {count} groups, expected ascending ranges of {MOST_OPEN} at most in all")
 
 
 def read_batch(file: ZarrFile) -> Batch:
     """Read a whole batch. Raises any error that damage causes in the checks."""
     attributes, digests = read_attributes(file)
-    batch = batch_from(attributes, {name: file.whole(name, digests[name]) for name in array_names(attributes)})
+    batch = batch_from(attributes, {name: file.rows(name, digests=digests[name]) for name in digests})
     check_batch(batch, written=False)
     return batch
 
@@ -314,8 +324,8 @@ def read_share(file: ZarrFile, choose: Choose) -> Batch:
     """Read a batch with the tokens of the chosen samples only (Batch.share). Raises as `read_batch`."""
     attributes, digests = read_attributes(file)
     names = array_names(attributes)
-    arrays = {name: file.whole(name, digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
-    offsets = arrays["sample_offsets"] = file.whole("sample_offsets", digests["sample_offsets"])
+    arrays = {name: file.rows(name, digests=digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
+    offsets = arrays["sample_offsets"] = file.rows("sample_offsets", digests=digests["sample_offsets"])
     lengths, prompts = np.diff(offsets), arrays["prompt_lengths"]
     if lengths.shape != prompts.shape or np.any(prompts < 0) or np.any(lengths < prompts):
         raise ValueError(f"a prompt is longer than its sample, or {len(lengths)} samples have {len(prompts)} prompts")

@@ -224,4 +224,5 @@ def check_values(batch: Batch, limits: Limits = UNKNOWN) -> None:
 
 
 def _of_samples(bad: NDArray[np.bool_], what: str) -> Iterator[Fault]:
-    yield from (Fault(sample, what) for sample in np.flatnonzero(bad)[:1].tolist())
+    for sample in np.flatnonzero(bad)[:1].tolist():
+        yield Fault(sample, what)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -110,8 +111,8 @@ def newest(folder: Path) -> int:
     """Return the newest epoch, or 0, from both the listing and the pointer, since file systems cache either. Raises
     OSError where the folder cannot be listed for a while."""
     with suppress(FileNotFoundError):
-        listed = (int(name) for name in asked_again(lambda: os.listdir(folder)) if _NUMBER.fullmatch(name))
-        return max(_pointer(folder), *listed, 0)
+        listed = filter(_NUMBER.fullmatch, asked_again(partial(os.listdir, folder)))
+        return max(_pointer(folder), *map(int, listed), 0)
     return 0
 
 
@@ -151,7 +152,7 @@ def _recipe_of(folder: Path, number: int) -> str | None:
 def _pointer(folder: Path) -> int:
     pointer, cause = folder / _NEWEST, None
     try:
-        data = asked_again(lambda: read_at_most(pointer, _POINTER_BYTES), is_whole=bool)
+        data = asked_again(partial(read_at_most, pointer, _POINTER_BYTES), is_whole=bool)
         if data:
             return int(unseal(data))
         trouble = "it is empty"

@@ -283,13 +283,14 @@ def read_if_it_ends(path: Path, ending: bytes, num_bytes: int, otherwise: str) -
         return file.read()
 
 
-def asked_again(look: Callable[[], T], *, is_whole: Callable[[T], bool] = lambda _: True) -> T:
+def asked_again(look: Callable[[], T], *, is_whole: Callable[[T], bool] | None = None) -> T:
     """Return the result of `look` once `is_whole`, or after REREAD_S. Raises FileNotFoundError or a lasting OSError."""
     give_up = time.monotonic() + REREAD_S
     while True:
         is_last = time.monotonic() > give_up
         try:
-            if is_whole(found := look()) or is_last:
+            found = look()
+            if is_whole is None or is_whole(found) or is_last:
                 return found
         except FileNotFoundError:
             raise
@@ -340,7 +341,11 @@ def as_disk_full(folder: Path, what: str = "a file of it") -> Iterator[None]:
 
 
 def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    found = 0
+    for path in folder.rglob("*"):
+        if path.is_file():
+            found += path.stat().st_size
+    return found
 
 
 def amount(num_bytes: float) -> str:

@@ -150,21 +150,20 @@ class RunDirectory:
 
     def is_published(self) -> bool:
         """Return whether any version is published."""
-        return bool(announced(self.published))
+        return bool(numbered_files(self.published, ""))
 
     def published_version(self) -> int:
         """Return the version that every admitted engine serves. Raises StoreError without one, and for damage."""
         folder, remedy = self.published, f"repair the run: `evenkeel repair {self.path}`"
         give_up = time.monotonic() + _REREAD_S
-        while not (found := announced(folder)):
+        while not (found := numbered_files(folder, "")):
             if time.monotonic() > give_up:
                 raise StoreError(
                     f"{folder} names no version; start the run with `evenkeel train`, or, if it has begun, "
                     f"repair it: `evenkeel repair {self.path}`"
                 )
             time.sleep(_REREAD_S / 20)
-        version = found[-1]
-        path = folder / numbered(version)
+        version, path = [*found.items()][-1]
         try:
             said = read_sealed(path, remedy).strip()
         except FileNotFoundError:
@@ -179,10 +178,10 @@ class RunDirectory:
         self.fence()
         with suppress(FileExistsError):
             create_sealed(self.published / numbered(version), f"{version}\n")
-        found = announced(self.published)
-        if found[-1] == version:
-            for older in found[:-_KEPT]:
-                (self.published / numbered(older)).unlink(missing_ok=True)
+        found = numbered_files(self.published, "")
+        if max(found) == version:
+            for older in [*found.values()][:-_KEPT]:
+                older.unlink(missing_ok=True)
 
     def write_logprobs(self, step: int, logprobs: NDArray[np.float32], *, old: bool = False) -> None:
         """Store the learner's log-probabilities [responses] of batch `step` before training; `old`: of its stage."""
@@ -315,9 +314,11 @@ def committed_steps(checkpoints: Path) -> list[int]:
 
 def numbered_files(directory: Path, ending: str) -> dict[int, Path]:
     """Return number → file in `directory`, for names of a number and `ending`, ascending."""
-    names = os.listdir(directory) if directory.is_dir() else []
-    named = {name.removesuffix(ending): directory / name for name in names if name.endswith(ending)}
-    return {int(stem): named[stem] for stem in sorted(filter(_NUMBER.fullmatch, named), key=int)}
+    found = dict[int, Path]()
+    for name in os.listdir(directory) if directory.is_dir() else ():
+        if name.endswith(ending) and _NUMBER.fullmatch(stem := name.removesuffix(ending)):
+            found[int(stem)] = directory / name
+    return dict(sorted(found.items()))
 
 
 def numbered_folders(directory: Path) -> list[int]:
@@ -329,10 +330,3 @@ _KEPT = 3
 """Announcements that stay: a slightly old listing may still name the one before the highest."""
 _REREAD_S = 1.0
 """Seconds before a missing announcement is believed: shared file systems may hide it for a moment."""
-
-
-def announced(folder: Path) -> list[int]:
-    """Return the announced versions, ascending; none without the folder."""
-    with suppress(FileNotFoundError):
-        return sorted(int(name) for name in os.listdir(folder) if _NUMBER.fullmatch(name))
-    return []

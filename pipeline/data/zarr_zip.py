@@ -21,7 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,6 +46,8 @@ LEAST_BYTES = 64 << 10
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 _LEVEL = 1
 _NOT_SEALED = "it does not end in its checksum"
+_COMMENT_BYTES = TRAILER_BYTES.to_bytes(2, "little")
+"""The length of the comment of a zip file, which stands before it."""
 _METADATA = "zarr.json"
 _CODECS = ["bytes", "zstd", "crc32c"]
 _CRC_BYTES = 4
@@ -99,11 +101,6 @@ class _SealedOutput:
         self._file.flush()
 
 
-def _comment(crc32: int) -> bytes:
-    """Return the end of a sealed zip file: the length of the comment, and the checksum of everything before."""
-    return TRAILER_BYTES.to_bytes(2, "little") + trailer_of(crc32)
-
-
 def write_zarr_zip(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write the sealed group into an open file; `attributes` are JSON.
 
@@ -128,12 +125,9 @@ def write_zarr_zip(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mappin
             for number, chunk in enumerate(chunks(data, padded=True)):
                 frame = zstd.compress(chunk, _LEVEL)
                 stored = frame + google_crc32c.value(frame).to_bytes(_CRC_BYTES, "little")
-                archive.writestr(zipfile.ZipInfo(_chunk_key(name, data.ndim, number), date_time=_ZIP_EPOCH), stored)
-    file.write(_comment(output.crc32))
-
-
-def _chunk_key(name: str, axes: int, place: int) -> str:
-    return "/".join((name, "c", str(place), *["0"] * (axes - 1)))
+                key = f"{name}/c/{number}" + "/0" * (data.ndim - 1)
+                archive.writestr(zipfile.ZipInfo(key, date_time=_ZIP_EPOCH), stored)
+    file.write(_COMMENT_BYTES + trailer_of(output.crc32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +137,6 @@ class ArrayLayout:
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
     chunk_rows: int
-
-    row_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "row_bytes", self.dtype.itemsize * math.prod(self.shape[1:]))
 
 
 class ZarrFile:
@@ -162,16 +151,33 @@ class ZarrFile:
         self.arrays = dict[str, ArrayLayout]()
         for key in self._archive.namelist():
             name, _, last = key.rpartition("/")
-            if last == _METADATA and name:
-                self.arrays[name] = _layout(key, json.loads(self._archive.read(key)))
+            if last != _METADATA or not name:
+                continue
+            metadata = json.loads(self._archive.read(key))
+            try:
+                shape = tuple(map(int, metadata["shape"]))
+                chunk = tuple(map(int, metadata["chunk_grid"]["configuration"]["chunk_shape"]))
+                dtype, codecs = np.dtype(str(metadata["data_type"])), [codec["name"] for codec in metadata["codecs"]]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{key} is not that of an array of a batch ({error})") from error
+            whole = [max(size, 1) for size in shape[1:]]
+            if codecs != _CODECS or not shape or min(shape) < 0 or chunk[0] < 1 or [*chunk[1:]] != whole:
+                raise ValueError(f"{key} has codecs {codecs} and chunks {chunk} for {shape}")
+            self.arrays[name] = ArrayLayout(shape=shape, dtype=dtype, chunk_rows=chunk[0])
 
-    def rows(self, name: str, runs: Sequence[tuple[int, int]], digests: Sequence[str] | None = None) -> NDArray[Any]:
-        """Return the rows of array `name` in each of the ascending `runs` (start, stop). Chunks are compared with
+    def rows(
+        self, name: str, runs: Sequence[tuple[int, int]] | None = None, digests: Sequence[str] | None = None
+    ) -> NDArray[Any]:
+        """Return the rows of array `name` in each of the ascending `runs` (start, stop), by default all. Chunks are compared with
         `digests`, one SHA-256 per chunk. Raises ValueError for a difference or a run outside."""
-        layout = self.arrays[name]
-        if any(not 0 <= start <= stop <= layout.shape[0] for start, stop in runs):
-            raise ValueError(f"{name} has {layout.shape[0]} rows, asked are those of {list(runs)[:4]}")
-        found = np.empty((sum(stop - start for start, stop in runs), *layout.shape[1:]), layout.dtype)
+        layout, num_rows = self.arrays[name], 0
+        if runs is None:
+            runs = [(0, layout.shape[0])]
+        for start, stop in runs:
+            if not 0 <= start <= stop <= layout.shape[0]:
+                raise ValueError(f"{name} has {layout.shape[0]} rows, asked are those of {list(runs)[:4]}")
+            num_rows += stop - start
+        found = np.empty((num_rows, *layout.shape[1:]), layout.dtype)
         done, last, chunk = 0, -1, found
         for start, stop in runs if found.size else ():
             for place in range(start // layout.chunk_rows, -(-stop // layout.chunk_rows)):
@@ -183,38 +189,20 @@ class ZarrFile:
                 done += len(part)
         return found
 
-    def whole(self, name: str, digests: Sequence[str] | None = None) -> NDArray[Any]:
-        """Return a whole array; see `rows`."""
-        return self.rows(name, [(0, self.arrays[name].shape[0])], digests)
-
     def _chunk(self, name: str, layout: ArrayLayout, place: int, digests: Sequence[str] | None) -> NDArray[Any]:
-        stored = self._archive.read(_chunk_key(name, len(layout.shape), place))
+        stored = self._archive.read(f"{name}/c/{place}" + "/0" * (len(layout.shape) - 1))
         frame = stored[:-_CRC_BYTES]
         if google_crc32c.value(frame) != int.from_bytes(stored[-_CRC_BYTES:], "little"):
             raise ValueError(f"the checksum of chunk {place} of {name} differs")
         raw: bytes = zstd.decompress(frame)
-        if len(raw) != layout.chunk_rows * layout.row_bytes:
+        row_bytes = layout.dtype.itemsize * math.prod(layout.shape[1:])
+        if len(raw) != layout.chunk_rows * row_bytes:
             raise ValueError(f"{name} has a chunk {place} of another size")
         if digests is not None:
-            real = min(layout.chunk_rows, layout.shape[0] - place * layout.chunk_rows) * layout.row_bytes
+            real = min(layout.chunk_rows, layout.shape[0] - place * layout.chunk_rows) * row_bytes
             if hashlib.sha256(memoryview(raw)[:real]).hexdigest() != digests[place]:
                 raise ValueError(f"content digest differs: chunk {place} of {name} is foreign")
         return np.frombuffer(raw, layout.dtype.newbyteorder("<")).reshape(layout.chunk_rows, *layout.shape[1:])
-
-
-def _layout(key: str, metadata: Any) -> ArrayLayout:
-    try:
-        shape, chunk = (
-            tuple(map(int, sizes))
-            for sizes in (metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"])
-        )
-        dtype, codecs = np.dtype(str(metadata["data_type"])), [codec["name"] for codec in metadata["codecs"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{key} is not that of an array of a batch ({error})") from error
-    whole = tuple(max(size, 1) for size in shape[1:])
-    if codecs != _CODECS or not shape or min(shape) < 0 or chunk[0] < 1 or chunk[1:] != whole:
-        raise ValueError(f"{key} has codecs {codecs} and chunks {chunk} for {shape}")
-    return ArrayLayout(shape=shape, dtype=dtype, chunk_rows=chunk[0])
 
 
 def open_zarr_zip(path: Path) -> ZarrFile:
@@ -224,7 +212,7 @@ def open_zarr_zip(path: Path) -> ZarrFile:
 
 def _checked(path: Path) -> bytes:
     data = read_if_it_ends(path, b"crc32 ", TRAILER_BYTES, _NOT_SEALED)
-    if data[-TRAILER_BYTES - 2 :] != _comment(zlib.crc32(memoryview(data)[: -TRAILER_BYTES - 2])):
+    if data[-TRAILER_BYTES - 2 :] != _COMMENT_BYTES + trailer_of(zlib.crc32(memoryview(data)[: -TRAILER_BYTES - 2])):
         raise ValueError("its checksum differs")
     return data
 

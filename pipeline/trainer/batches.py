@@ -237,8 +237,10 @@ def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[
     distance and the samples that it did not score."""
     lag = step - batch.policy_version
     judged = batch.judged
-    told = {name: part for name, part in batch.reward_parts.items() if name not in OWN_PARTS}
-    parts = {name: _mean(part[~np.isnan(part)]) for name, part in told.items()}
+    parts = {}
+    for name, part in batch.reward_parts.items():
+        if name not in OWN_PARTS:
+            parts[name] = _mean(part[~np.isnan(part)])
     teacher = {}
     if batch.teacher_logprobs is not None:
         teacher = dict(reverse_kl=mean_reverse_kl(batch), teacher_failures=float((~taught(batch)).sum()))
@@ -269,8 +271,10 @@ def asked_solve_rate(batch: Batch, solved_at: float = SOLVED_REWARD) -> float:
     """Return the share of solved samples among all judged ones, dropped groups included: dynamic sampling keeps only
     groups of mixed outcome, whose rate says little about the policy's."""
     judged = batch.judged
-    samples = int(judged.sum()) + sum(group.samples for group in batch.dropped)
-    solved = int(is_solved(batch.reward[judged], solved_at).sum()) + sum(group.solved for group in batch.dropped)
+    samples, solved = int(judged.sum()), int(is_solved(batch.reward[judged], solved_at).sum())
+    for group in batch.dropped:
+        samples += group.samples
+        solved += group.solved
     return solved / samples if samples else 0.0
 
 

@@ -219,7 +219,10 @@ class Trainer:
         if not self.learner.is_rank_zero:
             return
         step, computer = batch.index, self.advantage_computer
-        published, self._published = self._published, {}
+        published_s, published = dict[str, float](), dict[str, float]()
+        for name, value in self._published.items():
+            (published_s if name.endswith("_s") else published)[name] = value
+        self._published = {}
         fields = dict(
             **update.metrics,
             **describe(batch, step, computer.solved_at),
@@ -228,8 +231,8 @@ class Trainer:
             **computer.estimator.measured(),
             log_ratio_histogram=update.histogram,
             seconds=watch.seconds | {"save": self._save_s},
-            publish_seconds={name: value for name, value in published.items() if name.endswith("_s")},
-            **{name: value for name, value in published.items() if not name.endswith("_s")},
+            publish_seconds=published_s,
+            **published,
         )
         self._save_s, logprobs, now = 0.0, update.logprobs, time.time()
 

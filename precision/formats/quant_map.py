@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -109,6 +109,8 @@ class QuantMap:
     formats: Mapping[str, RolloutFormat]
     fused_groups: tuple[tuple[str, ...], ...]
     """Every module that can be quantized, in exactly one group: the modules that the engine stacks into one matrix."""
+    _shares: dict[frozenset[str], QuantMap] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What `restricted` has returned: a rank asks for the same share at each publish."""
 
     def __post_init__(self) -> None:
         modules = [module for group in self.fused_groups for module in group]
@@ -186,6 +188,17 @@ class QuantMap:
             found.setdefault(name, []).extend(group)
         return {name: tuple(modules) for name, modules in found.items()}
 
+    @cached_property
+    def weights(self) -> dict[str, tuple[tuple[str, ...], RolloutFormat | None]]:
+        """Return the name of each weight that can be quantized → the names of those in its fused group, itself among
+        them, and its format."""
+        found: dict[str, tuple[tuple[str, ...], RolloutFormat | None]] = {}
+        for group in self.fused_groups:
+            names = tuple([f"{module}.weight" for module in group])
+            for module, name in zip(group, names, strict=True):
+                found[name] = names, self.formats.get(module)
+        return found
+
     @property
     def rollout_format(self) -> RolloutFormat | None:
         """The quantized format of the map, or None. Raises ValueError for several: no engine serves them at once."""
@@ -213,7 +226,9 @@ class QuantMap:
         """Return the map of a share of the model, such as a pipeline stage; `modules` may include names that are not in
         the map. `quantize_state` and `fake_quantize_state` then require exactly this share. Raises ValueError when the
         share cuts through a group that the engine stacks."""
-        named = set(modules)
+        named = frozenset(modules)
+        if (known := self._shares.get(named)) is not None:
+            return known
         groups = tuple(group for group in self.fused_groups if not named.isdisjoint(group))
         for group in groups:
             if not named.issuperset(group):
@@ -222,7 +237,8 @@ class QuantMap:
                     f"{', '.join(sorted(named & set(group)))}; keep them together"
                 )
         share = (module for group in groups for module in group if module in self.formats)
-        return QuantMap({module: self.formats[module] for module in share}, groups)
+        self._shares[named] = QuantMap({module: self.formats[module] for module in share}, groups)
+        return self._shares[named]
 
     def to_hf_quantization_config(self) -> dict[str, Any] | None:
         """Return `quantization_config` for config.json, to go with the tensors of `quantize_state`.

@@ -40,18 +40,19 @@ def quantize_state(named_tensors: Iterable[tuple[str, Tensor]], quant_map: Quant
     FloatingPointError naming a non-finite weight, ValueError for a format that engines are not sent, and at the end
     when a module of the map never came.
     """
-    if unserved := sorted({name for name in quant_map.formats.values() if not name.is_served}):
-        raise ValueError(f"{', '.join(unserved)} is emulated by the learner only; send engines fp8_block or fp8_tensor")
-    for name, tensor, rollout_format in _with_formats(named_tensors, quant_map):
+    for rollout_format in sorted(set(quant_map.formats.values())):
+        if not rollout_format.is_served:
+            raise ValueError(f"{rollout_format} is emulated by the learner only; send engines fp8_block or fp8_tensor")
+    for name, tensor, chosen in _with_formats(named_tensors, quant_map):
         try:
-            if rollout_format is RolloutFormat.FP8_BLOCK:
+            if chosen is RolloutFormat.FP8_BLOCK:
                 tensor, scale_inv = quantize_block(tensor)
-            elif rollout_format is not None and rollout_format.is_emulated:
-                tensor = formats.fake_quantize(tensor, rollout_format)
+            elif chosen is not None and chosen.is_emulated:
+                tensor = formats.fake_quantize(tensor, chosen)
         except FloatingPointError as error:
             raise FloatingPointError(f"{name}: {error}") from error
         yield name, tensor
-        if rollout_format is RolloutFormat.FP8_BLOCK:
+        if chosen is RolloutFormat.FP8_BLOCK:
             yield f"{name}_scale_inv", scale_inv
 
 
@@ -61,7 +62,6 @@ def fake_quantize_state(
     """Stream HF (name, tensor) pairs into the values that the engine computes with, each in its dtype. Pass tensors in
     the dtype that the engine loads. Members of a fused fp8_tensor group wait until the group is complete; all others
     keep their order. Raises as `quantize_state`."""
-    groups = {f"{module}.weight": group for group in quant_map.fused_groups for module in group}
     waiting: dict[str, tuple[Tensor, Tensor]] = {}
     for name, tensor, rollout_format in _with_formats(named_tensors, quant_map):
         if rollout_format is None:
@@ -78,8 +78,10 @@ def fake_quantize_state(
             raise FloatingPointError(f"{name}: {error}") from error
         if rollout_format is not RolloutFormat.FP8_TENSOR:
             yield name, tensor
-        elif all(f"{member}.weight" in waiting for member in groups[name]):
-            whole = {f"{member}.weight": waiting.pop(f"{member}.weight") for member in groups[name]}
+            continue
+        group = quant_map.weights[name][0]
+        if waiting.keys() >= set(group):
+            whole = {member: waiting.pop(member) for member in group}
             shared = torch.stack([amax for _, amax in whole.values()]).amax()
             for member, (part, _) in whole.items():
                 yield member, formats.fake_quantize(part, rollout_format, amax=shared)
@@ -89,11 +91,10 @@ def _with_formats(
     named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap
 ) -> Iterator[tuple[str, Tensor, RolloutFormat | None]]:
     """Yield each tensor with the format that the map gives it. Raises ValueError at the end for a missing module."""
-    missing = {f"{module}.weight" for group in quant_map.fused_groups for module in group}
-    chosen = {f"{module}.weight": rollout_format for module, rollout_format in quant_map.formats.items()}
+    missing = set(quant_map.weights)
     for name, tensor in named_tensors:
         missing.discard(name)
-        yield name, tensor, chosen.get(name)
+        yield name, tensor, quant_map.weights.get(name, ((), None))[1]
     if missing:
         raise ValueError(
             f"{len(missing)} modules of the quant map had no weight, the first {min(missing).removesuffix('.weight')}; "

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from precision.mismatch.statistics import quantiles_of_sorted
+from precision.mismatch.statistics import quantiles
 from precision.ratios import MAX_LOG_RATIO, ess_from_sums
 from precision.torch_on_use import Tensor, torch
 
@@ -132,7 +132,7 @@ def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
     capped = term.clamp(max=MAX_LOG_RATIO)
     ratios = capped.exp()
     power = float(total.square().sum())
-    quantiles = quantiles_of_sorted(term.sort().values, QUANTILES)
+    values = quantiles([term.sort().values], QUANTILES)[0].tolist()
     return TermStatistics(
         mean=float(term.mean()),
         mean_abs=float(term.abs().mean()),
@@ -143,7 +143,7 @@ def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
         positive_share=float((term > 0).double().mean()),
         mean_positive=float(term.clamp(min=0).mean()),
         mean_negative=float(term.clamp(max=0).mean()),
-        quantiles={f"{100 * order:g}": value for order, value in zip(QUANTILES, quantiles.tolist(), strict=True)},
+        quantiles={f"{100 * order:g}": value for order, value in zip(QUANTILES, values, strict=True)},
     )
 
 

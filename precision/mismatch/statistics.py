@@ -272,7 +272,9 @@ class Mismatch:
         require_usable(torch.cat(extreme), f"of {int(tokens.seen.sum())} tokens")
         if len(bounds) == 1:
             ranks = ALONE
-        mine = {place: _Chunk.of(tokens.part(*bounds[place])) for place in range(ranks.rank, len(bounds), ranks.size)}
+        mine = dict[int, _Chunk]()
+        for place in range(ranks.rank, len(bounds), ranks.size):
+            mine[place] = _Chunk.of(tokens.part(*bounds[place]))
         total, sequences = (
             GroupSums.zero(device),
             torch.zeros(bounds[-1][1], len(SEQUENCE_COLUMNS), dtype=torch.float64, device=device),
@@ -287,16 +289,15 @@ class Mismatch:
         rows = ranks.sum(sequences).cpu().numpy()
         # For each of GROUPS, the log-ratios of this rank's chunks in ascending order.
         nothing = torch.zeros(0, len(SPLITS), dtype=torch.int64, device=device)
-        ordered, order = torch.cat([nothing[:, 0].double(), *(chunk.log_ratios for chunk in mine.values())]).sort()
-        columns = torch.cat([nothing, *(chunk.buckets for chunk in mine.values())])[order].T
+        ordered, order = torch.cat([nothing[:, 0].double(), *[chunk.log_ratios for chunk in mine.values()]]).sort()
+        columns = torch.cat([nothing, *[chunk.buckets for chunk in mine.values()]])[order].T
         groups = [ordered]
         for split, offset, column in zip(SPLITS, OFFSETS, columns, strict=True):
             groups += [ordered[column == offset + place] for place in range(len(split.buckets))]
-        quantiles = quantiles_of_ranks(groups, QUANTILES, ranks)
         return Mismatch(
             sums=total.sums.cpu().numpy()[None],
             histogram=total.histogram.cpu().numpy()[None],
-            quantiles=quantiles.cpu().numpy()[None],
+            quantiles=quantiles(groups, QUANTILES, ranks).cpu().numpy()[None],
             sequences=rows,
             update=np.where(rows[:, 0] > 0, 0, -1).astype(np.int32),
         )
@@ -333,8 +334,9 @@ class Mismatch:
         """Return the statistics of all tokens and of whole sequences by metric name; quantiles are those of the last
         update. The ratio of a sequence is the product of its tokens' ratios. Products over long sequences overflow, so
         their k3 and chi2 are of ratios cut at e^MAX_LOG_RATIO; the ESS is computed in logs and cuts nothing."""
-        quantiles = zip(QUANTILES[1:-1], self.quantiles[-1, 0, 1:-1], strict=True)
-        named = {f"log_ratio_p{100 * share:g}".replace(".", "_"): float(value) for share, value in quantiles}
+        found = self.group().statistics()
+        for share, value in zip(QUANTILES[1:-1], self.quantiles[-1, 0, 1:-1], strict=True):
+            found[f"log_ratio_p{100 * share:g}".replace(".", "_")] = float(value)
         seen = self.sequences[self.update >= 0]
         column = dict(zip(SEQUENCE_COLUMNS, seen.T, strict=True))
         totals = torch.from_numpy(column["log_ratio"])
@@ -342,19 +344,18 @@ class Mismatch:
         cut = totals.clamp(max=MAX_LOG_RATIO)
         of_cut = RatioSums.from_logprobs(cut, torch.zeros_like(cut), torch.ones_like(cut, dtype=torch.bool))
         sequence = of_cut.statistics()
-        return (
-            self.group().statistics()
-            | named
-            | {
-                "sequence_ess": sequence_ess_of_totals(totals),
-                "sequence_mean_ratio_ess": sequence_ess_of_totals(means),
-                **{f"sequence_{name}": sequence[name] for name in ("chi2", "k1_kl", "k2_kl", "k3_kl")},
-                "sequence_log_ratio_mean": float(totals.mean()),
-                "sequence_log_ratio_abs_mean": float(totals.abs().mean()),
-                "sequence_log_ratio_max": float(totals.max()),
-                "sequence_log_ratio_min": float(totals.min()),
-            }
-        )
+        return found | {
+            "sequence_ess": sequence_ess_of_totals(totals),
+            "sequence_mean_ratio_ess": sequence_ess_of_totals(means),
+            "sequence_chi2": sequence["chi2"],
+            "sequence_k1_kl": sequence["k1_kl"],
+            "sequence_k2_kl": sequence["k2_kl"],
+            "sequence_k3_kl": sequence["k3_kl"],
+            "sequence_log_ratio_mean": float(totals.mean()),
+            "sequence_log_ratio_abs_mean": float(totals.abs().mean()),
+            "sequence_log_ratio_max": float(totals.max()),
+            "sequence_log_ratio_min": float(totals.min()),
+        }
 
     def table(self) -> tuple[tuple[str, ...], NDArray[np.float64]]:
         """Return names, and RatioSums.statistics of each group in each update, float64 [updates, groups, names]. NaN in
@@ -417,16 +418,8 @@ _HIGHEST = (1 << 63) - 1
 """Largest int64. With all bits but the sign flipped in negative doubles, int64 orders them as the numbers do."""
 
 
-def quantiles_of_sorted(ordered: Tensor, orders: Sequence[float]) -> Tensor:
-    """Return the quantiles, float64 [orders], of the ascending `ordered`, float64 [values]; NaN without values."""
-    if not ordered.numel():
-        return torch.full((len(orders),), math.nan, dtype=torch.float64, device=ordered.device)
-    places = _places(orders, torch.tensor([ordered.numel()], device=ordered.device))[0]
-    return _between(ordered[places.floor().long()], ordered[places.ceil().long()], places)
-
-
-def quantiles_of_ranks(groups: Sequence[Tensor], orders: Sequence[float], ranks: Ranks) -> Tensor:
-    """Return exact quantiles, float64 [groups, orders], of each group's values over all ranks. Collective.
+def quantiles(groups: Sequence[Tensor], orders: Sequence[float], ranks: Ranks = ALONE) -> Tensor:
+    """Return the exact quantiles of each group's values over all ranks, float64 [groups, orders]; NaN without values.
 
     `groups` are this rank's values, each float64 [values], ascending and finite. The result is, to the last bit, that
     of one rank with all values. torch.quantile takes no more than 16 million.
@@ -435,13 +428,28 @@ def quantiles_of_ranks(groups: Sequence[Tensor], orders: Sequence[float], ranks:
     these two in the order. Where several ranks hold the values, each value is found by bisection: the number of values
     not above a bound is a sum over ranks. Doubles and int64 have the same number of bits, so 64 bounds at most find it
     exactly, and no rank sees another's values.
+    `orders` lie in [0, 1]. Collective.
     """
-    if ranks.size == 1:
-        return torch.stack([quantiles_of_sorted(ordered, orders) for ordered in groups])
     device = groups[0].device
-    counts = ranks.sum(torch.tensor([ordered.numel() for ordered in groups], device=device))
-    places = _places(orders, counts)
+    counts = ranks.sum(torch.tensor([*map(len, groups)], device=device))
+    # [groups, orders] where the quantiles lie in the order of so many values, from 0; 0 without values.
+    shares = torch.tensor(orders, dtype=torch.float64, device=device)
+    places = shares * (counts[:, None] - 1).clamp(min=0)
     wanted = torch.cat([places.floor(), places.ceil()], dim=1).long()
+    if ranks.size == 1:
+        found = torch.full(wanted.shape, math.nan, dtype=torch.float64, device=device)
+        for row, ordered in enumerate(groups):
+            if ordered.numel():
+                found[row] = ordered[wanted[row]]
+    else:
+        found = _sought(groups, wanted, ranks)
+    below, above = found.chunk(2, dim=1)
+    return torch.where(counts[:, None] > 0, below + (above - below) * (places - places.floor()), math.nan)
+
+
+def _sought(groups: Sequence[Tensor], wanted: Tensor, ranks: Ranks) -> Tensor:
+    """Return the values at the `wanted` places, int64 [groups, places], in the order of each group over
+    all ranks, by bisection. Collective."""
     # As int64 of the same order: -0.0 becomes 0.0, for they are equal, and their bits are not.
     keys = [bits ^ (bits >> 63 & _HIGHEST) for bits in ((ordered + 0.0).view(torch.int64) for ordered in groups)]
     low, high = torch.full_like(wanted, -_HIGHEST - 1), torch.full_like(wanted, _HIGHEST)
@@ -452,15 +460,4 @@ def quantiles_of_ranks(groups: Sequence[Tensor], orders: Sequence[float], ranks:
         )
         found = ranks.sum(not_above) > wanted
         low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
-    below, above = (low ^ (low >> 63 & _HIGHEST)).view(torch.float64).chunk(2, dim=1)
-    return torch.where(counts[:, None] > 0, _between(below, above, places), math.nan)
-
-
-def _places(orders: Sequence[float], counts: Tensor) -> Tensor:
-    """Return the places, from 0, of quantiles among `counts` values, float64 [counts, orders]; 0 without values."""
-    shares = torch.tensor(orders, dtype=torch.float64, device=counts.device)
-    return shares * (counts[:, None] - 1).clamp(min=0)
-
-
-def _between(below: Tensor, above: Tensor, places: Tensor) -> Tensor:
-    return below + (above - below) * (places - places.floor())
+    return (low ^ (low >> 63 & _HIGHEST)).view(torch.float64)

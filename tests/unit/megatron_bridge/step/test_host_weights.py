@@ -41,7 +41,8 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronLearne
 
 def rows(learner: MegatronLearner) -> TokenRows:
     random = np.random.default_rng(0)
-    return TokenRows.whole([random.integers(0, learner.model_config.vocab_size, 33).tolist() for _ in range(8)])
+    tokens = [random.integers(0, learner.model_config.vocab_size, 33).astype(np.int32) for _ in range(8)]
+    return TokenRows(tokens=tokens, starts=np.ones(8, np.int64))
 
 
 def test_a_planted_bad_layer_is_ranked_first_and_promoted_first(learner: MegatronLearner) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from precision.mismatch import statistics as module
 from precision.mismatch.statistics import (
-    ALONE,
     GROUPS,
     OFFSETS,
     SEQUENCE_COLUMNS,
@@ -23,8 +22,7 @@ from precision.mismatch.statistics import (
     Ranks,
     StepTokens,
     gap,
-    quantiles_of_ranks,
-    quantiles_of_sorted,
+    quantiles,
 )
 from precision.ratios import SUMS
 from tests.support import mismatch_reference as reference
@@ -254,18 +252,18 @@ def test_ranks_find_the_quantiles_of_all(values: list[tuple[float, int]]) -> Non
         return torch.tensor([x for x, owner in values if rank in (None, owner)], dtype=torch.float64).sort().values
 
     groups = [held(None), held(None).abs().sort().values]
-    expected = quantiles_of_ranks(groups, ORDERS, ALONE)
+    expected = quantiles(groups, ORDERS)
 
-    def quantiles(ranks: Ranks) -> torch.Tensor:
+    def of_mine(ranks: Ranks) -> torch.Tensor:
         mine = held(ranks.rank)
-        return quantiles_of_ranks([mine, mine.abs().sort().values], ORDERS, ranks)
+        return quantiles([mine, mine.abs().sort().values], ORDERS, ranks)
 
-    for found in on_ranks(3, quantiles):
+    for found in on_ranks(3, of_mine):
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 
 def test_one_rank_interpolates_as_numpy_does() -> None:
     values = np.sort(np.random.default_rng(0).normal(size=1001))
-    found = quantiles_of_sorted(torch.from_numpy(values), ORDERS)
+    found = quantiles([torch.from_numpy(values)], ORDERS)[0]
     np.testing.assert_allclose(found.numpy(), np.quantile(values, ORDERS), rtol=1e-12)
-    assert quantiles_of_sorted(torch.zeros(0, dtype=torch.float64), ORDERS).isnan().all()
+    assert quantiles([torch.zeros(0, dtype=torch.float64)], ORDERS).isnan().all()
