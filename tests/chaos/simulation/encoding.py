@@ -37,15 +37,13 @@ class QuickFile:
             self.arrays[name] = ArrayLayout(shape=values.shape, dtype=values.dtype, chunk_rows=rows)
             place += size
 
-    def rows(self, name: str, runs: Sequence[tuple[int, int]], digests: Sequence[str] | None = None) -> NDArray[Any]:
-        whole = self.whole(name, digests)
-        return np.concatenate([whole[:0], *(whole[start:stop] for start, stop in runs)])
-
-    def whole(self, name: str, digests: Sequence[str] | None = None) -> NDArray[Any]:
-        values = self._values[name]
-        if digests is not None and chunk_digests(values) != list(digests):
+    def rows(
+        self, name: str, runs: Sequence[tuple[int, int]] | None = None, digests: Sequence[str] | None = None
+    ) -> NDArray[Any]:
+        whole = self._values[name]
+        if digests is not None and chunk_digests(whole) != list(digests):
             raise ValueError(f"content digest differs: {name}")
-        return values
+        return whole if runs is None else np.concatenate([whole[:0], *(whole[start:stop] for start, stop in runs)])
 
 
 def write_quickly(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
