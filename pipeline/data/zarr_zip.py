@@ -168,8 +168,8 @@ class ZarrFile:
     def rows(
         self, name: str, runs: Sequence[tuple[int, int]] | None = None, digests: Sequence[str] | None = None
     ) -> NDArray[Any]:
-        """Return the rows of array `name` in each of the ascending `runs` (start, stop), by default all. Chunks are compared with
-        `digests`, one SHA-256 per chunk. Raises ValueError for a difference or a run outside."""
+        """Return the rows of array `name` in each of the ascending `runs` (start, stop), by default all. Chunks are
+        compared with `digests`, one SHA-256 per chunk. Raises ValueError for a difference or a run outside."""
         layout, num_rows = self.arrays[name], 0
         if runs is None:
             runs = [(0, layout.shape[0])]
