@@ -275,7 +275,7 @@ def mismatch(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for mismatch.json, .html, .png; default: runs/NAME-mismatch.")
+        Path | None, typer.Option(help="Folder for mismatch.json and .html; default: runs/NAME-mismatch.")
     ] = None,
     prompts: Annotated[
         int | None,

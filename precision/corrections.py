@@ -207,8 +207,8 @@ class Rejection(RatioRange):
 
 
 class MIS(RatioRange):
-    """Masked importance sampling: rejection that weighs kept tokens by k. slime's `mis` example is published with
-    `veto` 1e-4; in verl it is `rollout_is` with `rollout_rs`.
+    """Masked importance sampling: rejection that weighs kept tokens by k. The `mis` example of slime is published
+    with `veto` 1e-4; in verl it is `rollout_is` with `rollout_rs`.
 
         factor = k if low <= k <= high and the response is not vetoed, else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -53,17 +54,18 @@ class Plugin:
     """The recipe's key that names it, such as `objective.name`."""
     value: str
     says: str
-    """First sentence of its docstring, or of its module's docstring for a choice that comes with Even Keel."""
+    """First sentence of its docstring, or of the docstring of its module, for the only choice in a module of ours."""
     lacks: str = ""
     """Reason why a recipe that names it would be refused."""
 
 
 def shipped() -> list[Plugin]:
-    found = [
-        Plugin(kind=kind, key=f"{kind}.name", value=name, says=_says(import_module(choice.__module__)))
-        for kind, _, named in _CHOICES
-        for name, choice in named.items()
-    ]
+    found = []
+    for kind, _, named in _CHOICES:
+        alone = Counter(choice.__module__ for choice in named.values())
+        for name, choice in named.items():
+            thing = import_module(choice.__module__) if alone[choice.__module__] == 1 else choice
+            found.append(Plugin(kind=kind, key=f"{kind}.name", value=name, says=_says(thing)))
     tasks = {"sort_digits": "Digits, to be sorted.", "spell_digits": "Digits, to be spelled.", "data": _says(Data)}
     assert SortDigitsTask.model_fields["name"].default in tasks
     assert get_args(SpellDigitsTask.model_fields["name"].annotation)[0] in tasks

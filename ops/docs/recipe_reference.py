@@ -58,9 +58,13 @@ def _section(section: str, body: Schema, definitions: dict[str, Schema]) -> Iter
 
 
 def _about_method(section: str, name: str) -> str:
-    """What the file of a method says at its head: formula, paper, what is left open."""
-    method = _METHODS.get(section, {}).get(name)
-    text = inspect.getdoc(sys.modules[method.__module__]) if method is not None else None
+    """Return the docstring of a method, that of its module where it stands alone: formula, paper, what is left open."""
+    methods = _METHODS.get(section, {})
+    method = methods.get(name)
+    beside = [other for other in methods.values() if method is not None and other.__module__ == method.__module__]
+    text = (
+        inspect.getdoc(sys.modules[method.__module__] if len(beside) == 1 else method) if method is not None else None
+    )
     return f"```text\n{text}\n```\n" if text else ""
 
 

@@ -50,9 +50,10 @@ from precision.torch_on_use import Tensor, torch
 
 
 class P3O(Objective):
-    """Importance weights capped, and a KL anchor weighed, by the ESS. Sums: `cap_hits` (tokens with rho > e), `weight`
-    (min(rho, e)), `kl` (K before its weight), `policy_loss` and `kl_loss` (the two terms of the loss), `objective_ess`
-    (e, counted once a token: its mean over the step is the token-weighted mean of the micro-batches' ESS)."""
+    """Importance weights capped, and a KL anchor weighed, by the ESS ("Trust the Batch", arXiv 2605.12380, Eq. 11 and
+    12). Sums: `cap_hits` (tokens with rho > e), `weight` (min(rho, e)), `kl` (K before its weight), `policy_loss` and
+    `kl_loss` (the two terms of the loss), `objective_ess` (e, counted once a token: its mean over the step is the
+    token-weighted mean of the micro-batches' ESS)."""
 
     name: Literal["p3o"] = "p3o"
     ess_scope: Literal["step", "micro_batch"] = Field(

@@ -142,4 +142,5 @@ def test_what_comes_with_it_is_listed_whole() -> None:
         "exact_match",
     ]
     assert all(plugin.says and not plugin.lacks for plugin in found)
+    assert len({plugin.says for plugin in found}) == len(found)
     assert [plugin.value for plugin in found if "…" in plugin.says] == []
