@@ -362,9 +362,3 @@ def lr_factor(age: float) -> float:
     the learning rate by the age; the root of 1 + age is gentler, and is 1 for fresh samples. The factor is on the
     learning rate and not on the loss, since Adam cancels a factor on the loss."""
     return float((1.0 + age) ** -0.5)
-
-
-def lr_factor_of_ess(ess: float) -> float:
-    """Return 1 - √(1 - e) for an ESS e of the staleness in [0, 1]: 1 while nothing is stale, .8 at .96, .29 at .5. √(1
-    - e) is about the spread of the ratios. VCPO (arXiv 2602.17616) scales by an ESS in another form."""
-    return 1.0 - math.sqrt(1.0 - ess)

@@ -22,7 +22,7 @@ from launch.build.api_key import read_api_key
 from launch.build.engines import check_engines, engine_spec
 from launch.roles.base import Rendezvous, await_node_0, is_in_force, wait_for_recipe
 from launch.run.addresses import LOOPBACK, bind_address, interface_environment
-from launch.run.environment import note_engine
+from launch.run.environment import environment
 from launch.run.waiting import (
     EPOCH_POLL_S,
     FINISHED_POLL_S,
@@ -38,6 +38,7 @@ from launch.run.waiting import (
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import Epoch, claim, epoch_folder
+from pipeline.data.event_log import EventLog
 from pipeline.data.files import VISIBLE_S
 from pipeline.data.membership import Announcement, Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
@@ -45,6 +46,7 @@ from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, StoreError, SupersededError
 from pipeline.ports.weights import verify_policy
 from rollout_sglang.server.liveness import Liveness, Look, Presence, look_with
+from rollout_sglang.server.rollout_python import sglang_version
 from rollout_sglang.server.start import EngineSpec, ServerProcess, before_port, server_url, start, start_router
 from rollout_sglang.weights.replica import ReplicaKeeper
 
@@ -145,7 +147,9 @@ def _run_start(
         told.say(silent=hung)
 
     try:
-        note_engine(own.run, epoch)
+        found = environment()
+        found["packages"]["sglang"] = sglang_version() or "none"
+        EventLog(own.run.path, epoch.name).event("environment", role=epoch.folder.name, **found)
         told.change(quant_map=digest_of(read_quant_map(spec.model)))
         server = start(spec)
         try:

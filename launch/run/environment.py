@@ -15,10 +15,6 @@ from typing import Any
 
 from launch.build.sizes import active_parameters
 from megatron_bridge.hf.model_config import ModelConfig
-from pipeline.data.epochs import Epoch
-from pipeline.data.event_log import EventLog
-from pipeline.data.run_directory import RunDirectory
-from rollout_sglang.server.rollout_python import sglang_version
 
 PACKAGES = ("evenkeel", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "zarr", "safetensors")
 PEAK_TFLOPS = (
@@ -56,12 +52,6 @@ def environment(gpus: Path = _GPUS, sources: Path = _SOURCES) -> dict[str, Any]:
         packages=packages,
         commit=commit_of(sources),
     )
-
-
-def note_engine(run: RunDirectory, epoch: Epoch) -> None:
-    found = environment()
-    packages = {**found["packages"], "sglang": sglang_version() or "none"}
-    EventLog(run.path, epoch.name).event("environment", role=epoch.folder.name, **{**found, "packages": packages})
 
 
 def learner_facts(config: ModelConfig, ranks: int, gpus: list[str]) -> dict[str, Any]:

@@ -253,7 +253,30 @@ class RunMetrics:
         with self._lock:
             self._show("evenkeel_heartbeat_timestamp_seconds", line.get("time"))
             if which == "metrics":
-                self._observe_step(line)
+                for metric in METRICS:
+                    if metric.field:
+                        self._show(metric.name, line.get(metric.field))
+                self._show("evenkeel_steps_total", 1)
+                if self._recipe is None:
+                    with suppress(OSError, EvenKeelError):
+                        self._recipe = RunDirectory(self._run_dir).recipe()
+                recipe = self._recipe
+                if isinstance(step := line.get("step"), int) and recipe is not None:
+                    self._show("evenkeel_steps_left", recipe.run.steps - 1 - step)
+                for name in (*OF_BUCKET.values(), "evenkeel_alarm_value"):
+                    if name in self._shown:
+                        self._shown[name].clear()  # buckets and values that this step lacks are hidden
+                splits = line.get("mismatch")
+                for split, buckets in splits.items() if isinstance(splits, Mapping) else ():
+                    for bucket, statistics in buckets.items() if isinstance(buckets, Mapping) else ():
+                        for field, name in OF_BUCKET.items() if isinstance(statistics, Mapping) else ():
+                            self._show(name, statistics.get(field), split=str(split), bucket=str(bucket))
+                quantized = recipe is not None and formats_differ(recipe)
+                broken = {alarm.rule.name for alarm in alarms(line, quantized=quantized)}
+                for rule in RULES:
+                    self._show("evenkeel_alarm", float(rule.name in broken), alarm=rule.name)
+                    self._show("evenkeel_alarm_bound", rule.bound_for(quantized=quantized), alarm=rule.name)
+                    self._show("evenkeel_alarm_value", rule.value(line), alarm=rule.name)
                 return
             process = str(line.get("process"))
             match line.get("kind"):
@@ -281,32 +304,6 @@ class RunMetrics:
                     self._show("evenkeel_restarts_total", 0, process=process)
                 case "restarted":
                     self._show("evenkeel_restarts_total", 1, process=process)
-
-    def _observe_step(self, line: Mapping[str, Any]) -> None:
-        for metric in METRICS:
-            if metric.field:
-                self._show(metric.name, line.get(metric.field))
-        self._show("evenkeel_steps_total", 1)
-        if self._recipe is None:
-            with suppress(OSError, EvenKeelError):
-                self._recipe = RunDirectory(self._run_dir).recipe()
-        recipe = self._recipe
-        if isinstance(step := line.get("step"), int) and recipe is not None:
-            self._show("evenkeel_steps_left", recipe.run.steps - 1 - step)
-        for name in (*OF_BUCKET.values(), "evenkeel_alarm_value"):
-            if name in self._shown:
-                self._shown[name].clear()  # buckets and values that this step lacks are hidden
-        splits = line.get("mismatch")
-        for split, buckets in splits.items() if isinstance(splits, Mapping) else ():
-            for bucket, statistics in buckets.items() if isinstance(buckets, Mapping) else ():
-                for field, name in OF_BUCKET.items() if isinstance(statistics, Mapping) else ():
-                    self._show(name, statistics.get(field), split=str(split), bucket=str(bucket))
-        quantized = recipe is not None and formats_differ(recipe)
-        broken = {alarm.rule.name for alarm in alarms(line, quantized=quantized)}
-        for rule in RULES:
-            self._show("evenkeel_alarm", float(rule.name in broken), alarm=rule.name)
-            self._show("evenkeel_alarm_bound", rule.bound_for(quantized=quantized), alarm=rule.name)
-            self._show("evenkeel_alarm_value", rule.value(line), alarm=rule.name)
 
     def serve(self, port: int, host: str = LOOPBACK) -> int:
         """Answer scrapes in a thread that ends with the process; return the port. Raises PortInUseError."""

@@ -144,7 +144,9 @@ class Supervisor:
                 self._stop()
                 return "finished" if self._outage.tolerate(self.run.is_finished, False) else "stopped"
             if len(self.came_up) < self.recipe.rollout.engines:
-                self.came_up |= self._outage.tolerate(self._up, set())
+                self.came_up |= self._outage.tolerate(
+                    lambda: {member.index for member in announced(self.run, self.recipe)}, set()
+                )
             for unit, started in list(self.running.items()):
                 if (status := started.poll()) is not None:
                     self._take(unit, started, status)
@@ -172,9 +174,6 @@ class Supervisor:
         numbers = [int(match[1]) for match in there if match]
         started = newest(epoch_folder(self.run.path, unit.role, unit.index))
         return folder / f"{unit.name}-{numbered(max([started, *numbers]) + 1)}.log"
-
-    def _up(self) -> set[int]:
-        return {member.index for member in announced(self.run, self.recipe)}
 
     def _take(self, unit: Unit, started: Started, status: int) -> None:
         """Schedule a restart of a dead unit. Raises FatalError if that cannot help, or after too many deaths."""
@@ -206,9 +205,9 @@ class Supervisor:
         except FatalError:
             if unit.role != "engine":
                 raise
-            up = self._outage.tolerate(self._up, None)  # None during an outage
-            others = [one for one in self.running if one.role == "engine" and one.index != unit.index]
-            if up is not None and not any(one.index in up for one in others):
+            up = self._outage.tolerate(lambda: announced(self.run, self.recipe), None)  # None during an outage
+            others = {one.index for one in self.running if one.role == "engine" and one.index != unit.index}
+            if up is not None and not any(member.index in others for member in up):
                 raise
         self.due[unit] = time.monotonic() + budget.pause_s
 

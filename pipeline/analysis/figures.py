@@ -33,6 +33,7 @@ from pipeline.analysis.run_log import SFT_FILE, RunLog, number
 from pipeline.analysis.summary import LEARNER_PHASES
 from pipeline.control.files import ControlFiles
 from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.data.run_recipes import recipe_of_step
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
 from precision.mismatch.statistics import SPLITS
@@ -305,7 +306,7 @@ def log_ratio_histogram(run_log: RunLog) -> list[Figure]:
 def floors(run_log: RunLog, steps: Sequence[int]) -> list[tuple[float, int, int]]:
     """Return (floor, first step, last step) of each stretch of steps with the same ESS floor. A fork may have another
     floor than its parent, or a controller where its parent had none."""
-    controllers = [(step, run_log.recipe_of(step).controller) for step in steps]
+    controllers = [(step, recipe_of_step(run_log.recipes, step).controller) for step in steps]
     by_floor = groupby(controllers, key=lambda one: None if one[1] is None else one[1].ess_floor)
     stretches = [(floor, [step for step, _ in own]) for floor, own in by_floor]
     return [(floor, own[0], own[-1]) for floor, own in stretches if floor is not None]

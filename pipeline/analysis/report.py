@@ -50,7 +50,18 @@ def render_page(run_log: RunLog, *, samples: bool = False) -> str:
     def code(text: str) -> Markup:
         return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
-    histories, listed, shares = summary.alarm_history(run_log), event_rows(run_log), summary.newest_shares(run_log)
+    # A row for each noteworthy event: time since the first one, kind, and details in words. Neighbors of the same kind
+    # and reason become one row with their number.
+    listed = []
+    for _, run in groupby(run_log.of_kind(*NOTEWORTHY), key=lambda event: (event["kind"], event.get("reason"))):
+        same = list(run)
+        first = same[0]
+        rest = [f"{key} {value}" for key, value in first.items() if key not in ("kind", "time", "reason")]
+        rest = rest if len(same) == 1 else [f"{len(same)} times"]
+        reason = [str(first["reason"])] if first.get("reason") else []
+        when = summary.duration(first["time"] - run_log.events[0]["time"])
+        listed.append(dict(when=when, kind=str(first["kind"]), text=": ".join([", ".join(rest), *reason])))
+    histories, shares = summary.alarm_history(run_log), summary.newest_shares(run_log)
     formats = dict(percent=summary.percent, decimal=summary.decimal, duration=summary.duration, count=summary.count)
     return page(
         "report.html.j2",
@@ -66,21 +77,6 @@ def render_page(run_log: RunLog, *, samples: bool = False) -> str:
         recipe=run_log.recipe.to_yaml(),
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
-
-
-def event_rows(run_log: RunLog) -> list[dict[str, str]]:
-    """Return a row for each noteworthy event: time since the first event, kind, and details in words. Neighbors of the
-    same kind and reason become one row with their number."""
-    rows = []
-    for _, run in groupby(run_log.of_kind(*NOTEWORTHY), key=lambda event: (event["kind"], event.get("reason"))):
-        same = list(run)
-        first = same[0]
-        rest = [f"{key} {value}" for key, value in first.items() if key not in ("kind", "time", "reason")]
-        rest = rest if len(same) == 1 else [f"{len(same)} times"]
-        reason = [str(first["reason"])] if first.get("reason") else []
-        when = summary.duration(first["time"] - run_log.events[0]["time"])
-        rows.append(dict(when=when, kind=str(first["kind"]), text=": ".join([", ".join(rest), *reason])))
-    return rows
 
 
 def environment_rows(run_log: RunLog) -> list[tuple[str, str]]:

@@ -85,10 +85,6 @@ class RunLog:
         """The recipe that the run goes by now."""
         return self.recipes[-1].recipe
 
-    def recipe_of(self, step: int) -> Recipe:
-        """Return the recipe by which a step was or will be trained."""
-        return recipe_of_step(self.recipes, step)
-
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return the steps and the finite values of one metric. The key `a/b` means b in the group a."""
         group, _, name = key.rpartition("/")
@@ -166,7 +162,7 @@ def steps_of(run_log: RunLog) -> list[Step]:
         elif line is None:
             steps.append(Step(samples=samples.get(step), tokens=None, hours=None, ended=None))
         else:
-            hours, recipe = None, run_log.recipe_of(step)
+            hours, recipe = None, recipe_of_step(run_log.recipes, step)
             if "seconds" in line:  # engines that the run did not start (rollout.urls) count, too
                 gpus = replace(GpuNeeds.of(recipe), engines=recipe.rollout.engines).total
                 hours = gpus * sum(map(float, line["seconds"].values())) / 3600.0

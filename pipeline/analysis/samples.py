@@ -270,16 +270,39 @@ def write_samples(run_log: RunLog) -> Path | None:
         if len(wanted) == 1:
             tokenizer = tokenizer_of(run, run_log.recipe.model.path, *wanted)
     lengths = [length for batch, *_ in chosen for length in batch.response_lengths.tolist()]
-    most = shares_of(lengths, MOST_TOKENS)
+    # The limit on each length that keeps the total within MOST_TOKENS; short texts leave their rest to others.
+    left, most = MOST_TOKENS, max(lengths, default=0)
+    for count, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
+        if length * count > left:
+            most = left // count
+            break
+        left -= length
     pieces = (lambda tokens: [f"{token} " for token in tokens]) if tokenizer is None else tokenizer.pieces
     groups = []
     for batch, learner, advantages, facts in chosen:
         rows = list(sample_rows(batch, None, background, learner_logprobs=learner, advantages=advantages))
         for group, of_group in facts.items():
             members = [row for row in rows if row["group"] == group]
-            shown = _shown_group(batch, members, pieces)
-            samples = [_shown_sample(batch, learner, row, pieces, most) for row in members]
-            groups.append(dict(shown, facts=of_group, scored=learner is not None, samples=samples))
+            first = members[0]
+            ids = batch.sample_tokens(first["sample"])[: first["prompt_tokens"]].tolist()
+            prompt = visible("".join(pieces(ids)), _LINES)
+            before, after = len(prompt), 0
+            if before > MOST_PROMPT_CHARACTERS:  # shown are two thirds from its beginning and one from its end
+                after = MOST_PROMPT_CHARACTERS // 3
+                before = MOST_PROMPT_CHARACTERS - after
+            shown = dict(
+                step=batch.index,
+                group=first["group"],
+                problem=first["problem"] if first["problem"] >= 0 else None,
+                source=None if first["source"] is None else visible(first["source"]),
+                prompt=(prompt[:before], len(prompt) - before - after, prompt[len(prompt) - after :]),
+                answer=visible(first["answer"] or "", _LINES),
+                metadata=visible(metadata_text(first["metadata"])),
+                facts=of_group,
+                scored=learner is not None,
+                samples=[_shown_sample(batch, learner, row, pieces, most) for row in members],
+            )
+            groups.append(shown)
     text = page(
         "samples.html.j2",
         {},
@@ -321,31 +344,15 @@ def _held_out(run: RunDirectory, unread: list[str]) -> list[dict[str, Any]]:
     return shown
 
 
-def _shown_group(batch: Batch, members: list[dict[str, Any]], pieces: Pieces) -> dict[str, Any]:
-    """Return the template's values for a group, without its samples. A long prompt is cut to its two ends."""
-    first = members[0]
-    ids = batch.sample_tokens(first["sample"])[: first["prompt_tokens"]].tolist()
-    prompt = visible("".join(pieces(ids)), _LINES)
-    before, after = ends_of(len(prompt), MOST_PROMPT_CHARACTERS)
-    return dict(
-        step=batch.index,
-        group=first["group"],
-        problem=first["problem"] if first["problem"] >= 0 else None,
-        source=None if first["source"] is None else visible(first["source"]),
-        prompt=(prompt[:before], len(prompt) - before - after, prompt[len(prompt) - after :]),
-        answer=visible(first["answer"] or "", _LINES),
-        metadata=visible(metadata_text(first["metadata"])),
-    )
-
-
 def _shown_sample(
     batch: Batch, learner: NDArray[np.float32] | None, row: dict[str, Any], pieces: Pieces, most: int
 ) -> dict[str, Any]:
-    """Return the template's values for a sample. A long response is cut to its two ends. `worst` is the largest gap and
-    the position of its token in the response, from 1, shown or not."""
+    """Return the template's values for a sample. A long response is cut to two thirds of `most` from its beginning and
+    one third from its end. `worst` is the largest gap and the position of its token in the response, from 1, shown or
+    not."""
     span, oldest, newest = responses_of(batch, row["sample"]), row["version_min"], row["version_max"]
     ids = batch.sample_tokens(row["sample"])[row["prompt_tokens"] :].tolist()
-    before, after = ends_of(len(ids), most)
+    before, after = (len(ids), 0) if len(ids) <= most else (most - most // 3, most // 3)
     worst, unseen = None, False
     if learner is not None and len(ids):
         gaps = token_gaps(batch, learner)[span]
@@ -364,7 +371,10 @@ def _shown_sample(
                 yield Token("unseen", f"the learner did not look, {chance}", text)
             else:
                 gap = float(learner[place]) - rollout
-                yield Token(color_of(gap), f"{gap:+.2g}, {chance}", text)
+                level = int(np.searchsorted(BOUNDS, abs(gap), side="right"))
+                color = f"{'more' if gap > 0 else 'less'}{level}" if level else ""
+                # The CSS class, such as `more2` where the learner's probability is higher.
+                yield Token(color if np.isfinite(gap) else "broken", f"{gap:+.2g}, {chance}", text)
 
     return dict(
         reward=None if row["reward"] is None else f"{row['reward']:.4g}",
@@ -381,19 +391,6 @@ def _shown_sample(
         worst=worst,
         unseen=unseen,
     )
-
-
-def color_of(gap: float) -> str:
-    """Return the CSS class of a gap, such as `more2` where the learner's probability is higher, or an empty text."""
-    if not np.isfinite(gap):
-        return "broken"
-    level = int(np.searchsorted(BOUNDS, abs(gap), side="right"))
-    return f"{'more' if gap > 0 else 'less'}{level}" if level else ""
-
-
-def ends_of(length: int, most: int) -> tuple[int, int]:
-    """Return how many items of the beginning and of the end are shown: all, or two thirds and one third of `most`."""
-    return (length, 0) if length <= most else (most - most // 3, most // 3)
 
 
 def spread_over(indices: Sequence[int]) -> list[int]:
@@ -461,13 +458,3 @@ def token_gaps(batch: Batch, learner_logprobs: NDArray[np.float32]) -> NDArray[n
     with np.errstate(invalid="ignore"):
         gaps = np.abs(learner_logprobs.astype(np.float64) - batch.rollout_logprobs)
     return np.where(looked_at(batch, learner_logprobs), np.where(np.isfinite(gaps), gaps, np.inf), 0.0)
-
-
-def shares_of(lengths: Sequence[int], most: int) -> int:
-    """Return the limit on each length that keeps the total within `most`; short texts leave their rest to others."""
-    left = most
-    for count, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
-        if length * count > left:
-            return left // count
-        left -= length
-    return max(lengths, default=0)

@@ -63,7 +63,21 @@ def read_curve(source: Path, x: str | None, y: str | None) -> Curve:
             )
         points = [(spent[version], score) for version, score in evaluated]
     elif source.is_file():
-        lines = _read_lines(source)
+        try:
+            text = source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StoreError(f"cannot read {source} ({error}); give a JSONL file, one JSON object a line") from error
+        lines = list[dict[str, Any]]()
+        for count, written in enumerate(text.splitlines(), 1):
+            if not written.strip():
+                continue
+            try:
+                value = json.loads(written)
+            except ValueError as error:
+                raise StoreError(f"{source}, line {count} is not JSON ({error}); correct or remove it") from error
+            if not isinstance(value, dict):
+                raise StoreError(f"{source}, line {count} is {type(value).__name__}, expected a JSON object")
+            lines.append(value)
         fields = sorted({key for line in lines for key in line if number(line, key) is not None})
         listed = ", ".join(fields) or "none"
         if x is None or y is None:
@@ -81,25 +95,6 @@ def read_curve(source: Path, x: str | None, y: str | None) -> Curve:
     if known[0, 0] < 0.0:
         raise StoreError(f"{source}: {x} goes down to {known[0, 0]:g}, expected compute from 0 upwards")
     return Curve(name=source.name.removesuffix(".jsonl"), x=x, y=y, compute=known[:, 0], score=known[:, 1])
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"cannot read {path} ({error}); give a JSONL file, one JSON object a line") from error
-    for count, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise StoreError(f"{path}, line {count} is not JSON ({error}); correct or remove it") from error
-        if not isinstance(value, dict):
-            raise StoreError(f"{path}, line {count} is {type(value).__name__}, expected a JSON object")
-        lines.append(value)
-    return lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -307,7 +307,10 @@ class Region:
         box = np.log(np.array([_WIDEST_B, [side * points.end for side in _WIDEST_C_MID]]))
         for _ in range(_NUM_PASSES - 1):
             region = _search(fit, points, grid, box, least + _REACH * CHI2_95 * variance)
-            box = region._box(box)
+            # Search again in the log ranges that hold the region, a step of the mesh wider on every side.
+            steps = (box[:, 1] - box[:, 0]) / (np.array(_MESH) - 1)
+            logs = np.log([region.exponents, region.midpoints])
+            box = np.stack([logs.min(axis=1) - steps, logs.max(axis=1) + steps], axis=1)
         return _search(fit, points, grid, box, least + CHI2_95 * variance)
 
     @property
@@ -327,12 +330,6 @@ class Region:
         f, rest = progress(compute, self.exponents, self.midpoints)
         low, high = self.lowest * f + self.lowest_start * rest, self.highest * f + self.highest_start * rest
         return float(min(low.min(), high.min())), float(max(low.max(), high.max()))
-
-    def _box(self, outer: Floats) -> Floats:
-        """Return [2, 2] the log ranges that hold the region, a step of the mesh wider on every side."""
-        steps = (outer[:, 1] - outer[:, 0]) / (np.array(_MESH) - 1)
-        logs = np.log([self.exponents, self.midpoints])
-        return np.stack([logs.min(axis=1) - steps, logs.max(axis=1) + steps], axis=1)
 
 
 def _search(fit: Fit, points: Points, grid: Grid, box: Floats, threshold: float) -> Region:

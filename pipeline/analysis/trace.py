@@ -109,8 +109,24 @@ def timeline(run_log: RunLog, damage: list[str], begin: float = -math.inf, end: 
                 Span(part=part if slash else owner, lane=lane, name=name, number=number, **times, facts=facts)
             )
     known = {span.number for span in recorded if span.part == RANK_ZERO and span.name == STEP}
-    rebuilt = [span for span in _learner_spans(run_log.metrics) if span.number not in known]
-    found = [s for s in (*rebuilt, *_collector_spans(run_log.events)) if s.start < end and s.end > begin]
+    found = [span for span in _learner_spans(run_log.metrics) if span.number not in known]
+    # The phases of each batch, overlapping batches on separate lanes, and the evaluations.
+    lane_ends, batches = list[float](), [e for e in run_log.events if e["kind"] == "committed" and "started" in e]
+    for event in sorted(batches, key=lambda e: e["started"]):
+        spent = event.get("seconds") or {}
+        seconds = {phase: float(spent.get(phase, 0.0)) for phase in COLLECTOR_PHASES}
+        started = float(event["started"])
+        place = next((i for i, ended in enumerate(lane_ends) if ended <= started), len(lane_ends))
+        lane_ends[place : place + 1] = [started + sum(seconds.values())]
+        found += _laid_out(COLLECTOR, f"batches {place + 1}", int(event["batch"]), started, seconds)
+    for event in run_log.events:
+        if event["kind"] == "evaluated" and event.get("seconds"):
+            number, until = int(event["version"]), float(event["time"])
+            started = until - float(event["seconds"])
+            found.append(
+                Span(part=COLLECTOR, lane="evaluation", name="evaluate", number=number, start=started, end=until)
+            )
+    found = [span for span in found if span.start < end and span.end > begin]
     return sorted([*recorded, *found], key=lambda span: (span.start, -span.end))
 
 
@@ -123,23 +139,6 @@ def _learner_spans(metrics: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
         if end > start:
             yield Span(part=RANK_ZERO, lane=STEP, name=STEP, number=number, start=start, end=end)
         yield from _laid_out(RANK_ZERO, STEP, number, start, seconds)
-
-
-def _collector_spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
-    """Yield the phases of each batch, overlapping batches on separate lanes, and the evaluations."""
-    lane_ends = list[float]()
-    for event in sorted((e for e in events if e["kind"] == "committed" and "started" in e), key=lambda e: e["started"]):
-        spent = event.get("seconds") or {}
-        seconds = {phase: float(spent.get(phase, 0.0)) for phase in COLLECTOR_PHASES}
-        start = float(event["started"])
-        lane = next((i for i, end in enumerate(lane_ends) if end <= start), len(lane_ends))
-        lane_ends[lane : lane + 1] = [start + sum(seconds.values())]
-        yield from _laid_out(COLLECTOR, f"batches {lane + 1}", int(event["batch"]), start, seconds)
-    for event in events:
-        if event["kind"] == "evaluated" and event.get("seconds"):
-            end, number = float(event["time"]), int(event["version"])
-            start = end - float(event["seconds"])
-            yield Span(part=COLLECTOR, lane="evaluation", name="evaluate", number=number, start=start, end=end)
 
 
 def _laid_out(part: str, lane: str, number: int, start: float, seconds: Mapping[str, float]) -> Iterator[Span]:

@@ -117,20 +117,17 @@ def _same_number(gold: Any, found: Any, tolerance: Rational, precision: int) -> 
         )
     if not isinstance(gold, Basic) or not isinstance(found, Basic):
         return False
+    exact = [one.xreplace({part: Rational(str(part)) for part in one.atoms(Float)}) for one in (gold, found)]
     if gold.free_symbols or found.free_symbols:
-        return bool(expand(_exact(gold) - _exact(found)) == 0)
+        return bool(expand(exact[0] - exact[1]) == 0)
     decimal = gold.has(Float) or found.has(Float)
     if not decimal and isinstance(gold, Rational) and isinstance(found, Rational):
         return bool(gold == found)
     share = min(tolerance, _NOISE) if isinstance(gold, Integer) or isinstance(found, Integer) else tolerance
-    wanted, got = (_exact(one).evalf(50) for one in (gold, found))
+    wanted, got = (one.evalf(50) for one in exact)
     if not wanted.is_finite or not got.is_finite:
         return False
     return bool(abs(wanted - got) <= (share if decimal else Rational(1, 10**40)) * abs(wanted))
-
-
-def _exact(expression: Any) -> Any:
-    return expression.xreplace({one: Rational(str(one)) for one in expression.atoms(Float)})
 
 
 def _parsed(value: str) -> list[Any]:
@@ -232,7 +229,8 @@ def _read(text: str) -> _Answer:
     choice, text = _split(text)
     percent = bool(_PERCENT.search(text))
     value, units = _without_units(_numerals(_PERCENT.sub("", text)))
-    value = re.sub(r"\s+", " ", _words(value)).strip()
+    value = _RUN.sub(_symbol, re.sub(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ",", value))
+    value = re.sub(r"\s+", " ", value).strip()
     return _Answer(choice=choice, value=value or choice, percent=percent, units=currencies + units)
 
 
@@ -430,22 +428,17 @@ def _dimension(unit: str) -> Counter[str] | None:
     return powers
 
 
-def _words(value: str) -> str:
+def _symbol(found: re.Match[str]) -> str:
     """Make one symbol of each word, and of each name in capitals such as `CA`, which math-verify reads as a product."""
-
-    def symbol(found: re.Match[str]) -> str:
-        words = found["text"] if found["text"] is not None else found["run"]
-        if words is None or (found["text"] is None and not _is_word(words)):
+    words = found["text"]
+    if words is None:
+        words = found["run"]
+        names = re.findall("[A-Za-z]+", words or "")
+        if any(name in _MATHEMATICS for name in names) or not any(
+            re.fullmatch("[A-Z]{2,}|[A-Z][a-z]{2,}|yes|no|not|odd", name)
+            or (len(name) >= 4 and re.search("[aeiou]", name))
+            for name in names
+        ):
             return found[0]
-        squeezed = re.sub(r"[\s.'\"]+", "", words)
-        return rf"\text{{{squeezed.lower()}}}" if len(squeezed) > 1 else squeezed
-
-    return _RUN.sub(symbol, re.sub(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ",", value))
-
-
-def _is_word(run: str) -> bool:
-    names = re.findall("[A-Za-z]+", run)
-    return not any(name in _MATHEMATICS for name in names) and any(
-        re.fullmatch("[A-Z]{2,}|[A-Z][a-z]{2,}|yes|no|not|odd", name) or (len(name) >= 4 and re.search("[aeiou]", name))
-        for name in names
-    )
+    squeezed = re.sub(r"[\s.'\"]+", "", words)
+    return rf"\text{{{squeezed.lower()}}}" if len(squeezed) > 1 else squeezed

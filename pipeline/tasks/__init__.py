@@ -17,7 +17,8 @@ __all__ = ["Problem", "PromptOrder", "Task", "build_task"]
 
 
 def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, seed: int) -> Task:
-    """Return the task of a recipe's section. Raises RecipeError when its files cannot be used."""
+    """Return the task of a recipe's section. Raises RecipeError when its files cannot be used, or when the
+    user's class cannot be made or lacks an attribute."""
     match section:
         case SortDigitsTask():
             return SortDigits(section, seed)
@@ -28,12 +29,7 @@ def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, s
             if section.sources:
                 return Mixture([Source(one.name, one.weight, Data(section.of(one))) for one in section.sources])
             return Data(section)
-        case OwnTask():
-            return _own_task(section, seed)
-
-
-def _own_task(section: OwnTask, seed: int) -> Task:
-    """Return an instance of the user's class. Raises RecipeError when it cannot be made or lacks an attribute."""
+    # The user's own class.
     module, _, name = section.class_.partition(":")
     try:
         made: Any = getattr(import_module(module), name)(seed=seed, **section.options)

@@ -106,7 +106,14 @@ def arrow_rows(path: Path) -> Iterator[Row]:
     try:
         for batch in _batches(path, unread):
             for first in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                for values in _in_full(batch.slice(first, _ROWS_AT_ONCE)).to_pylist():
+                part = batch.slice(first, _ROWS_AT_ONCE)
+                # Read 32-bit floats as the numbers of their shortest digits: Python would read 0.1 as
+                # 0.10000000149011612.
+                if any(_with_floats(kind, pa.string()) != kind for kind in part.schema.types):
+                    kinds = part.schema
+                    for floats in (pa.string(), pa.float64()):
+                        part = part.cast(pa.schema([one.with_type(_with_floats(one.type, floats)) for one in kinds]))
+                for values in part.to_pylist():
                     number += 1
                     yield Row(f"{path}, row {number}", values, unread)
     except (pa.ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8
@@ -135,17 +142,6 @@ def _batches(path: Path, unread: dict[str, str]) -> Iterator[Any]:
         columns = _readable(found.schema, unread)
         for batch in batches:
             yield batch.select(columns)
-
-
-def _in_full(batch: Any) -> Any:
-    """Read 32-bit floats as the numbers of their shortest digits: Python would read 0.1 as 0.10000000149011612."""
-    import pyarrow as pa
-
-    schema = batch.schema
-    if any(_with_floats(kind, pa.string()) != kind for kind in schema.types):
-        for floats in (pa.string(), pa.float64()):
-            batch = batch.cast(pa.schema([one.with_type(_with_floats(one.type, floats)) for one in schema]))
-    return batch
 
 
 def _with_floats(kind: Any, floats: Any) -> Any:

@@ -110,19 +110,16 @@ class GeneratedTask(Task, ABC):
 
     def problem(self, index: int) -> Problem:
         check_index(index, self.num_prompts, "problem")
-        return self._draw_from(self._rng("train", index), held_out=False)
+        return self._draw_from(random.Random(f"{self._name}/train/{self._seed}/{index}"), held_out=False)
 
     def held_out(self, index: int) -> Problem:
         check_index(index, self.num_held_out, "held-out problem")
-        return self._draw_from(self._rng("held-out", index), held_out=True)
+        return self._draw_from(random.Random(f"{self._name}/held-out/{self._seed}/{index}"), held_out=True)
 
     def demonstration(self, index: int) -> tuple[str, str]:
-        rng = self._rng("demonstration", index)
+        rng = random.Random(f"{self._name}/demonstration/{self._seed}/{index}")
         problem = self._draw_from(rng, held_out=False)
         return problem.text, self.distort(problem.answer, rng)
-
-    def _rng(self, stream: str, index: int) -> random.Random:
-        return random.Random(f"{self._name}/{stream}/{self._seed}/{index}")
 
     def _draw_from(self, rng: random.Random, *, held_out: bool) -> Problem:
         for _ in range(_MAX_DRAWS):

@@ -46,7 +46,7 @@ from pipeline.spans import Stopwatch
 from pipeline.trainer.batches import BatchSource, MiniBatch, asked_solve_rate, describe, merge_updates, mini_batches
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.old_logprobs import OldLogprobs
-from precision.ratios import LrByLag, RatioSums, lr_factor, lr_factor_of_ess, staleness_ess
+from precision.ratios import LrByLag, RatioSums, lr_factor, staleness_ess
 from precision.torch_on_use import Tensor, torch
 
 if TYPE_CHECKING:
@@ -198,7 +198,9 @@ class Trainer:
                         ess = staleness_ess(before - rollout, scored[sampled].double() - before)
                     except FloatingPointError as error:
                         raise NonFiniteError(f"batch {part.batch.index}: {error}") from error
-                measured = dict(lr_factor=min(most_lr, lr_factor_of_ess(ess)), staleness_ess=ess)
+                # 1 while nothing is stale, .8 at .96, .29 at .5: √(1 - e) is about the spread of the ratios. VCPO
+                # (arXiv 2602.17616) scales by an ESS in another form.
+                measured = dict(lr_factor=min(most_lr, 1.0 - math.sqrt(1.0 - ess)), staleness_ess=ess)
         with watch.phase("update"):
             update = self.learner.update(
                 part.batch,

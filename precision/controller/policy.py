@@ -326,11 +326,6 @@ def _observed(settings: ControllerSettings, ladder: Ladder, state: State, eviden
     return state.model_copy(update=dict(window=window, measured={**state.measured, **measured}))
 
 
-def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int, what: Measurement) -> bool:
-    """Return whether to measure now: once in a cool-down, since a measurement costs passes over the model."""
-    return what not in state.measured or step - state.measured[what] >= settings.cooldown_steps
-
-
 def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, loss: float) -> Outcome:
     # Find the engine without which the floor would hold in most batches of the window.
     alone_bad = Counter[int]()
@@ -359,7 +354,9 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     elif climb is not None and climb.loss > clear_loss and _is_in_vain(settings, climb.loss, loss, HELPS):
         return _give_up(settings, ladder, state, evidence.step, loss, certain=False)
     if evidence.quantization is None and not evidence.unmeasurable:
-        if state.cannot_help and not _is_turn_to_measure(settings, state, evidence.step, "quantization"):
+        # Once in a cool-down, since a measurement costs passes over the model.
+        measured = state.measured.get("quantization")
+        if state.cannot_help and measured is not None and evidence.step - measured < settings.cooldown_steps:
             return Outcome(state=state)
         return Outcome(state=state, needs="quantization")
     excess = loss - settings.allowed_loss
@@ -497,7 +494,9 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     room = 0.5 * (settings.comfortable_loss + settings.allowed_loss) - loss
     if ready and evidence.unmeasurable:
         return _demote(settings, ladder, state, evidence, loss, ready)
-    if ready and evidence.groups is None and _is_turn_to_measure(settings, state, step, "groups"):
+    measured = state.measured.get("groups")
+    is_turn = measured is None or step - measured >= settings.cooldown_steps  # since it costs passes over the model
+    if ready and evidence.groups is None and is_turn:
         return Outcome(state=state, needs="groups", groups=tuple(ready))
     damage = {} if evidence.groups is None else {group: evidence.groups[group] for group in ready}
     chosen: list[str] = []  # the most groups that add no more than the room to the loss

@@ -158,7 +158,14 @@ def fake_quantize(
     groups = padded.reshape(*padded.shape[:-1], padded.shape[-1] // size, size)
     peaks = groups.abs().amax(dim=-1, keepdim=True)
     if rollout_format in (RolloutFormat.MXFP8, RolloutFormat.EMULATED_MXFP4):
-        scale = _power_of_two_scale(peaks, largest)
+        # Powers of two, rounded up, so that nothing saturates, as in engines and Transformer Engine (arXiv 2506.08027,
+        # section 3); the OCP specification rounds down. At least 2^-126: a smaller scale is no normal float32, and some
+        # devices flush it to zero.
+        require_finite(peaks)
+        mantissa, exponent = torch.frexp(peaks / torch.full_like(peaks, largest))  # mantissa in [0.5, 1)
+        rounded_up = torch.where(mantissa > 0.5, exponent, exponent - 1)
+        exponent = torch.where(peaks > 0, rounded_up, -126).clamp(-126, 127).int()
+        scale = ((exponent + 127) << 23).view(torch.float32)  # by its bits: exact on every device
     else:
         by_group = rollout_format is RolloutFormat.FP8_BLOCK
         by_row = per_token or rollout_format is RolloutFormat.FP8_CHANNEL
@@ -171,17 +178,6 @@ def fake_quantize(
             scale = torch.where(ratio == 0, 1.0, ratio).clamp(SMALLEST_E4M3, E4M3_MAX).to(E4M3).float() * scale
     rounded = to_e4m3(groups / scale).float() if small is None else small.rounded(groups / scale)
     return straight_through(values, (rounded * scale).flatten(-2)[..., :channels])
-
-
-def _power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
-    """Return amax / `largest` as float32 powers of two, rounded up, so that nothing saturates, as in engines and
-    Transformer Engine (arXiv 2506.08027, section 3); the OCP specification rounds down. At least 2^-126: a smaller
-    scale is no normal float32, and some devices flush it to zero."""
-    require_finite(amax)
-    mantissa, exponent = torch.frexp(amax / torch.full_like(amax, largest))  # mantissa in [0.5, 1)
-    rounded_up = torch.where(mantissa > 0.5, exponent, exponent - 1)
-    exponent = torch.where(amax > 0, rounded_up, -126).clamp(-126, 127).int()
-    return ((exponent + 127) << 23).view(torch.float32)  # by its bits: exact on every device
 
 
 def straight_through(original: Tensor, quantized: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ class TokenScores:
     """By the engine, as it sampled the token."""
 
     def __post_init__(self) -> None:
-        known = [score for score in self._chain() if score is not None]
+        scores = (self.now, self.then, self.quantized, self.routed, self.prefill, self.decode)
+        known = [score for score in scores if score is not None]
         shapes = {tuple(score.shape) for score in known}
         if len(shapes) != 1 or known[0].dim() != 1 or not known[0].numel():
             raise ValueError(f"scores are of shapes {sorted(shapes)}, expected one [tokens] with tokens; score one set")
@@ -68,7 +69,8 @@ class TokenScores:
         """Return each of TERMS, [tokens], nats; they add up to `total`. Raises FloatingPointError naming a term with
         values that are not finite. Large values are allowed, since an attribution is to find them."""
         terms, upper = {}, self.now
-        for name, lower in zip(TERMS, self._chain()[1:], strict=True):
+        chain = (self.then, self.quantized, self.routed, self.prefill, self.decode)
+        for name, lower in zip(TERMS, chain, strict=True):
             terms[name] = torch.zeros_like(upper) if lower is None else upper - lower
             upper = upper if lower is None else lower
             if not bool(terms[name].isfinite().all()):
@@ -77,9 +79,6 @@ class TokenScores:
                     "learner's and the engine's logprobs"
                 )
         return terms
-
-    def _chain(self) -> tuple[Tensor | None, ...]:
-        return (self.now, self.then, self.quantized, self.routed, self.prefill, self.decode)
 
 
 @dataclass(frozen=True, kw_only=True)

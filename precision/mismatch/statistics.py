@@ -442,22 +442,16 @@ def quantiles(groups: Sequence[Tensor], orders: Sequence[float], ranks: Ranks = 
             if ordered.numel():
                 found[row] = ordered[wanted[row]]
     else:
-        found = _sought(groups, wanted, ranks)
+        # As int64 of the same order: -0.0 becomes 0.0, for they are equal, and their bits are not.
+        keys = [bits ^ (bits >> 63 & _HIGHEST) for bits in ((ordered + 0.0).view(torch.int64) for ordered in groups)]
+        low, high = torch.full_like(wanted, -_HIGHEST - 1), torch.full_like(wanted, _HIGHEST)
+        while bool((low < high).any()):
+            middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without an overflow
+            not_above = torch.stack(
+                [torch.searchsorted(own, bounds, right=True) for own, bounds in zip(keys, middle, strict=True)]
+            )
+            found = ranks.sum(not_above) > wanted
+            low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
+        found = (low ^ (low >> 63 & _HIGHEST)).view(torch.float64)
     below, above = found.chunk(2, dim=1)
     return torch.where(counts[:, None] > 0, below + (above - below) * (places - places.floor()), math.nan)
-
-
-def _sought(groups: Sequence[Tensor], wanted: Tensor, ranks: Ranks) -> Tensor:
-    """Return the values at the `wanted` places, int64 [groups, places], in the order of each group over
-    all ranks, by bisection. Collective."""
-    # As int64 of the same order: -0.0 becomes 0.0, for they are equal, and their bits are not.
-    keys = [bits ^ (bits >> 63 & _HIGHEST) for bits in ((ordered + 0.0).view(torch.int64) for ordered in groups)]
-    low, high = torch.full_like(wanted, -_HIGHEST - 1), torch.full_like(wanted, _HIGHEST)
-    while bool((low < high).any()):
-        middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without an overflow
-        not_above = torch.stack(
-            [torch.searchsorted(own, bounds, right=True) for own, bounds in zip(keys, middle, strict=True)]
-        )
-        found = ranks.sum(not_above) > wanted
-        low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
-    return (low ^ (low >> 63 & _HIGHEST)).view(torch.float64)

@@ -79,10 +79,25 @@ def view_of(reward: str, hidden: Iterable[Path], *, own: bool, runs: Path | None
     """Return the view for the reward function `package.module:function`. Without `own` it is only the system and
     Python: a program that a model wrote must not find the answers in the user's folder. `runs`, the folder that holds
     the run, is hidden too, unless it is, or holds, a folder that is shown."""
-    system = [Path(path) for path in _SYSTEM if os.path.exists(path)] + [*_python()]
+    system = [Path(path) for path in _SYSTEM if os.path.exists(path)]
+    # Folders of installed packages, the user's own too, by the real paths by which they are imported.
+    searched = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path)
+    packages = [
+        os.path.realpath(one) for one in searched if os.path.basename(one) in ("site-packages", "dist-packages")
+    ]
+    # This interpreter, every link on the way to it, and the folders that it imports from.
+    prefixes = sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix
+    folders = [path for path in (*sysconfig.get_paths().values(), *packages) if os.path.isdir(path)]
+    for python in (*prefixes, *folders):
+        system += _without_home(Path(python))
+    link = Path(sys.executable)
+    while link.is_symlink():
+        link = link.parent / link.readlink()
+        system.append(link if _is_wide(link.parent) else link.parent)
+    system += [PACKAGE, PACKAGE.with_name("precision")]
     mine = [*_own(reward)] if own else []
     installed = [path for prefix in (sys.prefix, sys.base_prefix, "/usr") for path in _without_home(Path(prefix))]
-    inside = [path.resolve() for path in (*map(Path, _packages()), *installed)]
+    inside = [path.resolve() for path in (*map(Path, packages), *installed)]
     mine = [path for path in mine if not any(path.is_relative_to(p) for p in inside)]
     kept = [path.resolve() for path in hidden]
     if runs is not None:
@@ -90,19 +105,6 @@ def view_of(reward: str, hidden: Iterable[Path], *, own: bool, runs: Path | None
         folder = runs.resolve()
         kept += [] if any(path.is_relative_to(folder) for path in shown) else [folder]
     return View(system=tuple(dict.fromkeys(system)), own=tuple(dict.fromkeys(mine)), hidden=tuple(kept))
-
-
-def _python() -> Iterator[Path]:
-    """Yield this interpreter, every link on the way to it, and the folders that it imports from."""
-    prefixes = sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix
-    folders = [path for path in (*sysconfig.get_paths().values(), *_packages()) if os.path.isdir(path)]
-    for path in (*prefixes, *folders):
-        yield from _without_home(Path(path))
-    link = Path(sys.executable)
-    while link.is_symlink():
-        link = link.parent / link.readlink()
-        yield link if _is_wide(link.parent) else link.parent
-    yield from (PACKAGE, PACKAGE.with_name("precision"))
 
 
 def _without_home(prefix: Path) -> Iterator[Path]:
@@ -119,13 +121,6 @@ def _is_wide(folder: Path) -> bool:
     with suppress(KeyError):  # a container may run as a user whom nobody has named
         homes.append(Path(pwd.getpwuid(os.getuid()).pw_dir).resolve())
     return real in _TOO_WIDE or any(home.is_relative_to(real) for home in homes)
-
-
-def _packages() -> Iterator[str]:
-    """Yield the folders of installed packages, the user's own too, by the real paths by which they are imported."""
-    for path in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path):
-        if os.path.basename(path) in ("site-packages", "dist-packages"):
-            yield os.path.realpath(path)
 
 
 def _own(reward: str) -> Iterator[Path]:
