@@ -37,7 +37,7 @@ from pipeline.data.checksums import create_sealed, read_sealed, read_sealed_json
 from pipeline.data.deltas import chain_to, is_whole
 from pipeline.data.epochs import ROLES, newest
 from pipeline.data.files import fsync_directory, machine_failure, make_folder
-from pipeline.data.quant_maps import NumberedMaps, digest_of, older_folder, read_quant_map
+from pipeline.data.quant_maps import NumberedMaps, digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.data.store import (
@@ -48,7 +48,6 @@ from pipeline.data.store import (
     LostBatch,
     entry,
     groups_between,
-    open_before,
 )
 from pipeline.errors import EvenKeelError, RunConflictError, StoreError
 from pipeline.ports.weights import verify_policy
@@ -202,7 +201,7 @@ def _damaged_policies(run: RunDirectory) -> Iterator[Damage]:
         verify_policy(folder, version, "")
         for older in sorted((folder / "maps").glob("[!.]*")):  # for engines with an older quant map
             verify_policy(older, version, "")
-            if older_folder(folder, digest_of(read_quant_map(older))) != older:
+            if (digest_of(read_quant_map(older)) or "none") != older.name:
                 raise StoreError(f"{older} holds weights for another quant map")
 
     def check_chain(version: int) -> None:
@@ -373,7 +372,8 @@ def _repaired_batches(
             between, further = groups_between(before, behind), after - index - 1
             groups = tuple(between[:wanted] if further else between)
             known = "together" if further or index - 1 in entries else "all"
-            next_group, open_groups = behind.next_group, open_before(behind, set(between) - set(groups))
+            left = set(between) - set(groups)
+            next_group, open_groups = behind.next_group, tuple(sorted({*behind.open_groups, *behind.own, *left}))
         entries[index] = Entry(index=index, own=groups, next_group=next_group, open_groups=open_groups)
         lost = LostBatch(
             index=index,

@@ -122,7 +122,7 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
     meta = sample.meta_info
     if meta.finish_reason.type == "abort" and asked.sampling.kept_set and meta.output_token_sampling_mask is None:
         # Retracted, then aborted while it waited: SGLang answers the tokens so far without kept sets.
-        return aborted_completion(engine, elapsed_s)
+        return replace(Completion.given((), ()), finish="abort", engine=engine, queued_s=elapsed_s)
     try:
         tokens = np.array(sample.output_ids, np.int64)
     except OverflowError:
@@ -261,12 +261,6 @@ def _routes(sample: Generated, versions: NDArray[np.integer], asked: Asked) -> R
     if asked.keeps_kv:  # then a retraction is for lack of memory, at a place that the answer does not give
         return rows.forget(len(rows)) if meta.num_retractions else rows
     return rows_still_true(rows, asked.num_prompt, versions, meta.num_retractions)
-
-
-def aborted_completion(engine: int, elapsed_s: float) -> Completion:
-    """Return an empty completion for a sample that was aborted."""
-    nothing = Completion.given((), ())
-    return replace(nothing, finish="abort", engine=engine, queued_s=elapsed_s)
 
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +40,6 @@ from rollout_sglang.answers import (
     TOKEN_BYTES,
     Asked,
     SampleReader,
-    aborted_completion,
     completion_reader,
     input_logprobs,
     read_answer,
@@ -157,7 +157,8 @@ class EngineClient:
         ended = time.monotonic()
         spans.note(f"{self._part}/requests", "request", started, ended, prompt=len(prompt_tokens), samples=num_samples)
         if completions is None:
-            return [aborted_completion(self.index, ended - started)] * num_samples
+            nothing = Completion.given((), ())
+            return [replace(nothing, finish="abort", engine=self.index, queued_s=ended - started)] * num_samples
         return completions
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:

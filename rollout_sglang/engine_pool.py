@@ -112,10 +112,6 @@ class PooledEngine:
         self.index, self.url = self.member.index, self.client.url
         self.is_believed = self.member.started > 0
 
-    def refuses(self, error: FatalError) -> None:
-        """Note that its server rejects a call itself."""
-        self.refusal, self.refused_at = error, min(self.refused_at, time.monotonic())
-
     @property
     def trouble(self) -> str:
         """A known fault, without asking the engine; empty when there is none."""
@@ -284,7 +280,7 @@ class EnginePool:
             await look(engine)
             if engine.refusal is not None:
                 raise error
-        engine.refuses(error)
+        engine.refusal, engine.refused_at = error, min(engine.refused_at, time.monotonic())
         await self.quarantine(engine, str(error))
         self.check_refusals()
         return str(error)
@@ -373,7 +369,7 @@ async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
     except RetryableError:
         return None, None
     except FatalError as error:
-        engine.refuses(error)
+        engine.refusal, engine.refused_at = error, min(engine.refused_at, time.monotonic())
         return None, None
     engine.answered, engine.refusal, engine.refused_at = time.monotonic(), None, math.inf
     claimed = claimed_version(name)

@@ -30,7 +30,7 @@ from pipeline.data.batch import Completion, Sampling
 from pipeline.data.checksums import verify_folder
 from pipeline.data.deltas import is_whole, read_link
 from pipeline.data.membership import Member, Membership
-from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
+from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import numbered
 from pipeline.errors import (
     BadAnswerError,
@@ -286,7 +286,14 @@ class Fleet:
         engine.client.take_part(number)
         try:
             served, claimed = await look(engine)
-            if claimed == target.version and await self._holds(engine, target):
+            holds = False  # whether it has this run's weights under the claimed version; False if nothing can tell
+            if claimed == target.version:
+                with suppress(RetryableError):
+                    own = await asyncio.to_thread(target.of_map, engine.member)
+                    if engine.is_believed or own.has_digests:
+                        measured = await self._while_alive(engine, self._verify(engine, own.version, own.coming))
+                        holds = engine.is_believed or measured["engines_checked"] > 0
+            if holds:
                 await self._pool.admit(engine, target.version)
             elif not await engine.client.health():
                 await self._pool.quarantine(engine, "it does not answer")
@@ -300,15 +307,6 @@ class Fleet:
                 )
         except FatalError as error:
             await self._pool.refused(engine, error)
-
-    async def _holds(self, engine: PooledEngine, target: Target) -> bool:
-        """Return whether an engine that claims the version holds this run's weights; False if nothing can tell."""
-        with suppress(RetryableError):
-            own = await asyncio.to_thread(target.of_map, engine.member)
-            if engine.is_believed or own.has_digests:
-                measured = await self._while_alive(engine, self._verify(engine, own.version, own.coming))
-                return engine.is_believed or measured["engines_checked"] > 0
-        return False
 
     async def _answering(self) -> tuple[list[PooledEngine], dict[int, str]]:
         """Return the answering engines, once there is one, and for each other engine why it is left out and
@@ -422,7 +420,7 @@ class Target:
         EngineVersionError where the version was published after the last engine with that map had gone."""
         if not engine.quant_map:
             return self
-        older = older_folder(self.directory, engine.quant_map)
+        older = self.directory / "maps" / engine.quant_map
         if older.is_dir():
             return Target(self.version, older, WeightCheck.load(older, self.version))
         newest = digest_of(read_quant_map(self.directory))

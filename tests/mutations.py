@@ -291,7 +291,7 @@ MUTATIONS = (
     Mutation(
         "a replica is not compared with the version's manifest",
         "rollout_sglang/weights/replica.py",
-        'if _sha256(target) != last[name]["sha256"]:',
+        'if _sha256(data) != last.manifest[name]["sha256"]:',
         "if False:",
         (f"{UNIT}/rollout_sglang/weights/test_replica.py",),
     ),
@@ -312,8 +312,8 @@ MUTATIONS = (
     Mutation(
         "long gaps of a delta are cut off",
         "pipeline/data/deltas.py",
-        "if not bridges.any():",
-        "if True:",
+        "if bridges.any():",
+        "if False:",
         (f"{UNIT}/pipeline/data/test_deltas.py",),
     ),
     Mutation(

@@ -257,13 +257,8 @@ class DroppedGroup:
 
     @staticmethod
     def passed_over(group: int, problem: int) -> DroppedGroup:
-        """Return the dropped group of a solved problem."""
+        """Return the dropped group of a solved problem: group and problem determine all fields."""
         return DroppedGroup(group=group, reason=f"problem {problem} is solved", kind="solved", problem=problem)
-
-    @property
-    def is_passed_over(self) -> bool:
-        """Whether group and problem determine all fields."""
-        return self.kind == "solved" and self == DroppedGroup.passed_over(self.group, self.problem)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -88,7 +88,9 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
         "index": batch.index,
         "recipe_sha256": batch.recipe_sha256,
         "contract": asdict(batch.contract),
-        "dropped": [asdict(dropped) for dropped in batch.dropped if not dropped.is_passed_over],
+        "dropped": [
+            asdict(drop) for drop in batch.dropped if drop != DroppedGroup.passed_over(drop.group, drop.problem)
+        ],
         "next_group": batch.next_group,
         "open_groups": open_groups,
         "reward_part_names": sorted(batch.reward_parts),
@@ -105,7 +107,8 @@ def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
         found |= zip(EXPERTS, (batch.experts.ids, batch.experts.known), strict=True)
     if batch.teacher_logprobs is not None:
         found[TEACHER_LOGPROBS] = batch.teacher_logprobs
-    if passed := [(drop.group, drop.problem) for drop in batch.dropped if drop.is_passed_over]:
+    pairs = [(drop, (drop.group, drop.problem)) for drop in batch.dropped]
+    if passed := [pair for drop, pair in pairs if drop == DroppedGroup.passed_over(*pair)]:
         found |= zip(PASSED_OVER, np.array(passed, np.int64).T.copy(), strict=True)
     return found
 
@@ -123,12 +126,6 @@ def num_bytes(batch: Batch) -> int:
     arrays = arrays_of(batch).values()
     chunks = sum(-(-len(array) // chunk_rows(array.shape, array.dtype)) for array in arrays)
     return sum(array.nbytes for array in arrays) + _CHUNK_BYTES * chunks + _NAMES_BYTES
-
-
-def array_names(attributes: Mapping[str, Any]) -> list[str]:
-    """Return the names of the arrays that a batch with these attributes has."""
-    parts = ["reward_parts"] * bool(attributes["reward_part_names"])
-    return [*PER_TOKEN, *PER_SAMPLE, *parts, *attributes["optional_arrays"]]
 
 
 def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], share: Share | None = None) -> Batch:
@@ -323,7 +320,7 @@ def read_batch(file: ZarrFile) -> Batch:
 def read_share(file: ZarrFile, choose: Choose) -> Batch:
     """Read a batch with the tokens of the chosen samples only (Batch.share). Raises as `read_batch`."""
     attributes, digests = read_attributes(file)
-    names = array_names(attributes)
+    names = [*digests]
     arrays = {name: file.rows(name, digests=digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
     offsets = arrays["sample_offsets"] = file.rows("sample_offsets", digests=digests["sample_offsets"])
     lengths, prompts = np.diff(offsets), arrays["prompt_lengths"]
@@ -365,7 +362,8 @@ def read_attributes(file: ZarrFile) -> tuple[dict[str, Any], dict[str, list[str]
     """Return the attributes, and each array's chunk digests. Raises ValueError for changed metadata."""
     attributes = dict(file.attributes)
     check_attributes(attributes)
-    names = array_names(attributes)
+    parts = ["reward_parts"] * bool(attributes["reward_part_names"])
+    names = [*PER_TOKEN, *PER_SAMPLE, *parts, *attributes["optional_arrays"]]
     for name in names:
         if name not in file.arrays:
             raise ValueError(f"array {name} is missing")

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -76,12 +76,29 @@ class Places(NamedTuple):
 def changed_runs(old: Bytes, new: Bytes, width: int) -> list[tuple[Places, bytes, int]]:
     """Return each changed run from `old` to `new` [n * width]: its place, payload, and count of differing numbers."""
     before, after = old.view(_UNSIGNED[width]), new.view(_UNSIGNED[width])
-    found = []
+    found, pack = [], Zstd(level=LEVEL)
     for first in range(0, len(after), RUN_NUMBERS):
-        part = slice(first, first + RUN_NUMBERS)
-        changed = np.flatnonzero(before[part] != after[part])
-        if len(changed):
-            found.append((*_encode(first, changed, after[part]), len(changed)))
+        old_part, part = (numbers[first : first + RUN_NUMBERS] for numbers in (before, after))
+        changed = np.flatnonzero(old_part != part)
+        if not len(changed):
+            continue
+        gaps = np.diff(changed, prepend=-1) - 1
+        # A place more costs about as much as the second bytes of four gaps, which are mostly 0.
+        gap_bytes = 1 if 4 * int((gaps >> 8).sum()) <= len(gaps) else 2
+        longest = (1 << 8 * gap_bytes) - 1
+        bridges = gaps // (longest + 1)  # places to insert, so that no gap exceeds `longest`
+        if bridges.any():
+            ends = np.cumsum(bridges + 1) - 1
+            bridged = np.full(ends[-1] + 1, longest, np.int64)
+            bridged[ends] = gaps - bridges * (longest + 1)
+            gaps = bridged
+        planes = [_planes(gaps.astype(_UNSIGNED[gap_bytes])), _planes(part[np.cumsum(gaps + 1) - 1])]
+        place, data = Places(first, len(part), len(gaps), gap_bytes), bytes(pack.encode(np.concatenate(planes)))
+        if len(gaps) * _WORTH_ALL > len(part):
+            everything = bytes(pack.encode(_planes(part)))
+            if len(everything) < len(data):
+                place, data = Places(first, len(part), len(part), 0), everything
+        found.append((place, data, len(changed)))
     return found
 
 
@@ -108,33 +125,6 @@ def apply(target: Bytes, width: int, run: Places, payload: bytes) -> None:
     numbers[places] = values
 
 
-def _encode(first: int, changed: NDArray[np.int64], after: Numbers) -> tuple[Places, bytes]:
-    gaps = np.diff(changed, prepend=-1) - 1
-    # A place more costs about as much as the second bytes of four gaps, which are mostly 0.
-    gap_bytes = 1 if 4 * int((gaps >> 8).sum()) <= len(gaps) else 2
-    gaps = _bridged(gaps, (1 << 8 * gap_bytes) - 1)
-    values = after[np.cumsum(gaps + 1) - 1]
-    planes = [_planes(gaps.astype(_UNSIGNED[gap_bytes])), _planes(values)]
-    pack = Zstd(level=LEVEL)
-    best = Places(first, len(after), len(gaps), gap_bytes), bytes(pack.encode(np.concatenate(planes)))
-    if len(gaps) * _WORTH_ALL > len(after):
-        everything = bytes(pack.encode(_planes(after)))
-        if len(everything) < len(best[1]):
-            best = Places(first, len(after), len(after), 0), everything
-    return best
-
-
-def _bridged(gaps: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
-    """Return the gaps with places inserted, so that none exceeds `longest`."""
-    bridges = gaps // (longest + 1)
-    if not bridges.any():
-        return gaps
-    ends = np.cumsum(bridges + 1) - 1
-    bridged = np.full(ends[-1] + 1, longest, np.int64)
-    bridged[ends] = gaps - bridges * (longest + 1)
-    return bridged
-
-
 def _planes(numbers: Numbers) -> Bytes:
     """Return [n] numbers of w bytes as w runs of n bytes: bytes of one kind compress better together."""
     return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), -1).T.reshape(-1)
@@ -157,10 +147,6 @@ class Payload(NamedTuple):
     length: int
     places: int
     gap_bytes: int
-
-
-def payload_name(rank: int) -> str:
-    return f"delta-{rank:05}.bin"
 
 
 class _Delta(BaseModel):
@@ -227,7 +213,7 @@ class Delta:
     def overwrite(self, folder: Path, name: str, target: Bytes) -> None:
         """Write the changes of tensor `name` over `target`, bytes of the base or this version. Raises StoreError."""
         for payload in self.payloads.get(name, ()):
-            path = folder / payload_name(payload.file)
+            path = folder / f"delta-{payload.file:05}.bin"
             try:
                 with path.open("rb") as file:
                     file.seek(payload.offset)
@@ -251,7 +237,7 @@ class DeltaWriter:
     def add(self, name: str, old: Bytes, new: Bytes, width: int) -> bool:
         """Append the changes of a tensor, and return whether there are any."""
         runs = changed_runs(old, new, width)
-        with (self.folder / payload_name(self.rank)).open("ab") as file:
+        with (self.folder / f"delta-{self.rank:05}.bin").open("ab") as file:
             for run, data, num_changed in runs:
                 self.payloads.setdefault(name, []).append(Payload(self.rank, self.num_bytes, len(data), *run))
                 file.write(data)
@@ -309,32 +295,25 @@ def read_link(policies: Path, version: int) -> Link:
     return link
 
 
-def links_back(policies: Path, version: int) -> Iterator[Link]:
-    """Yield the version, its base, the base's base, and so on. Raises StoreError for a missing or mismatched link."""
-    link = read_link(policies, version)
-    yield link
-    while (delta := link.delta) is not None:
-        link = read_link(policies, delta.base)
-        if link.state != delta.base_state:
-            raise StoreError(
-                f"{link.folder} holds other weights than those that the delta of version {delta.version} was made "
-                f"from; {_REMEDY}"
-            )
-        yield link
-
-
 def chain_to(policies: Path, version: int, held: Collection[str] = ()) -> list[Link]:
     """Return the links to a version from a state in `held`, or else the newest whole one. Raises StoreError."""
     links, whole = list[Link](), 0
     try:
-        for link in links_back(policies, version):
+        link = read_link(policies, version)
+        while True:
             links.insert(0, link)
             if link.state in held:
                 return links
             if is_whole(link.folder) and not whole:
                 whole = len(links)
-            if whole and not held:
-                break  # the last link is whole: it has no delta
+            if (whole and not held) or (delta := link.delta) is None:
+                break
+            link = read_link(policies, delta.base)
+            if link.state != delta.base_state:
+                raise StoreError(
+                    f"{link.folder} holds other weights than those that the delta of version {delta.version} was made "
+                    f"from; {_REMEDY}"
+                )
     except StoreError:
         if not whole:
             raise

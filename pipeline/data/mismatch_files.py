@@ -18,7 +18,6 @@ A step trained again after a resume replaces its file. No process takes a decisi
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,10 +30,6 @@ from precision.mismatch.statistics import GROUPS, QUANTILES, SEQUENCE_COLUMNS, M
 from precision.ratios import LOG_RATIO_EDGES, SUMS
 
 SCHEMA_VERSION = 1
-
-
-def mismatch_path(run: RunDirectory, step: int) -> Path:
-    return run.mismatch / f"{numbered(step)}.zarr.zip"
 
 
 def write_mismatch(run: RunDirectory, step: int, mismatch: Mismatch) -> None:
@@ -59,5 +54,5 @@ def write_mismatch(run: RunDirectory, step: int, mismatch: Mismatch) -> None:
         "update": mismatch.update,
     }
     run.fence()
-    with replacing(mismatch_path(run, step)) as file:
+    with replacing(run.mismatch / f"{numbered(step)}.zarr.zip") as file:
         write_zarr_zip(file, attributes, arrays)

@@ -63,11 +63,6 @@ class RoutedExperts:
     def __getitem__(self, tokens: slice | NDArray[np.bool_]) -> RoutedExperts:
         return RoutedExperts(ids=self.ids[tokens], known=self.known[tokens])
 
-    def continued_by(self, later: RoutedExperts) -> RoutedExperts:
-        """Return these rows continued by `later`, a record of the same tokens and more, from this record's last token
-        on. Unknown rows before it stay unknown, since `later` describes a prefill after sampling."""
-        return RoutedExperts.joined([self[: len(self) - 1], later[len(self) - 1 :]])
-
     def check(self, num_tokens: int, *, distinct: bool) -> None:
         """Raise ValueError unless each of `num_tokens` tokens has a row: zero if unknown, and of distinct experts if
         known (checked with `distinct`, slow). Memory does not grow with the tokens."""

@@ -327,8 +327,3 @@ def groups_between(before: Entry, after: Entry) -> list[int]:
     """Return the groups of the batches between two consecutive known entries, ascending."""
     candidates = {*before.open_groups, *range(before.next_group, after.next_group)}
     return sorted(candidates - set(after.open_groups) - set(after.own))
-
-
-def open_before(after: Entry, left: set[int]) -> tuple[int, ...]:
-    """Return `open_groups` of a batch before `after`, with its `next_group`, where batches in between take `left`."""
-    return tuple(sorted({*after.open_groups, *after.own, *left}))

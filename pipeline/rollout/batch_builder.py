@@ -32,7 +32,7 @@ from pipeline.data.batch import (
     Prompt,
     is_solved,
 )
-from pipeline.data.store import BatchStore, Entry, entry, groups_between, open_before
+from pipeline.data.store import BatchStore, Entry, entry, groups_between
 from pipeline.errors import RecipeError, RewardError
 from pipeline.importing import own_function, truth_of
 from precision.text import one_line, quoted
@@ -286,7 +286,7 @@ class HoleAllocator:
     def close_batch(self, batch: int) -> tuple[int, tuple[int, ...]]:
         """Return the values for the batch to store, with which those of later batches stay true."""
         assert batch == self._index
-        return self._after.next_group, open_before(self._after, set(self._left))
+        return self._after.next_group, tuple(sorted({*self._after.open_groups, *self._after.own, *self._left}))
 
 
 Allocator = GroupAllocator | HoleAllocator

@@ -24,6 +24,7 @@ from pipeline.background import Patience, beside_loop, retry_pause_s
 from pipeline.data.batch import TEACHER_FAILED, Completion, KeptSets, Prompt, Sample, Sampling
 from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.data.event_log import EventLog
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
 from pipeline.rewards.pool import FailureWatch
 
@@ -216,8 +217,9 @@ class Interruption:
         experts, kept = None, None
         if thought.experts is not None and answer.experts is not None:
             # The experts with which each part was sampled. The second request prefilled the thought again, or read it
-            # from the cache: its experts of the thought do not count.
-            experts = thought.experts.continued_by(answer.experts)
+            # from the cache: its experts of the thought do not count, except for the last token, unknown in the first.
+            last = len(thought.experts) - 1
+            experts = RoutedExperts.joined([thought.experts[:last], answer.experts[last:]])
         if thought.kept is not None and answer.kept is not None:  # the phrase was not sampled
             kept = KeptSets.joined([thought.kept, KeptSets.empty(said), answer.kept])
         phrase = np.array(self.phrase, np.int32)

@@ -175,46 +175,42 @@ def is_plain(model: Any) -> bool:
     """Return whether `forward` computes the same as the model's own forward; checked once per model."""
     if not hasattr(model, "even_keel_plain"):
         try:
-            model.even_keel_plain = _is_plain_model(model)
+            linears: list[Any] = []
+            norms: list[Any] = [model.norm]
+            rest = model.pp_group.world_size == 1 and not model.layers_to_capture
+            for layer in model.layers:
+                attention, mlp = layer.self_attn, layer.mlp
+                rotary = attention.rotary_emb
+                linears += [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+                norms += [layer.attn_boundary.norm, layer.ffn_boundary.norm, attention.q_norm, attention.k_norm]
+                rest = (
+                    rest
+                    and attention.num_heads == attention.total_num_heads
+                    and attention.attn.sliding_window_size in (None, -1)
+                    and type(rotary).__name__ == "RotaryEmbedding"
+                    and rotary.is_neox_style
+                    and rotary.rotary_dim == rotary.head_size == attention.head_dim
+                    and type(mlp.act_fn).__name__ == "SiluAndMul"
+                )
+            model.even_keel_plain = bool(
+                rest
+                and all(
+                    type(part.quant_method).__name__ == "UnquantizedLinearMethod"
+                    and part.bias is None
+                    and part.weight.dtype == torch.float32
+                    for part in linears
+                )
+                and all(
+                    type(norm).__name__ == "RMSNorm"
+                    and norm.weight.dtype == torch.float32
+                    and norm.variance_size_override is None
+                    and norm.override_orig_dtype is None
+                    for norm in norms
+                )
+            )
         except AttributeError:  # another release of SGLang keeps the layers' parts elsewhere
             model.even_keel_plain = False
     return bool(model.even_keel_plain)
-
-
-def _is_plain_model(model: Any) -> bool:
-    linears: list[Any] = []
-    norms: list[Any] = [model.norm]
-    rest = model.pp_group.world_size == 1 and not model.layers_to_capture
-    for layer in model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        rotary = attention.rotary_emb
-        linears += [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
-        norms += [layer.attn_boundary.norm, layer.ffn_boundary.norm, attention.q_norm, attention.k_norm]
-        rest = (
-            rest
-            and attention.num_heads == attention.total_num_heads
-            and attention.attn.sliding_window_size in (None, -1)
-            and type(rotary).__name__ == "RotaryEmbedding"
-            and rotary.is_neox_style
-            and rotary.rotary_dim == rotary.head_size == attention.head_dim
-            and type(mlp.act_fn).__name__ == "SiluAndMul"
-        )
-    return bool(
-        rest
-        and all(
-            type(part.quant_method).__name__ == "UnquantizedLinearMethod"
-            and part.bias is None
-            and part.weight.dtype == torch.float32
-            for part in linears
-        )
-        and all(
-            type(norm).__name__ == "RMSNorm"
-            and norm.weight.dtype == torch.float32
-            and norm.variance_size_override is None
-            and norm.override_orig_dtype is None
-            for norm in norms
-        )
-    )
 
 
 @torch.no_grad()
@@ -229,7 +225,26 @@ def forward(model: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any
     hidden = model.embed_tokens(input_ids)
     for layer in model.layers:
         normed = _normed(hidden, layer.attn_boundary.norm)
-        hidden = hidden + _attended(layer.self_attn, normed, (cosine, sine), forward_batch, backend)
+        part = layer.self_attn
+        counts = [part.num_heads, part.num_kv_heads, part.num_kv_heads]
+        heads = linear(normed, part.qkv_proj.weight).view(len(normed), -1, part.head_dim)
+        query, key, value = torch.split(heads, counts, dim=1)
+        query = _turned(_normed(query.contiguous(), part.q_norm), cosine, sine)
+        key = _turned(_normed(key.contiguous(), part.k_norm), cosine, sine)
+        place, pool = part.attn.layer_id, backend.token_to_kv_pool
+        caches = (pool.get_key_buffer(place), pool.get_value_buffer(place))
+        for cache, new in zip(caches, (key, value), strict=True):
+            cache.index_copy_(0, forward_batch.out_cache_loc, new)
+        tables = (backend.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens)
+        mixed = torch.empty_like(query)
+        if forward_batch.forward_mode.is_decode():
+            backend._run_sdpa_forward_decode(query, mixed, *caches, *tables, scaling=part.attn.scaling)
+        else:
+            backend._run_sdpa_forward_extend(
+                *(query, mixed, *caches, *tables, forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens),
+                **dict(scaling=part.attn.scaling, enable_gqa=part.num_heads != part.num_kv_heads, causal=True),
+            )
+        hidden = hidden + linear(mixed.flatten(1), part.o_proj.weight)
         gate, up = linear(_normed(hidden, layer.ffn_boundary.norm), layer.mlp.gate_up_proj.weight).chunk(2, dim=-1)
         hidden = hidden + linear(silu(gate).mul_(up), layer.mlp.down_proj.weight)
     return _normed(hidden, model.norm)
@@ -247,25 +262,3 @@ def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def _normed(values: Tensor, norm: Any) -> Tensor:
     return rms_norm(values, (norm.hidden_size,), norm.weight, norm.variance_epsilon)
-
-
-def _attended(part: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: Any, backend: Any) -> Tensor:
-    counts = [part.num_heads, part.num_kv_heads, part.num_kv_heads]
-    heads = linear(hidden, part.qkv_proj.weight).view(len(hidden), -1, part.head_dim)
-    query, key, value = torch.split(heads, counts, dim=1)
-    query = _turned(_normed(query.contiguous(), part.q_norm), *rotation)
-    key = _turned(_normed(key.contiguous(), part.k_norm), *rotation)
-    place, pool = part.attn.layer_id, backend.token_to_kv_pool
-    caches = (pool.get_key_buffer(place), pool.get_value_buffer(place))
-    for cache, new in zip(caches, (key, value), strict=True):
-        cache.index_copy_(0, batch.out_cache_loc, new)
-    tables = (backend.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
-    mixed = torch.empty_like(query)
-    if batch.forward_mode.is_decode():
-        backend._run_sdpa_forward_decode(query, mixed, *caches, *tables, scaling=part.attn.scaling)
-    else:
-        backend._run_sdpa_forward_extend(
-            *(query, mixed, *caches, *tables, batch.extend_prefix_lens, batch.extend_seq_lens),
-            **dict(scaling=part.attn.scaling, enable_gqa=part.num_heads != part.num_kv_heads, causal=True),
-        )
-    return linear(mixed.flatten(1), part.o_proj.weight)

@@ -116,12 +116,14 @@ def _parts(name: str, module: Any) -> Iterator[tuple[str, _Values]]:
 
 def _held(method: Any, values: _Values, statistics: bool) -> Held:
     weight, scales, exact = values
-    packed = _packed(scales)
+    # Exponents, packed four to an int32 by DeepGEMM on Blackwell. SGLang has requantized the weights by them, and no
+    # published version can be loaded over them.
+    packed = scales is not None and not scales.is_floating_point()
     squares = None
     if statistics and not packed:
         squares = sum_of_squares(weight, scales) if exact is None else sum_of_squares(exact)
     return Held(
-        layout=_layout(method, weight, scales),
+        layout=_layout(method, weight, scales, packed),
         dtype=str(weight.dtype).removeprefix("torch."),
         num_values=weight.numel(),
         squares=squares,
@@ -129,7 +131,7 @@ def _held(method: Any, values: _Values, statistics: bool) -> Held:
     )
 
 
-def _layout(method: Any, weight: Tensor, scales: Tensor | None) -> str:
+def _layout(method: Any, weight: Tensor, scales: Tensor | None, packed: bool) -> str:
     """Return the name of the format, or SGLang's name of the method where the format is not one of ours."""
     kind = type(method).__name__
     if kind == "EmulatedLinearMethod":  # rollout_sglang.cpu.emulated_layers
@@ -142,18 +144,12 @@ def _layout(method: Any, weight: Tensor, scales: Tensor | None) -> str:
         return "mxfp8"
     if method.block_quant:
         block = list(method.quant_config.weight_block_size)
-        if _packed(scales):
+        if packed:
             return f"fp8 in blocks of {block} with packed power-of-two scales"
         return "fp8_block" if block == list(BLOCK) and weight.element_size() == 1 else f"fp8 in blocks of {block}"
     matrices = weight.shape[0] if weight.dim() == 3 else 1
     per_row = scales is not None and scales.numel() == matrices * weight.shape[-2] and weight.shape[-2] > 1
     return "fp8_channel" if per_row else "fp8_tensor"
-
-
-def _packed(scales: Tensor | None) -> bool:
-    """Return whether the scales are exponents, packed four to an int32 by DeepGEMM on Blackwell. SGLang has requantized
-    the weights by them, and no published version can be loaded over them."""
-    return scales is not None and not scales.is_floating_point()
 
 
 def _scales(module: Any, weight: str) -> Tensor | None:

@@ -55,7 +55,20 @@ class Liveness:
 
     def look(self) -> str | None:
         """Return why the server is hung; None when no sign of it is visible."""
-        reason = self._look_at_processes()
+        now = self._clock()
+        if now - self._found_at >= _FIND_S:
+            self._found_at = now
+            with suppress(psutil.Error):
+                top = psutil.Process(self._pid)
+                self._processes = [top, *top.children(recursive=True)]
+        stopped: dict[int, str] = {}
+        for process in self._processes:
+            with suppress(psutil.Error):
+                if process.status() in _STOPPED:
+                    stopped[process.pid] = process.name()
+        self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped}
+        long_stopped = (pid for pid, since in self._stopped.items() if now - since >= STOPPED_S)
+        reason = next((f"its process {pid} ({stopped[pid]}) is stopped" for pid in long_stopped), None)
         self._is_stopped = reason is not None
         if reason is None and self._answers is not None:
             if self._answers():
@@ -75,24 +88,6 @@ class Liveness:
     def hung_s(self) -> float:
         """Seconds since the last look at which the server was well."""
         return self._clock() - self._well
-
-    def _look_at_processes(self) -> str | None:
-        now = self._clock()
-        if now - self._found_at >= _FIND_S:
-            self._found_at = now
-            with suppress(psutil.Error):
-                top = psutil.Process(self._pid)
-                self._processes = [top, *top.children(recursive=True)]
-        stopped: dict[int, str] = {}
-        for process in self._processes:
-            with suppress(psutil.Error):
-                if process.status() in _STOPPED:
-                    stopped[process.pid] = process.name()
-        self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped}
-        for pid, since in self._stopped.items():
-            if now - since >= STOPPED_S:
-                return f"its process {pid} ({stopped[pid]}) is stopped"
-        return None
 
 
 Look = Callable[[Member], str | None]

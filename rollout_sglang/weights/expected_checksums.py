@@ -123,25 +123,23 @@ class ExpectedChecksums:
             return
         part: Tensor | None = tensor
         while part is not None:
-            for rank, running in enumerate(one.hashes):
-                shard = self._shard(one.parts[one.hashed], place.parameter, part, rank).contiguous()
-                running.update(shard.flatten().view(torch.uint8).numpy().data)
+            projection, shards = one.parts[one.hashed], [part] * self._ranks
+            if place.parameter in _VOCABULARY:
+                padding = -part.shape[0] % VOCABULARY_MULTIPLE
+                padded = torch.cat([part, part.new_zeros(padding, part.shape[1])]) if padding else part
+                shards = [*padded.tensor_split(self._ranks)]
+            elif self._ranks > 1 and place.parameter.endswith(_SPLIT_BY_COLUMNS):
+                shards = [*part.tensor_split(self._ranks, dim=1)]
+            elif self._ranks > 1 and projection in ("k_proj", "v_proj"):
+                # With more ranks than key-value heads, ranks share a head.
+                heads = part.tensor_split(self._kv_shards)
+                shards = [heads[rank * self._kv_shards // self._ranks] for rank in range(self._ranks)]
+            elif self._ranks > 1 and projection.endswith(_SPLIT_BY_ROWS):
+                shards = [*part.tensor_split(self._ranks)]
+            for running, shard in zip(one.hashes, shards, strict=True):
+                running.update(shard.contiguous().flatten().view(torch.uint8).numpy().data)
             one.hashed += 1
             part = one.waiting.pop(one.parts[one.hashed], None) if one.waiting else None
-
-    def _shard(self, part: str, parameter: str, tensor: Tensor, rank: int) -> Tensor:
-        """Return the share of `rank` in a part of an engine parameter."""
-        if parameter in _VOCABULARY:
-            padding = -tensor.shape[0] % VOCABULARY_MULTIPLE
-            padded = torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]) if padding else tensor
-            return padded.tensor_split(self._ranks)[rank]
-        if self._ranks == 1:
-            return tensor
-        if parameter.endswith(_SPLIT_BY_COLUMNS):
-            return tensor.tensor_split(self._ranks, dim=1)[rank]
-        if part in ("k_proj", "v_proj"):  # with more ranks than key-value heads, ranks share a head
-            return tensor.tensor_split(self._kv_shards)[rank * self._kv_shards // self._ranks]
-        return tensor.tensor_split(self._ranks)[rank] if part.endswith(_SPLIT_BY_ROWS) else tensor
 
 
 def _place(name: str, num_experts: int) -> _Place:

@@ -91,7 +91,24 @@ class Replica:
         temporary = temporary_name(target)
         try:
             self._begin(first, own.get(first.state), temporary)
-            _overwrite(temporary, chain)
+            changed = {name for link in chain[1:] if link.delta is not None for name in link.delta.payloads}
+            for name in first.manifest.keys() | last.manifest.keys():
+                old, new = (link.manifest.get(name, {}).get("sha256") for link in (first, last))
+                if name not in changed and old != new:
+                    raise StoreError(f"{last.folder} differs from {first.folder} in {name}, of which no delta says so")
+            places = tensor_places(temporary)
+            for name in sorted(changed):
+                if name not in places or name not in last.manifest:
+                    raise StoreError(f"{last.folder}: its deltas change {name}, which is no tensor of the model")
+                data = places[name].map("r+")
+                for link in chain[1:]:
+                    assert link.delta is not None, "chain_to ends where there is none"
+                    link.delta.overwrite(link.folder, name, data)
+                if _sha256(data) != last.manifest[name]["sha256"]:
+                    raise StoreError(
+                        f"{name} is not as {last.folder} says, once the deltas from version {first.version} on are "
+                        f"applied; {_REMEDY}"
+                    )
             temporary.rename(target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -120,28 +137,6 @@ class Replica:
             for name, entry in first.manifest.items():
                 if name not in places or _sha256(places[name].map()) != entry["sha256"]:
                     raise StoreError(f"{first.folder} does not hold tensor {name} as its manifest says; {_REMEDY}")
-
-
-def _overwrite(folder: Path, chain: Sequence[Link]) -> None:
-    """Apply all deltas of the chain, then compare the written tensors with the manifest of the last version."""
-    changed = {name for link in chain[1:] if link.delta is not None for name in link.delta.payloads}
-    first, last = chain[0].manifest, chain[-1].manifest
-    for name in first.keys() | last.keys():
-        if name not in changed and first.get(name, {}).get("sha256") != last.get(name, {}).get("sha256"):
-            raise StoreError(f"{chain[-1].folder} differs from {chain[0].folder} in {name}, of which no delta says so")
-    places = tensor_places(folder)
-    for name in sorted(changed):
-        if name not in places or name not in last:
-            raise StoreError(f"{chain[-1].folder}: its deltas change {name}, which is no tensor of the model")
-        target = places[name].map("r+")
-        for link in chain[1:]:
-            assert link.delta is not None, "chain_to ends where there is none"
-            link.delta.overwrite(link.folder, name, target)
-        if _sha256(target) != last[name]["sha256"]:
-            raise StoreError(
-                f"{name} is not as {chain[-1].folder} says, once the deltas from version {chain[0].version} on are "
-                f"applied; {_REMEDY}"
-            )
 
 
 class TensorPlace(NamedTuple):

@@ -77,7 +77,22 @@ class Updates:
         while update is None:
             if self.epoch is not None:
                 self.epoch.check()
-            await self._wait_turn(kind, ends, patience_s)
+            seen: tuple[int, Any] | None = None
+            since = 0.0
+            while (number := self.under_way()) is not None:
+                record = self._read(number, _RECORD)
+                if kind == "publish" and record.get("kind") == "resync_single":
+                    break
+                if (number, record) != seen:
+                    seen, since = (number, record), time.monotonic()
+                if time.monotonic() - since > float(record.get("stale_s", self.stale_s)):
+                    break
+                if time.monotonic() > ends:
+                    raise DeadlineExceededError(
+                        f"{record.get('role')} on {record.get('host')} has given weights to engines for more than "
+                        f"{patience_s:g} s ({record.get('kind')} {number}); it is waited for again"
+                    )
+                await asyncio.sleep(_POLL_S)
             update = Update(max(self.newest() + 1, fresh_number()), self.given())
             try:
                 create_sealed(self._path(update.number, _RECORD), json.dumps(self._record(update, kind, 0)) + "\n")
@@ -134,24 +149,6 @@ class Updates:
         epochs = self.folder.parent.parent / "epochs"
         is_superseded = owner is not None and newest(epochs / owner[1]) > int(owner[2])
         return None if is_superseded else number
-
-    async def _wait_turn(self, kind: UpdateKind, ends: float, patience_s: float) -> None:
-        seen: tuple[int, Any] | None = None
-        since = 0.0
-        while (number := self.under_way()) is not None:
-            record = self._read(number, _RECORD)
-            if kind == "publish" and record.get("kind") == "resync_single":
-                return
-            if (number, record) != seen:
-                seen, since = (number, record), time.monotonic()
-            if time.monotonic() - since > float(record.get("stale_s", self.stale_s)):
-                return
-            if time.monotonic() > ends:
-                raise DeadlineExceededError(
-                    f"{record.get('role')} on {record.get('host')} has given weights to engines for more than "
-                    f"{patience_s:g} s ({record.get('kind')} {number}); it is waited for again"
-                )
-            await asyncio.sleep(_POLL_S)
 
     async def _beat(self, update: Update, kind: UpdateKind) -> None:
         """Rewrite the record regularly, as a sign of life for waiting processes."""

@@ -158,10 +158,25 @@ class FleetUpdateSession(Fleet):
             async def finish(engine: PooledEngine) -> None:
                 if engine.member in self._silent:
                     await self._pool.quarantine(engine, failures[engine.index])  # it was given nothing
-                elif engine.index in failures:
+                    return
+                if engine.index in failures:
                     await self._give_up(engine, failures[engine.index])
+                    return
+                watch = Stopwatch(lane=f"engine {engine.index}/weights", version=version)
+                receiver, deadline_s = self._receivers[engine.index], self._load_deadline_s
+                if engine.index in self._staging:
+                    await self._while_alive(engine, receiver.finish_stage(directory, deadline_s))
+                    watch.lap("stage_s")
+                    await self._while_alive(engine, engine.client.pause())
+                    watch.lap("pause_s")
+                    ending = engine.client.update_from_disk(version, directory, deadline_s=deadline_s)
                 else:
-                    measured[engine.index] = await self._verify_and_admit(engine, version, directory, coming)
+                    ending = receiver.end_update(version, deadline_s)
+                await self._while_alive(engine, ending)
+                watch.lap("load_s")
+                seconds = watch.seconds | await self._while_alive(engine, self._verify(engine, version, coming))
+                await self._pool.admit(engine, version)
+                measured[engine.index] = seconds
 
             failed = await self._failures(self._engines, finish)
             failed_now = {index: reason for index, reason in failed.items() if index not in failures}
@@ -181,25 +196,6 @@ class FleetUpdateSession(Fleet):
     async def close(self) -> None:
         await super().close()
         await asyncio.gather(*(receiver.close() for receiver in self._receivers.values()))
-
-    async def _verify_and_admit(
-        self, engine: PooledEngine, version: int, directory: Path, check: ComingCheck
-    ) -> dict[str, float]:
-        watch = Stopwatch(lane=f"engine {engine.index}/weights", version=version)
-        receiver, deadline_s = self._receivers[engine.index], self._load_deadline_s
-        if engine.index in self._staging:
-            await self._while_alive(engine, receiver.finish_stage(directory, deadline_s))
-            watch.lap("stage_s")
-            await self._while_alive(engine, engine.client.pause())
-            watch.lap("pause_s")
-            ending = engine.client.update_from_disk(version, directory, deadline_s=deadline_s)
-        else:
-            ending = receiver.end_update(version, deadline_s)
-        await self._while_alive(engine, ending)
-        watch.lap("load_s")
-        seconds = watch.seconds | await self._while_alive(engine, self._verify(engine, version, check))
-        await self._pool.admit(engine, version)
-        return seconds
 
     async def _failures(
         self, engines: Sequence[PooledEngine], action: Callable[[PooledEngine], Awaitable[None]]

@@ -16,8 +16,7 @@ from pipeline.data.checksums import list_checksums
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.membership import Member
-from pipeline.data.mismatch_files import mismatch_path
-from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.data.run_directory import RunDirectory, numbered, unfenced
 from pipeline.data.run_recipes import recipe_in_force
 from pipeline.data.store import BatchStore
 from pipeline.data.zarr_zip import write_zarr_zip
@@ -104,7 +103,7 @@ def whole_run(
 def _record(run: RunDirectory, learner: EventLog, step: int, controlled: bool) -> None:
     batch = BatchStore(run.batches).read(step, None)
     run.write_logprobs(step, np.zeros(batch.num_response_tokens, np.float32))
-    with mismatch_path(run, step).open("wb") as file:
+    with (run.mismatch / f"{numbered(step)}.zarr.zip").open("wb") as file:
         write_zarr_zip(file, dict(step=step), dict(sums=np.zeros(3), update=np.zeros(batch.num_samples, np.int32)))
     learner.event("consumed", step=step)
     learner.metrics(step, reward_mean=0.5)
