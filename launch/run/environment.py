@@ -1,4 +1,4 @@
-"""Record host, hardware, software and source commit of a role as an event at each of its starts, for reports."""
+"""Describe a role's host, hardware, software and source commit, for the event that a role writes at each start."""
 
 from __future__ import annotations
 
