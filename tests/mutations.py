@@ -258,7 +258,7 @@ MUTATIONS = (
         "pipeline/rewards/messages.py",
         "if fields[0] != key:",
         "if fields[0] is None:",
-        (f"{UNIT}/pipeline/rewards/test_escapes.py",),
+        (f"{UNIT}/pipeline/rewards/test_calling.py",),
     ),
     Mutation(
         "what a sample left behind goes on",

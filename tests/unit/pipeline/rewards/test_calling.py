@@ -28,6 +28,13 @@ PAGE = Path(__file__).parents[4] / "docs" / "rewards.md"
 INFO = [dict(prompt_tokens=3, response_tokens=n, finish="stop" if n == 1 else "length") for n in (1, 2)]
 
 
+def test_an_answer_to_another_request_is_refused() -> None:
+    answer = encode_judgment("asked", Judgment(1.0, {}))
+    assert decode_judgment("asked", answer).reward == 1.0
+    with pytest.raises(messages.BadMessageError, match="does not answer what was asked"):
+        decode_judgment("another", answer)
+
+
 @pytest.fixture(autouse=True)
 def examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)

@@ -245,6 +245,9 @@ def test_the_worker_is_out_of_reach(attacked: Attacked) -> None:
     assert set(psutil.Process().children()) == workers
 
 
+@pytest.mark.parametrize(
+    "attacked", EVERY_RUNG, indirect=True
+)  # bubblewrap every day: here alone a process stays behind
 def test_a_program_without_parents_ends_with_its_sample(attacked: Attacked) -> None:
     mark = f"orphan of {os.getpid()}"
     verdict = attacked.attack("double_fork", mark=mark)
