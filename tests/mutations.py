@@ -412,7 +412,7 @@ MUTATIONS = (
         "launch/run/supervisor.py",
         "self.spent = 1 if progress > self.progress else self.spent + 1",
         "self.spent = 1 if progress >= self.progress else self.spent + 1",
-        (f"{UNIT}/launch/run/test_supervisor.py",),
+        (f"{UNIT}/launch/run/test_supervisor.py::test_deaths_without_progress_end_the_run",),
     ),
     Mutation(
         "probabilities over the whole vocabulary are stored beside kept sets",
