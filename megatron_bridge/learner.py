@@ -208,11 +208,15 @@ class MegatronLearner(RankSync):
         """Compute log-probabilities and entropies of the predicted tokens, flat, at the present weights."""
         plan = plan_micro_batches(rows, micro_batch_tokens=self.section.micro_batch_tokens, split=self.split)
         num_predicted = int(rows.offsets[-1])
-        while self._warm_ups:  # before the first pass that counts: not every run scores before it trains
-            passes.warm_up(self.model, plan, num_predicted, self.device)
-            self._warm_ups -= 1
+        self._warm_up(plan, num_predicted)
         with self._as_rollouts(rows, plan) as replay:
             return passes.score(self.model, plan, num_predicted, self.device, replay)
+
+    def _warm_up(self, plan: Plan, num_predicted: int) -> None:
+        """Run the passes that come before the first one that counts: not every run scores before it trains."""
+        while self._warm_ups:
+            passes.warm_up(self.model, plan, num_predicted, self.device)
+            self._warm_ups -= 1
 
     def update(
         self,
@@ -251,9 +255,7 @@ class MegatronLearner(RankSync):
         plan = plan_micro_batches(
             rows, micro_batch_tokens=self.section.micro_batch_tokens, split=self.split, chosen=trained
         )
-        while self._warm_ups:
-            passes.warm_up(self.model, plan, int(rows.offsets[-1]), self.device)
-            self._warm_ups -= 1
+        self._warm_up(plan, int(rows.offsets[-1]))
 
         found = self._pass(rows, plan, inputs, num_tokens, prepared.step_ess)
         if retries := not found.is_finite:  # all ranks agree; weights and optimizer are unchanged

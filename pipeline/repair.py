@@ -37,7 +37,7 @@ from pipeline.data.checksums import create_sealed, read_sealed, read_sealed_json
 from pipeline.data.deltas import chain_to, is_whole
 from pipeline.data.epochs import ROLES, newest
 from pipeline.data.files import fsync_directory, machine_failure, make_folder
-from pipeline.data.quant_maps import NumberedMaps, digest_of, read_quant_map
+from pipeline.data.quant_maps import NumberedMaps, digest_of, older_folder, read_quant_map
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.data.store import (
@@ -201,7 +201,7 @@ def _damaged_policies(run: RunDirectory) -> Iterator[Damage]:
         verify_policy(folder, version, "")
         for older in sorted((folder / "maps").glob("[!.]*")):  # for engines with an older quant map
             verify_policy(older, version, "")
-            if (digest_of(read_quant_map(older)) or "none") != older.name:
+            if older_folder(folder, digest_of(read_quant_map(older))) != older:
                 raise StoreError(f"{older} holds weights for another quant map")
 
     def check_chain(version: int) -> None:

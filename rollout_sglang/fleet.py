@@ -30,7 +30,7 @@ from pipeline.data.batch import Completion, Sampling
 from pipeline.data.checksums import verify_folder
 from pipeline.data.deltas import is_whole, read_link
 from pipeline.data.membership import Member, Membership
-from pipeline.data.quant_maps import digest_of, read_quant_map
+from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
 from pipeline.data.run_directory import numbered
 from pipeline.errors import (
     BadAnswerError,
@@ -420,7 +420,7 @@ class Target:
         EngineVersionError where the version was published after the last engine with that map had gone."""
         if not engine.quant_map:
             return self
-        older = self.directory / "maps" / engine.quant_map
+        older = older_folder(self.directory, engine.quant_map)
         if older.is_dir():
             return Target(self.version, older, WeightCheck.load(older, self.version))
         newest = digest_of(read_quant_map(self.directory))

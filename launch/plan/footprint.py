@@ -34,7 +34,7 @@ from pipeline.config.recipe import LearnerSection
 
 GIB = 2**30
 CHUNK_BYTES = 3 * (16 << 20)
-"""Full-precision scratch of log-probabilities: three chunks of `logprobs_torch`."""
+"""Full-precision scratch of log-probabilities: three chunks of `megatron_bridge.model.logprobs`."""
 
 Kernels = Literal["fused", "local"]
 """fused: Transformer Engine with flash attention, as on a GPU. local: Megatron's layers, as on a CPU."""

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.model.logprobs import KeptRows
-from pipeline.data.batch import Batch, KeptSets
+from pipeline.data.batch import Batch, KeptSets, offsets_of
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import RecipeError
 from precision.balance import balanced, fullest, sections
@@ -88,9 +88,9 @@ class TokenRows:
     def __post_init__(self) -> None:
         self.held_lengths = np.fromiter(map(len, self.tokens), np.int64, len(self.tokens))
         self.lengths = self.held_lengths if self.all_lengths is None else self.all_lengths
-        self.token_offsets = _ends(self.held_lengths)
-        self.offsets = _ends(np.maximum(self.lengths - self.starts, 0))
-        self.kept_offsets = _ends(np.maximum(self.held_lengths - self.starts, 0))
+        self.token_offsets = offsets_of(self.held_lengths)
+        self.offsets = offsets_of(np.maximum(self.lengths - self.starts, 0))
+        self.kept_offsets = offsets_of(np.maximum(self.held_lengths - self.starts, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class MicroBatch:
         """Lay out the rows of `group`, padded to `widths` [rows], the last up to the micro-batch's multiple."""
         padded = widths[group].tolist() or [split.row_multiple]
         padded[-1] += -sum(padded) % split.total_multiple
-        ends = _ends(padded)
+        ends = offsets_of(padded)
         tokens, labels, index, positions = np.zeros((4, ends[-1]), np.int64)
         places, sets = np.full((2, ends[-1]), -1, np.int64)
         mask = np.zeros(ends[-1], np.bool_)
@@ -258,7 +258,7 @@ def zigzag_columns(lengths: Sequence[int], num_ranks: int, rank: int) -> Tensor:
     into 2 × num_ranks pieces; the rank holds pieces `rank` and 2 × num_ranks − 1 − `rank`."""
     if num_ranks == 1:
         return torch.arange(sum(lengths))
-    starts = _ends(lengths)
+    starts = offsets_of(lengths)
     held = []
     for start, length in zip(starts, lengths, strict=False):
         pieces = (torch.arange(length) + int(start)).chunk(2 * num_ranks)
@@ -267,11 +267,6 @@ def zigzag_columns(lengths: Sequence[int], num_ranks: int, rank: int) -> Tensor:
 
 
 Count = TypeVar("Count", int, NDArray[np.int64])
-
-
-def _ends(counts: ArrayLike) -> NDArray[np.int64]:
-    """Return the cumulative sums of `counts` [n], from 0: int64 [n + 1]."""
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def _rounded_up(count: Count, multiple: int) -> Count:

@@ -42,7 +42,7 @@ from megatron_bridge.weight_sync.disk import (
 )
 from megatron_bridge.weights import export_stage, stage_tensors
 from pipeline.background import in_background
-from pipeline.data.deltas import Bytes, Delta, DeltaWriter, Payload, state_of
+from pipeline.data.deltas import Bytes, Delta, DeltaWriter, Payload, payload_name, state_of
 from pipeline.data.files import require_space, temporary_name
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError
@@ -216,7 +216,7 @@ class DeltaChannel(BackgroundChannel):
         def share() -> Manifest:
             temporary.mkdir(parents=True, exist_ok=True)
             if delta is None:
-                (temporary / f"delta-{self._rank:05}.bin").unlink(missing_ok=True)
+                (temporary / payload_name(self._rank)).unlink(missing_ok=True)
             if not is_whole:
                 return self._share.manifest()
             tensors = whole_tensors(self._share.tensors.items())

@@ -27,7 +27,7 @@ from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.background import in_background, is_over
 from pipeline.data.deltas import needed
 from pipeline.data.files import remove_folder
-from pipeline.data.quant_maps import digest_of
+from pipeline.data.quant_maps import digest_of, older_folder
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.ports.weights import Probe, WeightChannel, WeightCheck
 from pipeline.spans import Stopwatch
@@ -122,7 +122,7 @@ class DiskChannel(BackgroundChannel):
         folder = self._run.policy_directory(version)
         check = self._export(version, folder, self._quant, probe)
         for quant in older:
-            self._export(version, folder / "maps" / digest_of(quant.to_file()), quant, probe)
+            self._export(version, older_folder(folder, digest_of(quant.to_file())), quant, probe)
         watch.lap("export_s")
 
         def deliver() -> dict[str, float]:

@@ -165,14 +165,6 @@ def pack(
         yield Bucket(tuple(specs), buffer[:size])
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy bytes; in host memory by this thread alone, to leave torch's threads to other work."""
-    if source.device.type == target.device.type == "cpu":
-        np.copyto(target.numpy(), source.numpy())
-    else:
-        target.copy_(source)
-
-
 CLOSE_DEADLINE_S = 10.0
 
 T = TypeVar("T")

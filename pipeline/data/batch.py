@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pipeline.data.routed_experts import ExpertShape, RoutedExperts
 
@@ -157,7 +157,7 @@ class KeptSets:
             )
 
 
-def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+def offsets_of(lengths: ArrayLike) -> NDArray[np.int64]:
     """Return [n + 1] starts of n pieces with these `lengths` [n], and the end of the last."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
@@ -254,6 +254,11 @@ class DroppedGroup:
     """The number of samples scored before the drop; they count for the problem's pass rate."""
     solved: int = 0
     """The number of these samples that solved the problem."""
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether group and problem determine all fields."""
+        return self.kind == "solved" and self == DroppedGroup.passed_over(self.group, self.problem)
 
     @staticmethod
     def passed_over(group: int, problem: int) -> DroppedGroup:

@@ -88,9 +88,7 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
         "index": batch.index,
         "recipe_sha256": batch.recipe_sha256,
         "contract": asdict(batch.contract),
-        "dropped": [
-            asdict(drop) for drop in batch.dropped if drop != DroppedGroup.passed_over(drop.group, drop.problem)
-        ],
+        "dropped": [asdict(dropped) for dropped in batch.dropped if not dropped.is_passed_over],
         "next_group": batch.next_group,
         "open_groups": open_groups,
         "reward_part_names": sorted(batch.reward_parts),
@@ -107,8 +105,7 @@ def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
         found |= zip(EXPERTS, (batch.experts.ids, batch.experts.known), strict=True)
     if batch.teacher_logprobs is not None:
         found[TEACHER_LOGPROBS] = batch.teacher_logprobs
-    pairs = [(drop, (drop.group, drop.problem)) for drop in batch.dropped]
-    if passed := [pair for drop, pair in pairs if drop == DroppedGroup.passed_over(*pair)]:
+    if passed := [(drop.group, drop.problem) for drop in batch.dropped if drop.is_passed_over]:
         found |= zip(PASSED_OVER, np.array(passed, np.int64).T.copy(), strict=True)
     return found
 

@@ -135,6 +135,11 @@ def _joined(planes: Bytes, width: int) -> Numbers:
     return np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1).view(_UNSIGNED[width])
 
 
+def payload_name(rank: int) -> str:
+    """Return the name of the file that learner rank `rank` writes its payloads to."""
+    return f"delta-{rank:05}.bin"
+
+
 class Payload(NamedTuple):
     """The place of a payload and its run, as seven numbers: in `delta.json`, and between ranks."""
 
@@ -213,7 +218,7 @@ class Delta:
     def overwrite(self, folder: Path, name: str, target: Bytes) -> None:
         """Write the changes of tensor `name` over `target`, bytes of the base or this version. Raises StoreError."""
         for payload in self.payloads.get(name, ()):
-            path = folder / f"delta-{payload.file:05}.bin"
+            path = folder / payload_name(payload.file)
             try:
                 with path.open("rb") as file:
                     file.seek(payload.offset)
@@ -237,7 +242,7 @@ class DeltaWriter:
     def add(self, name: str, old: Bytes, new: Bytes, width: int) -> bool:
         """Append the changes of a tensor, and return whether there are any."""
         runs = changed_runs(old, new, width)
-        with (self.folder / f"delta-{self.rank:05}.bin").open("ab") as file:
+        with (self.folder / payload_name(self.rank)).open("ab") as file:
             for run, data, num_changed in runs:
                 self.payloads.setdefault(name, []).append(Payload(self.rank, self.num_bytes, len(data), *run))
                 file.write(data)

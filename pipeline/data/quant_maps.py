@@ -44,6 +44,11 @@ def digest_of(file: QuantMapFile | None) -> str:
     return "" if file is None else hashlib.sha256(file.to_yaml().encode()).hexdigest()[:12]
 
 
+def older_folder(folder: Path, quant_map: str) -> Path:
+    """Return where a publish puts the weights for engines that still have an older map, named by its digest."""
+    return folder / "maps" / (quant_map or "none")
+
+
 @dataclass(frozen=True)
 class NumberedMaps:
     """The maps that the controller decided on, RUN/quant_maps/000001.yaml; 0 is the recipe's. Each follows from the
