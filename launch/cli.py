@@ -353,9 +353,11 @@ def doctor(
             raise RecipeError(
                 "--via, --python, --ports and --visible-within need --hosts A,B; give it, or leave them out"
             )
-        from launch.doctor.machine import run_doctor
+        from launch.doctor import machine
 
-        raise typer.Exit(run_doctor(as_json, folder or Path("runs")))
+        with going_on("importing every package, as a run does (half a minute)"):
+            checks = machine.diagnose(folder or Path("runs"))
+        raise typer.Exit(machine.report(checks, as_json))
     from launch.doctor.hosts import check_hosts
 
     raise typer.Exit(check_hosts(hosts, folder or Path("runs"), as_json, via, python, ports, visible_within))

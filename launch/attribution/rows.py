@@ -116,11 +116,6 @@ class ScoringJob(BaseModel):
             kept=None if self.kept is None else [one for row in rows for one in self.kept[ends[row] : ends[row + 1]]],
         )
 
-    def most_passes(self, num_layers: int) -> int:
-        """Return the most passes over rows: one per layer of each version, and two per searched module."""
-        search = 2 * max(MOST_MODULES, num_layers) + 8 if self.searched else 0
-        return len(self.versions) * (num_layers + 4) + search + 1
-
 
 def responses_of(rows: SampledRows) -> dict[str, Any]:
     kept = None if rows.kept is None else np.split(rows.kept.tokens, rows.kept.offsets[1:-1])
@@ -141,7 +136,9 @@ def score_in_ranks(
         write_experts(run.path, experts)
     command = torchrun(recipe.learner.num_processes, "launch.attribution.score_ranks", str(run.path))
     num_layers = ModelConfig.from_hf(read_hf_config(recipe.model.path)).num_layers
-    deadline_s = recipe.learner.step_deadline_s * (1 + job.most_passes(num_layers))  # the first is for the start
+    # Passes over rows: one per layer of each version, two per searched module, and the time of one for the start.
+    search = 2 * max(MOST_MODULES, num_layers) + 8 if job.searched else 0
+    deadline_s = recipe.learner.step_deadline_s * (2 + len(job.versions) * (num_layers + 4) + search)
     try:
         run_ranks(run, command, log=run.logs / "mismatch.log", env=child_environment(), deadline_s=deadline_s)
     except FatalError:

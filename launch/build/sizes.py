@@ -18,28 +18,23 @@ HfConfig = Mapping[str, Any]
 
 
 def refusals(config: HfConfig, recipe: Recipe) -> Iterator[FatalError]:
-    """Yield every error of the recipe that the sizes in the model's config.json show."""
-    rollout = recipe.rollout
+    """Yield every error of the recipe that the sizes in the model's config.json show. Raises ModelError for a model
+    that the learner does not support."""
+    rollout, shape = recipe.rollout, ModelConfig.from_hf(config)
     checks: tuple[Callable[[], None], ...] = (
         lambda: check_layout(config, recipe.learner),
         lambda: check_longest_sample(recipe.learner, rollout.context_tokens),
         lambda: check_block_shapes(config, rollout.tensor_parallel) if rollout.precision == "fp8_block" else None,
-        lambda: _check_positions(config, recipe),
-        lambda: check_mixture(rollout.quantized_format, experts=ModelConfig.from_hf(config).experts is not None),
+        lambda: check_mixture(rollout.quantized_format, experts=shape.experts is not None),
     )
     for check in checks:
         try:
             check()
         except FatalError as error:
             yield error
-
-
-def _check_positions(config: HfConfig, recipe: Recipe) -> None:
-    """Raise RecipeError if the context exceeds the model's positions, with which SGLang does not start."""
-    positions = ModelConfig.from_hf(config).max_positions
-    if recipe.rollout.context_tokens > positions:
-        raise RecipeError(
-            f"rollout.context_tokens is {recipe.rollout.context_tokens}, but {recipe.model.path} takes {positions} "
+    if rollout.context_tokens > shape.max_positions:  # SGLang would not start
+        yield RecipeError(
+            f"rollout.context_tokens is {rollout.context_tokens}, but {recipe.model.path} takes {shape.max_positions} "
             "tokens at most (max_position_embeddings of its config.json); lower rollout.context_tokens"
         )
 

@@ -29,7 +29,6 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.doctor.imports import failed_imports
-from launch.terminal import going_on
 from pipeline.data.files import create_exclusively
 from pipeline.errors import EngineStartError, StoreError
 from pipeline.importing import REBUILD, how_to_install
@@ -60,13 +59,6 @@ class Check:
     status: Status
     found: str
     advice: str = ""
-
-
-def run_doctor(as_json: bool, runs_root: Path = Path("runs")) -> int:
-    """Print the findings about this machine, and return the exit code: 1 if a check failed."""
-    with going_on("importing every package, as a run does (half a minute)"):
-        checks = diagnose(runs_root)
-    return report(checks, as_json)
 
 
 def report(checks: Sequence[Check], as_json: bool, title: str = "evenkeel doctor") -> int:

@@ -57,9 +57,16 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
     target = source.parent / new if new == Path(new.name) else new
     run = RunDirectory(source)
     before = run.recipe()
+    given = dict(override.partition("=")[::2] for override in overrides)
+    objective, advantage = OBJECTIVES.get(given.get("objective.name", "")), type(before.advantage)
+    old = before.objective.paper_aggregation or str(advantage.model_fields["aggregation"].default)
+    if objective is not None and "advantage.aggregation" not in given and before.advantage.aggregation == old:
+        # A new objective gets the aggregation of its paper, as in a new recipe, unless the parent was given another.
+        advantage = ADVANTAGES.get(given.get("advantage.name", ""), advantage)
+        usual = objective.paper_aggregation or advantage.model_fields["aggregation"].default
+        overrides = [*overrides, f"advantage.aggregation={usual}"]
     named = [override_of("run.name", target.name), override_of("run.root", target.parent)]
-    overrides = [*overrides, *_aggregated_as_usual(before, overrides), *named]
-    recipe = load_recipe(newest_recipe_file(source), overrides)
+    recipe = load_recipe(newest_recipe_file(source), [*overrides, *named])
     if before.task != recipe.task and isinstance(recipe.task, DataTask):
         unread = recipe.task.model_copy(update=dict(sha256=None, template_sha256=None))
         recipe = with_digest(recipe.model_copy(update=dict(task=unread)), None)
@@ -84,19 +91,6 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
         key: change for key, change in changed_keys(before, recipe).items() if key not in ("run.name", "run.root")
     }
     return dict(run=str(target), parent=str(source), step=step, changes=changes, recipe=str(newest_recipe_file(target)))
-
-
-def _aggregated_as_usual(before: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return an override that gives a new objective the aggregation of its paper, as in a new recipe, or none. The
-    parent's frozen recipe holds that of the old objective. An aggregation that parent or fork were given stays."""
-    given = dict(override.partition("=")[::2] for override in overrides)
-    objective, advantage = OBJECTIVES.get(given.get("objective.name", "")), type(before.advantage)
-    old = before.objective.paper_aggregation or str(advantage.model_fields["aggregation"].default)
-    if objective is None or "advantage.aggregation" in given or before.advantage.aggregation != old:
-        return []
-    advantage = ADVANTAGES.get(given.get("advantage.name", ""), advantage)
-    usual = objective.paper_aggregation or advantage.model_fields["aggregation"].default
-    return [f"advantage.aggregation={usual}"]
 
 
 def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, step: int) -> None:
@@ -161,7 +155,14 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
             _link(old, made.path / old.relative_to(run.path))
     if not (checkpoint / COMMIT).exists():
         raise _no_checkpoint(run, step)
-    controlled, afresh = recipe.controller is not None, _controls_afresh(taken[-1].recipe, recipe)
+    before, controlled = taken[-1].recipe, recipe.controller is not None
+    rollouts = [(one.rollout, one.weights.channel) for one in (before, recipe)]
+    formats = [(one.quantized_format, one.quant_map, bool(one.urls), channel == "ipc") for one, channel in rollouts]
+    afresh = controlled and (  # a controller with other rungs, lags or maps cannot continue from its parent's
+        before.controller != recipe.controller
+        or formats[0] != formats[1]
+        or build_ladder(before) != build_ladder(recipe)
+    )
     decided = None if afresh else ControlFiles(run.control, run.fence).read(step - 1)
     for old in _files(run, step, decided, controlled=controlled):
         _link(old, folder / old.relative_to(run.path))
@@ -188,17 +189,6 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     write_sealed_json(made.parent_file, dict(run=str(run.path.resolve()), step=step, recipes=sorted(own_recipes(run))))
     for path in [folder, *(one for one in folder.rglob("*") if one.is_dir())]:
         fsync_directory(path)
-
-
-def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
-    """Return whether the fork's controller cannot continue from its parent's, since its rungs, lags or maps differ."""
-    if recipe.controller is None:
-        return False
-    if before.controller != recipe.controller:
-        return True
-    rollouts = [(one.rollout, one.weights.channel) for one in (before, recipe)]
-    formats = [(one.quantized_format, one.quant_map, bool(one.urls), channel == "ipc") for one, channel in rollouts]
-    return formats[0] != formats[1] or build_ladder(before) != build_ladder(recipe)
 
 
 def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, controlled: bool) -> Iterator[Path]:
