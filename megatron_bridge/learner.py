@@ -45,7 +45,7 @@ from pipeline.errors import ModelError, NonFiniteError
 from pipeline.ports.learner import Update
 from precision.formats.quant_map import QuantMap
 from precision.mismatch.statistics import Mismatch, Ranks, StepTokens
-from precision.objectives.base import Objective, Prepared, ScoredStep, TokenBatch
+from precision.objectives.objective import Objective, Prepared, ScoredStep, TokenBatch
 from precision.ratios import MAX_LOG_RATIO
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from precision.objectives.base import (
+from precision.objectives.objective import (
     Facts,
     Objective,
     Prepared,

@@ -24,7 +24,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from precision.objectives.base import (
+from precision.objectives.objective import (
     Facts,
     Objective,
     Prepared,

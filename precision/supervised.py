@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from precision.objectives.base import (
+from precision.objectives.objective import (
     Facts,
     Objective,
     StepContext,

@@ -26,7 +26,7 @@ from pipeline.tasks.tokenizer import Tokenizer, check_written
 from pipeline.trainer.loop import Scoring
 from precision.corrections import Corrected, NoCorrection
 from precision.formats.quant_map import QuantMapFile
-from precision.objectives.base import Objective
+from precision.objectives.objective import Objective
 from precision.reference import NearReference
 from precision.text import quoted
 

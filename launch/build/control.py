@@ -13,7 +13,7 @@ from launch.build.engines import shares_gpus
 from pipeline.config.recipe import Recipe
 from pipeline.config.sections import AsyncSchedule, StagedSchedule
 from pipeline.control.files import ControlFiles
-from pipeline.control.loop import StepController
+from pipeline.control.step_controller import StepController
 from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers

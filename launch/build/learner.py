@@ -27,7 +27,7 @@ from pipeline.advantages.compute import AdvantageComputer
 from pipeline.background import Patience, noted_in
 from pipeline.config.recipe import Recipe
 from pipeline.config.sections import RolloutPrecision
-from pipeline.control.loop import StepController
+from pipeline.control.step_controller import StepController
 from pipeline.data.batch import LogprobContract
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog

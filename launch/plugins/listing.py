@@ -19,14 +19,14 @@ from pipeline.rollout.batch_builder import GIVEN as GROUP_GIVEN
 from pipeline.tasks.data import GIVEN, Data
 from pipeline.tasks.task import ASKED_OF_A_TASK
 from precision.corrections import Correction
-from precision.objectives.base import Objective
+from precision.objectives.objective import Objective
 from precision.settings import Settings, name_of
 from precision.text import one_line
 
 Kind = Literal["objective", "correction", "advantage", "task", "reward", "filter", "group_filter"]
 
 ASKED: dict[Kind, str] = {
-    "objective": "a class derived from precision.objectives.base.Objective",
+    "objective": "a class derived from precision.objectives.objective.Objective",
     "correction": "a class derived from precision.corrections.Correction",
     "advantage": "a class derived from pipeline.advantages.methods.Advantage",
     "task": "a class with what pipeline.tasks.task.Task asks for",

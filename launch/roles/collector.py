@@ -19,7 +19,7 @@ from launch.build.components import (
 from launch.build.engines import build_fleet
 from launch.build.rewards import build_group_filter, build_verifiers, check_reward
 from launch.build.teacher import teacher_of
-from launch.roles.base import wait_for_data, wait_for_recipe
+from launch.roles.lifecycle import wait_for_data, wait_for_recipe
 from launch.run.environment import environment
 from launch.run.metrics import metrics_of, observers_of
 from launch.run.waiting import Stop, announced, wait_for_engines, wait_for_policy

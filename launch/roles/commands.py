@@ -72,8 +72,8 @@ def learner(
 
         evenkeel role learner /shared/runs/a 1 --nodes 2 --host n2 --recipe a.yaml
     """
-    from launch.roles.base import run_role
     from launch.roles.learner import LearnerNode, run_learner_node
+    from launch.roles.lifecycle import run_role
     from pipeline.data.run_directory import RunDirectory
 
     own = LearnerNode(RunDirectory(run.absolute()), node, nodes, host, port, recipe)
@@ -89,8 +89,8 @@ def collector(
 
     Waits for the run to begin and for an engine. What was in flight when it ended is asked again.
     """
-    from launch.roles.base import run_role
     from launch.roles.collector import run_collector
+    from launch.roles.lifecycle import run_role
     from pipeline.data.run_directory import RunDirectory
 
     directory = RunDirectory(run.absolute())
@@ -116,8 +116,8 @@ def engine(
     Announces itself in RUN/engines once it answers. At SIGTERM it takes that back, lets SGLang answer what is in
     flight, and stops it. The hosts of one engine meet at node 0's port + 10000; only node 0 answers requests.
     """
-    from launch.roles.base import run_role
     from launch.roles.engine import EngineRole, run_engine
+    from launch.roles.lifecycle import run_role
     from pipeline.data.run_directory import RunDirectory
 
     own = EngineRole(RunDirectory(run.absolute()), index, host, port, nodes, node, metrics, recipe)
@@ -136,8 +136,8 @@ def router(
 
     Starts without engines: the fleet, in learner and collector, gives it those that it has verified.
     """
-    from launch.roles.base import run_role
     from launch.roles.engine import run_router
+    from launch.roles.lifecycle import run_role
     from pipeline.data.run_directory import RunDirectory
 
     directory = RunDirectory(run.absolute())

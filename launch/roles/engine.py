@@ -20,7 +20,7 @@ from typing import Any
 
 from launch.build.api_key import read_api_key
 from launch.build.engines import check_engines, engine_spec
-from launch.roles.base import Rendezvous, await_node_0, is_in_force, wait_for_recipe
+from launch.roles.lifecycle import Rendezvous, await_node_0, is_in_force, wait_for_recipe
 from launch.run.addresses import LOOPBACK, bind_address, interface_environment
 from launch.run.environment import environment
 from launch.run.waiting import (

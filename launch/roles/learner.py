@@ -21,8 +21,8 @@ from pathlib import Path
 
 from launch.build.api_key import API_KEY_VARIABLE, read_api_key
 from launch.build.engines import shares_gpus
-from launch.roles.base import Rendezvous, await_node_0, wait_for_recipe
 from launch.roles.heartbeat import Ending, Peer, Peers
+from launch.roles.lifecycle import Rendezvous, await_node_0, wait_for_recipe
 from launch.run.addresses import LOOPBACK, bind_address, interface_environment
 from launch.run.metrics import METRICS_PORT_VARIABLE
 from launch.run.preflight import check_model_here, preflight, seed_policy, start_warnings

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_bridge.step.expert_replay import ExpertReplay
 from megatron_bridge.step.micro_batches import MicroBatch, Plan
-from precision.objectives.base import Objective, StepContext, TokenBatch
+from precision.objectives.objective import Objective, StepContext, TokenBatch
 
 
 class Gathered:

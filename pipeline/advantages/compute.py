@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pipeline.advantages.methods import Advantage, AdvantageEstimator, Distillation, Grouped, OverlongPenalty
 from pipeline.data.batch import SOLVED_REWARD, TEACHER_FAILED, Batch
 from pipeline.errors import StoreError
-from precision.objectives.base import Aggregation
+from precision.objectives.objective import Aggregation
 
 if TYPE_CHECKING:
     from pipeline.config.recipe import Recipe

@@ -29,7 +29,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pipeline.config.sections import Changes, ServerUrls
 from pipeline.data.batch import SOLVED_REWARD
 from pipeline.errors import CorruptCheckpointError, NonFiniteError, RecipeError
-from precision.objectives.base import Aggregation
+from precision.objectives.objective import Aggregation
 from precision.settings import Settings
 
 Rewards = NDArray[np.float32]

@@ -20,7 +20,7 @@ from pipeline.config.recipe import Recipe, advice, layout_name
 from pipeline.errors import EvenKeelError, StoreError
 from precision.corrections import Correction
 from precision.mismatch.alarms import Alarm, alarms
-from precision.objectives.base import Objective
+from precision.objectives.objective import Objective
 
 PROMPT_COUNTS = ("refills", "zero_variance", "filtered", "solved_groups", "interrupted")
 """Counts in `committed` events: groups asked in place of others, groups dropped for equal rewards, groups that the

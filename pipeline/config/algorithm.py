@@ -13,7 +13,7 @@ from pipeline.config.choice import Choice
 from pipeline.errors import RecipeError
 from precision.corrections import Correction
 from precision.formats.rollout_format import RolloutFormat
-from precision.objectives.base import Objective
+from precision.objectives.objective import Objective
 from precision.settings import choices_in
 
 if TYPE_CHECKING:

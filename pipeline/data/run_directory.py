@@ -15,7 +15,7 @@
       policy/updates/000031    a number taken by each weight update of engines, before it starts
       engines/000003.json      the address of engine 3 (pipeline.data.membership; never its key)
       epochs/learner/000002    the second start of the learner (pipeline.data.epochs)
-      learner.json             the address of node 0 for the other nodes of the learner (launch.roles.base)
+      learner.json             the address of node 0 for the other nodes of the learner (launch.roles.lifecycle)
       control/000012.json      the ESS controller's evidence and decision after step 12 (pipeline.control.files)
       quant_maps/000001.yaml   a quant map that it decided on (pipeline.data.quant_maps)
       batches/000012.lost.json batch 12 was lost by damage (pipeline.data.store)

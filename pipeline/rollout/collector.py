@@ -399,7 +399,7 @@ class Collector:
 
     async def _wait_for_turn(self, index: int) -> int:
         """Wait for the version with which the batch may start, and return it. Decisions about the batch's lag were made
-        before the publish of the version that it needs by the previous lag (pipeline.control.loop)."""
+        before the publish of the version that it needs by the previous lag (pipeline.control.step_controller)."""
         while True:
             version = await self._wait_published(self.schedule.required_version(index))
             lags = () if self.decided_lags is None else await asyncio.to_thread(self.decided_lags, version)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pipeline import spans
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.background import ANSWER_S, DiagnosticsWriter, tell_when_done
-from pipeline.control.loop import StepController, mean_age
+from pipeline.control.step_controller import StepController, mean_age
 from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventKind, EventLog
 from pipeline.data.files import remove_leftovers

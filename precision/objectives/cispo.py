@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from precision.objectives.base import Objective, StepContext, TokenBatch, response_values, step_mean, token_sum
+from precision.objectives.objective import Objective, StepContext, TokenBatch, response_values, step_mean, token_sum
 from precision.ratios import masked_log_ratios
 from precision.torch_on_use import Tensor
 

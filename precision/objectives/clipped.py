@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from precision.objectives.base import (
+from precision.objectives.objective import (
     Aggregation,
     Facts,
     Objective,

@@ -25,7 +25,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
-from precision.objectives.base import (
+from precision.objectives.objective import (
     Facts,
     Objective,
     Prepared,

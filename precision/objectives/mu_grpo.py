@@ -22,7 +22,8 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from precision.objectives.base import (
+from precision.objectives.clipped import clipped_loss
+from precision.objectives.objective import (
     Objective,
     Prepared,
     ScoredStep,
@@ -31,7 +32,6 @@ from precision.objectives.base import (
     sampled_mean,
     scaled_advantages,
 )
-from precision.objectives.clipped import clipped_loss
 from precision.ratios import positions
 from precision.torch_on_use import Tensor, torch
 

@@ -23,7 +23,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from precision.objectives.base import (
+from precision.objectives.clipped import prepared_anchor
+from precision.objectives.objective import (
     Aggregation,
     Facts,
     Objective,
@@ -35,7 +36,6 @@ from precision.objectives.base import (
     step_mean,
     token_sum,
 )
-from precision.objectives.clipped import prepared_anchor
 from precision.ratios import (
     ess_from_sums,
     importance_kl,

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from precision.objectives.base import (
+from precision.objectives.objective import (
     Aggregation,
     Objective,
     Prepared,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from precision.objectives.base import StepContext, TokenBatch
+from precision.objectives.objective import StepContext, TokenBatch
 from precision.objectives.p3o import P3O
 from precision.ratios import RatioSums
 

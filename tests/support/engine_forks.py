@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import psutil
 
-from launch.roles import base
+from launch.roles import lifecycle
 from launch.run import starter
 from launch.run.processes import end_tree
 from pipeline.child_process import die_with_parent
@@ -272,7 +272,7 @@ def _become_role(role: list[str], environment: dict[str, str], log: str, status:
         os._exit(number)
 
     product.ServerProcess = ServerOfRole  # type: ignore[misc, assignment]
-    base.end_process = end  # type: ignore[assignment]
+    lifecycle.end_process = end  # type: ignore[assignment]
     try:
         cli.main()
     except SystemExit as asked:

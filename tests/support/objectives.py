@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
+from precision.objectives.objective import Objective, Prepared, ScoredStep, StepContext, TokenBatch
 
 ROLLOUT = -1.5
 """Every token's log-probability under the rollout, in steps built by hand."""

@@ -22,8 +22,8 @@ import numpy as np
 from launch.build.components import build_tokenizer
 from launch.build.engines import engine_spec
 from launch.convert.folders import check_committed, checked_source
-from launch.roles.base import Rendezvous
 from launch.roles.engine import hold_weights
+from launch.roles.lifecycle import Rendezvous
 from launch.run.replay import manifest
 from launch.verify.history import check_history
 from pipeline.analysis.samples import Background, render_batch

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from launch.roles.base import status_of
+from launch.roles.lifecycle import status_of
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods import FADE, GRPO
 from pipeline.data.batch import LogprobContract, Prompt, Sampling
@@ -151,7 +151,7 @@ def digest_of(path: Path) -> str:
 
 
 def guarded(body: Any) -> Any:
-    """The exit status of a role that meets an error, as launch.roles.base.run_role decides it."""
+    """The exit status of a role that meets an error, as launch.roles.lifecycle.run_role decides it."""
 
     def run(process: Process) -> int:
         try:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from precision.objectives.base import StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
+from precision.objectives.objective import StepContext, TokenBatch
 from precision.reference import NearReference, ReferenceSection, reference_kl
 
 LOGITS = torch.tensor([0.4, -0.3, 0.9, -1.1], dtype=torch.float64)

@@ -15,7 +15,7 @@ from launch.fork.fork import fork_run
 from launch.roles.collector import lags_of
 from launch.verify.history import check_history
 from pipeline.control.files import ControlFiles
-from pipeline.control.loop import StepController
+from pipeline.control.step_controller import StepController
 from pipeline.data.checksums import write_sealed
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory, unfenced

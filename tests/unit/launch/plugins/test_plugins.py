@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from pipeline.advantages.methods import Advantage
 from pipeline.tasks.task import GeneratedTask, Problem
 from precision.corrections import Correction
-from precision.objectives.base import Objective
+from precision.objectives.objective import Objective
 
 class Plain(Objective):
     """Plain policy gradient."""

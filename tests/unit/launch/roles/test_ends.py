@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launch.roles import base
+from launch.roles import lifecycle
 from launch.roles.collector import collect, run_collector
 from launch.roles.commands import role_app
 from launch.run.waiting import Stop, wait_for
@@ -26,7 +26,7 @@ def test_a_wrong_host_is_fatal_also_where_metrics_are_shown(
     def end(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr(base, "end_process", end)
+    monkeypatch.setattr(lifecycle, "end_process", end)
     monkeypatch.setattr(Stop, "install", lambda stop: stop)
     argv = [role, str(tmp_path), "--host", "203.0.113.7", "--metrics-port", "9000"]
     result = CliRunner().invoke(role_app, argv)
@@ -39,10 +39,10 @@ def test_a_grace_that_is_no_time_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: str
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(base, "end_process", ended.append)
+    monkeypatch.setattr(lifecycle, "end_process", ended.append)
     monkeypatch.setattr(Stop, "install", lambda stop: stop)
     monkeypatch.setenv("EVENKEEL_GRACE_S", said)
-    base.run_role(RunDirectory(tmp_path), "collector", lambda _: pytest.fail("works"))
+    lifecycle.run_role(RunDirectory(tmp_path), "collector", lambda _: pytest.fail("works"))
     assert ended == [FATAL_EXIT_CODE]
     assert f"EVENKEEL_GRACE_S is '{said}', expected seconds from 0 to 86400" in capsys.readouterr().err
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from sglang_router.router_args import RouterArgs
 
-from launch.roles import base
 from launch.roles import engine as role
-from launch.roles.base import Rendezvous, status_of
+from launch.roles import lifecycle
 from launch.roles.engine import EngineRole, hold_weights, run_engine, run_router, serve, starting_folder
+from launch.roles.lifecycle import Rendezvous, status_of
 from launch.run import addresses, waiting
 from launch.run.waiting import Stop
 from pipeline.config.recipe import Recipe
@@ -355,7 +355,7 @@ def test_another_host_that_waits_while_the_run_is_finished_ends(
 ) -> None:
     """Node 0 finds nothing to do at its next start."""
     other = OtherHost(run, monkeypatch)
-    monkeypatch.setattr(base, "FINISHED_POLL_S", 0.0)
+    monkeypatch.setattr(lifecycle, "FINISHED_POLL_S", 0.0)
     at_each_look(monkeypatch, lambda: finish(run))
     assert run_engine(other.own, Stop()) == 0
     assert not other.servers

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.roles import base, learner
-from launch.roles.base import Rendezvous
+from launch.roles import learner, lifecycle
 from launch.roles.heartbeat import Ending, Peer, Peers
 from launch.roles.learner import (
     LearnerNode,
@@ -19,6 +18,7 @@ from launch.roles.learner import (
     rank_program,
     run_learner_node,
 )
+from launch.roles.lifecycle import Rendezvous
 from launch.run.waiting import Stop
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -134,7 +134,7 @@ def last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Ending | No
 
 def test_a_node_of_a_finished_run_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 0 has found nothing to do and ended; the file of its last start is still there."""
-    monkeypatch.setattr(base, "FINISHED_POLL_S", 0.0)
+    monkeypatch.setattr(lifecycle, "FINISHED_POLL_S", 0.0)
     run = RunDirectory((recipe := a_recipe(tmp_path, tensor_parallel=2)).directory)
     run.freeze(recipe)
     own, stop = LearnerNode(run, node=1, nodes=2), Stop()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.roles import base
-from launch.roles.base import wait_for_data, wait_for_recipe
+from launch.roles import lifecycle
 from launch.roles.collector import run_collector
+from launch.roles.lifecycle import wait_for_data, wait_for_recipe
 from launch.run.waiting import Stop
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
@@ -48,10 +48,10 @@ def test_without_one_that_is_given_any_will_do(run: RunDirectory) -> None:
 def test_the_one_that_the_learner_is_given_is_waited_for(
     run: RunDirectory, longer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "RECIPE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(lifecycle, "RECIPE_DEADLINE_S", 0.0)
     with pytest.raises(DeadlineExceededError, match=r"waited 0 s for .* to go by .*longer\.yaml"):
         wait_for_recipe(run, Stop(), longer)
-    monkeypatch.setattr(base, "RECIPE_DEADLINE_S", 60.0)
+    monkeypatch.setattr(lifecycle, "RECIPE_DEADLINE_S", 60.0)
     learner = threading.Timer(0.5, go_on_with, [run, load_recipe(longer)])
     learner.start()
     frozen = wait_for_recipe(run, Stop(), longer)
@@ -74,7 +74,7 @@ def test_data_that_was_mended_before_the_first_batch_is_waited_for_by_who_reads_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner freezes the digest of what is there; engines, which read no data, need not begin again."""
-    monkeypatch.setattr(base, "RECIPE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(lifecycle, "RECIPE_DEADLINE_S", 0.0)
     prompts = make_prompts(tmp_path / "prompts.jsonl")
     data = dict(
         run=dict(name="x", root=str(tmp_path), steps=1),
@@ -98,8 +98,8 @@ def test_data_that_was_mended_before_the_first_batch_is_waited_for_by_who_reads_
     with pytest.raises(RecipeError, match="is not the data of this run"):
         run_collector(run, Stop(), given)
     assert newest(epoch_folder(run.path, "engine", 0)) == engine.number
-    monkeypatch.setattr(base, "RECIPE_DEADLINE_S", 60.0)
-    monkeypatch.setattr(base, "DATA_POLL_S", 0.1)
+    monkeypatch.setattr(lifecycle, "RECIPE_DEADLINE_S", 60.0)
+    monkeypatch.setattr(lifecycle, "DATA_POLL_S", 0.1)
     other = prompts.read_text()
     put_back = threading.Timer(0.5, prompts.write_text, [good])
     put_back.start()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.roles.base import run_role
+from launch.roles.lifecycle import run_role
 from launch.run.restarts import MAX_RESTARTS_VARIABLE, count_start
 from launch.run.waiting import Stop
 from pipeline.data.run_directory import RunDirectory
@@ -70,7 +70,7 @@ def test_a_role_counts_as_it_runs(run: RunDirectory, monkeypatch: pytest.MonkeyP
         raise StoppedError("asked to end")
 
     monkeypatch.setenv(MAX_RESTARTS_VARIABLE, "2")
-    monkeypatch.setattr("launch.roles.base.end_process", ended)
+    monkeypatch.setattr("launch.roles.lifecycle.end_process", ended)
     monkeypatch.setattr("launch.run.waiting.Stop.install", lambda stop: stop)
     for body in (fails, stops, stops, fails, fails, fails):
         with pytest.raises(SystemExit):

@@ -21,8 +21,8 @@ from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import ModelError
 from precision.formats.quant_map import QuantMap
-from precision.objectives.base import Objective
 from precision.objectives.clipped import Clipped
+from precision.objectives.objective import Objective
 from precision.objectives.p3o import P3O
 from tests.support.learners import learner_here
 

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.algorithm import AdvantageSection
 from pipeline.data.batch import Batch
-from precision.objectives.base import StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
+from precision.objectives.objective import StepContext, TokenBatch
 from tests.support.batches import batch_of_rewards
 
 CAP = 5.0

@@ -15,8 +15,8 @@ from pipeline.advantages.methods import Distillation, DrGRPO
 from pipeline.config.loader import load_recipe
 from pipeline.data.batch import TEACHER_FAILED, Batch
 from pipeline.errors import RecipeError, StoreError
-from precision.objectives.base import StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
+from precision.objectives.objective import StepContext, TokenBatch
 from tests.support.batches import batch_of_rewards, parts_of
 
 TEACHER = Path("teacher")

@@ -15,7 +15,7 @@ from pipeline.advantages.methods import GRPO, DrGRPO, OverlongPenalty
 from pipeline.config.loader import load_recipe
 from pipeline.data.batch import Batch
 from pipeline.errors import RecipeError
-from precision.objectives.base import Aggregation
+from precision.objectives.objective import Aggregation
 from tests.support.batches import batch_of_rewards, parts_of
 
 DAPO = OverlongPenalty(buffer_tokens=4096)

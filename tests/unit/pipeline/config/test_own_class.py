@@ -29,7 +29,7 @@ from typing import Literal
 import numpy as np
 from pipeline.advantages.methods import Advantage
 from precision.corrections import Correction
-from precision.objectives.base import Objective
+from precision.objectives.objective import Objective
 
 class Centered(Advantage):
     name: Literal["centered"] = "centered"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precision.corrections import MIS, OPSM, TIS, Corrected, Correction, IcePop, Rejection
-from precision.objectives.base import Facts, Prepared, ScoredStep
 from precision.objectives.clipped import Clipped
+from precision.objectives.objective import Facts, Prepared, ScoredStep
 from tests.support.examples import examples
 from tests.support.objectives import reordered, run, scored_step, scored_steps, soiled
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from precision.objectives.base import StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
+from precision.objectives.objective import StepContext, TokenBatch
 
 RATIOS = torch.tensor([[0.5, 1.0, 4.0, 8.0, 8.0]], dtype=torch.float64)
 ADVANTAGES = torch.tensor([[2.0, -1.0, 1.0, 1.0, -3.0]], dtype=torch.float64)

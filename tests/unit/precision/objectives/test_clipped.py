@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.clipped import Clipped
+from precision.objectives.objective import ScoredStep, StepContext, TokenBatch
 from precision.supervised import Supervised
 from tests.support.objectives import run, scored_step
 

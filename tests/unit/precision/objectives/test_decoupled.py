@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from precision.objectives.base import ScoredStep
 from precision.objectives.clipped import Clipped, Decoupled
+from precision.objectives.objective import ScoredStep
 from tests.support.examples import examples
 from tests.support.objectives import run, scored_step, scored_steps
 

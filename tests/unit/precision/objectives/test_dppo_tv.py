@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.clipped import Clipped
 from precision.objectives.dppo_tv import DPPOTV
+from precision.objectives.objective import ScoredStep, StepContext, TokenBatch
 from tests.support.examples import examples
 from tests.support.objectives import run, scored_steps
 

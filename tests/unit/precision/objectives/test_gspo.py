@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.clipped import GSPO
+from precision.objectives.objective import ScoredStep, StepContext, TokenBatch
 from tests.support.examples import examples
 from tests.support.objectives import run, scored_step, scored_steps
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precision.objectives.base import ScoredStep
 from precision.objectives.m2po import M2PO, widest_cap, widest_kept
+from precision.objectives.objective import ScoredStep
 from tests.support.examples import examples
 from tests.support.objectives import run, scored_step, scored_steps
 

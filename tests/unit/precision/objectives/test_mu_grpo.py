@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from precision.objectives.base import ScoredStep
 from precision.objectives.clipped import Clipped
 from precision.objectives.mu_grpo import MuGRPO
+from precision.objectives.objective import ScoredStep
 from tests.support.examples import examples
 from tests.support.objectives import run, scored_step, scored_steps
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precision.corrections import MIS, OPSM, TIS, Corrected, IcePop, Rejection
-from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
 from precision.objectives.clipped import GSPO, Clipped, Decoupled
 from precision.objectives.dppo_tv import DPPOTV
 from precision.objectives.m2po import M2PO
 from precision.objectives.mu_grpo import MuGRPO
+from precision.objectives.objective import Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.p3o import P3O, P4O
 from precision.objectives.topr import TOPR
 from precision.ratios import MAX_LOG_RATIO

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.objectives.base import ScoredStep, StepContext, TokenBatch
+from precision.objectives.objective import ScoredStep, StepContext, TokenBatch
 from precision.objectives.p3o import P3O
 from precision.ratios import ess_from_sums
 from tests.support import objectives

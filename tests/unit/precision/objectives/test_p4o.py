@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from precision.objectives.base import ScoredStep
+from precision.objectives.objective import ScoredStep
 from precision.objectives.p3o import P3O, P4O
 from tests.support.examples import examples
 from tests.support.objectives import ROLLOUT, run, scored_step, scored_steps

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
+from precision.objectives.objective import ScoredStep, StepContext, TokenBatch
 from precision.objectives.p3o import Split
 from tests.support.examples import examples
 from tests.support.objectives import ROLLOUT, run, scored_step, scored_steps

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from precision.objectives.base import ScoredStep
 from precision.objectives.cispo import CISPO
+from precision.objectives.objective import ScoredStep
 from precision.objectives.topr import TOPR
 from tests.support.examples import examples
 from tests.support.objectives import ROLLOUT, run, scored_step, scored_steps

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.control.files import ControlFiles, ControlRecord
-from pipeline.control.loop import StepController, engine_evidence, mean_age, ratio_sums
+from pipeline.control.step_controller import StepController, engine_evidence, mean_age, ratio_sums
 from pipeline.data.batch import Batch
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.membership import Member
