@@ -284,7 +284,7 @@ def mismatch(
     now: Annotated[
         Path | None, typer.Option(help="RECIPE: HF folder of the weights that are trained; default: model.path.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=0, help="RUN: batch index; default: the last one trained.")] = None,
+    batch: Annotated[int | None, typer.Option(min=0, help="RUN: batch index; default: the last trained batch.")] = None,
     locate: Annotated[
         bool, typer.Option("--locate/--no-locate", help="Search for faults of single modules; a pass for each.")
     ] = True,
@@ -333,13 +333,13 @@ def doctor(
         str, typer.Option(help="Starts a program on {host}, such as: srun --nodelist={host} -N1 -n1.")
     ] = "ssh {host}",
     python: Annotated[
-        str | None, typer.Option(help="Python there that has Even Keel; default: the path of this one.")
+        str | None, typer.Option(help="Python on the hosts, with Even Keel; default: the path of this Python.")
     ] = None,
     ports: Annotated[
-        str, typer.Option(help="Ports that each host should reach on each other one; 0 is any free one.")
+        str, typer.Option(help="Ports that each host must reach on every other host; 0: any free port.")
     ] = "29500,30000",
     visible_within: Annotated[
-        float, typer.Option(min=1.0, help="Seconds after which another host's change is called lost.")
+        float, typer.Option(min=1.0, help="Seconds after which an unseen change counts as lost.")
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:

@@ -18,7 +18,9 @@ _CLOCK_S = 5.0
 
 def repair(
     run: Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)],
-    apply: Annotated[bool, typer.Option("--apply", help="Do it; without this, only say what would be done.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Carry out the repair; without this, only print the plan.")
+    ] = False,
     stopped: Annotated[
         bool, typer.Option("--stopped", help="You have seen to it that no process of the run lives on another host.")
     ] = False,

@@ -42,11 +42,11 @@ from precision.torch_on_use import Tensor
 class ReferenceSection(Settings):
     """The reference that the policy is held near, and the KL term to it."""
 
-    coefficient: float = Field(gt=0.0, description="Of the KL term in the loss; GRPO's paper 0.04, often 0.001.")
+    coefficient: float = Field(gt=0.0, description="Weight of the KL term in the loss; GRPO's paper 0.04, often 0.001.")
     estimator: Literal["k2", "k3", "importance"] = Field(
         "k3",
-        description="k3: GRPO's. k2: its gradient is that of the KL where the samples are the policy's own. "
-        "importance: that too where engine and learner differ, weighed by their ratio.",
+        description="k3: GRPO's. k2: has the gradient of the KL where the policy itself sampled. importance: "
+        "has it also where engine and learner differ, weighed by their ratio.",
     )
     cap: float = Field(5.0, gt=0.0, description="importance: the largest ratio, in the term and in its gradient.")
     path: Path | None = Field(None, description="HF folder of the reference, of the same model; default: model.path.")

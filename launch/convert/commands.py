@@ -33,7 +33,7 @@ def hf_to_megatron_command(
     pipeline_parallel: Annotated[int, typer.Option(min=1, max=2**16, help="Pipeline stages while writing.")] = 1,
     expert_parallel: Annotated[int, typer.Option(min=1, max=2**16, help="MoE: ranks that share the experts.")] = 1,
     dtype: Annotated[
-        Literal["bf16", "fp32", "keep"], typer.Option(help="Of the checkpoint; keep needs a source of one dtype.")
+        Literal["bf16", "fp32", "keep"], typer.Option(help="Dtype of the checkpoint; keep needs a source of one dtype.")
     ] = "keep",
     verify: Verify = False,
     as_json: AsJson = False,
@@ -87,7 +87,7 @@ def hf_to_fp8_command(
     out: Out,
     format_: Annotated[
         Literal["block128", "tensor"],
-        typer.Option("--format", help="block128: a scale for 128×128; tensor: one a matrix."),
+        typer.Option("--format", help="block128: a scale for each 128×128 block; tensor: a scale for each matrix."),
     ],
     verify: Verify = False,
     as_json: AsJson = False,

@@ -16,7 +16,7 @@ quant_map_app = typer.Typer(help="Which layers the engines hold in FP8, and whic
 def suggest_command(
     source: Annotated[
         Path,
-        typer.Argument(help="Recipe, run directory (scores what it sampled) or HF model folder.", show_default=False),
+        typer.Argument(help="Recipe, run directory (scores its samples) or HF model folder.", show_default=False),
     ],
     out: Annotated[Path | None, typer.Option(help="YAML file to write, for rollout.quant_map.")] = None,
     ess_floor: Annotated[float, typer.Option(min=0.01, max=0.9999, help="Token ESS that the map must hold.")] = 0.98,

@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 role_app = typer.Typer(
-    help="Programs of a run, one a host; `evenkeel train` starts the same ones on this machine.\n\n"
-    "They share the run directory and the network, and nothing else. Each may be started in any order, on any host, "
-    "and again at will: it waits for what is not there yet, and a later start of a role takes over from an earlier "
-    "one.\n\n"
+    help="The programs of a run, for a cluster; `evenkeel train` starts the same programs on this machine.\n\n"
+    "They share only the run directory and the network. Each may be started in any order, on any host, and again at "
+    "will: it waits for the others, and a later start of a role takes over from an earlier start.\n\n"
     "**Exit status**: 0 the run is finished; 64 it has failed, do not start it again; 65 a later start has taken over, "
-    "do not start this one again; 143 asked to end by SIGTERM before the run was finished, start it again to go on; "
+    "do not start this program again; 143 asked to end by SIGTERM, start it again to go on; "
     "anything else: start it again.\n\n"
     "**Environment**: EVENKEEL_API_KEY, or EVENKEEL_API_KEY_FILE, a file of mode 0600; needed for every --host that is "
     "not loopback. EVENKEEL_GRACE_S: seconds between SIGTERM and the end, in which the learner saves and an engine "
@@ -26,7 +25,7 @@ RunPath = Annotated[Path, typer.Argument(help="Run directory, the same on all ho
 Host = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="Name or address by which other hosts reach this one; servers listen at that address."
+        metavar="NAME", help="Name or address by which other hosts reach this host; servers listen at that address."
     ),
 ]
 MetricsPort = Annotated[
@@ -36,27 +35,31 @@ RecipePath = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="The recipe that the learner is given: wait until the run goes by it. Without, any recipe will do.",
+        help="The recipe that the learner is given: wait until the run uses it. Default: any recipe.",
     ),
 ]
 Port = Annotated[
     int | None,
-    typer.Option(min=1, max=65535, help="Default: rollout.port or 30000, and the index.", show_default=False),
+    typer.Option(
+        min=1, max=65535, help="Port of the server. Default: rollout.port or 30000, plus the index.", show_default=False
+    ),
 ]
 
 
 @role_app.command()
 def learner(
     run: RunPath,
-    node: Annotated[int, typer.Argument(help="Which of the learner's hosts this is.")] = 0,
+    node: Annotated[int, typer.Argument(help="Number of this host among the learner's hosts.")] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts of the learner; its ranks are shared out evenly.")] = 1,
     recipe: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Node 0 begins the run with it, or goes on with it; others wait for that."),
+        typer.Option(
+            metavar="FILE", help="Recipe with which node 0 begins or continues the run; other nodes wait for that."
+        ),
     ] = None,
     host: Host = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=1, max=65534, help="Of torch's rendezvous on node 0; the next one is the agents'.")
+        int, typer.Option(min=1, max=65534, help="Port of torch's rendezvous on node 0; the agents take the next port.")
     ] = 29500,
     metrics_port: MetricsPort = None,
 ) -> None:

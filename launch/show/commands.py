@@ -121,7 +121,7 @@ def _steps(text: str) -> tuple[int, int]:
     return first, end
 
 
-trajectories_app = typer.Typer(help="Read what was sampled.", no_args_is_help=True)
+trajectories_app = typer.Typer(help="Read the sampled responses.", no_args_is_help=True)
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
 
 
@@ -161,7 +161,7 @@ def trajectories_export(
         typer.Option(help="Keep samples that ended so: by themselves, or at the limit of tokens.", show_default=False),
     ] = None,
     source: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Keep samples of this one of task.sources.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Only samples of this source (task.sources).", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -190,7 +190,8 @@ def scaling(
         list[Path], typer.Argument(help="Run directories or JSONL files (these need --x and --y).", show_default=False)
     ],
     compare: Annotated[
-        bool, typer.Option("--compare", help="Fit each source alone, then all at one common A. Else they are repeats.")
+        bool,
+        typer.Option("--compare", help="Fit each source alone, then all with a common A. Default: they are repeats."),
     ] = False,
     at: Annotated[
         list[float] | None, typer.Option(min=0.0, help="Compute to forecast for; repeat at will.", show_default=False)

@@ -62,11 +62,11 @@ class LearnerSection(Section):
         **dict.fromkeys(("precision", "distributed_optimizer"), "never"),
     }
 
-    tensor_parallel: Processes = Field(1, description="Ranks that share each matrix; best GPUs of one host.")
+    tensor_parallel: Processes = Field(1, description="Ranks that share each matrix; best the GPUs of one host.")
     sequence_parallel: bool = Field(
         False, description="Split norms and residual stream over tensor parallel ranks; needed by MoE with tensor > 1."
     )
-    pipeline_parallel: Processes = Field(1, description="Ranks that share the layers, a stage of them each.")
+    pipeline_parallel: Processes = Field(1, description="Ranks that share the layers: each holds a stage.")
     virtual_pipeline: PositiveInt = Field(1, description="Model chunks of each pipeline rank (interleaved schedule).")
     context_parallel: Processes = Field(1, description="Ranks that share each sequence.")
     data_parallel: Processes = Field(1, description="Ranks that share the batch.")
@@ -76,7 +76,7 @@ class LearnerSection(Section):
     overlap_grad_reduce: bool = Field(True, description="Reduce gradients while the backward pass goes on.")
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="Activations computed again in the backward pass: none, those of the MLP, or of whole layers.",
+        description="Activations that the backward pass computes again: none, those of the MLP, or of whole layers.",
     )
     temperature: Temperature | None = Field(
         None,
@@ -98,7 +98,7 @@ class LearnerSection(Section):
     micro_batch_tokens: PositiveInt = Field(8192, description="Padded tokens of a micro-batch, at most.")
     updates_per_batch: PositiveInt = Field(
         1,
-        description="Optimizer steps of a batch, each on prompts of its own (mini-batches in verl and slime). "
+        description="Optimizer steps of a batch, each on other prompts (mini-batches in verl and slime). "
         "Advantages are those of the whole batch, and old log-probabilities those before its first step; denominators, "
         "an ESS or a veto of `step` scope are those of the mini-batch. Versions and lag count batches. "
         "With advantage.zero_variance=exclude a batch of few groups may make fewer steps: a learning rate that decays "

@@ -57,9 +57,9 @@ class RunSection(Section):
     seed: NonNegativeInt = Field(0, description="Seeds prompt order, model-parallel RNG and evaluation prompts.")
     steps: PositiveInt = Field(description="Batches to train on, each in learner.updates_per_batch optimizer steps.")
     wait_deadline_s: PositiveFloat = Field(
-        3600.0, description="Longest wait of one loop for the other; an evaluation must fit in, too."
+        3600.0, description="Longest wait of learner or collector for the other; an evaluation must fit in."
     )
-    max_restarts: NonNegativeInt = Field(5, description="Restarts of one process without progress before giving up.")
+    max_restarts: NonNegativeInt = Field(5, description="Restarts of a process without progress before the run ends.")
 
 
 class ModelSection(Section):
@@ -90,7 +90,7 @@ class OptimizerSection(Section):
     lr: PositiveFloat = Field(
         1e-6,
         le=100.0,
-        description="Highest learning rate of AdamW. The default is for real models; tiny ones take 1e-4 to 1e-3.",
+        description="Highest learning rate of AdamW. The default is for real models; tiny models take 1e-4 to 1e-3.",
     )
     min_lr: float = Field(0.0, ge=0.0, description="Learning rate at the end of the decay.")
     decay: Literal["constant", "linear", "cosine"] = Field(
@@ -98,7 +98,7 @@ class OptimizerSection(Section):
     )
     warmup_steps: NonNegativeInt = Field(10, description="Optimizer steps of linear warm-up.")
     decay_steps: PositiveInt | None = Field(
-        None, description="Optimizer step at which the decay has reached min_lr; default: the run's last one."
+        None, description="Optimizer step at which the decay reaches min_lr; default: the run's last."
     )
     lr_by_lag: LrByLag = Field(
         "none",
@@ -124,9 +124,9 @@ class OptimizerSection(Section):
 class CheckpointSection(Section):
     on_resume: ClassVar[Changes] = {"*": "free"}
 
-    every: PositiveInt = Field(20, description="Steps between checkpoints; the last step always saves one.")
+    every: PositiveInt = Field(20, description="Steps between checkpoints; the last step always saves.")
     keep: PositiveInt = Field(
-        2, description="Newest checkpoints that stay, about 14 bytes a parameter each in BF16; a fork begins at one."
+        2, description="Newest checkpoints to keep; each has about 14 bytes a parameter in BF16. A fork needs one."
     )
 
 
@@ -183,7 +183,7 @@ class RolloutSection(Section):
         **dict.fromkeys(("request_deadline_s", "start_deadline_s"), "free"),
     }
 
-    engines: Processes = Field(1, description="SGLang servers; more than one get SGLang's router in front.")
+    engines: Processes = Field(1, description="SGLang servers; two or more are reached through SGLang's router.")
     tensor_parallel: Processes = Field(1, description="GPUs of one engine.")
     precision: RolloutPrecision = Field(
         "bf16",
@@ -205,9 +205,11 @@ class RolloutSection(Section):
     )
     group_size: Samples = Field(8, description="Samples of a prompt.")
     max_new_tokens: PositiveInt = Field(
-        2048, description="Tokens of the longest response; one that is longer is cut. A batch waits for its longest."
+        2048, description="Most tokens of a response; longer responses are cut. A batch waits for its longest response."
     )
-    temperature: Temperature = Field(1.0, description="Of sampling, softmax(logits / temperature); see evaluation's.")
+    temperature: Temperature = Field(
+        1.0, description="Of sampling: softmax(logits / temperature); evaluation has its own."
+    )
     top_p: float = Field(
         1.0, gt=0.0, le=1.0, description="Sample among the likeliest tokens that hold this probability; 1: among all."
     )
@@ -224,24 +226,25 @@ class RolloutSection(Section):
     )
     context_tokens: PositiveInt = Field(4096, description="Longest prompt + response that an engine accepts.")
     concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
-    urls: ServerUrls = Field(
-        (), description="Engines that exist already, by whomever they were started: http://HOST:PORT of each."
-    )
+    urls: ServerUrls = Field((), description="Engines that are running already: http://HOST:PORT of each.")
     port: int | None = Field(
-        None, ge=1, le=HIGHEST_PORT, description="First engine's port; the next ones follow. Default: any free."
+        None,
+        ge=1,
+        le=HIGHEST_PORT,
+        description="Port of the first engine; other engines take the next ports. Default: any free port.",
     )
     request_deadline_s: PositiveFloat = Field(
-        1800.0, description="Seconds that an engine has for a request: the longest answer, with room for a publish."
+        1800.0, description="Most seconds for a request: the longest answer, and a publish."
     )
     start_deadline_s: PositiveFloat = Field(
         600.0,
-        description="An engine that is not up by then is stopped and started again. It is also the longest wait for "
-        "version 0, and of the hosts of one role for each other.",
+        description="An engine that takes longer to start is stopped and started again. Also the longest wait for "
+        "version 0, and of the hosts of a role for each other.",
     )
     interruption: InterruptionSection | None = Field(
-        None, description="ScaleRL: long responses are told to give their answer; default: none are."
+        None, description="ScaleRL: interrupt long responses with a phrase that asks for the answer; default: off."
     )
-    extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are; none that another key says.")
+    extra_args: tuple[str, ...] = Field((), description="Further arguments of SGLang; not those that other keys set.")
 
     @property
     def started_engines(self) -> int:
@@ -310,27 +313,27 @@ class WeightsSection(Section):
 
     channel: Literal["disk", "delta", "broadcast", "ipc"] = Field(
         "disk",
-        description="disk: engines load a folder. delta: what changed since the last version is written, and "
-        "overwritten in a folder on each engine's own host while the engine serves, which then loads that. broadcast: "
+        description="disk: engines load a folder. delta: the learner writes the changes since the last version; each "
+        "engine's host patches its folder with them while the engine serves, which then loads the folder. broadcast: "
         "learner ranks send to the engines through process groups (gloo on a CPU, NCCL on GPUs). ipc: engines open the "
         "learner's memory; learner and engines run on one machine and see the same GPUs. With the last two the folder "
-        "is written behind the engines' back, for those that restart.",
+        "is written in the background, for engines that restart.",
     )
     kv_cache: Literal["recompute", "keep"] = Field(
         "recompute",
-        description="What becomes of answers under way when their engine takes new weights, as it does in async. "
-        "recompute: all their tokens are read again, so that the next one is the new policy's. keep: they go on over "
-        "the keys and values of the old weights, as in PipelineRL and ScaleRL: no token is read twice, the next ones "
-        "are no policy's, and their ratios say by how much.",
+        description="Answers under way when their engine takes new weights, as in async. recompute: all their tokens "
+        "are read again, so that the next token is the new policy's. keep: they continue on the keys and values of the "
+        "old weights, as in PipelineRL and ScaleRL: no token is read twice, but the next tokens belong to no policy; "
+        "their ratios show by how much.",
     )
     bucket_mib: PositiveInt = Field(
         256, le=2**16, description="broadcast, ipc: tensors sent together, at most; a rank needs twice as much memory."
     )
     whole_every: PositiveInt = Field(
-        16, description="delta: each so many versions one is written whole, too: engines that start begin with it."
+        16, description="delta: versions between complete folders, with which starting engines begin."
     )
-    keep: PositiveInt = Field(2, description="Published policies kept on disk, beside the one that is served.")
-    publish_deadline_s: PositiveFloat = Field(600.0, description="Longest wait for one engine to serve new weights.")
+    keep: PositiveInt = Field(2, description="Published policies to keep on disk, besides the served policy.")
+    publish_deadline_s: PositiveFloat = Field(600.0, description="Longest wait for an engine to serve new weights.")
     probe_max_gap_nats: PositiveFloat | None = Field(
         None,
         description="An engine whose prefill log-probabilities of the probe differ from the learner's by more than "

@@ -48,12 +48,14 @@ class Columns(Section):
         description="Text, or messages for the chat template; default prompt, or messages where there is no prompt.",
     )
     answer: str | None = Field(
-        "answer", min_length=1, description="Text or a number; null: there are none, and the reward needs none."
+        "answer",
+        min_length=1,
+        description="Text or a number; null: the data has no answers, and the reward needs none.",
     )
     system_prompt: str | None = Field(
         None,
         min_length=1,
-        description="Text: a system prompt of the row's own; the task's system_prompt where a row has none.",
+        description="Text: the row's system prompt; the task's system_prompt where it is null or empty.",
     )
 
 
@@ -74,9 +76,11 @@ class DataSource(Section):
 
     path: Path
     name: str = Field(
-        "", pattern=f"(|{_SOURCE_NAME})", description="In metrics and reports; default the file's, without its ending."
+        "",
+        pattern=f"(|{_SOURCE_NAME})",
+        description="Name in metrics and reports; default: the file's name without its ending.",
     )
-    weight: PositiveFloat = Field(1.0, description="Prompts of it are asked in this proportion to the other sources'.")
+    weight: PositiveFloat = Field(1.0, description="Share of its prompts, in proportion to the other sources' weights.")
     held_out_path: Path | None = None
     columns: Columns | None = None
     filter: str | None = Field(None, pattern=FUNCTION)
@@ -102,7 +106,7 @@ class DataTask(Section):
         None, description="JSON Lines, Parquet, or a folder that Hugging Face datasets saved (docs/data.md)."
     )
     sources: tuple[DataSource, ...] = Field(
-        (), description="In place of path: several, each with path, weight, name, and reward, columns … of its own."
+        (), description="In place of path: several sources, each with path, weight, name, reward, columns …"
     )
     held_out_path: Path | None = Field(None, description="Evaluation prompts; otherwise 1 in 16 rows is held out.")
     columns: Columns = Field(default_factory=Columns)
@@ -120,11 +124,11 @@ class DataTask(Section):
         False, description="Put the prompt, as the user's turn, or its messages through the tokenizer's chat template."
     )
     system_prompt: str | None = Field(
-        None, min_length=1, description="The first message of each conversation that does not begin with one itself."
+        None, min_length=1, description="First message of each conversation that begins without a system prompt."
     )
     template_arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
-        description="What the chat template takes, by name: enable_thinking: false, where Qwen3 is to answer at once.",
+        description="Arguments of the chat template, by name: enable_thinking: false makes Qwen3 answer at once.",
     )
     template_date: date | None = Field(
         None, description="The day that a chat template writes into prompts (strftime_now), the same in every start."
@@ -240,19 +244,19 @@ class RewardSection(Section):
     retries: NonNegativeInt = Field(
         3,
         le=30,
-        description="Times that an HTTP error which may pass is tried again, after growing pauses, in the deadline.",
+        description="Retries after a passing HTTP error, with growing pauses, within the deadline.",
     )
     deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample fails.")
     sandbox: Literal["auto", "none"] = Field(
         "auto",
-        description="auto: reward code runs in the best sandbox of the machine (docs/sandbox.md), and not without one. "
-        "none: with all rights of this user, the network too; for code that you trust with them.",
+        description="auto: reward code runs in the best sandbox of the machine (docs/sandbox.md), never without. "
+        "none: with all rights of this user and the network; only for code that you trust.",
     )
-    memory_mib: PositiveInt = Field(2048, description="Memory that one verifier, and all it starts, may use.")
+    memory_mib: PositiveInt = Field(2048, description="Most memory of a verifier and of all that it starts.")
     max_failed_share: Probability = Field(
         0.1,
-        description="How often a verifier may fail. The run ends when more of the last 256 samples have no reward than "
-        "that share would leave by chance (one in a million).",
+        description="Share of samples whose verifier may fail. The run ends when more of the last 256 samples have no "
+        "reward than this share explains (chance one in a million).",
     )
     math_tolerance: float = Field(
         5e-6,
@@ -262,14 +266,14 @@ class RewardSection(Section):
     )
     special_tokens: bool = Field(
         False,
-        description="Whether the text that rewards get of a response has its special tokens, without the one that "
-        "ended it: where <think> is one, a reward of its format needs them.",
+        description="Give rewards the response with its special tokens, except the token that ended it: needed by a "
+        "reward of the format where <think> is a special token.",
     )
     program_tolerance: float = Field(
         1e-6,
         ge=0.0,
         le=1.0,
-        description="python_tests: numbers with a fraction may differ by this, or by this share of the expected one.",
+        description="python_tests: numbers with a fraction may differ by this, or by this share of the number.",
     )
     solved_at: float = Field(
         1.0,
@@ -279,5 +283,5 @@ class RewardSection(Section):
         "and the advantages that weigh by them. Compared as float32.",
     )
     overlong: OverlongPenalty | None = Field(
-        None, description="What responses lose that come near rollout.max_new_tokens (DAPO); default: nothing."
+        None, description="Penalty of responses near rollout.max_new_tokens (DAPO); default: none."
     )

@@ -201,10 +201,10 @@ class GSPO(Anchored):
     name: Literal["gspo"] = "gspo"
     anchor: Literal["rollout", "old"] = Field(
         "old",
-        description="What s divides by. old: the learner's own probability before the batch's first update, or before "
-        "its stage, as in the paper; the clip acts from the second update on. rollout: the engine's probability. Of "
-        "what an engine sampled log s is near -KL to the engine, not 0: in BF16 or FP8 that is often below the floor, "
-        "and most responses with A < 0 are clipped before anything was learned.",
+        description="Denominator of s. old: the learner's own probability before the batch's first update, or before "
+        "its stage, as in the paper; the clip acts from the second update on. rollout: the engine's probability. For "
+        "sampled tokens log s is then near -KL to the engine, not 0: in BF16 or FP8 often below the floor, so that "
+        "most responses with A < 0 are clipped before anything is learned.",
     )
     clip_low: float = Field(3e-4, ge=0.0, le=1.0, description="The floor of s is 1 - clip_low; 3e-4 is the paper's.")
     clip_high: float = Field(

@@ -30,7 +30,7 @@ def kubernetes(
     namespace: Annotated[str, typer.Option(help="Namespace of all objects.")] = "default",
     queue: Annotated[str | None, typer.Option(help="Kueue's LocalQueue; admits the run as a whole.")] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of a node.")] = 8,
-    gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB (an H100 has 79.6).")] = 80.0,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of each GPU, in GiB (an H100 has 79.6).")] = 80.0,
     gpu_resource: Annotated[str, typer.Option(help="Name of GPUs as a resource.")] = "nvidia.com/gpu",
     rdma: Annotated[
         str | None, typer.Option(metavar="RESOURCE=COUNT", help="RDMA devices of a node, as rdma/hca=8.")
@@ -39,11 +39,14 @@ def kubernetes(
     mount: Annotated[
         str, typer.Option(help="Where pods have the shared volume; relative paths of the recipe lie below it.")
     ] = "/evenkeel",
-    pvc: Annotated[str | None, typer.Option(help="Use this claim, which exists, instead of a new one.")] = None,
+    pvc: Annotated[str | None, typer.Option(help="Existing claim to use, instead of a new claim.")] = None,
     storage_class: Annotated[
-        str | None, typer.Option(help="Of the new claim; it must allow ReadWriteMany. Default: the cluster's.")
+        str | None,
+        typer.Option(help="Storage class of the new claim; it must allow ReadWriteMany. Default: the cluster's."),
     ] = None,
-    engines: Annotated[Literal["jobset", "leaderworkerset"], typer.Option(help="What runs the engines.")] = "jobset",
+    engines: Annotated[
+        Literal["jobset", "leaderworkerset"], typer.Option(help="Kind of object that runs the engines.")
+    ] = "jobset",
     monitors: Annotated[
         bool, typer.Option("--monitors", help="Write a ServiceMonitor and alerts, for Prometheus' operator.")
     ] = False,
@@ -54,7 +57,7 @@ def kubernetes(
     ] = None,
     restart: Annotated[
         Literal["job", "jobset"],
-        typer.Option(help="What starts again when a learner fails: its Job (an alpha gate of JobSet), or all."),
+        typer.Option(help="Restart after a failure of the learner: its Job (an alpha gate of JobSet), or all Jobs."),
     ] = "job",
     replace: Annotated[
         bool, typer.Option("--replace", help="The objects in --out are in no cluster: replace whatever differs.")

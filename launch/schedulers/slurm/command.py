@@ -21,13 +21,13 @@ def slurm(
     learner_nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of the learner. Default: as few as its processes need.")
     ] = None,
-    spare: Annotated[int, typer.Option(min=0, max=4096, help="Nodes beyond those needed, for when one dies.")] = 1,
+    spare: Annotated[int, typer.Option(min=0, max=4096, help="Spare nodes, to replace nodes that fail.")] = 1,
     time: Annotated[str | None, typer.Option(help="Time limit, as sbatch takes it. Default: the partition's.")] = None,
     grace: Annotated[
         int | None, typer.Option(min=1, help="Seconds of notice before the time limit. Default: as planned.")
     ] = None,
     disk_gb_s: Annotated[
-        float | None, typer.Option(help="GB/s of the run directory's file system, for that plan. Default: 2.")
+        float | None, typer.Option(help="GB/s of the run directory's file system, for the planned notice. Default: 2.")
     ] = None,
     partition: Annotated[str | None, typer.Option(help="Partition of the job.")] = None,
     account: Annotated[str | None, typer.Option(help="Account of the job.")] = None,
@@ -40,7 +40,7 @@ def slurm(
     setup: Annotated[
         Path | None, typer.Option(help="File of shell lines that the job sources first: modules, environments.")
     ] = None,
-    python: Annotated[str | None, typer.Option(help="Interpreter on the nodes. Default: this one.")] = None,
+    python: Annotated[str | None, typer.Option(help="Python on the nodes. Default: this Python.")] = None,
     workdir: Annotated[
         Path | None, typer.Option(help="Where relative paths of the recipe begin, on every node. Default: here.")
     ] = None,
@@ -48,19 +48,19 @@ def slurm(
         str | None, typer.Option(help="Image in which the roles run (pyxis and enroot, srun --container-image).")
     ] = None,
     rollout_image: Annotated[
-        str | None, typer.Option(help="Another image for engines and router. Default: --container-image.")
+        str | None, typer.Option(help="Image for engines and router. Default: --container-image.")
     ] = None,
     container_mounts: Annotated[str | None, typer.Option(help="Passed to srun --container-mounts.")] = None,
     key_dir: Annotated[
         str, typer.Option(help="Folder of yours, seen by all nodes, for the file with the engines' API key.")
     ] = "~/.evenkeel",
     api_key_file: Annotated[
-        str | None, typer.Option(help="Use the key in this file, instead of a new one for each job.")
+        str | None, typer.Option(help="File with the API key. Default: a new key for each job.")
     ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65532, help="/metrics for Prometheus: the supervisor here, the roles at the next ones."
+            min=1, max=65532, help="Port of the supervisor's /metrics for Prometheus; the roles take the next ports."
         ),
     ] = None,
     model_config: SizesFolder = None,
