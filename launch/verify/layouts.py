@@ -42,7 +42,9 @@ DENSE = (
     "TP2",
     "TP2×SP",
     "PP2",
+    "PP2×MB2",
     "PP2×VPP2",
+    "PP2×VPP2×MB2",
     "CP2",
     "DP2",
     "DP2×PLAIN",
@@ -51,11 +53,21 @@ DENSE = (
     "TP2×CP2",
     "TP2×SP×CP2",
     "TP2×SP×DP2",
-    "PP2×CP2",
+    "PP2×CP2×MB2",
     "PP2×DP2",
     "CP2×DP2",
 )
-EXPERTS = ("one×MB2", "EP2", "PP2×VPP2", "TP2×SP", "TP2×SP×ETP2", "CP2×EP2", "TP2×SP×EP2", "PP2×EP2", "DP2×EP2×TP2×SP")
+EXPERTS = (
+    "one×MB2",
+    "EP2",
+    "PP2×VPP2",
+    "TP2×SP",
+    "TP2×SP×ETP2",
+    "CP2×EP2",
+    "TP2×SP×EP2",
+    "PP2×EP2×MB2",
+    "DP2×EP2×TP2×SP",
+)
 """EPn spreads experts over n data parallel ranks when no other ranks are named."""
 REPLAY = ("one×MB2", "one×SELECTIVE", "CP2", "PP2×EP2", "PP2×VPP2×RECOMPUTE×MB2", "TP2×SP×EP2", "CP2×EP2")
 """Layouts for experts chosen by an engine, here at random: tokens and their routes must be split alike."""

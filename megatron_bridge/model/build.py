@@ -212,9 +212,8 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Micro-batches differ in length; Megatron allows that only with this dispatcher, also for dense models.
+        # Data parallel ranks differ in the lengths of their micro-batches, which the default dispatcher cannot take.
         moe_token_dispatcher_type="alltoall",
-        variable_seq_lengths=True,
         **experts,
         **fp8_arguments(precision),
         transformer_impl="transformer_engine" if layers == "transformer_engine" else "local",
@@ -232,7 +231,7 @@ def transformer_config(
         deallocate_pipeline_outputs=on_gpu,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        batch_p2p_sync=on_gpu,
+        batch_p2p_sync=False,  # it would wait for the whole device, and so for a broadcast of weights under way
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

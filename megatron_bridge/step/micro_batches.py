@@ -7,8 +7,10 @@ The partition depends on lengths only, so every rank computes the whole plan alo
 are balanced by arithmetic, because a step takes as long as its busiest rank and a long row costs more per token.
 Micro-batches are balanced by tokens, because tokens fill the memory. Their longest row comes first.
 
-Rows follow one another without padding, except that context and sequence parallelism need rows that divide evenly;
-padding for FP8 is added to the last row. A position predicts the next token: `labels[0, t]` follows `tokens[0, t]`.
+Rows follow one another without padding, except that context parallelism needs rows that divide evenly. What a
+micro-batch lacks of its length is a row of its own at the end, so attention never mixes it with others, and nothing
+there is predicted: sequence parallelism and FP8 need even lengths, and pipeline stages need one length, because they
+exchange tensors whose shape both must know. A position predicts the next token: `labels[0, t]` follows `tokens[0, t]`.
 Every rank gets the same number of micro-batches; a rank with too few rows gets some that are masked out entirely.
 """
 
@@ -98,7 +100,7 @@ class MicroBatch:
     """Packed rows of this context parallel rank. Tensors are [1, tokens], except `row_ends` and `kept`."""
 
     tokens: Tensor
-    """int64; 0 for padding."""
+    """int64; padding has 0 within a row, and repeats the micro-batch's tokens in the row after the last."""
     labels: Tensor
     """int64, the token that follows; 0 for padding."""
     positions: Tensor
@@ -110,7 +112,8 @@ class MicroBatch:
     places: Tensor
     """int64, the token's place among the tokens of all held rows; -1 for padding."""
     row_ends: Tensor
-    """int32 [rows + 1], the cumulative row lengths from 0, over all context parallel ranks together."""
+    """int32 [rows + 1], the cumulative row lengths from 0, over all context parallel ranks together. Padding after the
+    last row is one more row."""
     kept: KeptRows | None = None
     """The kept set of each label, empty where `mask` is False."""
 
@@ -128,10 +131,12 @@ class MicroBatch:
         return MicroBatch(**moved)
 
     @staticmethod
-    def pack(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64], split: Split) -> MicroBatch:
-        """Lay out the rows of `group`, padded to `widths` [rows], the last up to the micro-batch's multiple."""
-        padded = widths[group].tolist() or [split.row_multiple]
-        padded[-1] += -sum(padded) % split.total_multiple
+    def pack(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64], length: int, split: Split) -> MicroBatch:
+        """Lay out the rows of `group`, padded to `widths` [rows], and a row of padding up to `length` in all."""
+        padded = widths[group].tolist()
+        filled = sum(padded)
+        if filled < length:
+            padded.append(length - filled)
         ends = offsets_of(padded)
         tokens, labels, index, positions = np.zeros((4, ends[-1]), np.int64)
         places, sets = np.full((2, ends[-1]), -1, np.int64)
@@ -149,6 +154,8 @@ class MicroBatch:
                 mask[first + start - 1 : first + end - 1] = True
                 index[first + start - 1 : first + end - 1] = np.arange(rows.offsets[row], rows.offsets[row + 1])
                 sets[first + start - 1 : first + end - 1] = np.arange(*rows.kept_offsets[row : row + 2])
+        # Equal tokens would all be sent to the same experts.
+        tokens[filled:] = np.resize(tokens[:filled], length - filled)
         columns = zigzag_columns(padded, split.context_ranks, split.context_rank)
         whole = dict(tokens=tokens, labels=labels, positions=positions, mask=mask, index=index, places=places)
         held = dict[str, Tensor]()
@@ -186,6 +193,8 @@ class Split:
     """Multiple of each rank's number of tokens, as FP8 products require."""
     count_multiple: int = 1
     """Multiple of the number of micro-batches."""
+    one_length: bool = False
+    """Whether all micro-batches of a data parallel rank are as long as its longest, as pipeline stages need."""
     attention_parity: int | None = None
     """See ModelConfig.attention_parity; None: balance without attention."""
 
@@ -227,17 +236,25 @@ def plan_micro_batches(
         if max(map(fullest, tokens, dealt)) <= budget:
             break
         count += split.count_multiple
-    positions = 0
-    for each, parts in zip(tokens, dealt, strict=True):
-        for part in parts:
-            positions += _rounded_up(fullest(each, [part]) or split.row_multiple, split.total_multiple)
-    share, parts = shares[split.data_rank], dealt[split.data_rank]
+    lengths = [padded_lengths(each, parts, split) for each, parts in zip(tokens, dealt, strict=True)]
+    share, rank = shares[split.data_rank], split.data_rank
+    micro_batches = [
+        MicroBatch.pack(rows, share[part].tolist(), widths, length, split)
+        for part, length in zip(dealt[rank], lengths[rank], strict=True)
+    ]
     real = int(np.maximum(rows.lengths[included] - 1, 0).sum())
     return Plan(
-        micro_batches=tuple([MicroBatch.pack(rows, share[part].tolist(), widths, split) for part in parts]),
-        rows=included & (ranks == split.data_rank),
-        padding_share=1.0 - real / positions,
+        micro_batches=tuple(micro_batches),
+        rows=included & (ranks == rank),
+        padding_share=1.0 - real / sum(map(sum, lengths)),
     )
+
+
+def padded_lengths(widths: Sequence[int], parts: Sequence[Sequence[int]], split: Split) -> list[int]:
+    """Return the lengths of a data parallel rank's micro-batches, each of the rows in `parts` with these `widths`."""
+    least = split.row_multiple  # of a micro-batch without rows
+    lengths = [_rounded_up(fullest(widths, [part]) or least, split.total_multiple) for part in parts]
+    return [max(lengths)] * len(lengths) if split.one_length else lengths
 
 
 def deal(lengths: NDArray[np.int64], split: Split, together: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ CASES = [
     Case("dense", "CP2"),
     Case("dense", "DP2×PLAIN"),
     Case("dense", "TP2×SP×CP2"),
-    Case("dense", "TP2×SP×PP2×VPP2×RECOMPUTE"),
+    Case("dense", "TP2×SP×PP2×VPP2×RECOMPUTE×MB2"),
     Case("dense", "TP2×PP2", "saved"),
     Case("dense", "one", "loaded"),
     Case("dense", "TP2", "loaded"),
@@ -45,7 +45,7 @@ CASES = [
     Case("experts", "one", "loaded"),
     Case("replay", "one"),
     Case("replay", "CP2"),
-    Case("replay", "PP2×EP2"),
+    Case("replay", "PP2×EP2×MB2"),
 ]
 REPLAY_TOLERANCE = 1e-6
 
@@ -86,7 +86,7 @@ def test_a_layout_trains_like_one_process(folder: Path, case: Case) -> None:
     assert max(found.values()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("layout", ["CP2", "PP2×EP2"])
+@pytest.mark.parametrize("layout", ["CP2", "PP2×EP2×MB2"])
 def test_replayed_experts_score_like_one_process(folder: Path, layout: str) -> None:
     one, other = read(folder, "replay one")["logprobs"], read(folder, f"replay {layout}")["logprobs"]
     np.testing.assert_allclose(other, one, rtol=REPLAY_TOLERANCE)

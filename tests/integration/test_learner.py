@@ -104,7 +104,21 @@ def found(runs: Runs) -> Found:
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_ranks_agree(found: Found, layout: str) -> None:
     first, second = found[layout]
-    assert {**first, "publish": {}} == {**second, "publish": {}}
+    own = dict(publish={}, traffic={})
+    assert {**first, **own} == {**second, **own}
+
+
+def test_stages_exchange_one_tensor_a_micro_batch_and_way_and_never_wait_for_the_device(found: Found) -> None:
+    first, last = (rank["traffic"] for rank in found["pp2"])
+    assert first == last
+    ((tokens, one, hidden),) = first["shapes"]  # no exchange of shapes
+    assert (one, hidden) == (1, 64)
+    rows = learner_scenarios.make_batch(3)
+    micro_batches = (len(rows.tokens) - rows.num_samples) / (1 - first["padding_share"]) / tokens
+    assert micro_batches == pytest.approx(round(micro_batches))
+    assert round(micro_batches) >= 2
+    assert first["isend"] == first["irecv"] == round(micro_batches)
+    assert "waits" not in first
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from megatron.core.pipeline_parallel import p2p_communication
 
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.logprobs import KeptRows, vocab_parallel_logprobs
@@ -179,6 +183,31 @@ class Worker:
             self.found["publish_failure"] = str(error)
         learner.export(self.out / "exported")
 
+    def traffic(self) -> None:
+        """What the stages of a pipeline exchange in an update, and how often they wait for the whole device."""
+        learner, batch, calls = self.learner(), make_batch(3), Counter[str]()
+        scored, shapes = learner.logprobs(batch), set[tuple[int, ...]]()
+
+        def counted(name: str) -> Any:
+            send_or_receive = getattr(torch.distributed, name)
+
+            def call(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+                calls[name] += 1
+                shapes.add(tuple(tensor.shape))
+                return send_or_receive(tensor, *arguments, **named)
+
+            return call
+
+        with ExitStack() as patches:
+            for name in ("isend", "irecv"):  # batched transfers look them up in the second module
+                wrapped = counted(name)
+                for module in (torch.distributed, torch.distributed.distributed_c10d):
+                    patches.enter_context(patch.object(module, name, wrapped))
+            cuda = p2p_communication.torch.cuda
+            patches.enter_context(patch.object(cuda, "synchronize", lambda: calls.update(["waits"])))
+            metrics = learner.update(batch, advantages(batch), scored).metrics
+        self.found["traffic"] = dict(calls, shapes=sorted(shapes), padding_share=metrics["padding_share"])
+
     def vocabulary(self) -> None:
         """Vocabulary-parallel log-probabilities against log_softmax in float64, values and gradients."""
         generator = torch.Generator().manual_seed(0)
@@ -238,5 +267,6 @@ def measure(layout: Layout, models: Path, out: Path, reshard: Path | None) -> No
     if reshard is not None:
         worker.reshard(reshard)
     worker.formats()
+    worker.traffic()
     worker.publishing()
     (out / f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(worker.found))

@@ -53,24 +53,37 @@ def test_by_hand() -> None:
 def test_context_and_sequence_parallelism_pad_what_they_must() -> None:
     rows = rows_of([(1, 5), (1, 2)])  # predict from 5 and 2 tokens: 8 and 4 with pieces of 2 and 1, then 16 for the sum
     first, second = plans(rows, 64, 1, context_ranks=2, sequence_ranks=4)
-    assert first.micro_batches[0].row_ends.tolist() == [0, 8, 16]
-    assert first.micro_batches[0].tokens.tolist() == [[1, 2, 0, 0, 7, 8, 0, 0]]
-    assert second.micro_batches[0].tokens.tolist() == [[3, 4, 5, 0, 0, 0, 0, 0]]
-    assert first.micro_batches[0].positions.tolist() == [[0, 1, 6, 7, 0, 1, 6, 7]]
+    assert first.micro_batches[0].row_ends.tolist() == [0, 8, 12, 16]
+    assert first.micro_batches[0].tokens.tolist() == [[1, 2, 0, 0, 7, 0, 1, 4]]
+    assert second.micro_batches[0].tokens.tolist() == [[3, 4, 5, 0, 8, 0, 2, 3]]
+    assert first.micro_batches[0].positions.tolist() == [[0, 1, 6, 7, 0, 3, 0, 3]]
     assert first.padding_share == second.padding_share == pytest.approx(1 - 7 / 16)
 
 
 def test_fp8_pads_what_each_rank_is_left_with() -> None:
     rows = rows_of([(1, 5), (1, 2)])  # predict from 5 and 2 tokens
     (alone,) = plans(rows, 64, 1, token_multiple=16)
-    assert alone.micro_batches[0].row_ends.tolist() == [0, 5, 16]
+    assert alone.micro_batches[0].row_ends.tolist() == [0, 5, 7, 16]
     # 8 and 4 with pieces of 2 and 1; 16 for each of 2 × 2 ranks is 64 in sum.
     split, _ = plans(rows, 64, 1, context_ranks=2, sequence_ranks=2, token_multiple=16)
-    assert split.micro_batches[0].row_ends.tolist() == [0, 8, 64]
+    assert split.micro_batches[0].row_ends.tolist() == [0, 8, 12, 64]
     assert split.micro_batches[0].tokens.shape == (1, 32)
     assert split.padding_share == pytest.approx(1 - 7 / 64)
     with pytest.raises(RecipeError, match="a sample of 6 tokens, padded to 8, does not fit"):
         plans(rows, 63, 1, context_ranks=2, sequence_ranks=2, token_multiple=16)
+
+
+def test_stages_of_a_pipeline_get_micro_batches_of_one_length() -> None:
+    rows = rows_of([(1, 9), (1, 6), (1, 5)])  # predict from 9, 6 and 5 tokens
+    uneven, even = (plans(rows, 12, 1, one_length=one_length)[0] for one_length in (False, True))
+    assert [micro.row_ends.tolist() for micro in uneven.micro_batches] == [[0, 9], [0, 6, 11]]
+    assert [micro.row_ends.tolist() for micro in even.micro_batches] == [[0, 9, 11], [0, 6, 11]]
+    padded = even.micro_batches[0]
+    assert padded.tokens.tolist() == [[*range(1, 10), 1, 2]]
+    assert padded.positions[0, 9:].tolist() == [0, 1]
+    assert not padded.mask[0, 9:].any()
+    assert (padded.places[0, 9:] == -1).all()
+    assert even.padding_share == pytest.approx(2 / 22)
 
 
 def test_context_ranks_hold_pieces_from_both_ends() -> None:
@@ -85,16 +98,24 @@ def test_context_ranks_hold_pieces_from_both_ends() -> None:
     context=st.sampled_from([1, 2, 3]),
     sequence=st.sampled_from([1, 2]),
     multiple=st.sampled_from([1, 3, 8]),
+    one_length=st.booleans(),
 )
 def test_every_predicted_token_appears_exactly_once(
-    lengths: list[tuple[int, int]], ranks: int, budget: int, context: int, sequence: int, multiple: int
+    lengths: list[tuple[int, int]],
+    ranks: int,
+    budget: int,
+    context: int,
+    sequence: int,
+    multiple: int,
+    one_length: bool,
 ) -> None:
     rows = rows_of(lengths)
     wanted = [token for row, (prompt, _) in zip(rows.tokens, lengths, strict=True) for token in row[prompt:]]
     found = np.zeros(len(wanted), np.int64)
     times = np.zeros(len(wanted), np.int64)
-    split = dict(context_ranks=context, sequence_ranks=sequence, token_multiple=multiple)
+    split = dict(context_ranks=context, sequence_ranks=sequence, token_multiple=multiple, one_length=one_length)
     for plan in plans(rows, budget, ranks, **split):
+        assert not one_length or len({micro.tokens.numel() for micro in plan.micro_batches}) == 1
         for micro in plan.micro_batches:
             assert micro.tokens.numel() % (sequence * multiple) == 0
             assert (micro.row_ends.diff() % (2 * context if context > 1 else 1) == 0).all()
@@ -113,11 +134,13 @@ def test_every_predicted_token_appears_exactly_once(
     budget=st.integers(48, 200),
     sequence=st.sampled_from([1, 4]),
     count=st.sampled_from([1, 2, 3]),
+    one_length=st.booleans(),
 )
 def test_ranks_keep_step_within_the_budget(
-    lengths: list[tuple[int, int]], ranks: int, budget: int, sequence: int, count: int
+    lengths: list[tuple[int, int]], ranks: int, budget: int, sequence: int, count: int, one_length: bool
 ) -> None:
-    parts = plans(rows_of(lengths), budget, ranks, sequence_ranks=sequence, count_multiple=count)
+    split = dict(sequence_ranks=sequence, count_multiple=count, one_length=one_length)
+    parts = plans(rows_of(lengths), budget, ranks, **split)
     assert len({len(plan.micro_batches) for plan in parts}) == 1
     assert len(parts[0].micro_batches) % count == 0
     assert len({plan.padding_share for plan in parts}) == 1
