@@ -99,8 +99,8 @@ def num_micro_batches(recipe: Recipe, learner: LearnerSection, assumed: Assumpti
 
 def learner_time(config: ModelConfig, recipe: Recipe, learner: LearnerSection, assumed: Assumptions) -> LearnerTime:
     """Estimate the busiest stage's seconds for all optimizer steps of a batch, with the layout of `learner`. Each
-    optimizer step fills and drains the pipeline and reduces gradients. Uneven loads are left out, and padding is counted
-    only for pipeline stages."""
+    optimizer step fills and drains the pipeline and reduces gradients. Uneven loads are left out, as is padding
+    without pipeline stages."""
     layout, size = Layout.of(learner), learner.parameter_bytes
     length = assumed.mean_prompt_tokens + assumed.mean_response_tokens
     tokens = recipe.rollout.prompts_per_batch * recipe.rollout.group_size / layout.data * length

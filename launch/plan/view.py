@@ -33,8 +33,8 @@ _ASSUMED = {
 }
 
 _CAVEATS = (
-    "Not in the model: padding without pipeline stages, uneven loads of experts, stages of unequal work, kernels that are less efficient on "
-    "small shards, the optimizer's own time, commits, checkpoints and evaluation."
+    "Not in the model: padding without pipeline stages, uneven loads of experts, stages of unequal work, kernels that "
+    "are less efficient on small shards, the optimizer's own time, commits, checkpoints and evaluation."
 )
 
 
