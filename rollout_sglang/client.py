@@ -62,7 +62,7 @@ from rollout_sglang.protocol import (
 )
 from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
-FORMATS, STATISTICS = "formats", "statistics"
+FORMATS, STATISTICS, MOVED = "formats", "statistics", "moved"
 """Equal to the names in rollout_sglang.server.format_report, which imports torch."""
 REPORT_BYTES = 1 << 26
 """Limit for a report about all parameters: some 200 bytes for each of 8 × 18,000, in a mixture of 48 layers, 128
@@ -324,6 +324,12 @@ class EngineClient:
                 f"engine {self.index} at {self.url} describes its weights otherwise than this version: "
                 f"{one_line(error, 300)}; start it with this version of Even Keel"
             ) from error
+
+    async def moved_weights(self, *, deadline_s: float) -> list[str]:
+        """Return the names of weights that lie elsewhere than when the engine captured CUDA graphs: its graphs still
+        read the old ones. Empty where the server cannot tell."""
+        ranks = await self.checksums(MOVED, deadline_s=deadline_s)
+        return sorted({name for rank in ranks or () for name in rank})
 
     async def name(self, version: int) -> None:
         """Name the engine's weights `version`, as verified. Requests under way go on."""

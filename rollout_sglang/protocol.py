@@ -192,6 +192,9 @@ class Dialect:
     stages: bool
     """Whether it may be asked to take weights while it serves."""
 
+    graphs: bool
+    """Whether its steps of decoding may replay CUDA graphs, which read weights where they lay at the capture."""
+
     no_tensors: str
     """Why the engine cannot be sent tensors; empty when it can."""
 
@@ -227,4 +230,5 @@ def dialect_of(info: ServerInfo) -> Dialect:
         no_tensors="" if sessions or info.quantization is None else no_tensors,
         overlaps=not info.disable_overlap_schedule,
         stages=info.device == "cpu",
+        graphs=info.device == "cuda",
     )

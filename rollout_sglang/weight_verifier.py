@@ -4,6 +4,8 @@
     formats   it holds each module in the format of the check, where its server can tell; once for each admission
     answers   it prefills the probe ─▶ its log-probabilities are as close to the learner's as its precision allows, and
               to the learner's in emulated formats where those are known
+    graphs    on GPUs: no weight lies elsewhere than when CUDA graphs were captured, and the tokens that it decodes
+              on the probe's rows, by its graphs, have the log-probabilities that it prefills for them
     peers     where digests are not known: its checksums are those of the first engine that was verified
 
 Digests are exact: they reveal one flipped bit. They are not known for engines on GPUs. There, comparing engines reveals
@@ -15,6 +17,10 @@ failed. Clients refuse tokens of unverified weights (see protocol.policy_version
 
     pause ─▶ give weights `unverified-12` ─▶ weights ─▶ name `12` ─▶ resume ─▶ answers, peers ─▶ admit
                                              └─── fails ─▶ `unverified`, requests aborted ◀──┘
+
+A CUDA graph reads weights by their addresses: if an update put them elsewhere, decoding would go on with the old ones
+while prefill, checksums and all else show the new ones. The addresses tell that exactly. Decoding the rows costs a
+request of DECODED tokens a row and a prefill of them; it finds graphs that compute otherwise for any other reason.
 
 Checksums are compared while the engine is paused, so that no token comes from weights with a flipped bit. The probe
 needs a running engine: requests under way go on meanwhile, and those that end are kept. Their weights had the right
@@ -28,7 +34,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from pipeline.errors import EngineVersionError, EvenKeelError
+from pipeline.data.batch import Sampling
+from pipeline.errors import EngineUnavailableError, EngineVersionError, EvenKeelError
 from pipeline.ports.weights import ComingCheck, WeightCheck, come, mean_gap_nats
 from pipeline.spans import Stopwatch
 from precision.formats.audit import audit
@@ -37,6 +44,8 @@ from rollout_sglang.client import EngineClient
 INVALIDATE_DEADLINE_S = 5.0
 """Longest wait for an engine that failed: it gets no requests, whether it answers or not."""
 NAMED_FINDINGS = 3
+DECODED = 8
+"""Tokens of each row of the probe in whose place an engine decodes others."""
 Held = Sequence[Mapping[str, str]]
 """For each tensor parallel rank, parameter → digest."""
 
@@ -116,6 +125,12 @@ async def verify_checksums(
                 f"other formats than the quant map: {named}; it gets no requests until it is started with the policy's "
                 "own config.json, and without arguments that name a quantization"
             )
+    if (await engine.dialect()).graphs and (moved := await engine.moved_weights(deadline_s=deadline_s)):
+        raise EngineVersionError(
+            f"engine {engine.index} at {engine.url} decodes by CUDA graphs of older weights: {len(moved)} of version "
+            f"{version} lie elsewhere than at the capture, first {moved[0]}; it gets no requests. Start it with "
+            "--disable-decode-cuda-graph (rollout.extra_args), or use another weights.channel"
+        )
     held = await engine.checksums(deadline_s=deadline_s)
     digests = await come(check.digests)
     if held is not None and digests:
@@ -125,13 +140,15 @@ async def verify_checksums(
 
 async def verify_probe(engine: EngineClient, check: ComingCheck) -> dict[str, float]:
     """Return probe_gap_nats and, where formats were emulated, probe_kernels_nats: mean gaps to the learner, and to the
-    learner in the rollout's formats; empty without a probe. The engine must run. Raises EngineVersionError."""
+    learner in the rollout's formats; on a GPU also probe_decode_nats (verify_decoding). Empty without a probe. The
+    engine must run. Raises EngineVersionError."""
     scored = await engine.prompt_logprobs(check.rows) if check.rows else []
     probe = await come(check.probe)
     if probe is None:
         return {}
     gap = mean_gap_nats(probe.logprobs, scored)
     kernels = mean_gap_nats(probe.quantized, scored) if probe.quantized else None
+    measured = {"probe_gap_nats": gap} | ({} if kernels is None else {"probe_kernels_nats": kernels})
     # The formats' cost is no fault of the engine, and may grow beyond any bound during training.
     checked, of_whom = (gap, "the learner") if kernels is None else (kernels, "the learner in the engine's formats")
     if checked > probe.max_mean_gap_nats:
@@ -140,7 +157,29 @@ async def verify_probe(engine: EngineClient, check: ComingCheck) -> dict[str, fl
             f"from {of_whom} in the mean, allowed {probe.max_mean_gap_nats:.2g} (weights.probe_max_gap_nats): it holds "
             "other weights or scales, or computes otherwise; it gets no requests until it is given weights again"
         )
-    return {"probe_gap_nats": gap} | ({} if kernels is None else {"probe_kernels_nats": kernels})
+    if (await engine.dialect()).graphs:
+        measured["probe_decode_nats"] = await verify_decoding(engine, check.rows, probe.max_mean_gap_nats)
+    return measured
+
+
+async def verify_decoding(engine: EngineClient, rows: Sequence[Sequence[int]], max_mean_gap_nats: float) -> float:
+    """Return the mean |decode − prefill| in nats of the tokens that a running engine samples in place of the last of
+    each row: from the second one on they come from its graphs, if it has any. Raises EngineVersionError above
+    `max_mean_gap_nats`."""
+    starts, sampling = [row[: max(1, len(row) - DECODED)] for row in rows], Sampling(max_new_tokens=DECODED)
+    answers = await asyncio.gather(*(engine.generate(start, 1, sampling) for start in starts))
+    sampled = [(start, answer[0]) for start, answer in zip(starts, answers, strict=True) if len(answer[0].tokens)]
+    if not sampled:
+        raise EngineUnavailableError(f"engine {engine.index} at {engine.url} decoded nothing on the probe; ask again")
+    scored = [await engine.response_logprobs(row, [one.tokens.tolist()]) for row, one in sampled]
+    gap = mean_gap_nats([one.logprobs.tolist() for _, one in sampled], [part for parts in scored for part in parts])
+    if gap > max_mean_gap_nats:
+        raise EngineVersionError(
+            f"engine {engine.index} at {engine.url} decodes tokens {gap:.2g} nats in the mean from what it prefills "
+            f"for them, allowed {max_mean_gap_nats:.2g} (weights.probe_max_gap_nats): its CUDA graphs compute with "
+            "other weights or otherwise; it gets no requests until it is given weights again"
+        )
+    return gap
 
 
 def _compare(engine: EngineClient, version: int, held: Held, expected: Held, whose: str) -> None:

@@ -27,6 +27,7 @@ from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.engine_pool import OnChange
 from rollout_sglang.fleet import Fleet, FleetSettings
 from rollout_sglang.protocol import ServerInfo, dialect_of
+from rollout_sglang.server.capacity import captured_requests
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.start import EngineSpec, has_cuda
 from rollout_sglang.weights.update_lease import Updates
@@ -111,6 +112,7 @@ def engine_spec(
         context_tokens=rollout.context_tokens,
         seed=recipe.run.seed + index,
         extra_args=(*fp32_head, *routes, *rollout.extra_args),
+        captured_requests=captured_requests(rollout),
         update_floor=Updates(run.updates).newest(),
         **served_formats(recipe, folder),
         **place,

@@ -210,6 +210,7 @@ class Planner:
                 precision=rollout.precision,
                 mem_fraction=capacity.mem_fraction,
                 weights_gib_per_gpu=gib(capacity.weight_bytes),
+                cuda_graphs_gib_per_gpu=gib(capacity.graph_bytes),
                 kv_bytes_per_token_and_gpu=capacity.kv_bytes_per_token,
                 kv_tokens_per_engine=capacity.kv_tokens,
                 mean_samples_per_engine=int(

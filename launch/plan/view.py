@@ -82,7 +82,8 @@ def render(plan: Mapping[str, Any]) -> RenderableType:
     )
     run.add_row(
         "engine weights",
-        f"{engines['weights_gib_per_gpu']:.2f} GiB a GPU ({engines['precision']}), "
+        f"{engines['weights_gib_per_gpu']:.2f} GiB a GPU ({engines['precision']}), CUDA graphs "
+        f"{engines['cuda_graphs_gib_per_gpu']:.1f}, "
         f"{engines['kv_bytes_per_token_and_gpu'] / 1024:g} KiB of keys and values a token and GPU",
     )
     run.add_row("publish", f"{publish['gigabytes']:.1f} GB by {publish['channel']}: {publish['seconds']:.1f} s{beside}")

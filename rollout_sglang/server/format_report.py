@@ -1,5 +1,6 @@
 """Report the formats in which an engine holds its weights: `POST /weights_checker {"action": "formats"}`. With the
-action `statistics`, read all weights and report their scales and norms as well.
+action `statistics`, read all weights and report their scales and norms as well. `moved` names the weights that lie
+elsewhere than when CUDA graphs were captured: a graph would go on reading the old ones.
 
 SGLang's own route asks each of an engine's processes and gathers their answers: parameter name → text. This module adds
 actions whose text describes a module (precision.formats.audit.Held) instead of a checksum. The rest of the server is
@@ -21,32 +22,48 @@ from precision.formats.audit import KV_CACHE, Held
 from precision.formats.rollout_format import BLOCK, STACKS
 from precision.formats.weight_statistics import scale_statistics, sum_of_squares
 
-FORMATS, STATISTICS = "formats", "statistics"
+FORMATS, STATISTICS, MOVED = "formats", "statistics", "moved"
+_CAPTURED = "even_keel_captured"
+"""The attribute of a model with the addresses of its weights at the capture."""
+
+
+def note_addresses(_: Any, runner: Any, *__: Any, **___: Any) -> None:
+    """Note where the weights lie if CUDA graphs were captured."""
+    graphs = runner.decode_cuda_graph_runner, runner.prefill_cuda_graph_runner
+    if any(graph is not None and graph is not runner.eager_runner for graph in graphs):
+        setattr(runner.model, _CAPTURED, _addresses(runner.model))
+
+
+def _addresses(model: nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
 
 
 def handle(original: Callable[..., Any], checker: Any, *args: Any, **options: Any) -> Any:
     """Answer the actions of this module, and pass others to `original`, SGLang's WeightChecker.handle."""
     action = options.get("action", args[0] if args else None)
-    if action not in (FORMATS, STATISTICS):
+    if action not in (FORMATS, STATISTICS, MOVED):
         return original(checker, *args, **options)
+    model = checker._get_model()
+    placement = checker._parallelism_info(**{name: options[name] for name in ("role",) if name in options})
+    report = dict(per_gpu_checksum="", parallelism_info=placement.model_dump())
+    if action == MOVED:
+        captured = getattr(model, _CAPTURED, {})
+        now = _addresses(model) if captured else {}
+        return report | dict(checksums={name: MOVED for name in captured if now.get(name) != captured[name]})
     try:
         from sglang.srt.runtime_context import get_model
 
         asked = str(get_model().kv_cache_dtype)
     except (ImportError, AttributeError):  # before SGLang 0.5.23, which keeps the model elsewhere
         asked = "auto"
-    model = checker._get_model()
-    placement = checker._parallelism_info(**{name: options[name] for name in ("role",) if name in options})
-    return dict(
+    return report | dict(
         checksums={
             name: json.dumps(asdict(held))
             for name, held in (
                 *held_modules(model, statistics=action == STATISTICS),
                 *held_caches(model, asked),
             )
-        },
-        per_gpu_checksum="",
-        parallelism_info=placement.model_dump(),
+        }
     )
 
 

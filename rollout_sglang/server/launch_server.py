@@ -39,6 +39,7 @@ PARENT_VARIABLE = "EVENKEEL_SERVER_PARENT"
 """The id of the process that spawns or forks the readers of the variable."""
 GROUP_TIMEOUT_S = 75.0
 """A little more than a sender waits for one bucket (megatron_bridge.weight_sync.transport.BUCKET_DEADLINE_S)."""
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -103,6 +104,7 @@ def register_hooks() -> None:
     # Private (torch 2.13). Where torch lacks it, SGLang logs that the hook failed and listens at all addresses.
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _bound, HookType.AROUND)
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _report_formats, HookType.AROUND)
+    HookRegistry.register(f"{_RUNNER}.init_cuda_graphs", _captured, HookType.AFTER)
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", note_shared_memory, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", finish_copies, HookType.AFTER)
 
@@ -127,6 +129,12 @@ def _report_formats(*arguments: Any, **options: Any) -> Any:
     from rollout_sglang.server import format_report  # imports torch: only on request
 
     return format_report.handle(*arguments, **options)
+
+
+def _captured(*arguments: Any, **options: Any) -> None:
+    from rollout_sglang.server import format_report
+
+    format_report.note_addresses(*arguments, **options)
 
 
 def be_a_parent() -> None:

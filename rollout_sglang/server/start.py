@@ -104,6 +104,8 @@ class EngineSpec:
     extra_args: tuple[str, ...] = ()
     full_precision: tuple[str, ...] = ()
     """For fp8_tensor: exact names of linear layers that SGLang must not quantize; a mixture is named by its experts."""
+    captured_requests: int = 0
+    """On a GPU, the largest batch whose decoding is captured in CUDA graphs; 0: as SGLang chooses."""
     update_floor: int = 0
     """The newest weight update number of the run: lower numbers are refused (rollout_sglang.server.update_fence)."""
 
@@ -162,6 +164,9 @@ def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
         argv += ["--enable-metrics"]
     if spec.precision == "fp8_tensor":
         argv += ["--quantization", "fp8"]
+    if cuda and spec.captured_requests:
+        # Prompts are prefilled in few large steps, whose launches cost little: not worth the capture at each start.
+        argv += ["--cuda-graph-max-bs-decode", str(spec.captured_requests), "--disable-prefill-cuda-graph"]
     if not cuda:
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--skip-server-warmup"]
         argv += ["--max-total-tokens", str(max(CPU_TOKENS, CPU_CONTEXTS * spec.context_tokens))]

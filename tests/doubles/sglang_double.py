@@ -178,6 +178,10 @@ class EngineDouble(_Double):
         self.load_fault: LoadFault | None = None
         self.loads = 0
         self.shows_checksums = False
+        self.moved: tuple[str, ...] = ()
+        """Weights that lie elsewhere than when its CUDA graphs were captured."""
+        self.stale_graphs_nats = 0.0
+        """By how much its graphs compute tokens as less likely than prefill does."""
         self.damages: list[Damage | None] = []
         """What goes wrong unnoticed in the next loads, one after the other."""
         self.damage: Damage | None = None
@@ -253,7 +257,8 @@ class EngineDouble(_Double):
         if path == "/weights_checker" and self.shows_checksums:
             if request["action"].startswith("stage "):
                 return 400, {"success": False, "message": "Unsupported action"}
-            return 200, {"success": True, "message": "Success.", "ranks": [self._checksums()]}
+            named = dict.fromkeys(self.moved, "moved") if request["action"] == "moved" else None
+            return 200, {"success": True, "message": "Success.", "ranks": [self._checksums(named)]}
         return 404, {"detail": "Not Found"}
 
     async def next_token(self) -> None:
@@ -275,10 +280,11 @@ class EngineDouble(_Double):
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._active == 0, 30)
 
-    def _checksums(self) -> dict[str, Any]:
+    def _checksums(self, named: dict[str, str] | None) -> dict[str, Any]:
         digest = "f" * 16 if self.damage == "weights" else checksum_of(self.version)
         place = {"tp_rank": 0, "tp_size": 1}
-        return {"checksums": {PARAMETER: digest}, "parallelism_info": place if self.sglang == "0.5.17" else [place]}
+        checksums = {PARAMETER: digest} if named is None else named
+        return {"checksums": checksums, "parallelism_info": place if self.sglang == "0.5.17" else [place]}
 
     def _load(self, request: Any) -> tuple[int, Any] | None:
         self.loads += 1
@@ -361,7 +367,10 @@ class EngineDouble(_Double):
             "completion_tokens": len(tokens),
             "weight_version": versions[-1] if versions and self.spans else self.version,
             "input_token_logprobs": scored,
-            "output_token_logprobs": [[-(token + 1) / 8, token, None] for token in tokens],
+            "output_token_logprobs": [
+                [-(token + 1) / 8 - (self.stale_graphs_nats if place else 0.0), token, None]
+                for place, token in enumerate(tokens)
+            ],
             "e2e_latency": seconds,
             "num_retractions": self.retractions,
         }

@@ -28,6 +28,7 @@ from rollout_sglang.engine_pool import RouterClient
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.start import free_port, free_ports, start_router
 from rollout_sglang.server.update_fence import UPDATE_HEADER
+from rollout_sglang.weight_verifier import verify_decoding
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.sglang_double import EngineDouble, Release
 from tests.doubles.tiny_model import reference_logprobs, reference_model
@@ -63,6 +64,13 @@ def test_an_engine_listens_at_its_own_address_alone(engines: dict[RolloutPrecisi
         found = listening([psutil.Process(engine.process.pid)])
         assert ("127.0.0.1", engine.spec.port) in found
         assert beyond_loopback([psutil.Process(engine.process.pid)]) == set(), found
+
+
+def test_what_an_engine_decodes_is_what_it_prefills(engines: dict[RolloutPrecision, TinyEngine]) -> None:
+    """As on a GPU after every publish, where decoding replays CUDA graphs; and no weight of theirs has moved."""
+    for precision, engine in engines.items():
+        assert engine.ask(lambda client: verify_decoding(client, ROWS, 1e-3)) < 1e-4, precision
+        assert engine.ask(lambda client: client.moved_weights(deadline_s=30)) == []
 
 
 def test_an_engine_takes_inputs_as_long_as_its_context(engine: TinyEngine) -> None:

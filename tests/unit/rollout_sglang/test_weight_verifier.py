@@ -18,6 +18,7 @@ from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.weights import ComingCheck, Probe, WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet, Target
+from rollout_sglang.protocol import Dialect, ServerInfo, dialect_of
 from rollout_sglang.weight_verifier import verify_checksums
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.sglang_double import PARAMETER, RELEASES, Damage, EngineDouble, checksum_of
@@ -93,6 +94,37 @@ def test_an_engine_is_judged_by_its_own_formats_where_they_are_emulated(
     wrong = replace(PROBE, quantized=far.logprobs)
     with pytest.raises(EngineUnavailableError, match=r"0\.25 nats from the learner in the engine's formats"):
         asyncio.run(fleet.load(1, tmp_path, WeightCheck(version=1, probe=wrong, digests=DIGESTS)))
+
+
+def test_an_engine_on_a_gpu_decodes_a_few_tokens_of_the_probe_before_it_is_admitted(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
+) -> None:
+    for engine in engines:
+        engine.device = "cuda"
+    measured = asyncio.run(fleet.load(1, tmp_path, CHECK))
+    assert measured["probe_decode_nats"] == pytest.approx(0)
+    assert requests_of(engines[0]).count("generate") == 1 + 2 * len(ROWS), "one for all rows; then decode and prefill"
+
+
+def test_an_engine_whose_graphs_read_other_weights_gets_no_requests(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
+) -> None:
+    """Prefill and checksums show the new weights; decoding goes on with the old ones."""
+    for engine in engines:
+        engine.device, engine.stale_graphs_nats = "cuda", 0.5
+    with pytest.raises(EngineUnavailableError, match=r"0\.\d+ nats in the mean from what it prefills .* CUDA graphs"):
+        asyncio.run(fleet.load(1, tmp_path, CHECK))
+    assert {engine.version for engine in engines} == {"unverified"}
+
+
+def test_weights_that_moved_from_under_the_graphs_are_named(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
+) -> None:
+    for engine in engines:
+        engine.device, engine.moved = "cuda", ("model.norm.weight",)
+    with pytest.raises(EngineUnavailableError, match=r"1 of version 1 lie elsewhere .* first model\.norm\.weight"):
+        asyncio.run(fleet.load(1, tmp_path, CHECK))
+    assert {engine.version for engine in engines} == {"unverified"}
 
 
 def test_formats_are_asked_for_once_an_admission(
@@ -273,6 +305,9 @@ class Reports:
 
     async def verify(self, version: int) -> None:
         pass
+
+    async def dialect(self) -> Dialect:
+        return dialect_of(ServerInfo(version="0.5.23", device="cpu"))
 
     async def checksums(self, *, deadline_s: float) -> list[dict[str, str]]:
         return [self.held]

@@ -21,7 +21,7 @@ from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import LearnerSection
 from pipeline.config.sections import RolloutSection
 from pipeline.errors import ModelError, RecipeError
-from rollout_sglang.server.capacity import engine_capacity, weight_bytes
+from rollout_sglang.server.capacity import captured_requests, engine_capacity, weight_bytes
 
 ROOT = Path(__file__).parents[4]
 RECIPES = ROOT / "pipeline" / "recipes"
@@ -90,14 +90,30 @@ def test_no_host_of_a_cluster_serves_a_teacher() -> None:
         planner_that_fits(DENSE, recipe, gpu_gib=80.0)
 
 
+def test_graphs_are_captured_for_the_requests_that_an_engine_has_at_once() -> None:
+    def captured(*extra_args: str, **sizes: int) -> int:
+        return captured_requests(RolloutSection(extra_args=extra_args, **(dict(concurrent_prompts=24) | sizes)))
+
+    assert captured(group_size=8) == 192
+    assert captured(group_size=8, engines=5) == 39, "of 192 requests, an engine has a fifth"
+    assert captured(group_size=64) == 512, "the most"
+    assert captured("--cuda-graph-max-bs-decode=700") == 700
+    for off in (["--disable-cuda-graph"], ["--disable-decode-cuda-graph"], ["--cuda-graph-backend-decode", "disabled"]):
+        assert captured(*off) == 0
+    with pytest.raises(RecipeError, match="--cuda-graph-max-bs-decode is 'all', expected a positive number"):
+        captured("--cuda-graph-max-bs-decode", "all")
+
+
 def test_learner_and_engine_share_a_gpu_and_its_memory() -> None:
     """Qwen3-0.6B with tied embeddings: 440,401,920 numbers in projections, 155,582,464 in the embedding and 65,536 in
-    the norms; keys and values of 65,536 tokens × 28 layers × 8 heads × 128 × 2 × 2 bytes are 7 GiB."""
+    the norms; keys and values of 65,536 tokens × 28 layers × 8 heads × 128 × 2 × 2 bytes are 7 GiB; CUDA graphs for the
+    512 samples of a batch 1.1 and 2 MiB each."""
     recipe = RECIPES / "one_gpu.yaml"
     found = plan(recipe, 1, gpu_gib=79.6)
     assert (found["fits"], found["gpus"]["needed"], found["layouts_for"]["gpus"]) == (True, 1, 1)
     assert found["model"]["parameters"] == 440_401_920 + 155_582_464 + 65_536
-    engine = 0.70 + 7.0 + 3.0
+    engine = 0.70 + 7.0 + 3.0 + 2.1
+    assert found["engines"]["cuda_graphs_gib_per_gpu"] == 2.1
     total = found["total_gib_per_rank"]
     room = "rollout.extra_args=[--mem-fraction-static=0.5, --max-total-tokens=65536]"
     assert plan(recipe, 1, room, gpu_gib=total + engine + 0.1)["fits"]
@@ -231,7 +247,8 @@ def test_engine_arguments_change_the_room() -> None:
     assert engine_capacity(model, RolloutSection(precision="bf16"), 16 * GIB).kv_tokens == 0
     bounded = RolloutSection(**sizes, extra_args=("--max-total-tokens", "1000"))
     found = engine_capacity(model, bounded, 80 * GIB)
-    assert (found.kv_tokens, found.gpu_bytes) == (1000, plain.weight_bytes + 1000 * plain.kv_bytes_per_token)
+    assert found.kv_tokens == 1000
+    assert found.gpu_bytes == plain.weight_bytes + 1000 * plain.kv_bytes_per_token + found.graph_bytes
     assert engine_capacity(model, bounded, 16 * GIB).kv_tokens == 0
     # 16 ranks and 8 heads: two ranks hold the same head.
     wide = engine_capacity(model, RolloutSection(precision="bf16", tensor_parallel=16), 80 * GIB)

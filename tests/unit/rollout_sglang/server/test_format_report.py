@@ -222,3 +222,31 @@ def test_an_fp8_cache_is_reported_with_its_scales_and_is_a_finding() -> None:
     model.quant_config = SimpleNamespace(kv_cache_quant_algo="FP8")
     (calibrated,) = audit([dict(format_report.held_caches(model, "auto"))], {})
     assert str(calibrated) == "attn: the engine keeps keys and values in fp8 with scales 0.25 to 0.5"
+
+
+class Checker:
+    """SGLang's WeightChecker."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._get_model = lambda: model
+
+    def _parallelism_info(self, **_: Any) -> Any:
+        return SimpleNamespace(model_dump=lambda: dict(tp_rank=0, tp_size=1))
+
+
+@pytest.mark.parametrize(("graph", "named"), [("graph", {"weight"}), ("eager", set()), (None, set())])
+def test_weights_that_left_the_place_where_graphs_read_them_are_named(graph: str | None, named: set[str]) -> None:
+    model = nn.Linear(2, 2)
+    runner = SimpleNamespace(
+        model=model, eager_runner="eager", decode_cuda_graph_runner=graph, prefill_cuda_graph_runner=None
+    )
+    format_report.note_addresses(None, runner)
+
+    def moved() -> set[str]:
+        return set(format_report.handle(lambda *_: None, Checker(model), "moved")["checksums"])
+
+    model.bias.data.copy_(torch.ones(2))
+    assert moved() == set(), "written in place"
+    kept, model.weight = model.weight, nn.Parameter(torch.ones(2, 2))
+    assert moved() == named
+    assert kept is not model.weight

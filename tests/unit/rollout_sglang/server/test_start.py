@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import signal
@@ -77,6 +78,28 @@ def test_the_command_says_what_the_spec_says(tmp_path: Path) -> None:
     assert value_of(argv, "--max-total-tokens") == "32768"
     assert argv[-2:] == ["--log-level", "error"]
     assert "--quantization" not in argv
+
+
+def test_decoding_is_captured_for_the_requests_under_way_on_a_gpu_alone(tmp_path: Path) -> None:
+    one = spec(tmp_path, captured_requests=96, extra_args=("--cuda-graph-max-bs-decode", "8"))
+    argv = command(one, cuda=True)
+    assert value_of(argv, "--cuda-graph-max-bs-decode") == "96"
+    assert "--disable-prefill-cuda-graph" in argv
+    assert argv[-2:] == ["--cuda-graph-max-bs-decode", "8"], "the recipe's own comes last, and wins"
+    assert "--cuda-graph-max-bs-decode" not in command(spec(tmp_path, captured_requests=96), cuda=False)
+    assert "--disable-prefill-cuda-graph" not in command(spec(tmp_path), cuda=True)
+
+
+def test_the_installed_sglang_has_the_arguments_of_graphs() -> None:
+    """No CPU engine is given them: a renamed one would end the first engine on a GPU. 0.5.17 has the same names."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    fields = Path(str(found.origin)).parent / "srt" / "arg_groups" / "fields" / "exec_.py"
+    given = command(spec(Path("m"), captured_requests=1), cuda=True)
+    own = [argument for argument in given if "cuda-graph" in argument]
+    assert len(own) == 2
+    for argument in (*own, "--cuda-graph-backend-decode", "--disable-decode-cuda-graph"):
+        assert f"    {argument.removeprefix('--').replace('-', '_')}: A[" in fields.read_text(encoding="utf-8")
 
 
 def test_hosts_of_one_engine_meet_at_node_0(tmp_path: Path) -> None:
