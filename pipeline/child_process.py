@@ -8,7 +8,6 @@ imports the standard library only.
 from __future__ import annotations
 
 import ctypes
-import getpass
 import os
 import re
 import shutil
@@ -272,9 +271,50 @@ def remove_scratch(folder: Path) -> None:
 
 
 def scratch_environment(folder: Path) -> dict[str, str]:
-    """Return variables that place temporary files in the folder, except torch's compiled code, which is used again."""
-    caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
-    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": caches}
+    """Return variables that place temporary files in the folder, except compiled kernels, which are used again."""
+    return {"TMPDIR": str(folder), **kernel_cache_environment()}
+
+
+KERNEL_CACHE_VARIABLE = "EVENKEEL_KERNEL_CACHE"
+"""Environment variable with the folder of compiled kernels."""
+
+
+_KERNEL_CACHES: Mapping[str, str] = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TVM_FFI_CACHE_DIR": "tvm_ffi",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "FLASHINFER_WORKSPACE_BASE": "",  # FlashInfer adds .cache/flashinfer
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep_gemm",  # DeepGEMM's; SGLang 0.5.17 keeps it apart from its own
+    "CUDA_CACHE_PATH": "nv",
+}
+"""Variable of a compiler → its folder below ours. Each tool names files by what they were compiled from, and renames
+them into place or holds a lock: processes and hosts share the folder."""
+
+
+def kernel_cache_environment() -> dict[str, str]:
+    """Return variables that keep compiled kernels in a folder that outlives the process: EVENKEEL_KERNEL_CACHE, by
+    default ~/.cache/evenkeel/kernels. Those that the user has set stay. Without a home, a folder of this user among the
+    temporary files is used. Raises MachineError if the named folder cannot be written."""
+    named = os.environ.get(KERNEL_CACHE_VARIABLE)
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "evenkeel/kernels")
+    temporary = Path(tempfile.gettempdir(), f"evenkeel_kernels_{os.getuid()}")
+    for folder in [Path(named)] if named else [usual, temporary]:
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Code of another user would be run: in a folder that anyone may make, the owner counts.
+            if os.access(folder, os.W_OK) and (named or folder.stat().st_uid == os.getuid()):
+                own = {name: str(folder.absolute() / below) for name, below in _KERNEL_CACHES.items()}
+                return {name: os.environ.get(name) or path for name, path in own.items()}
+    if named:
+        from pipeline.errors import MachineError
+
+        raise MachineError(
+            f"{KERNEL_CACHE_VARIABLE} is {named!r}, a folder that cannot be written; name another one, or unset it"
+        )
+    return {}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -61,6 +62,11 @@ def sglang_version() -> str | None:
             return metadata.version("sglang")
         except metadata.PackageNotFoundError:
             return None
+    return _version_in(python)
+
+
+@cache  # each asking starts a Python, for seconds where its files are not in memory yet
+def _version_in(python: str) -> str | None:
     if shutil.which(python) is None:
         raise EngineStartError(f"{PYTHON_VARIABLE} is {python!r}, expected a Python executable; correct or unset it")
     command = [python, "-P", "-c", _ASK]

@@ -49,6 +49,7 @@ from launch.schedulers.kubernetes.run import (
     Object,
     RunOnKubernetes,
 )
+from pipeline.child_process import KERNEL_CACHE_VARIABLE
 from pipeline.errors import FATAL_EXIT_CODE, STOPPED_EXIT_CODE, SUPERSEDED_EXIT_CODE
 
 COMMAND = ["tini", "-e", str(SUPERSEDED_EXIT_CODE), "--"]
@@ -267,6 +268,7 @@ def _pod(
         "EVENKEEL_API_KEY_FILE": f"{SECRET_FOLDER}/{SECRET_FILE}",
         "EVENKEEL_GRACE_S": str(needs.stop_s),
         MAX_RESTARTS_VARIABLE: str(run.recipe.run.max_restarts),
+        KERNEL_CACHE_VARIABLE: f"{options.mount}/.cache/evenkeel/kernels",  # /tmp ends with the pod
         "HOME": "/tmp",
         "USER": "evenkeel",  # an image need not know the user's number
     }

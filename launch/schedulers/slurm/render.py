@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from launch.schedulers.slurm.placement import Shape
+from pipeline.child_process import KERNEL_CACHE_VARIABLE
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 
@@ -171,6 +172,10 @@ def batch_script(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Pa
         supervisor += [["--no-resubmit"]]
     command = " \\\n  ".join(" ".join(map(shlex.quote, part)) for part in supervisor)
     lines = "".join(f"#SBATCH {line}\n" for line in directives)
+    kernels = ""
+    if options.container_image or options.rollout_image:  # a container's home ends with it
+        cache = options.workdir / ".cache/evenkeel/kernels"
+        kernels = f'export {KERNEL_CACHE_VARIABLE}="${{{KERNEL_CACHE_VARIABLE}:-{cache}}}"\n'
     return f"""#!/bin/bash
 # {recipe.run.name}: {nodes}, and {shape.engines} engines
 # Rendered by `evenkeel launch slurm`; change the recipe or the options and render again.
@@ -181,7 +186,7 @@ if [ -n "${{EVENKEEL_API_KEY:-}}" ]; then
 fi
 # What the shell sets from here on reaches the job steps, whatever --export the job was submitted with.
 export SLURM_EXPORT_ENV=ALL
-set +u  # scripts that activate environments are rarely written for it
+{kernels}set +u  # scripts that activate environments are rarely written for it
 source {shlex.quote(str(folder / SETUP))}
 set -u
 exec {command}

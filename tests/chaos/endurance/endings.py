@@ -96,7 +96,7 @@ def _status(kind: str, status: int, folder: Path) -> list[str]:
 def _left(folder: Path, run: Path, shm: Path | None, kind: str) -> list[str]:
     """After kill -9 nobody is left who could take anything away: the next start does, as the temporary files say."""
     found = []
-    there = {path.relative_to(folder): path for path in (folder / "tmp").rglob("*") if not _is_cache(path)}
+    there = {path.relative_to(folder): path for path in (folder / "tmp").rglob("*")}
     if kind != "kill-9":
         names = sorted(map(str, there))
         found += [f"{len(names)} left in the temporary folder: {', '.join(names[:4])}"] if names else []
@@ -107,11 +107,6 @@ def _left(folder: Path, run: Path, shm: Path | None, kind: str) -> list[str]:
         names = sorted(path.name for path in shm.iterdir() if not noted & set(path.stem.split("_")))
         found += [f"{len(names)} left in shared memory: {', '.join(names[:4])}"] if names else []
     return found
-
-
-def _is_cache(path: Path) -> bool:
-    """One folder a user, which torch makes for the kernels that it compiles (none here), and which later runs use."""
-    return path.name.startswith("torchinductor_") and path.is_dir() and not any(path.iterdir())
 
 
 def _line(process: psutil.Process) -> str:

@@ -22,6 +22,7 @@ from pipeline.child_process import (
     make_scratch,
     remove_scratch,
 )
+from pipeline.errors import MachineError
 from tests.support.processes import unkillable
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
@@ -239,3 +240,48 @@ def test_shared_memory_that_is_named_after_a_socket_goes_with_it(tmp_path: Path)
     remove_scratch(mine)
     assert (mine.exists(), own.exists(), other.exists()) == (False, False, True)
     remove_scratch(mine)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's home, without any variable of compiled kernels."""
+    for name in (child_process.KERNEL_CACHE_VARIABLE, "XDG_CACHE_HOME", *child_process._KERNEL_CACHES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_compiled_kernels_outlive_the_scratch_folder(home: Path, tmp_path: Path) -> None:
+    found = child_process.scratch_environment(tmp_path / "scratch")
+    assert found.pop("TMPDIR") == str(tmp_path / "scratch")
+    assert found["TRITON_CACHE_DIR"] == str(home / ".cache/evenkeel/kernels/triton")
+    assert all(Path(folder).is_relative_to(home) for folder in found.values()), found
+    assert {"TORCHINDUCTOR_CACHE_DIR", "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "SGLANG_DG_CACHE_DIR"} <= {
+        *found
+    }
+
+
+def test_a_user_names_the_folder_of_kernels_or_of_one_compiler(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(child_process.KERNEL_CACHE_VARIABLE, str(tmp_path / "shared"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    found = child_process.kernel_cache_environment()
+    assert found["TRITON_CACHE_DIR"] == "/elsewhere"
+    assert found["SGLANG_CACHE_DIR"] == str(tmp_path / "shared/sglang")
+    assert not home.exists()
+
+
+def test_a_folder_of_kernels_that_cannot_be_written_is_an_error_only_if_it_was_named(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = child_process.kernel_cache_environment()
+    assert found["CUDA_CACHE_PATH"] == str(tmp_path / f"evenkeel_kernels_{os.getuid()}" / "nv")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "evenkeel_kernels_12345").mkdir()
+    assert child_process.kernel_cache_environment() == {}, "another user's folder, who could have put any code there"
+    monkeypatch.setenv(child_process.KERNEL_CACHE_VARIABLE, str(home / "kernels"))
+    with pytest.raises(MachineError, match="cannot be written; name another one"):
+        child_process.kernel_cache_environment()

@@ -139,3 +139,10 @@ def test_the_environment_that_slurm_stores_has_no_key(tmp_path: Path, monkeypatc
     done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--submit")
     assert (done.returncode, done.stdout) == (0, "Submitted batch job 7\n")
     assert "a-key-that-nobody-may-see" not in (tmp_path / "stored").read_text()
+
+
+def test_kernels_compiled_in_containers_are_kept_on_the_shared_file_system() -> None:
+    image = dict(container_image="a.sqsh", container_mounts="/shared:/shared", key_dir="/shared/key")
+    kept = 'export EVENKEEL_KERNEL_CACHE="${EVENKEEL_KERNEL_CACHE:-/shared/team/.cache/evenkeel/kernels}"\n'
+    assert kept in files("model.path=/shared/m", "task.path=/shared/d.jsonl", **image)["job.sbatch"]
+    assert "KERNEL_CACHE" not in files()["job.sbatch"], "without containers the user's home lasts"
