@@ -115,6 +115,9 @@ def learner_time(config: ModelConfig, recipe: Recipe, learner: LearnerSection, a
     mlp_share = config.num_layers * 3 * config.hidden_size * ffn / active_parameters(config)
     passes = 3.0 + dict(none=0.0, selective=mlp_share, full=1.0)[learner.recompute]
     compute = passes * forward
+    if recipe.model.fp32_lm_head and size != 4:
+        # Both parts of the logits' gradient are multiplied (megatron_bridge.model.fp32_head): 2 forward passes more.
+        compute += 2.0 * forward * 2.0 * config.vocab_size * config.hidden_size / forward_flops(config, length)
 
     # Communication of a forward pass; the backward pass sends as much.
     layers = config.num_layers / layout.pipeline

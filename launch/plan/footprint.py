@@ -36,6 +36,9 @@ GIB = 2**30
 CHUNK_BYTES = 3 * (16 << 20)
 """Full-precision scratch of log-probabilities: three chunks of `megatron_bridge.model.logprobs`."""
 
+PART_BYTES = 256 << 20
+"""The float32 head's gradient in parts: see `megatron_bridge.model.fp32_head`."""
+
 Kernels = Literal["fused", "local"]
 """fused: Transformer Engine with flash attention, as on a GPU. local: Megatron's layers, as on a CPU."""
 
@@ -285,13 +288,13 @@ def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int) 
     hidden: float = (2 if work.kernels == "fused" else 3) * size * config.hidden_size
     hidden /= layout.tensor if layout.sequence else 1
     gathered = size * config.hidden_size if layout.sequence else 0
-    converted = 0
-    if work.fp32_lm_head and size != 4:  # hidden states and the matrix in float32 beside the stored ones
-        gathered += 4 * config.hidden_size
-        converted = 4 * matrix
-    precise = 4 if work.fp32_lm_head else size
-    gradient = matrix * precise + tokens * precise * config.hidden_size
-    return int(tokens * (hidden + gathered + precise * width)) + converted + max(CHUNK_BYTES, gradient)
+    precise, gradient = size, matrix * size + tokens * size * config.hidden_size
+    if work.fp32_lm_head and size != 4:  # see megatron_bridge.model.fp32_head
+        precise = 4
+        # Parts of the logits' gradient, their float32 products, and the sums of these (the head's in its dtype).
+        columns = min(width, PART_BYTES // (4 * tokens))
+        gradient = matrix * size + 4 * columns * (tokens + config.hidden_size) + tokens * 4 * 4 * config.hidden_size
+    return int(tokens * (hidden + gathered + precise * width)) + max(CHUNK_BYTES, gradient)
 
 
 @lru_cache(maxsize=32)

@@ -16,7 +16,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -24,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.model.fp32_head import FP32OutputLayer
 from megatron_bridge.model.logprobs import KeptRows, vocab_parallel_logprobs
 from megatron_bridge.model.packed_attention import PackedAttention
 from megatron_bridge.model.te_precision import BLOCK_MULTIPLE, GEMM_MULTIPLE, Layers, fp8_arguments, is_fp8
@@ -39,15 +39,6 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-class FP32OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
-    """The LM head, multiplied in float32 whatever its storage (ScaleRL). The parameter keeps its dtype."""
-
-    def forward(self, input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
-        """Return (logits float32 [sequence, batch, vocab/tp], None) from `input_` [sequence, batch, hidden]."""
-        head = self.weight if weight is None else weight
-        return super().forward(input_.float(), head.float(), **kwargs)
 
 
 class TokenScores(NamedTuple):
@@ -134,7 +125,7 @@ def build_chunks(
             # would silently leave out the tensor parallel ranks, each of which has seen other tokens.
             if ".mlp.experts." in name:
                 parameter.allreduce = False  # not over the ranks that reduce all other gradients
-        if fp32_lm_head and chunk.post_process:
+        if fp32_lm_head and chunk.post_process and dtype is not torch.float32:
             chunk.output_layer.__class__ = FP32OutputLayer
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())

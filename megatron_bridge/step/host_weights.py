@@ -1,8 +1,10 @@
 """Score with other weights than the policy's: older versions, a reference, changed weights, emulated formats.
 
-A `HostWeights` is a copy in host memory. A swap moves one parameter at a time: the model's to the host, the copy's into
-the model. The device never holds more than one parameter twice, and the policy comes back bit for bit. Model, layout,
-precision, emulated formats and expert replay are those of training: the log-ratio of equal weights is 0.
+A `HostWeights` is a copy in host memory. A swap moves one parameter at a time: the model's into a spare on the host,
+the copy's into the model; then the copy's memory is the spare for the next parameter of that shape. All copies are
+queued on the current stream, between pinned memory and the GPU: nothing is copied within the host, no copy is waited
+for, and the policy comes back bit for bit. Model, layout, precision, emulated formats and expert replay are those of
+training: the log-ratio of equal weights is 0.
 """
 
 from __future__ import annotations
@@ -42,12 +44,14 @@ class HostWeights:
         self._parameters = [parameter for chunk in learner.model for parameter in chunk.module.parameters()]
         memory = PinnedMemory(learner.device.type == "cuda")
         self._copies = [memory.empty(parameter.shape, parameter.dtype) for parameter in self._parameters]
+        self._spares = {_kind(one): memory.empty(one.shape, one.dtype) for one in self._parameters}
+        """Memory for one more parameter of each shape and dtype."""
         self.take()
 
     def take(self) -> None:
         """Overwrite the copy with the model's present weights."""
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            copy.copy_(parameter.detach())
+            copy.copy_(parameter.detach(), non_blocking=True)
 
     def read_from(self, folder: Path) -> None:
         """Read the weights from an HF folder. Collective. Raises ModelError for another model's folder."""
@@ -68,11 +72,17 @@ class HostWeights:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            own = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(copy)
-            copy.copy_(own)
+        for index, parameter in enumerate(self._parameters):
+            kind, copy = _kind(parameter), self._copies[index]
+            own = self._spares[kind]
+            own.copy_(parameter, non_blocking=True)
+            parameter.copy_(copy, non_blocking=True)
+            self._copies[index], self._spares[kind] = own, copy
         weights_changed(self._learner.emulation)
+
+
+def _kind(parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return parameter.shape, parameter.dtype
 
 
 class ReferencePolicy:

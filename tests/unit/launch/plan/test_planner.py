@@ -408,3 +408,19 @@ def test_a_checkpoint_holds_the_older_versions_that_the_learner_keeps(
     """Weights, their main copies in float32, two moments, and the weights of as many versions as the lag has."""
     recipe, config = load_recipe(RECIPES / "decoupled.yaml", overrides), shape("qwen3-32b")
     assert checkpoint_bytes(config, recipe) == config.num_parameters * of_a_parameter
+
+
+def test_a_float32_head_costs_two_products_more() -> None:
+    """Both parts of its gradient are multiplied, 2 × 2 × 151,936 × 5120 operations a token; nothing is with float32."""
+    planner = Planner(DENSE, load_recipe(DENSE), assumptions(), gpus=64, gpu_gib=80)
+    model, one = planner.config, planner.recipe.learner
+    precise = load_recipe(DENSE, ["model.fp32_lm_head=true"])
+    plain, found = (learner_time(model, recipe, one, assumptions()) for recipe in (planner.recipe, precise))
+    samples = precise.rollout.prompts_per_batch * precise.rollout.group_size
+    operations = samples * 3206 * 2 * 2 * 151_936 * 5120 / 32
+    assert found.compute_s - plain.compute_s == pytest.approx(operations / (989e12 * 0.4))
+    assert found.score_s == plain.score_s
+    exact = one.model_copy(update=dict(precision="fp32"))
+    assert learner_time(model, precise, exact, assumptions()) == learner_time(
+        model, planner.recipe, exact, assumptions()
+    )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.step.host_weights import PinnedMemory, row_scorer
+from megatron_bridge.step.host_weights import HostWeights, PinnedMemory, row_scorer
 from megatron_bridge.step.micro_batches import TokenRows
 from pipeline.config.recipe import LearnerSection
 from precision.formats.quant_map import QuantMap
@@ -90,6 +92,40 @@ def test_a_learner_that_trains_emulated_is_scored_plainly_all_the_same(learner: 
         assert not torch.equal(plain, emulated)
     finally:
         learner.emulate(None)
+
+
+class Copies(TorchDispatchMode):
+    """Notes of every copy whether it may run behind the host's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queued: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.queued.append(args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_swap_moves_each_parameter_twice_and_waits_for_nothing(learner: MegatronLearner) -> None:
+    """In and back, again and again, with parameters of one shape in each other's memory."""
+    parameters = [parameter.detach() for chunk in learner.model for parameter in chunk.parameters()]
+    older, begun = [one.clone() for one in parameters], HostWeights(learner)
+    try:
+        for number, parameter in enumerate(parameters):
+            parameter += number
+        newer, copies = [one.clone() for one in parameters], Copies()
+        for _ in range(3):
+            with copies, begun.in_place():
+                assert all(map(torch.equal, parameters, older))
+            assert all(map(torch.equal, parameters, newer))
+        begun.take()
+        with begun.in_place():
+            assert all(map(torch.equal, parameters, newer))
+        assert copies.queued == [True] * (3 * 2 * 2 * len(parameters))
+    finally:
+        for parameter, value in zip(parameters, older, strict=True):
+            parameter.copy_(value)
 
 
 @pytest.fixture
