@@ -81,8 +81,8 @@ def has_mixed_products(factor: Tensor) -> bool:
 def float32_product(left: Tensor, right: Tensor) -> Tensor:
     """Return `left` [..., k] @ `right` [k, n] in float32 [..., n]."""
     if has_mixed_products(right):
-        product = torch.mm(left.flatten(0, -2), right, out_dtype=torch.float32)  # type: ignore[call-overload]
-        return product.view(*left.shape[:-1], -1)  # type: ignore[no-any-return]
+        product = torch.mm(left.flatten(0, -2), right, out_dtype=torch.float32)
+        return product.view(*left.shape[:-1], -1)
     return torch.matmul(left.float(), right.float())
 
 
