@@ -43,15 +43,21 @@ def equal(response: str, answer: str, tolerance: float) -> bool:
     gold = _read(_last_answer(answer) or (_found(answer) if _PROSE.search(answer) else "") or answer)
     if not _parsed(gold.value):
         raise ValueError(f"answer {answer!r} is not mathematics that math-verify can parse")
+    inside, _, after = response.rpartition("</answer>")
+    if "boxed" not in after and (inside := inside.rpartition("<answer>")[2].strip()):
+        response = inside
     found = _last_answer(response)
-    if not found:  # a response that is nothing but a choice or a word, or ends with `Answer: (C)`
+    if not found:  # a response that is nothing but its answer, or ends with `Answer: (C)`
         said: list[str] = _SAID.findall(response)
         for text in (response, *said[-1:]):
-            if len(text) <= _SHORT and ((read := _read(text)).value == gold.value or (gold.choice and read.choice)):
+            if len(text) > _SHORT or "boxed" in text:  # a box that is not closed was cut short
+                continue
+            if _same(gold, read := _read(text), tolerance) or (gold.choice and read.choice):
                 found = text
                 break
         else:
-            found = _found(response)
+            either = list(map(_found, _OR.split(said[-1]))) if said and _EITHER.match(said[-1]) else [""]
+            found = ",".join(either) if all(either) else _found(response)
     if answer.strip() in (response.strip(), found.strip(), _last_box(response).strip()):
         return True
     if not found or len(found) > max(_LONGEST, 2 * len(answer)):
@@ -68,16 +74,25 @@ class _Answer:
     percent: bool
     units: tuple[str, ...]
 
+    @property
+    def words(self) -> set[str]:
+        return set(re.findall("[a-z]+", " ".join(self.units).lower()))
+
 
 def _same(gold: _Answer, found: _Answer, tolerance: float) -> bool:
     """Return whether two answers are equal. A choice with its value is matched by either, unless both answers have
     both. `50%` is both 50 and 0.5. Units count where both answers have them and all are known."""
-    letters = any(one.choice == one.value for one in (gold, found))
+    letters = any(one.choice == one.value.upper() for one in (gold, found))
     if gold.choice and found.choice and (letters or gold.choice != found.choice):
         return gold.choice == found.choice
     ours, theirs = ([_dimension(unit) for unit in one.units] for one in (gold, found))
     if len(ours) == len(theirs) and None not in (*ours, *theirs) and ours != theirs:
         return False
+    if any(one in gold.words and other in found.words for pair in _OPPOSITES for one, other in (pair, pair[::-1])):
+        return False
+    times = [[int(part or 0) for part in at.groups()] for one in (gold, found) if (at := _CLOCK.fullmatch(one.value))]
+    if len(times) == 2:
+        return times[0] == times[1]
     if gold.value == found.value or _verified(gold.value, found.value, tolerance):
         return True
     if gold.percent == found.percent:
@@ -136,7 +151,7 @@ def _parsed(value: str) -> list[Any]:
 
 # Where the answer stands.
 
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:(\{)|(?P<bare>[^\s{$]+))")
+_BOX = re.compile(r"(?:\\(?:boxed|fbox|framebox)|(?<![\\A-Za-z])boxed(?=\{))\s*(?:(\{)|(?P<bare>[^\s{$]+))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN = re.compile(
     r"(?:(?:[\s$}]*[,;]|[^\n]{0,40}?\b(?:and|or)\b)[\s}$*~]*"
@@ -144,7 +159,9 @@ _BETWEEN = re.compile(
 )
 """Text between two boxes that form one answer: empty, or ending with a comma, `and` or `or`."""
 _FINAL = re.compile(r"(?i:the final answer is)[^\n]{0,200}?\. I hope")
-_MARKS = re.compile(r"####\s*(\S[^\n]*)")
+_OR = re.compile(r"\b(?:and|or)\b")
+_EITHER = re.compile(r"[^\s\w]*\d\S*(?: [a-z]+)?,? (?:and|or)\b")
+"""Beginning of an answer that is two numbers: it counts whole, not by the first."""
 _SAID = re.compile(r"(?i:answer|option|choice)\s*+(?i:is\b)?[\s:*]*+([^\n]{1,80})$", re.MULTILINE)
 
 
@@ -153,10 +170,11 @@ _PROSE = re.compile(r"(?i:answer)|[A-Za-z]{2}[^$]*\$[^$]+\$")
 
 
 def _last_answer(text: str) -> str:
-    """Return the answer in `The final answer is … I hope it is correct`, the last box, or after `####`."""
+    """Return the answer in `The final answer is … I hope it is correct`, the last box, or after `####` at the end."""
     if (said := _FINAL.findall(text)) and "boxed" not in said[-1]:
         return _found(said[-1])
-    return _last_box(text) or str(next(reversed(_MARKS.findall(text)), ""))
+    _, mark, marked = text.rstrip().rpartition("\n")[2].rpartition("####")  # in another line it is a heading
+    return _last_box(text) or (marked if mark else "")
 
 
 def _last_box(text: str) -> str:
@@ -199,11 +217,37 @@ _SIGNS = {
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴-⁹⁻]+")
 _SPACE = re.compile(r"(?<!\\)\\(?:!\s*|[,;: ])|\\q?quad(?![A-Za-z])|\\thinspace|~")
 _NOTHING = re.compile(
-    r"^\s*(?:\\approx|\\sim|=)|\$|\\displaystyle|\\[()]|\\(?:left|right)\s*\.|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])"
+    r"^\s*(?:\\approx|\\sim|=|[A-Za-z](?:\s*:\s*[A-Za-z])+\s*=)|\$|\\[()]|\\(?:left|right)\s*\.|\\(?:left|right|[bB]igg?[lr]?|"
+    r"(?:display|text)style|bf|rm|it|[lL]arge|LARGE|[hH]uge|checkmark)(?![A-Za-z])|"
+    r"\\(?:[hv]?phantom|tag\*?|(?:text)?color)\s*\{[^{}]*\}|"
+    r"\\(?:begin|end)\{(?:aligned|align\*?|split|gathered)\}|&(?=\s*=)"
 )
+_ALIASES = {
+    **{r"\varnothing": r"\emptyset", r"\dots": r"\ldots", r"\langle": "(", r"\rangle": ")", r"\degree": r"^\circ"},
+    **{r"\sfrac": r"\frac", r"\nicefrac": r"\frac"},
+}
+_ALIAS = re.compile(rf"({'|'.join(map(re.escape, _ALIASES))})(?![A-Za-z])")
+_LEAD = re.compile(
+    r"^\s*(?:\\text\{)?\s*(?i:(?:the )?(?:final )?answer(?: is)?:?|approx(?:imately|\.)?|about|around)(?=[\s}\d])"
+    r"\s*\}?(?=.*[\d\\])"
+)
+"""Words before the answer in a box."""
+_MEMBERS = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|[:|])(.+)\\\}", re.DOTALL)
+"""Set of all x with a condition, which is read as the condition."""
+_ORDINAL = re.compile(r"\^\s*\{?\s*(\\text\{\s*(?:st|nd|rd|th)\s*\})\s*\}?")
+_HALF_DAY = re.compile(r"(?<=[\d\s{}])([apAP])\.\s?[mM]\b\.?")
+_CLOCK = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?")
+_OPPOSITES = (
+    *(("bc", "ad"), ("increase", "decrease"), ("profit", "loss"), ("gain", "loss"), ("more", "less")),
+    *(("north", "south"), ("east", "west"), ("left", "right"), ("up", "down"), ("above", "below"), ("before", "after")),
+)
+"""Words after a number that make another answer of it."""
 _CURRENCY = re.compile(r"\\\$|[€£¥₹]|\bUSD\b")
 _PERCENT = re.compile(r"\\?%|\\text\{\s*(?:percent(?:age)?|pct|per cent)\s*\}|\b(?:percent|pct|per cent)\b")
-_TEXT = re.compile(r"\\(?P<name>text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|mbox|operatorname)\s*\{(?P<words>[^{}]*)\}")
+_TEXT = re.compile(
+    r"\\(?P<name>text[a-z]*|math(?:rm|bf|it|sf|tt|normal)|[mh]box|operatorname|boldsymbol|bm|bold|pmb|underline|ce)\s*"
+    r"\{(?P<words>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
+)
 _CHOICE = re.compile(
     r"(?:(?i:option|choice|answer)[\s:]+)?(?:"
     r"(?P<only>[A-Za-z])[).:]?|[(\[](?P<around>[A-Za-z])[)\]][.:]?|"
@@ -224,13 +268,16 @@ def _read(text: str) -> _Answer:
         text = text.replace(sign, latex)
     text = _SPACE.sub(lambda space: "" if space[0].startswith(r"\!") else " ", text)
     currencies = tuple(_CURRENCY.findall(text))
-    text = _NOTHING.sub("", _CURRENCY.sub("", text)).replace(r"\degree", r"^\circ")
-    text = _TEXT.sub(_text, text).lstrip(" *\n\t").rstrip(" *.\n\t").replace("**", "^")
+    text = re.sub(r"(?<![A-Za-z\\])([A-Za-z])('+)(?![A-Za-z])", lambda x: f"{x[1]}_{{{'p' * len(x[2])}}}", text)
+    text = _ALIAS.sub(lambda command: _ALIASES[command[0]], _NOTHING.sub("", _CURRENCY.sub("", text)))
+    text = _LEAD.sub("", _HALF_DAY.sub(r"\1m", _TEXT.sub(_text, text)))
+    text = text.lstrip(" *`\n\t").rstrip(" *`.,;\n\t").replace("**", "^")
+    text = re.sub(r"(?<![\d.])0,(?=\d{3})", "0, ", _ORDINAL.sub(r"\1", _MEMBERS.sub(r"\1", text)))
     choice, text = _split(text)
     percent = bool(_PERCENT.search(text))
     value, units = _without_units(_numerals(_PERCENT.sub("", text)))
     value = _RUN.sub(_symbol, re.sub(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ",", value))
-    value = re.sub(r"\s+", " ", value).strip()
+    value = _RATIO.sub(_proportion, re.sub(r",[\s,]*,", ", ", re.sub(r"\s+", " ", value).strip()))
     return _Answer(choice=choice, value=value or choice, percent=percent, units=currencies + units)
 
 
@@ -254,22 +301,23 @@ def _split(text: str) -> tuple[str, str]:
     if found is None or _GOES_ON.match(rest := found["value"] or found["after"] or ""):
         return "", text
     letter = next(found[name] for name in ("only", "around", "open", "half", "point") if found[name])
-    return letter.upper(), rest.strip()
+    return letter.upper(), rest.strip() or (letter if letter == "e" else "")
 
 
 # How a number is written.
 
-_THOUSANDS = re.compile(r"(?<![\d.,_^])\d{1,3}(?P<mark>,|\{,\}| |_)\d{3}(?:(?P=mark)\d{3})*(?!,?\d)(?! */)")
+_THOUSANDS = re.compile(r"(?<![\d.,_^])(?!0)\d{1,3}(?P<mark>,|\{,\}| |_)\d{3}(?:(?P=mark)\d{3})*(?!,?\d)(?! */)")
 _REPEATING = re.compile(r"(?<![\w.])(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*\{?(\d{1,99})\}?")
 _SCIENTIFIC = re.compile(
     r"(?<![\w.\\])(?P<mantissa>\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})(?:"
-    r"(?:[eE]|\s*\\(?:text|mathrm)\s*\{\s*[eE]\s*\}\s*)\{?(?P<e>[+-]?\d{1,4})\}?(?!\.?\w)|"
+    r"(?:[eE]|\s*\\(?:text|mathrm)\s*\{\s*[eE]\s*\}\s*)(?:\{(?P<bare>[+-]?\d{1,4})\}|(?P<e>[+-]?\d{1,4}))(?!\.?\w)|"
     r"\s*(?:\\times|\\cdot|\*|[x×·])\s*10\s*(?:\^|\*\*)\s*(?:\{\s*(?P<braced>[+-]?\d{1,4})\s*\}|(?P<plain>[+-]?\d{1,4}(?!\d))))"
 )
 _MIXED = re.compile(
     r"(?<![\w.,^/}])(?P<whole>\d{1,99})(?:\s*\\[dtc]?frac\s*(?:\{\s*(?P<a>\d{1,99})\s*\}|(?P<b>\d))\s*"
     r"(?:\{\s*(?P<c>\d{1,99})\s*\}|(?P<d>\d))| +(?P<e>\d{1,99})\s*/\s*(?P<f>\d{1,99})(?![\d.]))"
 )
+_RATIO = re.compile(r"(?<![\d.:])\d{1,99}(?:\s*:\s*\d{1,99}){2,9}(?![\d.:])")
 _LARGE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MANY = re.compile(rf"(?<![\w.\\])(\d{{1,99}}(?:\.\d{{1,99}})?)\s*(\\text\{{\s*)?({'|'.join(_LARGE)})s?\b")
 
@@ -277,7 +325,9 @@ _MANY = re.compile(rf"(?<![\w.\\])(\d{{1,99}}(?:\.\d{{1,99}})?)\s*(\\text\{{\s*)
 def _numerals(text: str) -> str:
     text = _THOUSANDS.sub(_joined, text)
     text = _REPEATING.sub(_repeating, text)
-    text = _SCIENTIFIC.sub(lambda n: _written_out(n, n["mantissa"], n["e"] or n["braced"] or n["plain"]), text)
+    text = _SCIENTIFIC.sub(
+        lambda n: _written_out(n, n["mantissa"], n["e"] or n["bare"] or n["braced"] or n["plain"]), text
+    )
     text = _MANY.sub(lambda n: _written_out(n, n[1], str(_LARGE[n[3]])) + (n[2] or ""), text)
     return _MIXED.sub(_mixed, text)
 
@@ -314,12 +364,22 @@ def _mixed(number: re.Match[str]) -> str:
     return rf"\frac{{{int(number['whole']) * below + above}}}{{{below}}}"
 
 
+def _proportion(number: re.Match[str]) -> str:
+    """Write 2:4:6 as the tuple (1,2,3); math-verify reads it as 2/4/6."""
+    parts = [int(part) for part in number[0].split(":")]
+    if _CLOCK.fullmatch(number[0]) or not (first := next(filter(None, parts), 0)):
+        return number[0]
+    return f"({','.join(str(Rational(part, first)) for part in parts)})"
+
+
 # Units and words.
 
 _PREFIXES = dict(kilo="k", centi="c", milli="m", micro="μ", nano="n", mega="M", giga="G", deci="d")
 _METRIC = dict(
-    meter="m", metre="m", gram="g", liter="L", litre="L", second="s", watt="W", joule="J", newton="N"
-) | dict(volt="V", pascal="Pa", hertz="Hz", ampere="A", ohm="Ω", mole="mol", calorie="cal", byte="B", electronvolt="eV")
+    **dict(meter="m", metre="m", gram="g", liter="L", litre="L", second="s", watt="W", joule="J", newton="N"),
+    **dict(volt="V", pascal="Pa", hertz="Hz", ampere="A", ohm="Ω", mole="mol", calorie="cal", byte="B", kelvin="K"),
+    **dict(electronvolt="eV", coulomb="C", tesla="T", farad="F", bar="bar"),
+)
 _UNITS = {
     name: prefix + short
     for word, short in _METRIC.items()
@@ -330,16 +390,17 @@ _UNITS = {
     **dict(month="month", year="year", yr="year", inch="in", inches="in", foot="ft", feet="ft", ft="ft", yard="yd"),
     **dict(yd="yd", mile="mi", mi="mi", pound="lb", lb="lb", ounce="oz", oz="oz", gallon="gal", gal="gal"),
     **dict(dollar="$", USD="$", cent="¢", euro="€", degree="°", deg="°", radian="rad", rad="rad", mph="mi/h"),
-    **dict(kph="km/h", square="square", sq="square", cubic="cubic", per="/", unit="unit"),
+    **dict(kph="km/h", am="am", pm="pm", cup="cup", square="square", sq="square", cubic="cubic", per="/", unit="unit"),
 )
 """Names of a unit → its canonical name."""
-_BARE = frozenset(("kg", "km", "cm", "mm", "ml", "mL", "lb", "lbs", "ft", "oz", "mph", "kph", "Hz", "kWh"))
+_BARE = frozenset(("Ω", "kg", "km", "cm", "mm", "ml", "mL", "lb", "lbs", "ft", "oz", "mph", "kph", "Hz", "kWh"))
 """Units that are no product of variables, even directly after a number."""
 _SINGLE = frozenset("mgshLJWVN")
 _QUANTITY = re.compile(
     r"(?P<end>[\d})]|\\pi)(?P<space>\s*)"
     r"(?P<unit>\^\{?\\circ\}?\s*(?:\\text\{\s*[CFK]\s*\}|[CFK]\b)?|"
-    r"(?:\\text\{[^{}]*\}|[A-Za-zμΩ.']++)(?:\\text\{[^{}]*\}|[A-Za-zμΩ.']++|\^\{?-?\d+\}?|[/*\s]|\\cdot)*+)"
+    r"(?:\\text\{[^{}]*\}|\\(?:mu|Omega)(?![A-Za-z])|[A-Za-zμΩ.']++)(?:\\text\{[^{}]*\}|\\Omega|[A-Za-zμΩ.']++|"
+    r"\^\{?-?\d+\}?|[/*\s]|\\cdot|(?<=/)\s*\((?:[A-Za-zμΩ\s*\d^]|\\cdot|\\text\{[^{}]*\})++\))*+)"
     r"(?=$|[,;)\]=]|\\\}|\\c[ua]p)"
 )
 _ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\{?\\circ\}?")
@@ -374,7 +435,7 @@ def _without_units(text: str) -> tuple[str, tuple[str, ...]]:
     units = list[str]()
 
     def drop(found: re.Match[str]) -> str:
-        unit = found["unit"].strip()
+        unit = re.sub(r"\\mu\s*(?:\\text\{)?\s*", "μ", found["unit"].replace(r"\Omega", "Ω")).strip()
         if not _is_unit(unit, text[: found.start("unit")], spaced=bool(found["space"])):
             return found[0]
         units.append(unit)
@@ -392,12 +453,12 @@ def _is_unit(unit: str, before: str, *, spaced: bool) -> bool:
     names = re.findall(r"[A-Za-zμΩ]+", re.sub(r"\\(?:text|cdot)", " ", unit))
     known = [_unit_of(name) is not None for name in names]
     variables = re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+|[A-Za-z]\w*(?:\([a-z]\))?\s*=", "", before))
-    if unit.startswith(r"\text"):
+    if not names or unit.startswith(r"\text"):
         return bool(names) and (all(known) or not variables)
     if not spaced:
         return names[0] in _BARE
     words = [len(name) >= 4 and name not in _MATHEMATICS for name in names]
-    fit = all(len(name) > 1 or name in _SINGLE or _unit_of(name) for name in names)
+    fit = all(len(name) > 1 or name in _SINGLE or _unit_of(name) for name in names) and names != ["μ"]
     return fit and (all(known) or (any(words) and not variables))
 
 
