@@ -19,7 +19,7 @@ CURVES = (
     ("pass_at_1", "Held-out pass@1"),
     ("reward_mean", "Training reward"),
     ("entropy", "Entropy, nats a token"),
-    ("ess", "ESS / tokens"),
+    ("ess", "Effective sample size"),
     ("k3_kl", "KL from engine to learner, nats a token"),
     ("grad_norm", "Gradient norm"),
     ("response_tokens_mean", "Response length, tokens"),
@@ -62,9 +62,9 @@ def compare_runs(paths: Sequence[Path], page: Path | None = None) -> dict[str, A
                 (*series(run_log, metric, over), str(run["path"]), str(run["color"]))
                 for run_log, run in zip(logs, runs, strict=True)
             ]
-            floor = 0.0 if metric == "pass_at_1" else None
-            name = f"{metric} over {over}"
-            if svg := drawing.curve(name, lines, xlabel=label, floor=floor, smooth=False, legend=False):
+            share = metric == "pass_at_1"
+            name, floor = f"{metric} over {over}", 0.0 if share else None
+            if svg := drawing.curve(name, lines, xlabel=label, percent=share, floor=floor, smooth=False, legend=False):
                 axes[over].append(dict(title=title, svg=svg))
     filters = dict(percent=percent, decimal=decimal, duration=duration, count=count)
     text = drawing.page("comparison.html.j2", filters, runs=runs, recipe=compared["recipe"], axes=axes)

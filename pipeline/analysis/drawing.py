@@ -13,13 +13,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape, unescape
-from importlib import resources
+from functools import partial
+from html import unescape
 from typing import Any
 
 import jinja2
 import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -83,12 +84,13 @@ Line = tuple[Sequence[float], Sequence[float], str, str]
 
 
 def page(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
-    """Return an HTML page from a template in pipeline/analysis/pages, in the common style. All texts are escaped."""
-    folder = resources.files("pipeline.analysis").joinpath("pages")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters.update(filters)
-    text = folder.joinpath(template).read_text(encoding="utf-8")
-    return environment.from_string(text).render(style=folder.joinpath("page.css").read_text(encoding="utf-8"), **values)
+    """Return an HTML page from a template in pipeline/analysis/pages, in the common layout. All texts are escaped; the
+    filter `code` sets what stands in backticks as code."""
+    loader = jinja2.PackageLoader("pipeline.analysis", "pages")
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    code = partial(re.sub, "`([^`]*)`", r"<code>\1</code>")
+    environment.filters.update(filters, code=lambda text: Markup(code(str(escape(text)))))
+    return environment.get_template(template).render(style=loader.get_source(environment, "page.css")[0], **values)
 
 
 @dataclass
@@ -258,3 +260,9 @@ def legend_above(axes: Axes) -> None:
 
 def percent_label(share: float, _: object = None) -> str:
     return f"{100 * share:.6g} %"
+
+
+def range_label(bucket: str) -> str:
+    """Return the label of a bucket of numbers: `1-3` as 1–3, and `3-` as ≥ 3."""
+    low, dash, high = bucket.partition("-")
+    return f"≥ {low}" if dash and not high else bucket.replace("-", "–")

@@ -243,12 +243,9 @@ def buckets(run_log: RunLog) -> list[Figure]:
     if not found:
         return []
     order, ticks = [split.name for split in SPLITS], []
+    signs = {"negative": "A < 0", "zero": "A = 0", "positive": "A > 0"}
     for split_name, name, *_ in found:
-        low, dash, high = name.partition("-")
-        text = f"≥ {low}" if dash and not high else name.replace("-", "–")
-        if split_name == "advantage":
-            text = {"negative": "A < 0", "zero": "A = 0", "positive": "A > 0"}[name]
-        ticks.append(text)
+        ticks.append(signs[name] if split_name == "advantage" else drawing.range_label(name))
     with picture("ESS by bucket", WIDE) as drawn:
         axes = drawn.axes
         places = [place + 0.8 * order.index(split) for place, (split, *_) in enumerate(found)]

@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
-from pipeline.analysis.drawing import COLORS, page, picture
+from pipeline.analysis.drawing import COLORS, page, picture, range_label
 from pipeline.data.files import write_atomically
 from precision.formats.audit import Misheld
 from precision.formats.rollout_format import RolloutFormat
@@ -343,7 +343,7 @@ def write_page(result: Mapping[str, Any], folder: Path) -> Path:
     shown = [term for term in TERMS if term != "routing" or result["measured"]["routing"]]
     shares = [100 * result["terms"][term]["share"] for term in shown]
     low, high = min(0.0, *shares), max(100.0, *shares)
-    with picture("shares of the squared gap", _SIZE, left_in=1.6) as drawn:
+    with picture("shares of the squared gap", _SIZE, left_in=1.9) as drawn:
         axes = drawn.axes
         axes.barh(range(len(shown)), shares, color=[COLORS[TERM_COLORS[term]] for term in shown], height=0.62)
         for row, (term, share) in enumerate(zip(shown, shares, strict=True)):
@@ -386,7 +386,7 @@ def write_page(result: Mapping[str, Any], folder: Path) -> Path:
                     axes.plot(range(len(places)), heights, style, marker="o", markersize=4, color=color, label=term)
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("e-0", "e-")))
-            axes.set_xticks(range(len(places)), [buckets["labels"][at] for at in places], fontsize=7.5)
+            axes.set_xticks(range(len(places)), [range_label(buckets["labels"][at]) for at in places], fontsize=7.5)
             axes.set_xlabel(label)
             axes.set_ylabel("mean |nats|")
             axes.legend(loc="best", fontsize=8)

@@ -3,7 +3,6 @@ is."""
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections import Counter
@@ -11,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup, escape
 
 from pipeline.analysis import summary
 from pipeline.analysis.drawing import page
@@ -46,10 +43,6 @@ def write_last_report(run_dir: Path) -> Path | None:
 
 def render_page(run_log: RunLog, *, samples: bool = False) -> str:
     """Return the report as HTML. With `samples`, it links to the page of samples."""
-
-    def code(text: str) -> Markup:
-        return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
-
     # A row for each noteworthy event: time since the first one, kind, and details in words. Neighbors of the same kind
     # and reason become one row with their number.
     listed = []
@@ -65,7 +58,7 @@ def render_page(run_log: RunLog, *, samples: bool = False) -> str:
     formats = dict(percent=summary.percent, decimal=summary.decimal, duration=summary.duration, count=summary.count)
     return page(
         "report.html.j2",
-        dict(**formats, code=code),
+        formats,
         samples=samples,
         summary=summary.summarize(run_log, histories),
         sections=sections(run_log),

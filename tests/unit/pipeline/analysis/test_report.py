@@ -51,6 +51,8 @@ def test_page_is_one_well_formed_file_without_external_resources(full_page: str)
     assert "://" not in full_page
     assert not re.search(r"(src|href)=\"(?!#)", full_page)
     assert "@import" not in full_page
+    assert "<code>evenkeel verify parity</code>" in full_page
+    assert "`" not in full_page, "commands are set as code"
 
 
 def test_the_browser_may_run_nothing_and_fetch_nothing(full_page: str) -> None:

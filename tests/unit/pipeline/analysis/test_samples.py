@@ -226,6 +226,7 @@ def test_held_out_answers_are_shown_by_version(written: Written) -> None:
     damaged.write_bytes(damaged.read_bytes().replace(b"31", b"32", 1))
     page = written.page()
     assert "Evaluation of version 0: " in page
+    assert f"<code>evenkeel repair {written.run.path}</code>" in page
     assert "<summary>Version 20</summary>" in page
 
 
