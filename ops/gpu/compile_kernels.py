@@ -52,7 +52,8 @@ class Compiled:
 
 def compile_kernel(kernel: Any, dtype: str, types: Mapping[str, str], tile: Mapping[str, int]) -> Compiled:
     """`types` of the arguments, "*rows" being a pointer to `dtype`; pointers and integers are multiples of 16."""
-    constants = {name: value for name, value in tile.items() if name != "num_warps"}
+    options = {name: tile[name] for name in ("num_warps", "maxnreg") if name in tile}
+    constants = {name: value for name, value in tile.items() if name not in options}
     names: Sequence[str] = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types[name].replace("*rows", f"*{dtype}") for name in names
@@ -64,7 +65,7 @@ def compile_kernel(kernel: Any, dtype: str, types: Mapping[str, str], tile: Mapp
         {(names.index(name),): value for name, value in constants.items()},
         {place: [["tt.divisibility", 16]] for place in aligned},
     )
-    ptx = triton.compile(source, target=TARGET, options={"num_warps": tile["num_warps"]}).asm["ptx"]
+    ptx = triton.compile(source, target=TARGET, options=options).asm["ptx"]
     said = _assemble(ptx)
     return Compiled(
         kernel=kernel.__name__,

@@ -26,6 +26,7 @@ rounding depends neither on a calibration nor on other tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,9 @@ def scale_of(amax: Tensor, largest: float = E4M3_MAX) -> Tensor:
 
 def require_finite(amax: Tensor) -> None:
     """Raise FloatingPointError unless all largest magnitudes are finite. Synchronizes with a GPU."""
-    if not bool(amax.isfinite().all()):
+    if not math.isfinite(peak := float(amax.max())):  # one kernel and one copy; NaN is larger than all
         raise FloatingPointError(
-            f"largest magnitude to quantize is {float(amax.max())}, expected finite values; a cast would hide it as "
+            f"largest magnitude to quantize is {peak}, expected finite values; a cast would hide it as "
             "its largest value or NaN; look for the overflow before this layer"
         )
 
