@@ -16,7 +16,9 @@ expectation is exp(-s^2): .05 -> .9975, .1 -> .990, .2 -> .961, .5 -> .779, 1 ->
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,7 +116,7 @@ def masked_log_ratios(learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: 
     The gradient flows through `learner_logprobs`. Raises FloatingPointError when a log-ratio under the mask is not
     finite or above MAX_LOG_RATIO, ValueError when shapes differ."""
     log_ratios = masked_differences(learner_logprobs, rollout_logprobs, mask)
-    require_usable(log_ratios, f"of {int(mask.sum())} tokens")
+    require_usable(log_ratios, lambda: f"of {int(mask.sum())} tokens")
     return log_ratios, log_ratios.exp()
 
 
@@ -130,16 +132,44 @@ def masked_differences(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor
     return torch.where(mask, logprobs, 0.0) - torch.where(mask, others, 0.0)
 
 
-def require_usable(log_ratios: Tensor, among: str) -> None:
-    """Raise FloatingPointError unless all `log_ratios`, of any shape, are finite and at most MAX_LOG_RATIO; `among`
-    ends the count of those that are not."""
+def require_usable(log_ratios: Tensor, among: Callable[[], str]) -> None:
+    """Require that all `log_ratios`, of any shape, are finite and at most MAX_LOG_RATIO; `among` ends the count of
+    those that are not. Raises as `require`."""
     usable = log_ratios.isfinite() & (log_ratios <= MAX_LOG_RATIO)
-    if not bool(usable.all()):
+
+    def message() -> str:
         worst = log_ratios.detach()[~usable]
-        raise FloatingPointError(
-            f"{worst.numel()} {among} have an unusable log-ratio, the first {float(worst[0])}; expected finite and at "
-            f"most {MAX_LOG_RATIO:g}; compare the learner's and the engine's logprobs"
+        return (
+            f"{worst.numel()} {among()} have an unusable log-ratio, the first {float(worst[0])}; expected finite and "
+            f"at most {MAX_LOG_RATIO:g}; compare the learner's and the engine's logprobs"
         )
+
+    require(usable, message)
+
+
+_deferred: ContextVar[list[Tensor] | None] = ContextVar("_deferred", default=None)
+
+
+def require(holds: Tensor, message: Callable[[], str]) -> None:
+    """Raise FloatingPointError with `message` unless `holds` (bool) is True everywhere. Inside `deferred_checks`, note
+    the answer instead."""
+    noted = _deferred.get()
+    if noted is not None:
+        noted.append(holds.all())
+    elif not bool(holds.all()):
+        raise FloatingPointError(message())
+
+
+@contextmanager
+def deferred_checks() -> Iterator[list[Tensor]]:
+    """Collect what `require` finds, bool scalars on the device, instead of raising: the host would wait for the GPU to
+    read each. Numbers that fail flow on, so read the answers before you use any result."""
+    noted = list[Tensor]()
+    token = _deferred.set(noted)
+    try:
+        yield noted
+    finally:
+        _deferred.reset(token)
 
 
 SUMS = (

@@ -34,7 +34,7 @@ from precision.objectives.objective import (
     step_mean,
     token_sum,
 )
-from precision.ratios import masked_differences, masked_log_ratios, official_kl, with_gradient
+from precision.ratios import masked_differences, masked_log_ratios, official_kl, require, with_gradient
 from precision.settings import Settings
 from precision.torch_on_use import Tensor
 
@@ -76,11 +76,14 @@ class NearReference(Objective):
             raise ValueError("reference_logprobs is None, expected [batch, sequence]; score the reference first")
         loss, sums = self.inner.loss(logprobs, dataclasses.replace(batch, reference_logprobs=None), context)
         log_ratios = masked_differences(logprobs, batch.reference_logprobs, batch.mask)
-        if not bool((finite := log_ratios.isfinite()).all()):
-            raise FloatingPointError(
-                f"{int((~finite).sum())} of {int(batch.mask.sum())} tokens have log-probabilities of the policy or of "
-                "the reference that are not finite; look at the reference's weights"
-            )
+        finite = log_ratios.isfinite()
+        require(
+            finite,
+            lambda: (
+                f"{int((~finite).sum())} of {int(batch.mask.sum())} tokens have log-probabilities of the policy or "
+                "of the reference that are not finite; look at the reference's weights"
+            ),
+        )
         _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, batch.mask)
         term = self.reference.coefficient * reference_kl(log_ratios, ratios, self.reference)
         measured = {

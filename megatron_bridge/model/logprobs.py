@@ -185,7 +185,7 @@ def is_local(wanted: Tensor, vocab: int) -> Tensor:
     return (wanted >= 0) & (wanted < vocab)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KeptRows:
     """The kept set of each row of logits; rows without one (a prompt, padding) have an empty set."""
 
@@ -204,9 +204,6 @@ class KeptRows:
             tokens=torch.from_numpy(sets.tokens.astype(np.int64)),
             counts=torch.from_numpy(sets.counts),
         )
-
-    def to(self, device: torch.device | str) -> KeptRows:
-        return KeptRows(owner=self.owner.to(device), tokens=self.tokens.to(device), counts=self.counts.to(device))
 
 
 def kept_statistics(

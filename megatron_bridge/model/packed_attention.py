@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,7 +29,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_bridge.step.micro_batches import zigzag_columns
+from megatron_bridge.step.micro_batches import to_device, zigzag_columns
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -43,34 +45,28 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         key: Tensor,
         value: Tensor,
         *_: Any,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedRows,
         **__: Any,
     ) -> Tensor:
         """Return [tokens, heads/tp × channels] from `query` [tokens, heads/tp, channels], `key` and `value` [tokens, kv
         heads/tp, channels], all of this context parallel rank."""
         group = parallel_state.get_context_parallel_group()
-        # The code below needs the lengths as plain numbers; on a GPU this waits for the device.
-        lengths, ranks = packed_seq_params.cu_seqlens_q.diff().tolist(), group.size()
-        if ranks == 1:
-            return self._attend(query, key, value, lengths).flatten(1)
+        layout = packed_seq_params.layout(group, query.device)
+        if layout.order is None:
+            return self._attend(query, key, value, layout).flatten(1)
         # A gathered key's gradient is the sum over the ranks whose queries used it: a reduce-scatter.
         key, value = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (key, value))
-        held = torch.cat([zigzag_columns(lengths, ranks, rank) for rank in range(ranks)])
-        in_order = torch.argsort(held).to(query.device)
-        mine = zigzag_columns(lengths, ranks, group.rank()).to(query.device)
-        in_place = query.new_zeros(sum(lengths), *query.shape[1:]).index_copy(0, mine, query)
-        return self._attend(in_place, key[in_order], value[in_order], lengths).index_select(0, mine).flatten(1)
+        in_place = query.new_zeros(len(layout.order), *query.shape[1:]).index_copy(0, layout.mine, query)
+        found = self._attend(in_place, key[layout.order], value[layout.order], layout)
+        return found.index_select(0, layout.mine).flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        """Attend within rows of these `lengths`, each [tokens, heads, channels]. Key and value may have fewer heads."""
-        buckets, found = like_rows(lengths), []
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: RowLayout) -> Tensor:
+        """Attend within rows, each [tokens, heads, channels]. Key and value may have fewer heads."""
+        found = []
         # `split`, because the gradient of a slice is as long as the whole tensor.
-        split = [torch.split(tensor, list(map(sum, buckets))) for tensor in (query, key, value)]
-        for bucket, *packed in zip(buckets, *split, strict=True):
-            count, longest, places = len(bucket), max(bucket), None
-            if min(bucket) < longest:  # a grid [rows, longest] of the packed rows, 0 beyond a row's end
-                spans = [torch.arange(length) + row * longest for row, length in enumerate(bucket)]
-                places = torch.cat(spans).to(query.device)
+        split = [torch.split(tensor, list(map(sum, layout.buckets))) for tensor in (query, key, value)]
+        for bucket, places, *packed in zip(layout.buckets, layout.places, *split, strict=True):
+            count, longest = len(bucket), max(bucket)
             grids = []
             for tensor in packed:
                 if places is not None:
@@ -88,6 +84,48 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             flat = context.transpose(1, 2).flatten(0, 1)
             found.append(flat if places is None else flat.index_select(0, places))
         return torch.cat(found) if len(found) > 1 else found[0]
+
+
+class RowLayout:
+    """What `PackedAttention` needs to know of the rows of a micro-batch, with indices on the device."""
+
+    buckets: list[list[int]]
+    """Lengths of neighboring rows that share a grid."""
+    places: list[Tensor | None]
+    """int64 [tokens of a bucket], their places in the grid [rows, longest]; None where its rows are equally long."""
+    mine: Tensor
+    """int64 [tokens], the columns of this context parallel rank's tokens in the rows."""
+    order: Tensor | None = None
+    """int64 [tokens of all ranks], which of the gathered tokens stands in each column; None with one rank."""
+
+    def __init__(self, lengths: list[int], ranks: int, rank: int, device: torch.device) -> None:
+        """Compute the layout of rows of these `lengths`, over all of `ranks` context parallel ranks."""
+        self.buckets = like_rows(lengths)
+        indices = list[Tensor]()
+        for bucket in self.buckets:
+            spans = [torch.arange(length) + row * max(bucket) for row, length in enumerate(bucket)]
+            indices.append(torch.cat(spans) if min(bucket) < max(bucket) else torch.arange(0))
+        if ranks > 1:
+            held = [zigzag_columns(lengths, ranks, each) for each in range(ranks)]
+            indices += [torch.argsort(torch.cat(held)), held[rank]]
+        sizes = [len(index) for index in indices]
+        moved = torch.split(to_device(torch.cat(indices), device), sizes)
+        self.places = [index if len(index) else None for index in moved[: len(self.buckets)]]
+        if ranks > 1:
+            self.order, self.mine = moved[-2:]
+
+
+@dataclass
+class PackedRows(PackedSeqParams):  # type: ignore[misc]
+    """Megatron's PackedSeqParams, with a layout that all layers of a micro-batch share."""
+
+    _layout: RowLayout | None = None
+
+    def layout(self, group: dist.ProcessGroup, device: torch.device) -> RowLayout:
+        """Return the rows' layout, made at the first call, for this rank of the context parallel `group`."""
+        if self._layout is None:
+            self._layout = RowLayout(self.cu_seqlens_q.diff().tolist(), group.size(), group.rank(), device)
+        return self._layout
 
 
 def like_rows(lengths: Sequence[int]) -> list[list[int]]:

@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.step.micro_batches import MicroBatch, Plan, TokenRows
+from megatron_bridge.step.micro_batches import MicroBatch, Plan, TokenRows, to_device
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import ExpertReplayError
 
@@ -158,16 +158,15 @@ class ExpertReplay:
     def forward(self, chunk: Any, micro_batch: MicroBatch) -> Iterator[None]:
         """Set the routers' targets during the forward pass of one chunk over one micro-batch (on the host)."""
         routers = self._routers[id(chunk)]
-        places = micro_batch.places[0]
+        rows, layers = micro_batch.places, [router.layer for router in routers]
         if self._sequence_parallel:  # a router sees only its tensor parallel rank's equal piece of the micro-batch
-            places = places.view(self._tensor_ranks, -1)[parallel_state.get_tensor_model_parallel_rank()]
-        rows, layers = places.numpy(), [router.layer for router in routers]
+            rows = rows.reshape(self._tensor_ranks, -1)[parallel_state.get_tensor_model_parallel_rank()]
         known = rows >= 0
         known[known] = self._experts.known[rows[known]]
         chosen = np.full((len(rows), len(layers), self._experts.ids.shape[2]), UNKNOWN, np.int16)
         chosen[known] = self._experts.ids[rows[known]][:, layers]
-        targets = torch.from_numpy(chosen).to(self._device)
-        self._places = places.to(self._device)
+        targets = to_device(torch.from_numpy(chosen), self._device)
+        self._places = to_device(torch.from_numpy(rows), self._device)
         for router, target in zip(routers, targets.unbind(1), strict=True):
             router.on_choice = self._count
             router.set_target_indices(target)

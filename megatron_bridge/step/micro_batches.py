@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -97,38 +97,46 @@ class TokenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Packed rows of this context parallel rank. Tensors are [1, tokens], except `row_ends` and `kept`."""
+    """Packed rows of this context parallel rank."""
 
     tokens: Tensor
-    """int64; padding has 0 within a row, and repeats the micro-batch's tokens in the row after the last."""
+    """int64 [1, tokens]; padding has 0 within a row, and repeats the micro-batch's tokens in the row after the last."""
     labels: Tensor
-    """int64, the token that follows; 0 for padding."""
-    positions: Tensor
-    """int64, position within the row."""
-    mask: Tensor
-    """bool, True where the label is a predicted (response) token."""
+    """int64 [1, tokens], the token that follows; 0 for padding."""
+    columns: Tensor
+    """int64 [predicted], where the labels are predicted (response) tokens."""
     index: Tensor
-    """int64, the label's place in the flat order; 0 where `mask` is False."""
-    places: Tensor
-    """int64, the token's place among the tokens of all held rows; -1 for padding."""
+    """int64 [predicted], the places of these tokens in the flat order."""
     row_ends: Tensor
     """int32 [rows + 1], the cumulative row lengths from 0, over all context parallel ranks together. Padding after the
     last row is one more row."""
+    places: NDArray[np.int64]
+    """[tokens], the token's place among the tokens of all held rows; -1 for padding. Always on the host."""
     kept: KeptRows | None = None
-    """The kept set of each label, empty where `mask` is False."""
+    """The kept set of each label, empty where no token is predicted."""
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """Lay out flat values [predicted] as [1, tokens], with 0 where `mask` is False."""
-        if flat.numel() == 0:
-            return torch.zeros(self.mask.shape, dtype=flat.dtype, device=flat.device)
-        return torch.where(self.mask, flat[self.index], 0)
+        """Lay out flat values [predicted] as [1, tokens], with 0 where no token is predicted."""
+        whole = flat.new_zeros(self.tokens.shape)
+        whole[0].index_copy_(0, self.columns, flat.index_select(0, self.index))
+        return whole
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """Copy the micro-batch to `device`; `row_ends` too, because the kernels read it there."""
-        moved = dict[str, Any]()
-        for name, value in vars(self).items():
-            moved[name] = None if value is None else value.to(device)
-        return MicroBatch(**moved)
+        """Copy the micro-batch to `device` in one piece, while the host goes on."""
+        kept = [] if self.kept is None else [self.kept.owner, self.kept.tokens, self.kept.counts]
+        held = [self.tokens, self.labels, self.columns, self.index, self.row_ends, *kept]
+        sizes = [tensor.numel() for tensor in held]
+        block = to_device(torch.cat([tensor.view(-1).long() for tensor in held]), device)
+        tokens, labels, columns, index, row_ends, *kept = torch.split(block, sizes)
+        return MicroBatch(
+            tokens=tokens[None],
+            labels=labels[None],
+            columns=columns,
+            index=index,
+            row_ends=row_ends.int(),
+            places=self.places,
+            kept=KeptRows(*kept) if kept else None,
+        )
 
     @staticmethod
     def pack(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64], length: int, split: Split) -> MicroBatch:
@@ -138,11 +146,8 @@ class MicroBatch:
         if filled < length:
             padded.append(length - filled)
         ends = offsets_of(padded)
-        tokens, labels, index, positions = np.zeros((4, ends[-1]), np.int64)
-        places, sets = np.full((2, ends[-1]), -1, np.int64)
-        mask = np.zeros(ends[-1], np.bool_)
-        for width, first in zip(padded, ends, strict=False):
-            positions[first : first + width] = np.arange(width)
+        tokens, labels = np.zeros((2, ends[-1]), np.int64)
+        places, index, sets = np.full((3, ends[-1]), -1, np.int64)
         for row, first in zip(group, ends, strict=False):
             ids, start, end = rows.tokens[row], int(rows.starts[row]), int(rows.lengths[row])
             if start < 1:
@@ -151,21 +156,30 @@ class MicroBatch:
             labels[first : first + end - 1] = ids[1:]
             places[first : first + end - 1] = rows.token_offsets[row] + np.arange(end - 1)
             if end > start:
-                mask[first + start - 1 : first + end - 1] = True
                 index[first + start - 1 : first + end - 1] = np.arange(rows.offsets[row], rows.offsets[row + 1])
                 sets[first + start - 1 : first + end - 1] = np.arange(*rows.kept_offsets[row : row + 2])
         # Equal tokens would all be sent to the same experts.
         tokens[filled:] = np.resize(tokens[:filled], length - filled)
         columns = zigzag_columns(padded, split.context_ranks, split.context_rank)
-        whole = dict(tokens=tokens, labels=labels, positions=positions, mask=mask, index=index, places=places)
-        held = dict[str, Tensor]()
-        for name, values in whole.items():
-            held[name] = torch.from_numpy(values)[columns][None]
+        held = columns.numpy()
+        predicted = np.flatnonzero(index[held] >= 0)
         return MicroBatch(
-            **held,
+            tokens=torch.from_numpy(tokens[held])[None],
+            labels=torch.from_numpy(labels[held])[None],
+            columns=torch.from_numpy(predicted),
+            index=torch.from_numpy(index[held][predicted]),
             row_ends=torch.from_numpy(ends.astype(np.int32)),
-            kept=None if rows.kept is None else KeptRows.of(rows.kept.take(sets[columns.numpy()])),
+            places=places[held],
+            kept=None if rows.kept is None else KeptRows.of(rows.kept.take(sets[held])),
         )
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor from the host to `device`. A GPU copies from pinned memory between the kernels before and after;
+    from other memory the host would wait for all of them."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_bridge.model.packed_attention import PackedRows
 from megatron_bridge.step.expert_replay import ExpertReplay
 from megatron_bridge.step.micro_batches import MicroBatch, Plan
 from precision.objectives.objective import Objective, StepContext, TokenBatch
+from precision.ratios import deferred_checks
 
 
 class Gathered:
@@ -38,10 +40,9 @@ class Gathered:
 
     def take(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
         """Store the results of one micro-batch's predicted tokens."""
-        mask = micro_batch.mask
-        places = micro_batch.index[mask]
-        self.logprobs[places] = logprobs.detach()[mask].to(self.logprobs.dtype)
-        self.entropy[places] = entropy[mask].to(self.entropy.dtype)
+        for gathered, values in ((self.logprobs, logprobs.detach()), (self.entropy, entropy)):
+            found = values[0].index_select(0, micro_batch.columns)
+            gathered.index_copy_(0, micro_batch.index, found.to(gathered.dtype))
 
     def share(self) -> None:
         """Sum over data parallel ranks, then broadcast from the last pipeline stage to all stages."""
@@ -89,7 +90,7 @@ def warm_up(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.
     """Run forward and backward to fill the history of FP8 scales; the gradients are not used."""
 
     def mean(micro_batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        loss = torch.where(micro_batch.mask, output[0], 0.0).sum() / max(1, num_predicted)
+        loss = output[0][0].index_select(0, micro_batch.columns).sum() / max(1, num_predicted)
         return loss, torch.zeros((), dtype=torch.int, device=device), {}
 
     _run(model, plan, mean, device, forward_only=False)
@@ -118,8 +119,9 @@ class ObjectiveRunner:
 
     def __call__(
         self, logprobs: Tensor, batch: TokenBatch, num_tokens: int, step_ess: float | None
-    ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Return (loss, sums), or None if the objective met a number that is not finite."""
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor] | None:
+        """Return (loss, sums, whether a number that the objective met was not usable), or None if it raised so. The
+        host does not wait for the answer: numbers that are not usable spoil the loss and the gradients."""
         pending = list(self._reductions)
 
         def sum_over_ranks(sums: Tensor) -> Tensor:
@@ -130,7 +132,10 @@ class ObjectiveRunner:
 
         context = StepContext(num_tokens=num_tokens, step_ess=step_ess, sum_over_ranks=sum_over_ranks)
         try:
-            return self._objective.loss(logprobs, batch, context)
+            with deferred_checks() as checks:
+                loss, found = self._objective.loss(logprobs, batch, context)
+            usable = torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=loss.device)
+            return loss, found, ~usable
         except FloatingPointError:
             for sums in list(pending):  # the other ranks wait in these reductions; NaN reports the failure
                 sum_over_ranks(sums.clone())
@@ -160,7 +165,7 @@ def train(
         batch = TokenBatch(
             rollout_logprobs=micro_batch.scatter(inputs.rollout_logprobs),
             advantages=micro_batch.scatter(inputs.advantages),
-            mask=micro_batch.scatter(inputs.mask).bool(),
+            mask=micro_batch.scatter(inputs.mask),
             anchor_logprobs=None if anchor is None else micro_batch.scatter(anchor),
             reference_logprobs=None if reference is None else micro_batch.scatter(reference),
         )
@@ -169,7 +174,8 @@ def train(
             gathered.sums["failed"] += 1
             loss = (logprobs * 0.0).sum()
         else:
-            loss, sums = result
+            loss, sums, failed = result
+            gathered.sums["failed"] += failed
             gathered.sums["loss"] += loss.detach()
             for name in objective.names:
                 gathered.sums[name] += sums[name]
@@ -181,10 +187,12 @@ def train(
     return gathered
 
 
-def packed_rows(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> PackedSeqParams:
-    """Return the row ends of a micro-batch (on the host) as Megatron-Core's PackedSeqParams."""
-    ends, longest = micro_batch.row_ends.to(device), int(micro_batch.row_ends.diff().max())
-    return PackedSeqParams(
+def packed_rows(on_host: MicroBatch, on_device: MicroBatch, config: TransformerConfig) -> PackedRows:
+    """Return the rows of a micro-batch as Megatron-Core's layers take them. Transformer Engine's kernels read the row
+    ends on the device; Megatron's own layers need them as numbers, so theirs stay on the host."""
+    ends = (on_device if config.transformer_impl == "transformer_engine" else on_host).row_ends
+    longest = int(on_host.row_ends.diff().max())
+    return PackedRows(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
 
@@ -211,10 +219,10 @@ def _run(
         with replay.forward(chunk, on_host) if replay else nullcontext():
             output = chunk(
                 micro_batch.tokens,
-                micro_batch.positions,
+                None,  # positions, which rotations take from the rows
                 None,
                 labels=micro_batch.labels,
-                packed_seq_params=packed_rows(on_host, device),
+                packed_seq_params=packed_rows(on_host, micro_batch, chunk.config),
             )
         return output, partial(on_output, micro_batch)
 

@@ -269,7 +269,7 @@ class Mismatch:
         for each in bounds:
             log_ratios = tokens.part(*each).log_ratios()
             extreme.append(log_ratios[~(log_ratios.abs() <= MAX_LOG_RATIO)])
-        require_usable(torch.cat(extreme), f"of {int(tokens.seen.sum())} tokens")
+        require_usable(torch.cat(extreme), lambda: f"of {int(tokens.seen.sum())} tokens")
         if len(bounds) == 1:
             ranks = ALONE
         mine = dict[int, _Chunk]()

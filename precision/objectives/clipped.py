@@ -217,7 +217,7 @@ class GSPO(Anchored):
         """Make sequence ratios and clips factors on the advantages. Raises as `Objective.prepare`."""
         anchor = step.old_logprobs if self.anchor == "old" else step.rollout_logprobs
         log_ratios = step.row_mean(step.log_ratios(step.logprobs, anchor))
-        require_usable(log_ratios, f"of {len(step.offsets) - 1} responses")
+        require_usable(log_ratios, lambda: f"of {len(step.offsets) - 1} responses")
         ratios = log_ratios.exp()[step.row]
         high = (ratios > 1.0 + self.clip_high) & (step.advantages > 0)
         low = (ratios < 1.0 - self.clip_low) & (step.advantages < 0)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from precision.ratios import masked_log_ratios, rows
+from precision.ratios import masked_log_ratios, require, rows
 from precision.settings import Settings
 from precision.torch_on_use import Tensor, torch
 
@@ -62,11 +62,13 @@ def response_values(values: Tensor, mask: Tensor, name: str) -> Tensor:
         )
     kept = torch.where(mask, values, 0.0)
     finite = kept.isfinite()
-    if not bool(finite.all()):
-        raise FloatingPointError(
+    require(
+        finite,
+        lambda: (
             f"{int((~finite).sum())} of {int(mask.sum())} tokens have {name} that are not finite, expected finite "
             "numbers; look at the forward pass or the rewards of this batch"
-        )
+        ),
+    )
     return kept
 
 

@@ -217,10 +217,12 @@ def bare_step(learner: MegatronLearner, micro_batches: tuple[MicroBatch, ...]) -
     def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         rows = next(batches)
         policy = chunk.module
-        logits = GPTModel.forward(policy, rows.tokens, rows.positions, None, packed_seq_params=packed_rows(rows))
+        logits = GPTModel.forward(
+            policy, rows.tokens, None, None, packed_seq_params=packed_rows(rows, rows, policy.config)
+        )
         losses = GPTModel.compute_language_model_loss(policy, rows.labels, logits.transpose(0, 1).contiguous())
         return losses, lambda output: (
-            (output * rows.mask).sum() / 1000,
+            output[0, rows.columns].sum() / 1000,
             torch.zeros((), dtype=torch.int),
             {},
         )

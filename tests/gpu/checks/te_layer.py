@@ -95,11 +95,11 @@ def layer_pass(subject: Any, chunk: Any, micro_batch: Any) -> tuple[Any, dict[st
     hook = inner.decoder.layers[0].register_forward_hook(keep, with_kwargs=True)
     here = micro_batch.to(subject.device)
     scores = chunk(
-        *(here.tokens, here.positions, None),
+        *(here.tokens, None, None),
         labels=here.labels,
-        packed_seq_params=packed_rows(micro_batch, subject.device),
+        packed_seq_params=packed_rows(micro_batch, here, inner.config),
     )
-    (-scores.logprobs[here.mask].mean()).backward()
+    (-scores.logprobs[0, here.columns].mean()).backward()
     hook.remove()
     gradients = {
         name: (parameter.main_grad if parameter.grad is None else parameter.grad).detach().clone()

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import PolicyModel, build_chunks
+from megatron_bridge.model.packed_attention import PackedRows
 from megatron_bridge.parallel.layout import Layout, initialize
 from tests.support.learners import leave_world
 
@@ -45,7 +45,7 @@ def build(**settings: Any) -> PolicyModel:
 def score(model: PolicyModel) -> torch.Tensor:
     tokens = torch.arange(12)[None] * 5
     ends = torch.tensor([0, 7, 12], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=7, max_seqlen_kv=7)
+    packed = PackedRows(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=7, max_seqlen_kv=7)
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     logprobs, _ = model(tokens, positions, None, labels=tokens, packed_seq_params=packed)
     assert isinstance(logprobs, torch.Tensor)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_bridge.model.packed_attention import PackedAttention, like_rows
+from megatron_bridge.model.packed_attention import PackedAttention, PackedRows, like_rows
 from megatron_bridge.parallel.layout import Layout, initialize
 from tests.support.learners import leave_world
 
@@ -43,9 +42,9 @@ def inputs_of(lengths: Sequence[int]) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-def packed(lengths: Sequence[int]) -> PackedSeqParams:
+def packed(lengths: Sequence[int]) -> PackedRows:
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    return PackedRows(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 9), (9, 9, 8, 7, 3, 3, 3, 1), (6, 6)])

@@ -69,9 +69,9 @@ def test_padding_changes_neither_loss_nor_gradients(
     totals: set[int] = set()
     original = passes.packed_rows
 
-    def watched(micro_batch: Any, device: Any) -> Any:
+    def watched(micro_batch: Any, *arguments: Any) -> Any:
         totals.add(int(micro_batch.row_ends[-1]))
-        return original(micro_batch, device)
+        return original(micro_batch, *arguments)
 
     monkeypatch.setattr(learner_module, "token_multiple", lambda precision: multiple)
     monkeypatch.setattr(passes, "packed_rows", watched)

@@ -43,9 +43,8 @@ def test_by_hand() -> None:
     assert micro.row_ends.tolist() == [0, 3, 4]
     assert micro.tokens.tolist() == [[1, 2, 3, 5]]
     assert micro.labels.tolist() == [[2, 3, 4, 6]]
-    assert micro.positions.tolist() == [[0, 1, 2, 0]]
-    assert micro.mask.tolist() == [[False, True, True, True]]
-    assert micro.index[micro.mask].tolist() == [0, 1, 2]
+    assert micro.columns.tolist() == [1, 2, 3]
+    assert micro.index.tolist() == [0, 1, 2]
     assert micro.scatter(torch.tensor([7.0, 8.0, 9.0])).tolist() == [[0, 7, 8, 9]]
     assert plan.padding_share == 0.0
 
@@ -56,7 +55,6 @@ def test_context_and_sequence_parallelism_pad_what_they_must() -> None:
     assert first.micro_batches[0].row_ends.tolist() == [0, 8, 12, 16]
     assert first.micro_batches[0].tokens.tolist() == [[1, 2, 0, 0, 7, 0, 1, 4]]
     assert second.micro_batches[0].tokens.tolist() == [[3, 4, 5, 0, 8, 0, 2, 3]]
-    assert first.micro_batches[0].positions.tolist() == [[0, 1, 6, 7, 0, 3, 0, 3]]
     assert first.padding_share == second.padding_share == pytest.approx(1 - 7 / 16)
 
 
@@ -80,9 +78,8 @@ def test_stages_of_a_pipeline_get_micro_batches_of_one_length() -> None:
     assert [micro.row_ends.tolist() for micro in even.micro_batches] == [[0, 9, 11], [0, 6, 11]]
     padded = even.micro_batches[0]
     assert padded.tokens.tolist() == [[*range(1, 10), 1, 2]]
-    assert padded.positions[0, 9:].tolist() == [0, 1]
-    assert not padded.mask[0, 9:].any()
-    assert (padded.places[0, 9:] == -1).all()
+    assert padded.columns.tolist() == [*range(9)]
+    assert (padded.places[9:] == -1).all()
     assert even.padding_share == pytest.approx(2 / 22)
 
 
@@ -119,11 +116,11 @@ def test_every_predicted_token_appears_exactly_once(
         for micro in plan.micro_batches:
             assert micro.tokens.numel() % (sequence * multiple) == 0
             assert (micro.row_ends.diff() % (2 * context if context > 1 else 1) == 0).all()
-            places = micro.index[micro.mask].numpy()
-            found[places] = micro.labels[micro.mask].numpy()
+            places, predicted = micro.index.numpy(), (0, micro.columns)
+            found[places] = micro.labels[predicted].numpy()
             np.add.at(times, places, 1)
             # a label follows its token: ids were given out in order
-            assert torch.equal(micro.labels[micro.mask], micro.tokens[micro.mask] + 1)
+            assert torch.equal(micro.labels[predicted], micro.tokens[predicted] + 1)
     assert found.tolist() == wanted
     assert (times == 1).all()
 
@@ -158,7 +155,7 @@ def test_scatter_and_gather_are_inverse(lengths: list[tuple[int, int]], ranks: i
     total = torch.zeros_like(flat)
     for plan in plans(rows, 64, ranks):
         for micro in plan.micro_batches:
-            total[micro.index[micro.mask]] = micro.scatter(flat)[micro.mask]
+            total[micro.index] = micro.scatter(flat)[0, micro.columns]
     assert torch.equal(total, flat)
 
 
@@ -185,7 +182,7 @@ def test_a_rank_without_rows_gets_a_masked_micro_batch() -> None:
     busy, idle = plans(rows_of([(2, 3)]), 64, 2)
     assert len(busy.micro_batches) == len(idle.micro_batches) == 1
     assert idle.micro_batches[0].tokens.shape == (1, 1)
-    assert not idle.micro_batches[0].mask.any()
+    assert len(idle.micro_batches[0].columns) == 0
     assert idle.micro_batches[0].scatter(torch.tensor([float("nan")] * 3)).tolist() == [[0.0]]
 
 
@@ -221,8 +218,8 @@ def test_rows_left_out_leave_the_places_of_the_others(
         for rank, piece in split
     ]
     assert len({len(plan.micro_batches) for plan in found}) == 1
-    places = [place for plan in found for m in plan.micro_batches for place in m.index[m.mask].tolist()]
-    labels = [label for plan in found for m in plan.micro_batches for label in m.labels[m.mask].tolist()]
+    places = [place for plan in found for m in plan.micro_batches for place in m.index.tolist()]
+    labels = [label for plan in found for m in plan.micro_batches for label in m.labels[0, m.columns].tolist()]
     flat = np.concatenate([row[start:] for row, start in zip(rows.tokens, rows.starts, strict=True)])
     expected = np.flatnonzero(np.repeat(chosen, np.diff(rows.offsets))).tolist()
     assert sorted(places) == expected
@@ -244,10 +241,9 @@ def test_each_label_has_its_own_kept_set(lengths: list[tuple[int, int]], ranks: 
             held = [part.tolist() for part in micro.kept.tokens.split(micro.kept.counts.tolist())]
             assert len(held) == micro.labels.numel()
             assert micro.kept.owner.tolist() == [row for row, one in enumerate(held) for _ in one]
-            for one, masked, place in zip(held, micro.mask[0].tolist(), micro.index[0].tolist(), strict=True):
-                assert masked or not one
-                if masked:
-                    found[place] = one
+            for column, place in zip(micro.columns.tolist(), micro.index.tolist(), strict=True):
+                found[place], held[column] = held[column], []
+            assert not any(held)
     assert found == sets
 
 
@@ -280,13 +276,13 @@ def test_a_plan_of_a_share_is_that_of_all_rows(
         assert mine.rows.tolist() == theirs.rows.tolist() == (held & chosen).tolist()
         flat = np.concatenate([np.zeros(0, np.int32), *share.tokens])
         for micro, expected in zip(mine.micro_batches, theirs.micro_batches, strict=True):
-            for name in ("tokens", "labels", "positions", "mask", "index", "row_ends"):
+            for name in ("tokens", "labels", "columns", "index", "row_ends"):
                 assert torch.equal(getattr(micro, name), getattr(expected, name)), name
             assert micro.kept is not None
             assert expected.kept is not None
             assert torch.equal(micro.kept.tokens, expected.kept.tokens)
             real = micro.places >= 0
-            assert flat[micro.places[real].numpy()].tolist() == micro.tokens[real].tolist()
+            assert flat[micro.places[real]].tolist() == micro.tokens[0, real].tolist()
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
