@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import MEGATRON_ENDS, MEGATRON_EXPERT, MEGATRON_LAYER, ModelConfig
 from megatron_bridge.hf.tensor_files import TensorFolder
-from megatron_bridge.parallel.rank_sync import all_gather_json
+from megatron_bridge.parallel.rank_sync import all_gather_json, all_gather_single
 from pipeline.errors import ModelError
 from precision.formats.rollout_format import qkv_rows
 
@@ -76,7 +76,7 @@ def export_hf(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str,
             shard = (
                 own[name].detach()
                 if stage == here
-                else torch.empty(names.size(name, coords), dtype=getattr(torch, dtype)).to(device)
+                else torch.empty(names.size(name, coords), dtype=getattr(torch, dtype), device=device)
             )
             if dist.get_world_size(group) > 1:
                 dist.broadcast(shard, src=dist.get_global_rank(group, stage), group=group)
@@ -111,16 +111,20 @@ def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords
     if name == OUTPUT_LAYER and names.config.tied_embeddings:
         return  # it repeats the embedding of the first stage
     slices = [names.slices(name, other) for other in _sharing(names, name, coords)]
+    shards: Iterable[Tensor]
     if slices.count(slices[0]) == len(slices):
         slices, shards = slices[:1], [shard]
     elif names.is_expert(name):
         shards = gather_shards(shard, parallel_state.get_expert_tensor_and_model_parallel_group())
     else:
         shards = gather_shards(shard, parallel_state.get_tensor_model_parallel_group())
+        if names.is_vocabulary(name):  # gathered, it is whole, and followed by its padding
+            yield slices[0][0].name, shards.flatten(0, 1)[: names.config.vocab_size]
+            return
     yield from join_slices(names, slices, shards).items()
 
 
-def join_slices(names: NameMap, slices: Sequence[Sequence[TensorSlice]], shards: Sequence[Tensor]) -> dict[str, Tensor]:
+def join_slices(names: NameMap, slices: Sequence[Sequence[TensorSlice]], shards: Iterable[Tensor]) -> dict[str, Tensor]:
     """Return the whole HF tensors by name; shard i is the stack of `slices[i]`. Tensors whole in a shard are views."""
     whole: dict[str, Tensor] = {}
     for held, tensor in zip(slices, shards, strict=True):
@@ -153,11 +157,12 @@ def _sharing(names: NameMap, name: str, coords: ShardCoords) -> list[ShardCoords
     return [ShardCoords(tensor_rank=rank, tensor_size=coords.tensor_size) for rank in range(coords.tensor_size)]
 
 
-def gather_shards(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return every rank's shard, in the group's order. Collective."""
-    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards
+def gather_shards(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return every rank's shard [ranks, *shard], in the group's order. Collective."""
+    num_ranks = dist.get_world_size(group)
+    shards = shard.new_empty(num_ranks * shard.shape[0], *shard.shape[1:])
+    all_gather_single(shards, shard.contiguous(), group=group)
+    return shards.view(num_ranks, *shard.shape)
 
 
 _LAYER_NAMES = {name: hf_names for names, hf_names in MEGATRON_LAYER for name in names}
@@ -239,6 +244,10 @@ class NameMap:
         """Return whether the parameter belongs to one expert, so that expert parallel ranks hold different ones."""
         return _GROUPED_EXPERT.fullmatch(stage_name) is not None
 
+    def is_vocabulary(self, stage_name: str) -> bool:
+        """Return whether the parameter's rows are tokens, of which the last rank's may be padding."""
+        return stage_name.startswith(("embedding.", "output_layer."))
+
     def slices(self, stage_name: str, coords: ShardCoords) -> tuple[TensorSlice, ...]:
         """Return the slices that the rank at `coords` holds under this name, in the order of their rows. Raises
         ModelError for a parameter that has no Hugging Face counterpart in this model."""
@@ -273,7 +282,7 @@ class NameMap:
             for group in range(rank * groups, (rank + 1) * groups):
                 for name, count in zip(names, rows, strict=True):
                     found.append(self._slice(name, (group * count, (group + 1) * count)))
-        elif stage_name.startswith(("embedding.", "output_layer.")):
+        elif self.is_vocabulary(stage_name):
             height = self.size(stage_name, coords)[0]
             start, stop = (min(at, config.vocab_size) for at in (rank * height, (rank + 1) * height))
             found += [self._slice(name, (start, stop)) for name in names]
@@ -289,7 +298,7 @@ class NameMap:
 
     def size(self, stage_name: str, coords: ShardCoords) -> tuple[int, ...]:
         """Return the parameter's shape at `coords`, which for the vocabulary may have more rows than the slice."""
-        if stage_name.startswith(("embedding.", "output_layer.")):
+        if self.is_vocabulary(stage_name):
             return self.config.vocabulary_rows(coords.tensor_size) // coords.tensor_size, self.config.hidden_size
         slices = self.slices(stage_name, coords)
         return (sum(tensor_slice.size[0] for tensor_slice in slices), *slices[0].size[1:])

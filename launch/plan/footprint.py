@@ -146,7 +146,7 @@ def footprints(config: ModelConfig, learner: LearnerSection, work: Workload) -> 
     copies = learner.parameter_bytes if learner.fp8_emulation else 2 if is_fp8(learner.precision) else 0
     state = 8 if learner.precision == "fp32" else 12
     ranks = layout.tensor * layout.context * layout.data
-    largest = _largest_tensor(config) * size
+    largest, assembled = (number * size for number in _largest_tensors(config))
     # The largest tensor travels alone, in a bucket of its own.
     buckets = 2 * max(largest, work.bucket_bytes) if work.bucket_bytes else 0
     stages = []
@@ -162,8 +162,7 @@ def footprints(config: ModelConfig, learner: LearnerSection, work: Workload) -> 
         head = _head_bytes(config, layout, work, size) if stage == layout.pipeline - 1 else 0
         # While a layer is differentiated; or the embedding's gradient, where other micro-batches are in flight.
         working = max(around + held.largest * size + again, held.outer * size if layout.pipeline > 1 else 0)
-        # A tensor or bucket is assembled from its shards, so both exist.
-        publishing = 2 * largest + (0 if work.buckets_stay else buckets)
+        publishing = assembled + (0 if work.buckets_stay else buckets)
         publishing += held.matrices * size if work.emulates_at_publish else 0
         parameters, quantized, gradients = held.total * size, held.matrices * copies, held.total * 4
         static = parameters + quantized + gradients + optimizer
@@ -298,5 +297,9 @@ def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int) 
 
 
 @lru_cache(maxsize=32)
-def _largest_tensor(config: ModelConfig) -> int:
-    return max(math.prod(size) for size in config.tensors().values())
+def _largest_tensors(config: ModelConfig) -> tuple[int, int]:
+    """Return the numbers in the largest tensor, and in the largest with its gathered shards if it is assembled from
+    them; the shards of the vocabulary are the whole tensor."""
+    sizes = {name: math.prod(size) for name, size in config.tensors().items()}
+    ends = {sizes.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight") if name in sizes}
+    return max(ends | {*sizes.values()}), max(ends | {2 * max(sizes.values())})

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
+from megatron_bridge.parallel.rank_sync import all_gather_single, reduce_scatter_single
+
 
 class FP32OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
     """The LM head with logits in float32 [sequence, batch, vocab/tp]. Hidden states and parameter keep their dtype."""
@@ -58,7 +60,7 @@ class _Float32Product(torch.autograd.Function):
         of_hidden = of_hidden.view(*gradient.shape[:2], -1)
         if ctx.is_split:
             whole, of_hidden = of_hidden, of_hidden.new_empty(hidden.shape)
-            dist.reduce_scatter_tensor(of_hidden, whole, group=ctx.group)
+            reduce_scatter_single(of_hidden, whole, group=ctx.group)
         elif ctx.group is not None:
             dist.all_reduce(of_hidden, group=ctx.group)
         return of_hidden.to(hidden.dtype), of_head.to(head.dtype), None, None
@@ -69,7 +71,7 @@ def _whole(ctx: Any, hidden: Tensor) -> Tensor:
     if not ctx.is_split:
         return hidden
     whole = hidden.new_empty(hidden.shape[0] * dist.get_world_size(ctx.group), *hidden.shape[1:])
-    dist.all_gather_into_tensor(whole, hidden.contiguous(), group=ctx.group)
+    all_gather_single(whole, hidden.contiguous(), group=ctx.group)
     return whole
 
 

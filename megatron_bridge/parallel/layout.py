@@ -71,6 +71,8 @@ def initialize(layout: Layout, seed: int, deadline_s: float) -> None:
     from megatron_bridge.parallel import cpu_backend
 
     on_cpu = cpu_backend.install()
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not torch.distributed.is_initialized():
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world != layout.num_processes:
@@ -79,14 +81,14 @@ def initialize(layout: Layout, seed: int, deadline_s: float) -> None:
                 f"{layout.pipeline} × data {layout.data} needs {layout.num_processes}; start that many "
                 "(torchrun --nproc-per-node)"
             )
+        # Without `device_id`: torch would split each group from the world's communicator, which all ranks must do
+        # together, but members of Megatron's gloo groups never do.
         backend, timeout = "gloo" if on_cpu else "nccl", timedelta(seconds=deadline_s)
         if "RANK" in os.environ:
             torch.distributed.init_process_group(backend, timeout=timeout)
         else:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    if not on_cpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

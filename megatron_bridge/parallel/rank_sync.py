@@ -16,6 +16,10 @@ import pipeline.errors as errors
 
 T = TypeVar("T")
 
+# torch 2.13's names; 2.11 has only the older ones, for which 2.13 warns.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def all_gather_json(value: Any, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> list[Any]:
     """Gather the values of all ranks of a group, in rank order, on every rank. Collective. Values are JSON, so nothing

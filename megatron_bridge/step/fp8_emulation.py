@@ -176,7 +176,7 @@ class Fp8Emulation:
         """Yield this rank's linears as whole HF tensors (as scales are), gathered over the ranks that share them."""
         for linear in self._linears:
             group, weight = linear.module.tp_group, linear.module.weight.detach()
-            shards = gather_shards(weight, group) if group.size() > 1 else [weight]
+            shards = gather_shards(weight, group) if group.size() > 1 else weight[None]
             which = "expert_tensor_rank" if self._names.is_expert(linear.stage_name) else "tensor_rank"
             held_by = [replace(self._coords, **{which: rank}) for rank in range(len(shards))]
             slices = [self._names.slices(linear.stage_name, coords) for coords in held_by]

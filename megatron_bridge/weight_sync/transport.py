@@ -59,7 +59,8 @@ class WeightTransport(ABC):
     _event_loop: EventLoopThread
     _device: torch.device
     _deadline_s: float
-    """Time that one engine may take for all buckets together; waits for the sender's other engines do not count."""
+    """Time that one engine may take for all of this sender's buckets. Waits for the sender's other engines do not
+    count; those for buckets of other pipeline stages do, because the engine takes one bucket at a time."""
     _left_s: dict[int, float] = field(init=False, default_factory=dict)
     """The rest of that deadline, by engine."""
     failures: dict[int, str] = field(init=False, default_factory=dict)
@@ -209,7 +210,6 @@ ARRIVAL_DEADLINE_S = 60.0
 _POLL_S = 0.001
 _NEVER = timedelta(days=30)
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_ENVIRONMENT_LOCK = threading.Lock()
 
 
 class EngineGroup:
@@ -320,18 +320,8 @@ def _backend(name: str, store: Any, size: int, ends: float) -> Any:
     if name == "gloo":
         return dist.ProcessGroupGloo(store, 0, size, timedelta(seconds=max(0.1, ends - time.monotonic())))
     options = dist.ProcessGroupNCCL.Options()
-    # Our deadlines apply: torch's response to a late or broken NCCL group is to end the process.
-    options._timeout = _NEVER
-    with _ENVIRONMENT_LOCK:  # groups with several engines are created at once, in threads that share the environment
-        before = os.environ.get(_ERROR_HANDLING)
-        os.environ[_ERROR_HANDLING] = "0"
-        try:
-            return dist.ProcessGroupNCCL(store, 0, size, options)
-        finally:
-            if before is None:
-                os.environ.pop(_ERROR_HANDLING, None)
-            else:
-                os.environ[_ERROR_HANDLING] = before
+    options._timeout = _NEVER  # our deadlines apply
+    return dist.ProcessGroupNCCL(store, 0, size, options)
 
 
 def _first_line(error: BaseException) -> str:
@@ -347,6 +337,12 @@ class ProcessGroupTransport(WeightTransport):
     _broken: list[EngineGroup] = field(init=False, default_factory=list)
     _kept: deque[Tensor] = field(init=False, default_factory=deque)
     """Buffers on the host, the least recently returned first."""
+
+    def __post_init__(self) -> None:
+        if self._device.type == "cuda":
+            # By default torch ends the process when an NCCL group is late or broken. It reads the variable when it
+            # creates a group: training's groups were created before, engines' groups are in threads from here on.
+            os.environ[_ERROR_HANDLING] = "0"
 
     def new_buffer(self, num_bytes: int) -> Tensor:
         """Alternate between two buffers: one is packed while the other is sent. On a GPU, torch's caching allocator

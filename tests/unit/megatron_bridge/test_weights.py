@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from launch.verify.layouts import write_model
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import check_layout
 from megatron_bridge.weights import NameMap, ShardCoords, TensorSlice
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError
+from precision.supervised import Supervised
+from tests.support.learners import learner_here
 from tests.support.parameters import RankParameters, build, check_bijection
 from tests.support.ranks import run_ranks
 
@@ -187,3 +191,20 @@ def test_every_rank_gets_what_mbridge_would_load(architecture: str) -> None:
             coords = ShardCoords(tensor_rank=rank, tensor_size=2, expert_tensor_rank=rank, expert_tensor_size=2)
             digest.update(torch.cat([tensors[s.name][s.index] for s in names.slices(name, coords)]).numpy().tobytes())
     assert digest.hexdigest()[:16] == AS_MBRIDGE_HAS_IT[architecture]
+
+
+def exported(model: Path) -> dict[str, str]:
+    learner = LearnerSection(precision="fp32", tensor_parallel=2, pipeline_parallel=2, step_deadline_s=60)
+    with learner_here(model, learner, Supervised(), temperature=1.0, seed=0, total_steps=1) as created:
+        return {
+            name: hashlib.sha256(tensor.contiguous().numpy()).hexdigest() for name, tensor in created.named_weights()
+        }
+
+
+def test_what_ranks_gather_is_what_they_loaded(tmp_path: Path) -> None:
+    """TP2 × PP2, with a vocabulary that is padded on the last rank."""
+    write_model(tmp_path / "model", experts=False)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    expected = {name: hashlib.sha256(tensor.float().numpy()).hexdigest() for name, tensor in stored.items()}
+    for found in run_ranks(4, exported, tmp_path / "model"):
+        assert found == expected

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -196,26 +196,27 @@ def test_an_engine_that_refuses_the_group_is_not_waited_for(engines: list[Receiv
     assert same(engines[1].received, weights(0))
 
 
-@pytest.mark.parametrize("before", [None, "3"])
-def test_groups_with_several_engines_are_made_at_once(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    """Each under our handling of errors, and none leaves it behind. A double stands for NCCL, which a CPU lacks."""
+def test_groups_with_engines_are_made_under_our_handling_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is set before threads make groups at once, and by nobody where NCCL is not used."""
     seen: list[str | None] = []
 
     class ProcessGroupNCCL:
+        """In the place of NCCL, which a CPU lacks."""
+
         Options = SimpleNamespace
 
         def __init__(self, *_: object) -> None:
-            time.sleep(0.02)  # the other threads are here, or want to be
             seen.append(os.environ.get(_ERROR_HANDLING))
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
-    monkeypatch.delenv(_ERROR_HANDLING, raising=False)
-    if before is not None:
-        monkeypatch.setenv(_ERROR_HANDLING, before)
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: transport._backend("nccl", None, 2, 0.0), range(4)))
-    assert seen == ["0"] * 4
-    assert os.environ.get(_ERROR_HANDLING) == before
+    monkeypatch.setenv(_ERROR_HANDLING, "3")
+    nothing: Any = None
+    for device, expected in (("cpu", "3"), ("cuda", "0")):
+        ProcessGroupTransport(nothing, nothing, torch.device(device), 1.0)
+        with monkeypatch.context() as frozen:
+            frozen.setattr(os, "putenv", None)
+            transport._backend("nccl", None, 2, 0.0)
+        assert seen.pop() == expected
 
 
 new_buffer = partial(torch.empty, dtype=torch.uint8)
