@@ -35,6 +35,7 @@ from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.step import passes
 from megatron_bridge.step.expert_replay import ExpertReplay, Replayed, install_replay
 from megatron_bridge.step.fp8_emulation import TE_LAYERS, Fp8Emulation, weights_changed
+from megatron_bridge.step.host_weights import PinnedMemory
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
 from megatron_bridge.step.optimizer import LearningRates, take_step, wrap_and_optimize
 from megatron_bridge.weights import export_hf, load_hf
@@ -127,6 +128,7 @@ class MegatronLearner(RankSync):
         self._measured: tuple[int, int] | None = None
         """Batch and step of the last update."""
         self._warm_ups = warm_up_passes(learner.precision)  # passes still to run
+        self._save_memory = PinnedMemory(self.device.type == "cuda")
 
     @staticmethod
     def create(
@@ -320,6 +322,7 @@ class MegatronLearner(RankSync):
             step=self.step,
             layout=self.layout,
             gather=self.gather,
+            memory=self._save_memory,
         )
 
     def save(self, directory: Path) -> None:

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_bridge.checkpoint.dcp import CheckpointIndex, StoredTensor
 from megatron_bridge.parallel.layout import Layout
+from megatron_bridge.step.host_weights import PinnedMemory
 from pipeline import spans
 from pipeline.background import in_background, is_over
 from pipeline.data.checksums import Fingerprint, fingerprints
@@ -55,8 +56,10 @@ def begin_save(
     step: int,
     layout: Layout,
     gather: Callable[[Callable[[], Any]], list[Any]],
+    memory: PinnedMemory,
 ) -> ShardSave:
-    """Begin to save weights, optimizer, step and RNG state, as they are now, into an empty directory. Collective."""
+    """Begin to save weights, optimizer, step and RNG state, as they are now, into an empty directory. The copy takes
+    all of `memory`, until the save ends. Collective."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -81,9 +84,8 @@ def begin_save(
     state["rng"] = _rng_object(rng)
     write_in_threads()
     in_training = storages_of(state)
-    return ShardSave(
-        dist_checkpointing.save(state, str(directory), async_sharded_save=True), gather, in_training=in_training
-    )
+    request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+    return ShardSave(request, gather, in_training=in_training, memory=memory)
 
 
 def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layout) -> int:
@@ -284,33 +286,43 @@ class ShardSave:
         writer thread                             └─▶ write, fsync and hash this rank's shards ─┘
 
     Megatron-Core prepares the save as a request: a function that writes, and functions that complete the folder once
-    all ranks have written. Until it is written, the copy takes as much host memory as the rank's share.
+    all ranks have written. The copy takes as much host memory as the rank's share; on a GPU that stays pinned for the
+    next save, and the copies are only queued before training goes on.
     """
 
     def __init__(
-        self, request: Any, gather: Callable[[Callable[[], Any]], list[Any]], *, in_training: frozenset[int]
+        self,
+        request: Any,
+        gather: Callable[[Callable[[], Any]], list[Any]],
+        *,
+        in_training: frozenset[int],
+        memory: PinnedMemory,
     ) -> None:
         """`request` is Megatron-Core's AsyncRequest. `gather` returns every rank's result, a JSON value, and is
-        collective. `in_training` are the `storages_of` the state that training continues with."""
+        collective. `in_training` are the `storages_of` the state that training continues with. The copy takes all of
+        `memory`."""
         self.hashed: dict[str, Fingerprint] = {}
         """Files of the folder by name, hashed and made durable by the ranks that wrote them; empty until the end."""
         self._gather = gather
         self._complete = list(request.finalize_fns)
         arguments = list(request.async_fn_args)
         files = {key: Path(path) for path, key, _ in arguments[1]} if arguments else {}
+        copied = None
         if request.preload_fn is not None:
-            # Megatron's own `preload_fn` copies into pinned memory, which torch rounds up to powers of two and never
-            # frees: possibly twice the checkpoint's size. This copy is slower, but its memory is freed.
+            # Megatron's own `preload_fn` has torch pin each tensor, rounded up to a power of two: possibly twice the
+            # checkpoint's size.
+            memory.reuse()
             arguments[1] = []
             for path, key, (texts, tensors) in request.async_fn_args[1]:
                 copies = []
                 for item, tensor in tensors:
-                    copy = tensor.to("cpu")
-                    # Only a tensor in training needs a clone; a slice of a larger host tensor is a copy already.
-                    if copy is tensor and tensor.untyped_storage().data_ptr() in in_training:
-                        copy = tensor.clone()
-                    copies.append((item, copy))
+                    # On the host, only a tensor in training needs a copy; a slice of a larger tensor is one already.
+                    at_rest = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in in_training
+                    copies.append((item, tensor if at_rest else memory.hold(tensor)))
                 arguments[1].append((path, key, (texts, copies)))
+            if memory.pinned:
+                copied = torch.cuda.Event()
+                copied.record()
             for _, _, (_, tensors) in request.async_fn_args[1]:
                 tensors.clear()  # Megatron's writer keeps them until all ranks have written
 
@@ -318,6 +330,8 @@ class ShardSave:
             if request.async_fn is None:  # other ranks write all that this rank holds
                 return {}
             with spans.span("save", "write"):
+                if copied is not None:
+                    copied.synchronize()
                 request.async_fn(*arguments, **request.async_fn_kwargs)
                 arguments.clear()  # frees the copy
             found = dict(zip(files, fingerprints(list(files.values())), strict=True))

@@ -43,10 +43,9 @@ class HostWeights:
         self._learner = learner
         self._parameters = [parameter for chunk in learner.model for parameter in chunk.module.parameters()]
         memory = PinnedMemory(learner.device.type == "cuda")
-        self._copies = [memory.empty(parameter.shape, parameter.dtype) for parameter in self._parameters]
+        self._copies = [memory.hold(parameter) for parameter in self._parameters]
         self._spares = {_kind(one): memory.empty(one.shape, one.dtype) for one in self._parameters}
         """Memory for one more parameter of each shape and dtype."""
-        self.take()
 
     def take(self) -> None:
         """Overwrite the copy with the model's present weights."""
@@ -162,7 +161,8 @@ _ALIGNED = 512
 
 @dataclass
 class PinnedMemory:
-    """An allocator of tensors that live as long as this object. With `pinned` False (no GPU) they are plain tensors."""
+    """An allocator of tensors of host memory that a GPU copies at full speed, for as long as this object lives or until
+    `reuse`. Pinning costs as much time as many copies. With `pinned` False (no GPU) they are plain tensors."""
 
     pinned: bool
     block_bytes: int = BLOCK_BYTES
@@ -171,7 +171,7 @@ class PinnedMemory:
     """Bytes handed out of each block."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor."""
+        """Return an uninitialized tensor with a storage of its own size, as torch.save expects."""
         if not self.pinned:
             return torch.empty(tuple(shape), dtype=dtype)
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -184,7 +184,16 @@ class PinnedMemory:
             self._used.append(0)
         begin = self._used[block]
         self._used[block] = -(-(begin + num_bytes) // _ALIGNED) * _ALIGNED
-        return self._blocks[block][begin : begin + num_bytes].view(dtype).view(tuple(shape))
+        own = torch.from_numpy(self._blocks[block].numpy()[begin : begin + num_bytes])
+        return own.view(dtype).view(tuple(shape))
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Return a copy of `tensor`. From a GPU it is only queued on the current stream: synchronize before reading."""
+        return self.empty(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
+
+    def reuse(self) -> None:
+        """Take back all memory, which nothing may use anymore, for new tensors."""
+        self._used = [0] * len(self._blocks)
 
     @property
     def num_bytes(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from megatron_bridge.checkpoint import dcp
 from megatron_bridge.checkpoint.dcp import CheckpointIndex
 from megatron_bridge.checkpoint.training_state import ShardSave, damage_as, storages_of
 from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.step.host_weights import PinnedMemory
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import CorruptCheckpointError
 from precision.objectives.p3o import P3O
@@ -155,8 +156,39 @@ def test_what_is_no_checkpoint_is_refused_and_not_unpickled(
     loaded.load(whole)
 
 
-def test_only_what_training_changes_is_copied_and_nothing_is_kept_twice(tmp_path: Path) -> None:
-    """Megatron-Core's writer keeps its buckets until all ranks have written."""
+@pytest.fixture(params=[False, True], ids=["host", "pinned"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PinnedMemory:
+    """A host's, and a GPU's without a GPU."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **kinds: empty(*sizes, **kinds))
+    return PinnedMemory(request.param, block_bytes=4096)
+
+
+class Event:
+    """In the place of torch.cuda.Event: nothing is copied until it is waited for."""
+
+    waited: ClassVar[list[bool]] = []
+
+    def record(self) -> None:
+        self.waited.append(False)
+
+    def synchronize(self) -> None:
+        self.waited[-1] = True
+
+
+def test_only_what_training_changes_is_copied_and_nothing_is_kept_twice(
+    tmp_path: Path, memory: PinnedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-Core's writer keeps its buckets until all ranks have written. A second save takes the same memory."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for number in range(2):
+        save_once(tmp_path, memory)
+        assert memory.num_bytes == (4096 if memory.pinned else 0)
+        assert Event.waited == [True] * (number + 1) * memory.pinned
+    Event.waited.clear()
+
+
+def save_once(tmp_path: Path, memory: PinnedMemory) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"written")
     live, private = torch.zeros(4), torch.ones(3)
@@ -165,12 +197,12 @@ def test_only_what_training_changes_is_copied_and_nothing_is_kept_twice(tmp_path
     written: list[Any] = []
     request = SimpleNamespace(
         preload_fn=lambda: [(path, key, (texts, list(tensors))) for path, key, (texts, tensors) in buckets],
-        async_fn=lambda rank, given, results: written.extend(given),
+        async_fn=lambda rank, given, results: written.extend(given) if all(Event.waited) else None,
         async_fn_args=[0, buckets, None],
         async_fn_kwargs={},
         finalize_fns=[],
     )
-    save = ShardSave(request, lambda says: [says()], in_training=storages_of(state))
+    save = ShardSave(request, lambda says: [says()], in_training=storages_of(state), memory=memory)
     live += 1
     while not save.advance(3.0):
         pass
@@ -179,6 +211,7 @@ def test_only_what_training_changes_is_copied_and_nothing_is_kept_twice(tmp_path
     assert save.hashed == {"key": (7, hashlib.sha256(b"written").hexdigest())}
     (_, first), (_, second) = tensors
     assert torch.equal(first, torch.zeros(2, 1))
+    assert first.untyped_storage().nbytes() == first.nbytes, "else torch.save would write the whole block"
     assert second is private
     assert buckets == [(str(file), "key", ([], []))]
 
