@@ -321,7 +321,7 @@ class ShardSave:
                     copies.append((item, tensor if at_rest else memory.hold(tensor)))
                 arguments[1].append((path, key, (texts, copies)))
             if memory.pinned:
-                copied = torch.cuda.Event()
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record()
             for _, _, (_, tensors) in request.async_fn_args[1]:
                 tensors.clear()  # Megatron's writer keeps them until all ranks have written
