@@ -117,6 +117,7 @@ class MegatronLearner(RankSync):
             token_multiple=token_multiple(learner.precision),
             # The interleaved schedule works in groups of as many micro-batches as there are pipeline stages.
             count_multiple=self.layout.pipeline if self.layout.virtual > 1 else 1,
+            preferred_multiple=128 if self.device.type == "cuda" else 1,
             one_length=self.layout.pipeline > 1,
             attention_parity=self.model_config.attention_parity,
         )

@@ -85,6 +85,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
 def main(arguments: Sequence[str]) -> NoReturn:
     from launch.run.processes import run_child
     from launch.run.waiting import EPOCH_VARIABLE, rank_epoch
+    from megatron_bridge.parallel.layout import set_gpu_environment
     from pipeline.data.run_directory import RunDirectory
 
     append_working_folder_to_path()
@@ -93,6 +94,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     epoch = rank_epoch(directory.path) if EPOCH_VARIABLE in os.environ else None
 
     def body() -> None:
+        recipe = directory.recipe()
+        set_gpu_environment(recipe.learner, weights_shared=recipe.weights.channel == "ipc")
         with nullcontext() if epoch is None else epoch.as_superseded():
             learn(directory, replayed)
 

@@ -297,10 +297,13 @@ def held_out_loss(learner: MegatronLearner, rows: Sequence[Demonstration], batch
 
 def learn_demonstrations(run: RunDirectory, out: Path) -> None:
     """Train as one rank, and export the model to `out`."""
+    from megatron_bridge.parallel.layout import set_gpu_environment
+
+    recipe = run.recipe()
+    set_gpu_environment(recipe.learner, weights_shared=False)
     from megatron_bridge.learner import MegatronLearner
     from precision.supervised import Supervised
 
-    recipe = run.recipe()
     source = Source.read(run)
     tokenizer = build_tokenizer(recipe)
     contract = build_contract(recipe, tokenizer)

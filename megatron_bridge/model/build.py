@@ -186,6 +186,7 @@ def transformer_config(
             # Routers ask megatron_bridge.step.expert_replay, which Megatron's fused router would not.
             "moe_enable_routing_replay": True,
             "moe_router_fusion": False,
+            "moe_permute_fusion": on_gpu and layers == "transformer_engine",
         }
     return TransformerConfig(
         num_layers=model_config.num_layers,
@@ -232,12 +233,12 @@ def transformer_config(
         # False would omit the parameters' tensor parallel attributes.
         perform_initialization=True,
         use_cpu_initialization=not on_gpu,
-        bias_activation_fusion=on_gpu and model_config.experts is None,
+        bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         apply_rope_fusion=on_gpu and layers == "transformer_engine",
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,  # the LM head is Megatron's own and would need a kernel of Apex
+        gradient_accumulation_fusion=False,  # of Megatron's own linears, by a kernel of Apex; see wrap_and_optimize
         cross_entropy_loss_fusion=False,
         barrier_with_L1_time=False,
         cuda_graph_scope=[],  # the default warns that it is deprecated

@@ -59,6 +59,18 @@ class Layout:
         return self.tensor if self.sequence else 1
 
 
+def set_gpu_environment(learner: LearnerSection, *, weights_shared: bool) -> None:
+    """Set what CUDA and torch read of the environment when they are loaded, so call it before; a variable that is set
+    stays as it is. `weights_shared`: engines on the same GPU open the learner's memory."""
+    if learner.tensor_parallel > 1:
+        # One queue for all streams: collectives begin before the products that are to hide them.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if not weights_shared and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Micro-batches differ in length, so freed blocks of fixed size would lie idle. Another process cannot open
+        # memory that grows.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def initialize(layout: Layout, seed: int, deadline_s: float) -> None:
     """Join the process group of torchrun's environment and build the parallel groups. The backend is gloo without CUDA,
     else nccl; a collective that takes longer than `deadline_s` ends the process. A process without torchrun's variables

@@ -207,6 +207,9 @@ class Split:
     """Multiple of each rank's number of tokens, as FP8 products require."""
     count_multiple: int = 1
     """Multiple of the number of micro-batches."""
+    preferred_multiple: int = 1
+    """Multiple of each rank's number of tokens where the budget has room: a GPU's memory and caches then meet few
+    lengths."""
     one_length: bool = False
     """Whether all micro-batches of a data parallel rank are as long as its longest, as pipeline stages need."""
     attention_parity: int | None = None
@@ -250,7 +253,7 @@ def plan_micro_batches(
         if max(map(fullest, tokens, dealt)) <= budget:
             break
         count += split.count_multiple
-    lengths = [padded_lengths(each, parts, split) for each, parts in zip(tokens, dealt, strict=True)]
+    lengths = [padded_lengths(each, parts, split, budget) for each, parts in zip(tokens, dealt, strict=True)]
     share, rank = shares[split.data_rank], split.data_rank
     micro_batches = [
         MicroBatch.pack(rows, share[part].tolist(), widths, length, split)
@@ -264,10 +267,14 @@ def plan_micro_batches(
     )
 
 
-def padded_lengths(widths: Sequence[int], parts: Sequence[Sequence[int]], split: Split) -> list[int]:
+def padded_lengths(widths: Sequence[int], parts: Sequence[Sequence[int]], split: Split, budget: int) -> list[int]:
     """Return the lengths of a data parallel rank's micro-batches, each of the rows in `parts` with these `widths`."""
     least = split.row_multiple  # of a micro-batch without rows
-    lengths = [_rounded_up(fullest(widths, [part]) or least, split.total_multiple) for part in parts]
+    preferred = math.lcm(split.total_multiple, split.preferred_multiple * split.context_ranks * split.sequence_ranks)
+    lengths = []
+    for part in parts:
+        length = _rounded_up(fullest(widths, [part]) or least, split.total_multiple)
+        lengths.append(max(length, min(_rounded_up(length, preferred), budget)))
     return [max(lengths)] * len(lengths) if split.one_length else lengths
 
 

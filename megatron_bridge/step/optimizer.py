@@ -13,6 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 
@@ -31,6 +32,8 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if config.transformer_impl == "transformer_engine":
+        add_gradients_in_products(model, config)
     section = learner.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -56,6 +59,16 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
         if len(model) == 1:
             config.no_sync_func, config.grad_sync_func = config.no_sync_func[0], config.grad_sync_func[0]
     return model, optimizer
+
+
+def add_gradients_in_products(model: Sequence[DistributedDataParallel], config: TransformerConfig) -> None:
+    """Let Transformer Engine's linears add their weights' gradients, unrounded, to DDP's float32 buffers within the
+    product. At a pass's first micro-batch an FP8 linear overwrites the buffer, which is 0 then. Megatron's own linears
+    refuse the setting without Apex when they are built, so it is made afterwards, and the LM head keeps its own."""
+    config.gradient_accumulation_fusion = True  # Megatron's CUDA graphs ask for it
+    for module in (module for chunk in model for module in chunk.modules()):
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def take_step(optimizer: Any, section: OptimizerSection, lr: float, grad_norm: float) -> None:

@@ -190,8 +190,13 @@ def train(
 def packed_rows(on_host: MicroBatch, on_device: MicroBatch, config: TransformerConfig) -> PackedRows:
     """Return the rows of a micro-batch as Megatron-Core's layers take them. Transformer Engine's kernels read the row
     ends on the device; Megatron's own layers need them as numbers, so theirs stay on the host."""
-    ends = (on_device if config.transformer_impl == "transformer_engine" else on_host).row_ends
-    longest = int(on_host.row_ends.diff().max())
+    ends, longest = on_host.row_ends, int(on_host.row_ends.diff().max())
+    if config.transformer_impl == "transformer_engine":
+        ends = on_device.row_ends
+        # Four lengths an octave, so that rotations are found in Megatron's cache of 32. Its own layers would take
+        # `longest` equal to all tokens as rotations of one row.
+        step = 1 << max(7, (longest - 1).bit_length() - 3)
+        longest = -(-longest // step) * step
     return PackedRows(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )

@@ -58,6 +58,31 @@ def test_a_mixture_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) 
     score(build(config=EXPERTS)).sum().backward()
 
 
+def test_a_mixture_computes_the_same_with_its_activation_fused() -> None:
+    """As on a GPU. One of Megatron's kernels then weighs the experts' products, and keeps none of them."""
+    plain, fused = build(config=EXPERTS), build(config=EXPERTS)
+    fused.load_state_dict(plain.state_dict())
+    for module in fused.modules():
+        if hasattr(module, "config"):  # experts have their own copy
+            module.config.bias_activation_fusion = True
+    kept = []
+    for model in (plain, fused):
+        sizes = dict[int, int]()
+
+        def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found = score(model)
+        found.sum().backward()
+        kept.append(sum(sizes.values()))
+    torch.testing.assert_close(score(fused), score(plain))
+    for left, right in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+    assert kept[1] < kept[0]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_can_multiply_in_float32(tied: bool) -> None:
     model = build(dtype=torch.bfloat16, fp32_lm_head=True, config={"tie_word_embeddings": tied})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -16,6 +17,27 @@ from tests.support.vocab_cases import CASES, assert_gradient, assert_values
 def reference(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logprobs = torch.log_softmax(logits.double() / temperature, -1)
     return logprobs.gather(-1, tokens[..., None])[..., 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+class Cuda(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_torch_on_a_gpu_is_said_loudly_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    logits = torch.randn(5, 1, 11, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(5)[:, None]
+    expected, _ = vocab_parallel_logprobs(logits, tokens, temperature=1.0, group=None)
+    assert not caplog.records
+    for _ in range(2):
+        found, _ = vocab_parallel_logprobs(logits.as_subclass(Cuda), tokens, temperature=1.0, group=None)
+        assert torch.equal(found, expected)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "194 times" in record.message
+    assert "Triton does not load" in record.message
 
 
 def test_by_hand() -> None:

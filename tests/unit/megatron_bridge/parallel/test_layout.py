@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.parallel.layout import check_layout, check_longest_sample
+from megatron_bridge.parallel.layout import check_layout, check_longest_sample, set_gpu_environment
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError, ModelError
 
@@ -35,6 +36,24 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "intermediate_size": 97,  # unused, so that it may be anything
 }
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shared", "given", "expected"),
+    [
+        (1, False, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (1, True, {}, {}),
+        (2, True, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        (2, False, dict(CUDA_DEVICE_MAX_CONNECTIONS="8", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), {}),
+        (1, False, dict(PYTORCH_ALLOC_CONF=""), {}),
+    ],
+)
+def test_gpus_find_what_helps_them_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tensor: int, shared: bool, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    set_gpu_environment(LearnerSection(tensor_parallel=tensor), weights_shared=shared)
+    assert os.environ == given | expected
 
 
 def test_sizes_that_divide_are_accepted() -> None:

@@ -71,6 +71,15 @@ def test_fp8_pads_what_each_rank_is_left_with() -> None:
         plans(rows, 63, 1, context_ranks=2, sequence_ranks=2, token_multiple=16)
 
 
+def test_a_preferred_multiple_is_kept_where_the_budget_has_room() -> None:
+    rows = rows_of([(1, 5), (1, 2), (1, 9)])  # predict from 5, 2 and 9 tokens
+    for budget, ends in ((64, [0, 9, 14, 16, 32]), (20, [0, 9, 14, 16, 20])):
+        (plan,) = plans(rows, budget, 1, preferred_multiple=32)
+        assert [micro.row_ends.tolist() for micro in plan.micro_batches] == [ends]
+    (split, _) = plans(rows, 256, 1, preferred_multiple=32, context_ranks=2, sequence_ranks=2)
+    assert split.micro_batches[0].tokens.shape == (1, 64)  # 32 for each of the two that share them
+
+
 def test_stages_of_a_pipeline_get_micro_batches_of_one_length() -> None:
     rows = rows_of([(1, 9), (1, 6), (1, 5)])  # predict from 9, 6 and 5 tokens
     uneven, even = (plans(rows, 12, 1, one_length=one_length)[0] for one_length in (False, True))
