@@ -15,6 +15,7 @@ from launch.build.control import build_controller
 from launch.build.learner import build_learner, build_rates, build_trainer
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.weight_sync.disk import BackgroundChannel
 from pipeline.background import tell_when_done
 from pipeline.child_process import append_working_folder_to_path, die_with_parent
 from pipeline.data.event_log import EventLog
@@ -27,15 +28,11 @@ class AllExportedError(Exception):
     """Raised when all wanted versions are exported, to end the training."""
 
 
-class ExportChannel:
-    """A WeightChannel that exports the wanted versions to disk, and publishes to no engine. Collective."""
+class ExportChannel(BackgroundChannel):
+    """A channel that exports the wanted versions to disk, and publishes to no engine. Collective."""
 
     def __init__(self, learner: MegatronLearner, folder: Path, wanted: set[int]) -> None:
         self._learner, self._folder, self._wanted = learner, folder, wanted
-
-    def publish(self, version: int) -> dict[str, float]:
-        self.begin(version)
-        return self.finish()
 
     def begin(self, version: int, *, learner_waits: bool = False) -> None:  # noqa: ARG002
         """Export the version if it is wanted. Raises AllExportedError after the last."""
@@ -44,18 +41,6 @@ class ExportChannel:
             self._wanted.discard(version)
         if not self._wanted:
             raise AllExportedError
-
-    def is_over(self, wait_s: float) -> bool:  # noqa: ARG002
-        return True
-
-    def finish(self) -> dict[str, float]:
-        return {"publish_s": 0.0} if self._learner.is_rank_zero else {}
-
-    def wait_for_folder(self) -> None:
-        """Do nothing: no folder is written in the background."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
 
 
 def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:

@@ -30,11 +30,10 @@ from pipeline.config.loader import changed_keys, load_recipe, override_of
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.control.files import ControlFiles, ControlRecord
-from pipeline.data.checksums import write_sealed_json
+from pipeline.data.checksums import sync_files, write_sealed_json
 from pipeline.data.event_log import PARENT, read_events, read_metrics
 from pipeline.data.files import (
     NO_HARD_LINKS,
-    fsync_directory,
     make_folder,
     move_to_free_name,
     remove_leftovers_of,
@@ -185,10 +184,9 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
         make_folder(folder / name)
         path = folder / name / f"{PARENT}.jsonl"
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-        _fsync(path)
+        sync_files([path])
     write_sealed_json(made.parent_file, dict(run=str(run.path.resolve()), step=step, recipes=sorted(own_recipes(run))))
-    for path in [folder, *(one for one in folder.rglob("*") if one.is_dir())]:
-        fsync_directory(path)
+    sync_files([folder, *(one for one in folder.rglob("*") if one.is_dir())])
 
 
 def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, controlled: bool) -> Iterator[Path]:
@@ -217,9 +215,4 @@ def _link(old: Path, new: Path) -> None:
         if error.errno not in NO_HARD_LINKS:  # such as another file system
             raise
         shutil.copyfile(old, new)
-        _fsync(new)
-
-
-def _fsync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        sync_files([new])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,7 +41,7 @@ _CELLS_AT_ONCE = 4_000_000
 """Most elements of a temporary array, 32 MB."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Points:
     """Measurements: `score` [n] at `compute` [n] > 0, sorted by compute, and R_0."""
 
@@ -52,6 +52,13 @@ class Points:
     start_weight: float
     """Number of points that `start` counts as. Infinite: R_0 is exactly `start`, as in ScaleRL. 1: it is one
     measurement with the noise of the others, and the curve may start beside it at the price of that residual."""
+    end: float = field(init=False)
+    """The largest compute."""
+    rise: Floats = field(init=False)
+    """[n] score - `start`."""
+
+    def __post_init__(self) -> None:
+        self.end, self.rise = float(self.compute[-1]), self.score - self.start
 
     @staticmethod
     def of(compute: ArrayLike, score: ArrayLike, start: float, start_weight: float = math.inf) -> Points:
@@ -66,16 +73,6 @@ class Points:
             raise StoreError(f"compute must be positive and all values finite, got compute from {c.min():g}")
         order = np.lexsort((r, c))
         return Points(compute=c[order], score=r[order], start=float(start), start_weight=start_weight)
-
-    @property
-    def end(self) -> float:
-        """The largest compute."""
-        return float(self.compute[-1])
-
-    @property
-    def rise(self) -> Floats:
-        """[n] score - `start`."""
-        return self.score - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +277,7 @@ _WIDEST_C_MID = (1e-4, 1e4)
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Region:
     """All curves whose squared residuals are within the threshold, as a range of A for each of k cells (B, C_mid).
 
@@ -298,6 +295,14 @@ class Region:
     """[k] R_0 at the least A; the same everywhere when R_0 is exact."""
     highest_start: Floats
     """[k] R_0 at the largest A."""
+    asymptote: Interval = field(init=False)
+    exponent: Interval = field(init=False)
+    midpoint: Interval = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.asymptote = float(self.lowest.min()), float(self.highest.max())
+        self.exponent = float(self.exponents.min()), float(self.exponents.max())
+        self.midpoint = float(self.midpoints.min()), float(self.midpoints.max())
 
     @staticmethod
     def around(fit: Fit, points: Points, grid: Grid) -> Region:
@@ -312,18 +317,6 @@ class Region:
             logs = np.log([region.exponents, region.midpoints])
             box = np.stack([logs.min(axis=1) - steps, logs.max(axis=1) + steps], axis=1)
         return _search(fit, points, grid, box, least + CHI2_95 * variance)
-
-    @property
-    def asymptote(self) -> Interval:
-        return float(self.lowest.min()), float(self.highest.max())
-
-    @property
-    def exponent(self) -> Interval:
-        return float(self.exponents.min()), float(self.exponents.max())
-
-    @property
-    def midpoint(self) -> Interval:
-        return float(self.midpoints.min()), float(self.midpoints.max())
 
     def score_at(self, compute: float) -> Interval:
         """Return the 95 % interval of the curve at a positive `compute`: a new measurement adds its noise."""

@@ -237,10 +237,8 @@ def remove_listed(folder: Path, name: str) -> None:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
+    """Make the content of files and folders durable."""
     for path in paths:
-        if path.is_dir():
-            fsync_directory(path)
-            continue
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -284,18 +284,31 @@ def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     `needs` a measurement, make it on this batch, put it into the evidence, and ask again with the same state. Decisions
     are at least `settings.cooldown_steps` steps apart."""
     settings = settings.model_copy(update=dict(cooldown_steps=ladder.whole_stages(settings.cooldown_steps)))
-    seen = _observed(settings, ladder, state, evidence)
-    if len(seen.window) < ladder.whole_stages(WINDOW) or (evidence.step + 1) % ladder.stage:
+    step = evidence.step
+    if evidence.in_transition:  # the batch does not show the configuration in force
+        quiet = max(state.quiet_until, step + 2 + ladder.in_force(state).lag)
+        return Outcome(state=state.model_copy(update=dict(window=(), quiet_until=quiet)))
+    if step < state.quiet_until:
+        return Outcome(state=state.model_copy(update=dict(window=())))
+    # A restarted engine that is still bad must not move a rung before it may be restarted again.
+    waiting = {index for index, suspect in state.suspects.items() if step < suspect.retry_at}
+    bad = [one for index, one in evidence.engines.items() if index in waiting and one.loss > settings.allowed_loss]
+    least = min([evidence.loss, *(engine.loss_of_others for engine in bad)])
+    observation = Observation(loss=least, engines=evidence.engines)
+    window = (*state.window, observation)[-ladder.whole_stages(WINDOW) :]
+    measured = {what: step for what in MEASUREMENTS if evidence.unmeasurable or getattr(evidence, what) is not None}
+    seen = state.model_copy(update=dict(window=window, measured={**state.measured, **measured}))
+    if len(window) < ladder.whole_stages(WINDOW) or (step + 1) % ladder.stage:
         return Outcome(state=seen)
-    if seen.acted is not None and evidence.step - seen.acted < settings.cooldown_steps:
+    if seen.acted is not None and step - seen.acted < settings.cooldown_steps:
         return Outcome(state=seen)
     # Forget the failures of engines that are well, and of rungs and groups that were given back and not needed.
     latest = seen.window[-1].engines
     well = [i for i, one in latest.items() if one.loss <= settings.allowed_loss and i in seen.suspects]
-    if any(evidence.step >= seen.suspects[index].retry_at for index in well):
-        kept = {i: one for i, one in seen.suspects.items() if i not in well or evidence.step < one.retry_at}
+    if any(step >= seen.suspects[index].retry_at for index in well):
+        kept = {i: one for i, one in seen.suspects.items() if i not in well or step < one.retry_at}
         seen = seen.model_copy(update=dict(suspects=kept))
-    if over := [key for key, trial in seen.trials.items() if evidence.step > trial.until]:
+    if over := [key for key, trial in seen.trials.items() if step > trial.until]:
         seen = _forget(seen, over, over)
     loss = median(observation.loss for observation in seen.window)
     if loss > settings.allowed_loss:
@@ -306,24 +319,6 @@ def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     if loss < settings.comfortable_loss:
         return _descend(settings, ladder, seen, evidence, loss)
     return Outcome(state=seen)
-
-
-def _observed(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence) -> State:
-    """Return the state with this batch in its window, when the batch shows the configuration in force."""
-    step = evidence.step
-    if evidence.in_transition:
-        quiet = max(state.quiet_until, step + 2 + ladder.in_force(state).lag)
-        return state.model_copy(update=dict(window=(), quiet_until=quiet))
-    if step < state.quiet_until:
-        return state.model_copy(update=dict(window=()))
-    # A restarted engine that is still bad must not move a rung before it may be restarted again.
-    waiting = {index for index, suspect in state.suspects.items() if step < suspect.retry_at}
-    bad = [one for index, one in evidence.engines.items() if index in waiting and one.loss > settings.allowed_loss]
-    loss = min([evidence.loss, *(engine.loss_of_others for engine in bad)])
-    observation = Observation(loss=loss, engines=evidence.engines)
-    window = (*state.window, observation)[-ladder.whole_stages(WINDOW) :]
-    measured = {what: step for what in MEASUREMENTS if evidence.unmeasurable or getattr(evidence, what) is not None}
-    return state.model_copy(update=dict(window=window, measured={**state.measured, **measured}))
 
 
 def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, loss: float) -> Outcome:

@@ -66,6 +66,11 @@ class Allocation:
     _last_known: list[str] = field(default_factory=list)
     _node_addresses: dict[str, str] = field(default_factory=dict)
     """A name or an address, by node."""
+    name: str = field(init=False)
+    """The attempt's name, such as `slurm-1234-0`."""
+
+    def __post_init__(self) -> None:
+        self.name = f"slurm-{self.job}-{self.restart}"
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Allocation:
@@ -85,11 +90,6 @@ class Allocation:
         counts = environment.get("SLURM_JOB_CPUS_PER_NODE") or environment.get("SLURM_CPUS_ON_NODE") or "1"
         # Equal nodes are grouped, as in 190(x3),128.
         return Allocation(job, restart, host, min(int(count.partition("(")[0]) for count in counts.split(",")))
-
-    @property
-    def name(self) -> str:
-        """The attempt's name, such as `slurm-1234-0`."""
-        return f"slurm-{self.job}-{self.restart}"
 
     def up(self) -> list[str]:
         """Return the nodes that can start steps: the batch script's first, draining nodes last. Raises SupersededError
