@@ -128,7 +128,7 @@ def test_a_run_of_sft_has_a_table_and_a_page_of_its_own(write_run: Callable[...,
     for title in ("Loss, nats a token", "Held-out loss", "Gradient norm"):
         assert title in page
     for text in (table, page.partition("<h2>Recipe</h2>")[0]):
-        for absent in ("pass@", "p3o", "nothing to judge", "ESS, last", "engines"):
+        for absent in ("pass@", "p3o", "nothing to judge", "ESS, last", "engines", "<h2>Environment"):
             assert absent not in text
 
 
