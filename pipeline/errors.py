@@ -9,10 +9,8 @@ EvenKeelError
 │   ├── RunConflictError       resumed with another recipe, or the run is already being trained
 │   ├── StoreError             a file of the run directory is missing, damaged or foreign
 │   │   ├── CorruptBatchError
-│   │   ├── CorruptCheckpointError
-│   │   └── ContractMismatchError   the batch was sampled under another logprob contract
+│   │   └── CorruptCheckpointError
 │   ├── DiskFullError          a disk is full, or too full for the next write
-│   ├── PromptsExhaustedError  every problem of the task is solved
 │   ├── RewardError            the reward function fails, or rejects the task's own answers
 │   ├── ExpertReplayError      recorded routes do not fit the model, or were not used exactly once
 │   ├── NonFiniteError         a NaN or infinity was about to reach the optimizer
@@ -26,7 +24,6 @@ EvenKeelError
       │   ├── RequestFailedError an engine failed this request with an error status
       │   └── EngineHungError    an engine's server hangs, and its role ends it
       ├── EngineVersionError     an engine does not serve the required version
-      ├── AlreadyCommittedError  another process committed first; a restarted process continues after its batch
       └── DeadlineExceededError  a bounded wait ran out
 
 Every message names in one line the expectation, the finding, and the next action.
@@ -87,16 +84,8 @@ class CorruptCheckpointError(StoreError):
     """A checkpoint has no COMMIT or fails its checks."""
 
 
-class ContractMismatchError(StoreError):
-    """The batch was sampled under another logprob contract than the learner's."""
-
-
 class DiskFullError(FatalError):
     """A disk is full, or too full for the next write. Committed files stay."""
-
-
-class PromptsExhaustedError(FatalError):
-    """Every problem of the task is solved (prompts.solved_pass_rate)."""
 
 
 class RewardError(FatalError):
@@ -149,10 +138,6 @@ class EngineHungError(EngineUnavailableError):
 
 class EngineVersionError(RetryableError):
     """An engine does not serve the required policy version."""
-
-
-class AlreadyCommittedError(RetryableError):
-    """Another process committed this batch first; that commit counts."""
 
 
 class DeadlineExceededError(RetryableError):

@@ -53,12 +53,7 @@ from pipeline.data.files import (
 )
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, unfenced
 from pipeline.data.zarr_zip import damage_as, open_zarr_zip, seek_zarr_zip, write_zarr_zip
-from pipeline.errors import (
-    AlreadyCommittedError,
-    ContractMismatchError,
-    CorruptBatchError,
-    StoreError,
-)
+from pipeline.errors import CorruptBatchError, RetryableError, StoreError
 from precision.text import one_line
 
 LOST_SUFFIX = ".lost.json"
@@ -165,7 +160,7 @@ class BatchStore:
         return newest.next_group, newest.open_groups
 
     def commit(self, batch: Batch) -> Path:
-        """Make `batch` durable, then visible. Raises AlreadyCommittedError when another process was first,
+        """Make `batch` durable, then visible. Raises RetryableError when another process was first,
         SupersededError behind the fence, DiskFullError, and StoreError for inconsistent arrays, impossible values
         (pipeline.data.batch_values), and a file that readers would refuse."""
         path = self.path(batch.index)
@@ -204,7 +199,7 @@ class BatchStore:
     def _refuse_second(self, path: Path) -> NoReturn:
         self._fence()  # names the collector that has taken over
         made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(path.stat().st_mtime))
-        raise AlreadyCommittedError(
+        raise RetryableError(
             f"{path} is committed already, at {made} by an earlier start of the collector (see epochs/collector); "
             "batches are never rewritten: start the collector again, it goes on with the next one"
         )
@@ -222,8 +217,8 @@ class BatchStore:
         that another host has committed (files.VISIBLE_S). Without `check`, impossible values are accepted, for
         inspection. With `choose`, tokens of other samples are neither read nor verified (Batch.share).
 
-        Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check, OSError when the
-        machine fails to read it, ContractMismatchError for another contract.
+        Raises StoreError when there is no such batch and for another contract, CorruptBatchError when its file fails a
+        check, OSError when the machine fails to read it.
         """
         path = self.path(index)
         if visible_s:
@@ -249,7 +244,7 @@ class BatchStore:
         if contract is not None and batch.contract != contract:
             theirs, ours = asdict(batch.contract), asdict(contract)
             differing = (f"{key} {theirs[key]!r} (expected {ours[key]!r})" for key in ours if theirs[key] != ours[key])
-            raise ContractMismatchError(
+            raise StoreError(
                 f"{path} was sampled under another logprob contract: {', '.join(differing)}; train it with the recipe "
                 "and tokenizer that sampled it, or start a run under a new name"
             )

@@ -40,7 +40,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, StoreError
+from pipeline.errors import DeadlineExceededError, FatalError, StoreError
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import (
     Allocator,
@@ -218,7 +218,7 @@ class Collector:
             await previous.entered.wait()  # the oldest batch takes its groups first
         solved = self._solved.solved(required)
         if len(solved) >= self.prompts.num_problems:
-            raise PromptsExhaustedError(
+            raise FatalError(
                 f"all {len(solved)} problems are solved before batch {index} of {self.schedule.steps}: the policy "
                 "solves them; raise prompts.solved_pass_rate or give the task more prompts"
             )

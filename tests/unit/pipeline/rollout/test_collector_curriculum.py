@@ -16,7 +16,7 @@ from pipeline.data.batch import Batch, Completion, LogprobContract
 from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import PromptsExhaustedError
+from pipeline.errors import FatalError
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rollout.batch_builder import SolvedPromptRule, num_repeated
 from pipeline.rollout.collector import Collector
@@ -152,7 +152,7 @@ def test_the_verdict_rests_on_what_the_required_version_was_trained_on(run: RunD
 def test_when_every_problem_has_retired_the_run_ends_with_a_reason(run: RunDirectory, verifiers: Verifiers) -> None:
     schedule = Schedule(kind="sync", steps=9)
     collector = build(run, verifiers, schedule, num_prompts=4, solved_rule=RETIREMENT)
-    with pytest.raises(PromptsExhaustedError, match=r"all 4 problems are solved before batch 2 of 9: .* raise prompts"):
+    with pytest.raises(FatalError, match=r"all 4 problems are solved before batch 2 of 9: .* raise prompts"):
         collect(collector)
     assert collector.store.committed() == [0, 1]
     assert verify_history(run.path, schedule, 2, RETIREMENT).sound
