@@ -42,6 +42,9 @@ class ExportChannel(BackgroundChannel):
         if not self._wanted:
             raise AllExportedError
 
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
 
 def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
     """Export the versions into RUN/weights. Collective. Raises StoreError and the trainer's errors."""
