@@ -120,8 +120,11 @@ def compare_fp8(folder: Path, model: Path, precision: str) -> dict[str, float]:
         prefill = asyncio.run(engine.prefill(rows.tokens))
         scores = score_in_ranks(engine, run, recipe, rows.tokens, publish=1)
         again = asyncio.run(engine.prefill(rows.tokens))
-    plain, emulated = (_mean_gap(scores[key], prefill) for key in ("before", "before_emulated"))
-    after, after_emulated = (_mean_gap(scores[key], again) for key in ("after", "after_emulated"))
+    compared = (("before", prefill), ("before_emulated", prefill), ("after", again), ("after_emulated", again))
+    plain, emulated, after, after_emulated = (
+        float(np.concatenate([np.abs(o - t) for o, t in zip(scores[key], theirs, strict=True)]).mean())
+        for key, theirs in compared
+    )
     return dict(
         mean_gap=plain,
         mean_gap_emulated=emulated,
@@ -132,10 +135,6 @@ def compare_fp8(folder: Path, model: Path, precision: str) -> dict[str, float]:
         mean_gap_decode_prefill=float(rows.gaps(prefill)[1].mean()),
         closed_share=min(1 - emulated / plain, 1 - after_emulated / after),
     )
-
-
-def _mean_gap(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[np.float64]]) -> float:
-    return float(np.concatenate([np.abs(o - t) for o, t in zip(ours, theirs, strict=True)]).mean())
 
 
 def parity_recipe(folder: Path, name: str, model: Path, precision: str, sizes: dict[str, int]) -> Recipe:

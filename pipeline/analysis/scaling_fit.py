@@ -124,13 +124,8 @@ class Fit:
     start: float
     """R_0: the given value where it is exact, otherwise the start of the curve, within the noise of the measurement."""
     ssr: float
-    freedom: int
-    """Points minus free parameters; an inexact R_0 adds one to each."""
-
-    @property
-    def residual_std(self) -> float:
-        """Standard deviation of one point's residual, in units of the score."""
-        return math.sqrt(self.ssr / self.freedom)
+    residual_std: float
+    """Standard deviation of one point's residual, in units of the score."""
 
     def score_at(self, compute: ArrayLike) -> Floats:
         """Return the curve at positive compute of any shape."""
@@ -205,13 +200,15 @@ def fit_curve(points: Points, grid: Grid) -> Fit:
         fits.append((ssr, asymptote, midpoint, exponent))
     ssr, asymptote, midpoint, exponent = min(fits)
     at_best = Moments.of(points, np.array([exponent]), np.array([midpoint]))
+    # Points minus free parameters; an inexact R_0 adds one to each.
+    freedom = len(points.compute) - (2 if len(grid.asymptotes) == 1 else 3)
     return Fit(
         asymptote=asymptote,
         exponent=exponent,
         midpoint=midpoint,
         start=points.start + float(at_best.drift(asymptote - points.start)[0]),
         ssr=ssr,
-        freedom=len(points.compute) - (2 if len(grid.asymptotes) == 1 else 3),
+        residual_std=math.sqrt(ssr / freedom),
     )
 
 

@@ -44,12 +44,6 @@ WAITS = ("the learner", "the collector's commit (its log is in RUN/logs)")
 """Arguments of Patience: the waiting process, and the event that would end its wait."""
 
 
-def stop_file_exists() -> bool:
-    """Return whether the parent process has asked this one to stop."""
-    name = os.environ.get(STOP_FILE_VARIABLE)
-    return name is not None and Path(name).exists()
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchSource:
     """The committed batches of `store`, for the learner of `run`. Every method is collective."""
@@ -63,8 +57,10 @@ class BatchSource:
     together: Callable[[Batch], Sequence[NDArray[np.bool_]]] = lambda batch: [np.ones(batch.num_samples, np.bool_)]
     """Returns masks [samples] of the samples that run through the model together, from per-sample arrays alone
     (`dealt_together`): each mask is dealt out evenly over the ranks."""
-    stop_requested: Callable[[], bool] = stop_file_exists
-    """Called only on rank 0."""
+    stop_requested: Callable[[], bool] = lambda: (
+        STOP_FILE_VARIABLE in os.environ and Path(os.environ[STOP_FILE_VARIABLE]).exists()
+    )
+    """Whether the parent process has asked this process to stop. Called only on rank 0."""
     visible_s: float = VISIBLE_S
     patience: Patience = field(default_factory=lambda: Patience(print_notice, *WAITS))
     """Rank 0's reporter of long waits."""
