@@ -71,7 +71,7 @@ gpu:  ## Measure on one GPU what CPUs cannot show, into ops/measurements (PYTHON
 	@./ops/gpu/check.sh --python $(PYTHON) $(ARGS)
 
 gpu-rehearsal: install  ## The same scripts at tiny sizes on the CPU, into runs/: runs them once, measures nothing (4 minutes).
-	@$(BIN)/python -m tests.gpu --rehearse --out runs/gpu-rehearsal
+	@$(BIN)/python -m tests.gpu --rehearse --deadline-s 900 --out runs/gpu-rehearsal
 
 clean:  ## Remove .venv and caches; runs are kept.
 	rm -rf $(VENV) .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,15 +1,18 @@
 """`python -m tests.gpu --out DIR`: measure on one GPU what the goals ask for, into DIR/gpu-DATE.json, .md and .log.
 
-    check, part ─▶ (measured before? what it builds on failed? no time left?) ─▶ process ─▶ figures ─▶ gpu-DATE.*
+    phase ─▶ lanes side by side ─▶ check, part ─▶ (measured before? what it builds on failed? no time left?)
+                                                            ─▶ process ─▶ figures ─▶ gpu-DATE.*
 
-Called again with the same DIR on the same machine it goes on with what is not measured yet; --only splits the work into
-calls. A crash, a hang or an error of CUDA costs the part in which it happens. --rehearse runs the same scripts at tiny
-sizes on a CPU, into gpu-DATE-rehearsal.*, which measures nothing.
+What must be right runs in lanes beside one another, what must be fast alone at the end. Called again with the same DIR
+on the same machine it goes on with what is not measured yet. A crash, a hang or an error of CUDA costs the part in
+which it happens. --rehearse runs the same scripts at tiny sizes on a CPU, into gpu-DATE-rehearsal.*, which measures
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
@@ -19,8 +22,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,8 +40,15 @@ from rollout_sglang.server.start import has_cuda
 from tests.gpu.check import Figure, Figures, Goal, Scale
 
 ROOT = Path(__file__).parents[2]
-ORDER = ("stack", "te_linear", "te_layer", "logprob", "quantize", "training", "engine", "parity", "publish", "loop")
-"""What proves that the parts load comes first, and cheap checks before dear ones."""
+PHASES: tuple[tuple[float, tuple[tuple[str, ...], ...]], ...] = (
+    (0.2, (("stack.imports", "stack.rates"), ("stack.engine",))),
+    (0.6, (("te_linear", "te_layer"), ("parity.bf16",), ("parity.fp8",))),
+    (1.0, (("logprob", "quantize", "training", "engine", "loop"),)),
+)
+"""(share of the deadline at which it ends, lanes of checks or check.part); the next begins when all lanes are done.
+First what proves that the parts load; last, alone, what is measured in seconds."""
+ORDER = tuple(dict.fromkeys(step.partition(".")[0] for _, lanes in PHASES for lane in lanes for step in lane))
+SOURCES = ("precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch", "tests/gpu")
 QUERY = ("name", "driver_version", "memory.total", "clocks.sm", "power.limit")
 DISTRIBUTIONS = ("torch", "triton", "transformer-engine", "megatron-core", "numpy", "transformers")
 CURVE_POINTS, LOG_CHARACTERS = 10, 40_000
@@ -47,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error: no CUDA device; run this where a GPU is, or --rehearse the scripts on a CPU", file=sys.stderr)
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
-    date, ends = time.strftime("%Y-%m-%d"), time.monotonic() + options.deadline_s
+    date, began = time.strftime("%Y-%m-%d"), time.monotonic()
     path = options.out / f"gpu-{date}{'-rehearsal' * options.rehearse}.json"
     found: dict[str, Any] = dict(date=date, rehearsal=options.rehearse, machine=_machine(), versions=_versions())
     if path.exists():
@@ -58,63 +72,106 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         found = known
     checks = {name: importlib.import_module(f"tests.gpu.checks.{name}") for name in ORDER}
-    outcomes: dict[str, dict[str, Any]] = found.setdefault("checks", {})
+    found.setdefault("checks", {})
     with tempfile.TemporaryDirectory(prefix="evenkeel-gpu-", ignore_cleanup_errors=True) as scratch:
-        for name in options.only or ORDER:
-            for part in checks[name].PARTS:
-                parts = outcomes.setdefault(name, {})
-                if parts.get(part, {}).get("status") == "measured" or (left_s := ends - time.monotonic()) < 1.0:
-                    print(f"{name} {part}: {'measured before' if part in parts else 'no time left'}", flush=True)
-                    continue
-                folder = (options.scratch or Path(scratch)) / name
-                parts[part] = _attempt(checks[name], part, folder, left_s, outcomes, options.rehearse, path)
-                outcome = parts[part]
-                print(f"{name} {part}: {outcome['status']} in {outcome['seconds']} s {outcome['reason']}", flush=True)
-                _write(path, found, checks)
-    _write(path, found, checks)
+        call = _Call(path, found, checks, options.scratch or Path(scratch), options.rehearse)
+        for share, lanes in PHASES:
+            left = [[one for step in lane for one in call.left(step, options.only or ORDER)] for lane in lanes]
+            left = [lane for lane in left if lane]
+            ends, count = began + share * options.deadline_s, len(left)
+            with ThreadPoolExecutor(max(count, 1)) as pool, call.until_interrupted():
+                list(pool.map(lambda lane, ends=ends, count=count: call.run(lane, ends, count), left))
+    call.write()
     print(f"wrote {path} and {path.with_suffix('.md')}")
-    tried = [one for name in options.only or ORDER for one in outcomes.get(name, {}).values()]
+    tried = [one for name in options.only or ORDER for one in found["checks"].get(name, {}).values()]
     return int(any(one["status"] == "failed" for one in tried))
 
 
-def _attempt(
-    check: Any, part: str, folder: Path, left_s: float, outcomes: Mapping[str, Any], rehearsal: bool, path: Path
-) -> dict[str, Any]:
-    """Run one part in a process group of its own, which dies as a whole when its deadline passes."""
-    outcome: dict[str, Any] = dict(status="not measured", reason="", seconds=0.0, commit=_commit(), figures={})
-    if broken := [name for name in check.AFTER if _blocks(outcomes, name, part)]:
-        return outcome | dict(reason=f"builds on {', '.join(broken)}, which failed")
-    folder.mkdir(parents=True, exist_ok=True)
-    scale, log = Scale(rehearsal=rehearsal, part=part, folder=folder), folder / f"log-{part}.txt"
-    for kind in ("figures", "missing"):
-        scale.file(kind).unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.gpu.check", check.__name__, part, str(folder)]
-    environment = child_environment() | {"PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    began, deadline_s = time.monotonic(), min(check.DEADLINE_S, left_s)
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            command + ["--rehearse"] * rehearsal,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            start_new_session=True,
-        )
+@dataclass
+class _Call:
+    """One call: what was found before and now, by lanes that share it."""
+
+    path: Path
+    found: dict[str, Any]
+    checks: Mapping[str, Any]
+    scratch: Path
+    rehearsal: bool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    interrupted: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def until_interrupted(self) -> Iterator[None]:
+        """Tell the lanes when the user interrupts: they end their parts, and the call ends."""
         try:
-            status = child.wait(deadline_s)
+            yield
+        except KeyboardInterrupt:
+            self.interrupted.set()
+            raise
+
+    def left(self, step: str, wanted: Sequence[str]) -> list[tuple[str, str]]:
+        """(check, part) of a step that are wanted and not measured yet."""
+        name, _, only = step.partition(".")
+        if name not in wanted:
+            return []
+        parts, known = self.checks[name].PARTS, self.found["checks"].get(name, {})
+        return [(name, p) for p in parts if only in ("", p) and known.get(p, {}).get("status") != "measured"]
+
+    def run(self, lane: Sequence[tuple[str, str]], ends: float, lanes: int) -> None:
+        """One part after the other, while there is time."""
+        for name, part in lane:
+            if self.interrupted.is_set():
+                return
+            if (left_s := ends - time.monotonic()) < 1.0:
+                print(f"{name} {part}: no time left", flush=True)
+                continue
+            outcome = self._attempt(name, part, left_s) | dict(lanes=lanes)
+            with self.lock:
+                self.found["checks"].setdefault(name, {})[part] = outcome
+            print(f"{name} {part}: {outcome['status']} in {outcome['seconds']} s {outcome['reason']}", flush=True)
+            self.write()
+
+    def _attempt(self, name: str, part: str, left_s: float) -> dict[str, Any]:
+        """Run one part in a process group of its own, which dies as a whole when its deadline passes."""
+        check, folder = self.checks[name], self.scratch / name
+        outcome: dict[str, Any] = dict(status="not measured", reason="", seconds=0.0, commit=_commit(), figures={})
+        if broken := [other for other in check.AFTER if _blocks(self.found["checks"], other, part)]:
+            return outcome | dict(reason=f"builds on {', '.join(broken)}, which failed")
+        folder.mkdir(parents=True, exist_ok=True)
+        scale, log = Scale(rehearsal=self.rehearsal, part=part, folder=folder), folder / f"log-{part}.txt"
+        for kind in ("figures", "missing"):
+            scale.file(kind).unlink(missing_ok=True)
+        command = [sys.executable, "-m", "tests.gpu.check", check.__name__, part, str(folder)]
+        environment = child_environment() | {"PYTHONUNBUFFERED": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+        began, deadline_s = time.monotonic(), min(check.DEADLINE_S, left_s)
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                command + ["--rehearse"] * self.rehearsal,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+            while (status := child.poll()) is None and time.monotonic() - began < deadline_s:
+                if self.interrupted.wait(0.1):
+                    break
             reason = f"ended with {status}: {log_tail(log)}" if status else ""
-        except subprocess.TimeoutExpired:
-            reason = f"not done within {deadline_s:.0f} s; its log ends: {log_tail(log)}"
-        finally:
-            if child.poll() is None:
+            if status is None:
+                reason = f"not done within {deadline_s:.0f} s; its log ends: {log_tail(log)}"
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-    _keep_logs(path.with_suffix(".log"), f"{check.NAME} {part}", log, folder / "runs")
-    missing = scale.read("missing")
-    outcome |= dict(seconds=round(time.monotonic() - began, 2), figures=scale.read("figures"))
-    outcome["status"] = "failed" if reason else "not measured" if missing else "measured"
-    return outcome | dict(reason=reason or missing.get("reason", ""))
+        with self.lock:
+            _keep_logs(self.path.with_suffix(".log"), f"{check.NAME} {part}", log, scale.runs)
+        missing = scale.read("missing")
+        outcome |= dict(seconds=round(time.monotonic() - began, 2), figures=scale.read("figures"))
+        outcome["status"] = "failed" if reason else "not measured" if missing else "measured"
+        return outcome | dict(reason=reason or missing.get("reason", ""))
+
+    def write(self) -> None:
+        """The files as they stand."""
+        with self.lock:
+            _write(self.path, self.found, self.checks)
 
 
 def _blocks(outcomes: Mapping[str, Any], name: str, part: str) -> bool:
@@ -154,7 +211,7 @@ def _write(path: Path, found: dict[str, Any], checks: Mapping[str, Any]) -> None
         lines += [", ".join(f"{name} {value}" for name, value in facts.items()) + ".", ""]
     for name, check in checks.items():
         parts = found["checks"].get(name, {})
-        took = ", ".join(f"{part} {one['status']} in {one['seconds']:.0f} s" for part, one in parts.items())
+        took = ", ".join(_took(part, one) for part, one in parts.items())
         text = " ".join((check.__doc__ or "").split("\n\n")[0].split())
         lines += [f"## {name}", "", f"{text} ({took or 'not run'})", ""]
         lines += _table([["what", "measured", "goal", "verdict"], *(_cells(row) for row in found["verdicts"][name])])
@@ -162,6 +219,12 @@ def _write(path: Path, found: dict[str, Any], checks: Mapping[str, Any]) -> None
             if isinstance(value, list) and value and isinstance(value[0], list):
                 lines += [f"{figure}:", "", *_table(value)]
     write_atomically(path.with_suffix(".md"), "\n".join(lines).rstrip() + "\n")
+
+
+def _took(part: str, outcome: Mapping[str, Any]) -> str:
+    beside = outcome.get("lanes", 1) - 1  # a record of before has none
+    among = f" beside {beside} other{'s' * (beside > 1)}" if beside else ""
+    return f"{part} {outcome['status']} in {outcome['seconds']:.0f} s{among}"
 
 
 def _figures(parts: Mapping[str, Any], check: Any) -> Figures:
@@ -228,7 +291,12 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    return _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]).strip() or "no git"
+    """As git describes the sources, or a digest of them where only a copy lies."""
+    if known := _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]).strip():
+        return known
+    files = sorted(path for name in SOURCES for path in (ROOT / name).rglob("*.py"))
+    digest = hashlib.sha256(b"".join(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() for path in files))
+    return f"no git, sources {digest.hexdigest()[:12]}"
 
 
 def _said(command: list[str], environment: dict[str, str] | None = None) -> str:
@@ -244,7 +312,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=ORDER, metavar="NAME", help=f"of {', '.join(ORDER)}")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--deadline-s", type=float, default=1200.0, help="of this call (default 1200)")
+    parser.add_argument("--deadline-s", type=float, default=420.0, help="of this call (default 420)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON, the table and the log")
     parser.add_argument("--scratch", type=Path, help="models and runs of the checks (default: a temporary folder)")
     return parser.parse_args(arguments)

@@ -84,6 +84,11 @@ class Scale:
     """Of the check; its parts share it, and with it what one of them leaves for the next."""
 
     @property
+    def runs(self) -> Path:
+        """Root of the part's runs; it goes when the part ends."""
+        return self.folder / "runs" / self.part
+
+    @property
     def device(self) -> Literal["cuda", "cpu"]:
         return "cpu" if self.rehearsal else "cuda"
 

@@ -32,7 +32,7 @@ def engine_recipe(
 
     On a GPU the engine gets the shipped recipe's arguments and then `engine_args`: SGLang takes the last of a name."""
     data: dict[str, dict[str, Any]] = dict(
-        run=dict(name=scale.part, root=str(scale.folder / "runs"), steps=1),
+        run=dict(name=scale.part, root=str(scale.runs), steps=1),
         model=dict(path=str(model)),
         task=dict(name="sort_digits"),
         rollout=dict(

@@ -7,16 +7,19 @@ products reach is less.
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 
 from tests.gpu.check import Figures, Goal, Scale, ratios
 
 NAME = "stack"
 AFTER: tuple[str, ...] = ()
-PARTS = ("imports", "rates")
+PARTS = ("imports", "engine", "rates")
 DEADLINE_S = 120.0
 GOALS = (
     Goal(figure="megatron_bridge", what="the learner's modules load"),
     Goal(figure="transformer_engine", what="Transformer Engine loads"),
+    Goal(figure="engine", what="the engine's modules load, under its own Python"),
     Goal(figure="capability", what="compute capability"),
     Goal(figure="cuda", what="CUDA of torch"),
     Goal(figure="copy_gb_s", what="copy within device memory, read + written", unit="GB/s"),
@@ -27,7 +30,7 @@ GOALS = (
 
 
 def run(scale: Scale) -> Figures:
-    return _imports(scale) if scale.part == "imports" else _rates(scale)
+    return {"imports": _imports, "engine": _engine, "rates": _rates}[scale.part](scale)
 
 
 def _imports(scale: Scale) -> Figures:
@@ -43,6 +46,18 @@ def _imports(scale: Scale) -> Figures:
     scale.needs_transformer_engine()
     importlib.import_module("transformer_engine.pytorch")
     return scale.keep(transformer_engine="yes")
+
+
+def _engine(scale: Scale) -> Figures:
+    from rollout_sglang.server.rollout_python import module_environment, rollout_python
+
+    modules = scale.of("sglang.srt.server_args, ", "") + "rollout_sglang.server.launch_server"
+    asked = f"from importlib.metadata import version as v; import {modules}; print('sglang', v('sglang'))"
+    command = [rollout_python() or sys.executable, "-c", asked]
+    done = subprocess.run(command, env=module_environment(), stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)  # its error is the last line of the log
+    return scale.keep(engine=done.stdout.splitlines()[-1])
 
 
 def _rates(scale: Scale) -> Figures:

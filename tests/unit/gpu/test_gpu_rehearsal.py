@@ -25,6 +25,7 @@ def test_rehearsal(tmp_path: Path) -> None:
         ("te_layer", "bf16"),
         ("logprob", "one"),
         ("training", "bf16"),
+        ("training", "32b_bf16"),
     }
     reasons = {one["reason"] for one in outcomes.values() if one["status"] == "not measured"}
     assert all(reason.startswith("needs ") for reason in reasons)

@@ -1,8 +1,9 @@
-"""The check of a decoder layer, on a stand-in of Transformer Engine's layers that runs on a CPU."""
+"""Parts of GPU checks that a CPU can run: a decoder layer on a stand-in of Transformer Engine's, nvidia-smi's lines."""
 
 from __future__ import annotations
 
 import copy
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from launch.convert.new_model import new_model
-from tests.gpu.checks import te_layer
+from tests.gpu.checks import loop, te_layer
 from tests.gpu.learners import learner
 
 
@@ -49,3 +50,9 @@ def test_layers_with_fused_norms_are_compared_after_their_weights_were_cast_agai
         found = te_layer.compare(subject, 2, 33)
     assert found["out"] < 1e-5
     assert found["gradient"] < 1e-5
+
+
+def test_the_share_of_kernels_is_that_of_the_steps_which_count() -> None:
+    lines = "".join(f"2026/11/27 04:05:{second:02}.500, {second}\n" for second in range(50)) + "2026/11/27 04:05:5"
+    begins = datetime(2026, 11, 27, 4, 5, 10).timestamp()
+    assert loop.kernel_share(lines, begins, begins + 20) == pytest.approx(0.195)
