@@ -1,6 +1,6 @@
 """Compute log-probabilities' statistics and gradients in two Triton kernels: one reads, one reads and writes.
 
-The back end of `logprobs` for logits on a GPU. Not yet run on a GPU; the arithmetic runs in Triton's interpreter.
+The back end of `logprobs` for logits on a GPU. One H200 ran it; the arithmetic runs in Triton's interpreter too.
 
 A program owns a row and walks along it. Each lane reads `_VECTOR_BYTES` of every stretch of the row and keeps its own
 statistics in float32 registers: no lane waits for another before the row's end, and the logits are copied to no other

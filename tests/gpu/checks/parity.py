@@ -23,6 +23,8 @@ PAIRS = ("bf16_bf16", "bf16_fp8", "fp8_fp8")
 """learner_engine"""
 PARTS = ("bf16", "fp8")
 """An engine each, for all the learners that it is paired with."""
+ENGINE_ARGS = ("--mem-fraction-static=0.8",)
+"""Of what is free when it starts: lanes beside it take memory until it has its own, which --max-total-tokens caps."""
 PRECISIONS = {"bf16": "bf16", "fp8": "fp8_block"}
 DEADLINE_S = 300.0
 
@@ -55,7 +57,7 @@ def run(scale: Scale) -> Figures:
     from tests.gpu.models import shared_model
 
     theirs, model = PRECISIONS[scale.part], shared_model(scale, "0.6b")
-    recipe = engine_recipe(scale, model, theirs, "bf16")
+    recipe = engine_recipe(scale, model, theirs, "bf16", ENGINE_ARGS)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     with Engine(prepare(recipe), recipe) as engine:
         count, length, samples, new_tokens = scale.of((32, 64, 4, 64), (8, 16, 2, 16))
