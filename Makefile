@@ -52,7 +52,7 @@ check: install  ## Format, lint and types.
 
 bench: install  ## The loop beside TRL, its pace, the learner beside Megatron-Core, publishes beside a copy, deltas (TRL: .venv-bench).
 	@./ops/install_bench.sh $(BIN) .venv-bench
-	@for what in loop pace "learner step" "learner plain" "learner mismatch" "learner memory" "learner long" publish delta collector; do \
+	@for what in loop pace "learner step" "learner plain" "learner mismatch" "learner memory" "learner long" publish delta collector composition; do \
 	    echo "tests.bench.$$what"; PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.$$what || exit 1; \
 	done
 

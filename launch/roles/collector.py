@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,7 @@ def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> Collect
         interruption=build_interruption(recipe, tokenizer),
         max_refills=recipe.prompts.max_refills if recipe.prompts.refill or recipe.prompts.group_filter else 0,
         keeps_equal=not recipe.prompts.refill,
+        window=dict(fifo=0.0, window=rollout.window * rollout.prompts_per_batch, ready=math.inf)[rollout.composition],
         solved_rule=build_solved_prompt_rule(recipe),
         solved_at=recipe.reward.solved_at,
         special_tokens=recipe.reward.special_tokens,

@@ -180,7 +180,7 @@ class InterruptionSection(Section):
 class RolloutSection(Section):
     on_resume: ClassVar[Changes] = {
         **dict.fromkeys(("engines", "tensor_parallel", "concurrent_prompts", "urls", "port", "extra_args"), "free"),
-        **dict.fromkeys(("request_deadline_s", "start_deadline_s"), "free"),
+        **dict.fromkeys(("request_deadline_s", "start_deadline_s", "composition", "window"), "free"),
     }
 
     engines: Processes = Field(1, description="SGLang servers; two or more are reached through SGLang's router.")
@@ -226,6 +226,16 @@ class RolloutSection(Section):
     )
     context_tokens: PositiveInt = Field(4096, description="Longest prompt + response that an engine accepts.")
     concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
+    composition: Literal["fifo", "window", "ready"] = Field(
+        "fifo",
+        description="Which groups make up a batch. fifo: those that were asked for it; it waits for the slowest. "
+        "window: a finished group of a later batch takes the place of an unfinished one, which falls behind its turn "
+        "by at most `window`; then the batch waits. ready: without that bound, so early batches hold short answers. "
+        "In each, no group is dropped, and no token is older than the schedule allows.",
+    )
+    window: float = Field(
+        0.3, ge=0.0, le=1e6, description="With composition=window: batches by which a group may fall behind its turn."
+    )
     urls: ServerUrls = Field((), description="Engines that are running already: http://HOST:PORT of each.")
     port: int | None = Field(
         None,

@@ -35,6 +35,7 @@ from pipeline.data.batch import (
 from pipeline.data.store import BatchStore, Entry, entry, groups_between
 from pipeline.errors import RecipeError, RewardError
 from pipeline.importing import own_function, truth_of
+from pipeline.schedule import Schedule
 from precision.text import one_line, quoted
 
 
@@ -60,6 +61,35 @@ class PromptSource(Protocol):
     def held_out(self, count: int) -> Sequence[Prompt]: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The counts of one sampled group."""
+
+    repeated: int
+    solved: int
+    highest: float | None
+    """The highest reward; None where no sample was judged."""
+    informative: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class Place:
+    """A place of a batch, with the group that is asked for it."""
+
+    builder: BatchBuilder
+    number: int
+    """Batch · prompts a batch + the place in it."""
+    turn: int
+    """The number of the place for which its group was asked."""
+    prompt: Prompt
+    version: int
+    """No token of its group is older."""
+    group: Group | None = None
+    """The group, once it is kept for the batch."""
+    is_settled: bool = False
+    """Whether nothing more is asked for the place."""
+
+
 @dataclass(kw_only=True)
 class BatchBuilder:
     """The groups of batch `index`. `kept` and `dropped` are final after `fill_up`."""
@@ -77,17 +107,25 @@ class BatchBuilder:
     """Whether groups with equal rewards are kept: then only groups that the user's filter drops are replaced."""
     solved_at: float = SOLVED_REWARD
     asked: int = 0
+    places: list[Place] = field(default_factory=list)
+    """At most `wanted`, each for a group."""
+    num_unsettled: int = 0
+    error: Exception | None = None
+    """The failure of a place, which ends the run."""
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a place is settled or has failed, and when the batch becomes the oldest."""
     kept: list[Group] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
-    num_solved: int = 0
-    """Solved samples, those of dropped groups included."""
-    highest: float | None = None
-    """Highest reward of any sample; None until one was judged."""
-    num_repeated: int = 0
-    """Samples counted by the function `num_repeated`, dropped groups included."""
-    _num_equal: int = 0
-    """Groups with equal rewards, kept or not."""
+    _judged: dict[int, Judged] = field(default_factory=dict)
+    """Every sampled group, dropped ones included."""
     _reserve: list[Group] = field(default_factory=list)
+
+    def open_places(self, version: int) -> None:
+        """Make the places, as many as there are prompts for. `version` is the newest that engines surely serve."""
+        for place in range(self.index * self.wanted, (self.index + 1) * self.wanted):
+            if (prompt := self.next_prompt()) is not None:
+                self.places.append(Place(builder=self, number=place, turn=place, prompt=prompt, version=version))
+        self.num_unsettled = len(self.places)
 
     def next_prompt(self) -> Prompt | None:
         """Return another prompt to ask, or None past the bound. Groups of solved problems are passed over."""
@@ -106,20 +144,38 @@ class BatchBuilder:
             self.dropped.append(DroppedGroup.passed_over(group, problem))
         return problem in self.solved
 
-    def keep(self, group: Group, *, is_filtered: bool = False) -> bool:
+    def keep(self, group: Group, *, repeated: int, is_filtered: bool = False) -> bool:
         """Keep the group for the batch or for the reserve; drop a group that the user's filter rejected. Return False
-        when another group should be asked in its place."""
+        when another group should be asked in its place. `repeated` counts its samples by `num_repeated`."""
         rewards, informative = group.rewards, is_informative(group)
-        self._num_equal += not informative
-        self.num_solved += int(is_solved(rewards, self.solved_at).sum())
-        if len(rewards):
-            self.highest = max(float(rewards.max()), self.highest if self.highest is not None else -math.inf)
+        self._judged[group.prompt.group] = Judged(
+            repeated=repeated,
+            solved=int(is_solved(rewards, self.solved_at).sum()),
+            highest=float(rewards.max()) if len(rewards) else None,
+            informative=informative,
+        )
         if is_filtered:
             self._drop_sampled(group, "filtered", "prompts.group_filter did not keep it")
             return False
         wanted = self.max_refills == 0 or self.keeps_equal or informative
         (self.kept if wanted else self._reserve).append(group)
         return wanted
+
+    def exchange(self, unfinished: Place, finished: Place) -> None:
+        """Give the unfinished group of a place of this batch to a later batch, and take a finished one of it."""
+        other, group = finished.builder, finished.group
+        assert group is not None
+        assert isinstance(self.allocator, GroupAllocator)
+        other.kept = [one for one in other.kept if one is not group]
+        self.kept.append(group)
+        self._judged[group.prompt.group] = other._judged.pop(group.prompt.group)
+        self.allocator.exchange(self.index, unfinished.prompt.group, other.index, group.prompt.group)
+        self.places[self.places.index(unfinished)] = finished
+        other.places[other.places.index(finished)] = unfinished
+        unfinished.builder, finished.builder = other, self
+        self.num_unsettled -= 1
+        other.num_unsettled += 1
+        unfinished.number, finished.number = finished.number, unfinished.number
 
     def require_kept(self) -> None:
         """Raise RewardError after `fill_up` when the user's filter dropped all groups, RecipeError when no prompt could
@@ -166,6 +222,21 @@ class BatchBuilder:
         number, problem = group.prompt.group, group.prompt.problem
         self.dropped.append(DroppedGroup(group=number, reason=reason, kind=kind, problem=problem, **counts))
 
+    @property
+    def num_repeated(self) -> int:
+        """Samples counted by the function `num_repeated`, dropped groups included."""
+        return sum(judged.repeated for judged in self._judged.values())
+
+    @property
+    def num_solved(self) -> int:
+        """Solved samples, those of dropped groups included."""
+        return sum(judged.solved for judged in self._judged.values())
+
+    @property
+    def highest(self) -> float | None:
+        """Highest reward of any sample; None without a judged one."""
+        return max((one.highest for one in self._judged.values() if one.highest is not None), default=None)
+
     def figures(self) -> dict[str, int]:
         """Return counts for the event log, after `fill_up`."""
         kinds = [drop.kind for drop in self.dropped]
@@ -173,13 +244,40 @@ class BatchBuilder:
             dropped=kinds.count("unfit"),
             informative=sum(map(is_informative, self.kept)),
             refills=max(0, self.asked - self.wanted),
-            zero_variance=self._num_equal,
+            zero_variance=sum(not judged.informative for judged in self._judged.values()),
             zero_variance_dropped=kinds.count("zero_variance"),
             repeated=self.num_repeated,
             filtered=kinds.count("filtered"),
             solved_groups=kinds.count("solved"),
             solved_problems=len(self.solved),
         )
+
+
+def pass_unfinished(builder: BatchBuilder, later: Sequence[BatchBuilder], window: float, schedule: Schedule) -> bool:
+    """Fill the places of `builder` whose groups are unfinished with finished groups of later batches, if all of them
+    can be filled, and return whether that was so. The groups change places: each is trained exactly once.
+
+    An unfinished group falls at most `window` places behind its turn, and never into a batch that is too new for its
+    oldest token, or that leaves its problem out as solved; then the batch waits for it. Among groups that may wait, the
+    one with the nearest end takes the nearest place. `later` ascends.
+    """
+    unfinished = [place for place in builder.places if not place.is_settled]
+    spare = [place for other in later for place in other.places if place.is_settled and place.group is not None]
+    if len(spare) < len(unfinished):
+        return False
+
+    def last(place: Place) -> float:
+        """Return the number of the last place that may hold the group of `place`."""
+        batches = [one.index for one in later if schedule.required_version(one.index) <= place.version]
+        fresh = (max(batches, default=-1) + 1) * builder.wanted - 1
+        return min(place.turn + window, fresh)
+
+    pairs = [*zip(sorted(unfinished, key=last), sorted(spare, key=lambda place: place.number), strict=False)]
+    if any(new.number > last(old) or old.prompt.problem in new.builder.solved for old, new in pairs):
+        return False
+    for old, new in pairs:
+        old.builder.exchange(old, new)
+    return True
 
 
 def require_scores(batch: Batch) -> None:
@@ -239,6 +337,11 @@ class GroupAllocator:
             self._next_group += 1
         self._held.setdefault(batch, []).append(group)
         return group
+
+    def exchange(self, batch: int, group: int, other: int, theirs: int) -> None:
+        """Give `group` of a batch to another batch under way, which gives one of its groups."""
+        for index, given, taken in ((batch, group, theirs), (other, theirs, group)):
+            self._held[index][self._held[index].index(given)] = taken
 
     def leftover(self) -> Sequence[int]:
         """Return no groups: a later batch takes those that a batch leaves."""

@@ -12,6 +12,8 @@
 
 Up to `schedule.batches_in_flight` batches are under way at once; the engines are asked for the oldest batch first. A
 completion with a token older than the schedule allows is discarded and sampled again: no stale token is ever committed.
+With a window, the oldest batch does not wait for slow groups: each changes places with a finished group of a later
+batch (batch_builder.pass_unfinished), and so falls behind its turn, by at most the window.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ from pipeline.rollout.batch_builder import (
     GroupAllocator,
     GroupFilter,
     HoleAllocator,
+    Place,
     PromptSource,
     SolvedPromptFilter,
     SolvedPromptRule,
     num_repeated,
+    pass_unfinished,
     require_scores,
 )
 from pipeline.rollout.evaluation import by_source, evaluate, kept_responses, told_of
@@ -94,6 +98,8 @@ class CollectorSettings:
     """Dynamic sampling, or a filter: how often `prompts_per_batch` further groups may be asked for a batch."""
     keeps_equal: bool = False
     """With max_refills: whether groups with equal rewards are kept."""
+    window: float = 0.0
+    """The most places by which an unfinished group may fall behind its turn; 0: each batch waits for its groups."""
     solved_rule: SolvedPromptRule | None = None
     solved_at: float = SOLVED_REWARD
     special_tokens: bool = False
@@ -129,6 +135,16 @@ class Collector:
     _allocator: Allocator = field(init=False)
     _evaluated: set[int] = field(init=False)
     _for_publish: Patience = field(init=False)
+    _published: int = field(init=False, default=-1)
+    """The newest version that was seen published."""
+    _looking: bool = field(init=False, default=False)
+    """Whether a task looks at PUBLISHED."""
+    _news: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    """Set, and replaced, when `_published` rises or nobody looks any more."""
+    _under_way: deque[_UnderWay] = field(init=False, default_factory=deque)
+    """The batches in progress, ascending."""
+    _asking: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    """A task for each place whose group is unfinished. It may outlast its first batch."""
     _unsolved: list[float] | None = field(init=False, default_factory=list)
     """The highest reward of each batch so far; None once a sample was solved, or the log says that none was."""
 
@@ -168,29 +184,34 @@ class Collector:
 
     async def _collect(self) -> None:
         """Make the missing batches that precede existing ones; then the batches to come, several at once."""
+        under_way = self._under_way
         await self._resync()
-        for hole in self.store.holes(self.schedule.steps):
-            self._refuse_learned(hole)
-            allocator = await asyncio.to_thread(HoleAllocator.of, self.store, hole, self.settings.prompts_per_batch)
-            await self._take_up(hole, allocator)
-            await self._produce(hole, asyncio.Event(), None)
-        index = self.store.next_index
-        self._refuse_learned(index)
-        await self._take_up(index, GroupAllocator(*await asyncio.to_thread(self.store.groups_to_ask)))
-        under_way: deque[_UnderWay] = deque()
         try:
+            for hole in self.store.holes(self.schedule.steps):
+                self._refuse_learned(hole)
+                allocator = await asyncio.to_thread(HoleAllocator.of, self.store, hole, self.settings.prompts_per_batch)
+                await self._take_up(hole, allocator)
+                await self._produce(hole, _UnderWay())
+            index = self.store.next_index
+            self._refuse_learned(index)
+            await self._take_up(index, GroupAllocator(*await asyncio.to_thread(self.store.groups_to_ask)))
             while index < self.schedule.steps or under_way:
                 while index < self.schedule.steps and len(under_way) < self.schedule.batches_in_flight:
-                    entered = asyncio.Event()
-                    task = asyncio.create_task(self._produce(index, entered, under_way[-1] if under_way else None))
-                    under_way.append(_UnderWay(task, entered))
+                    batch = _UnderWay(previous=under_way[-1] if under_way else None)
+                    under_way.append(batch)
+                    batch.task = asyncio.create_task(self._produce(index, batch))
                     index += 1
-                await under_way[0].task
+                await next(batch.task for batch in under_way if batch.task is not None)
                 under_way.popleft()
+                if under_way:
+                    under_way[0].previous = None
+                    if (builder := under_way[0].builder) is not None:
+                        builder.moved.set()
         finally:
-            for batch in under_way:
-                batch.task.cancel()
-            await asyncio.gather(*(batch.task for batch in under_way), return_exceptions=True)
+            tasks = [*self._asking, *(batch.task for batch in under_way if batch.task is not None)]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._evaluate(self.schedule.steps)
 
     def _refuse_learned(self, index: int) -> None:
@@ -209,12 +230,12 @@ class Collector:
             for there in sorted(set(range(index)) - {lost.index for lost in self.store.all_lost()}):
                 self._solved.record(await asyncio.to_thread(self.store.read_samples, there))
 
-    async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:
+    async def _produce(self, index: int, this: _UnderWay) -> None:
         """Make one batch: wait for its version, ask and score prompts, wait for its turn, evaluate, commit, log. Work
         over all tokens runs in threads: a blocked event loop would look dead to waiting processes."""
         version = await self._wait_for_turn(index)
         required = self.schedule.required_version(index)
-        if previous is not None:
+        if (previous := this.previous) is not None:
             await previous.entered.wait()  # the oldest batch takes its groups first
         solved = self._solved.solved(required)
         if len(solved) >= self.prompts.num_problems:
@@ -222,7 +243,7 @@ class Collector:
                 f"all {len(solved)} problems are solved before batch {index} of {self.schedule.steps}: the policy "
                 "solves them; raise prompts.solved_pass_rate or give the task more prompts"
             )
-        builder = BatchBuilder(
+        builder = this.builder = BatchBuilder(
             index=index,
             prompts=self.prompts,
             allocator=self._allocator,
@@ -232,27 +253,19 @@ class Collector:
             keeps_equal=self.settings.keeps_equal,
             solved_at=self.settings.solved_at,
         )
-        prompts = [prompt for _ in range(builder.wanted) if (prompt := builder.next_prompt())]
-        entered.set()
-        if not prompts:
+        builder.open_places(version)
+        this.entered.set()
+        if not builder.places:
             raise StoreError(
                 f"no group is left for {self.store.path(index)}: put back a copy of it, or begin a new run"
             )
         started = time.time()
         self.run.fence()
-        self.event_log.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
-
-        async def fill_place(prompt: Prompt | None) -> None:
-            """Ask prompts in succession until the batch keeps one, or may ask no more."""
-            while prompt is not None and not await self._ask(builder, prompt):
-                prompt = builder.next_prompt()
-
-        await gather_or_cancel([fill_place(prompt) for prompt in prompts])
+        first, count = builder.places[0].prompt.group, len(builder.places)
+        self.event_log.event("issued", batch=index, first_group=first, groups=count, version=version)
+        generated = await self._fill(this, builder)
         builder.fill_up()
         builder.require_kept()
-        generated = time.time()
-        if previous is not None:
-            await asyncio.shield(previous.task)  # batches are committed in order, without gaps
         held = time.time()
         if index % self.settings.evaluate_every == 0:
             await self._evaluate(index)
@@ -288,31 +301,72 @@ class Collector:
             seconds=spent | dict(commit=time.time() - ready),
         )
 
-    async def _ask(self, builder: BatchBuilder, prompt: Prompt) -> bool:
-        """Sample and score a prompt. Return whether its place in the batch is settled."""
-        settings = self.settings
+    async def _fill(self, this: _UnderWay, builder: BatchBuilder) -> float:
+        """Ask prompts until each place of the batch is settled, by its groups or by finished ones of later batches, and
+        the batch before it is committed. Return the time (time.time) at which the places were settled."""
+        for place in [*builder.places]:
+            task = asyncio.create_task(self._settle(place))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+            await asyncio.sleep(0)  # a request begins with a millisecond of work: other tasks run in between
+        settled: float | None = None
+        while builder.num_unsettled or this.previous is not None:  # no gaps; and an earlier batch may take its groups
+            if builder.error is not None:
+                raise builder.error
+            if builder.num_unsettled and self.settings.window and this.previous is None:
+                later = [other.builder for other in self._under_way if other is not this]
+                if pass_unfinished(builder, [*filter(None, later)], self.settings.window, self.schedule):
+                    continue
+            settled = None if builder.num_unsettled else settled or time.time()
+            builder.moved.clear()
+            await builder.moved.wait()
+        return settled or time.time()
+
+    async def _settle(self, place: Place) -> None:
+        """Ask prompts in succession until the place's batch keeps one, or may ask no more."""
+        try:
+            while not await self._ask(place):
+                if (prompt := place.builder.next_prompt()) is None:
+                    break
+                place.prompt, place.turn = prompt, place.number
+        except Exception as error:  # noqa: BLE001 - raised by the batch of the place
+            place.builder.error = error
+        else:
+            place.is_settled = True
+            place.builder.num_unsettled -= 1
+        place.builder.moved.set()
+        if self._under_way and (oldest := self._under_way[0].builder) is not None:
+            oldest.moved.set()
+
+    async def _ask(self, place: Place) -> bool:
+        """Sample and score the place's prompt. Return whether the place is settled. Its batch may change meanwhile."""
+        settings, prompt = self.settings, place.prompt
         if len(prompt.tokens) > settings.max_prompt_tokens:
             reason = f"prompt has {len(prompt.tokens)} tokens, at most {settings.max_prompt_tokens} fit"
-            self.event_log.event("dropped", batch=builder.index, group=prompt.group, reason=reason)
-            return builder.drop(prompt, reason)
+            self.event_log.event("dropped", batch=place.builder.index, group=prompt.group, reason=reason)
+            return place.builder.drop(prompt, reason)
         completions = await self._sampler.sample(
             prompt,
             settings.group_size,
             settings.sampling,
-            priority=(builder.index, prompt.group),
-            allowed=lambda version: self._allows(builder.index, version),
+            priority=(place.builder.index, prompt.group),
+            allowed=lambda version: self._allows(place, version),
+            begins=lambda: setattr(place, "version", self._published),
         )
         repeated = await beside_loop(num_repeated, completions, self.contract)
-        builder.num_repeated += repeated  # after the await: other groups count meanwhile
         group = Group(prompt=prompt, samples=await self._score(prompt, completions))
-        if self.group_filter is not None and not await self.group_filter.keeps(group, self._text):
-            return builder.keep(group, is_filtered=True)
-        return builder.keep(group)
+        is_filtered = self.group_filter is not None and not await self.group_filter.keeps(group, self._text)
+        if place.builder.keep(group, repeated=repeated, is_filtered=is_filtered):
+            place.group = group
+        return place.group is not None
 
-    def _allows(self, index: int, version: int) -> bool:
-        """Return whether batch `index` may hold a token of `version`. Raises StoreError when a published version has
-        already learned from the batch: its file existed when the learner read it, and is gone. No engine serves the
+    def _allows(self, place: Place, version: int) -> bool:
+        """Return whether the place's group may hold a token of `version`. Raises StoreError when a published version
+        has already learned from the batch: its file existed when the learner read it, and is gone. No engine serves the
         older version any more, so asking again would never end."""
+        index = place.builder.index
+        if self.settings.window and version < place.version:
+            return False  # by this version it was decided how long the group may wait
         if self.schedule.allows(index, version):
             return True
         if version > index:
@@ -411,31 +465,58 @@ class Collector:
     async def _wait_published(self, version: int) -> int:
         """Wait until the engines serve at least `version`, and return the published version. The deadline is extended
         while the learner trains: a long stage has many steps between two publishes."""
+        self._note_published()
+        while self._published < version:
+            if self._looking:  # another task looks at PUBLISHED, for all that wait
+                await self._news.wait()
+                continue
+            self._looking = True
+            try:
+                await self._look_for(version)
+            finally:
+                self._looking = False
+                self._news.set()
+                self._news = asyncio.Event()
+        self._for_publish.progress()
+        return self._published
+
+    def _note_published(self) -> None:
+        published = self.run.published_version()
+        if published > self._published:
+            self._published = published
+            self._news.set()
+            self._news = asyncio.Event()
+
+    async def _look_for(self, version: int) -> None:
         trained, deadline = self.run.trained_at_ns(), time.monotonic() + self.settings.wait_deadline_s
         pause_s = FIRST_POLL_S
-        while (published := self.run.published_version()) < version:
-            self._for_publish.still(f"version {version} (published: {published})")
+        while self._published < version:
+            self._for_publish.still(f"version {version} (published: {self._published})")
             if time.monotonic() > deadline:
                 before, trained = trained, self.run.trained_at_ns()
                 if trained == before:
                     raise DeadlineExceededError(
                         f"version {version} was not published within {self.settings.wait_deadline_s:.0f} s "
-                        f"(published: {published}), nor was a step trained; see logs/learner.log"
+                        f"(published: {self._published}), nor was a step trained; see logs/learner.log"
                     )
                 deadline = time.monotonic() + self.settings.wait_deadline_s
             self.run.fence()
             await asyncio.sleep(pause_s)
             pause_s = min(slower(pause_s), self.settings.poll_s)
-        self._for_publish.progress()
-        return published
+            self._note_published()
 
     async def _resync(self) -> None:
         version = self.run.published_version()
         await self.engines.resync(version, self.run.policy_directory(version))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _UnderWay:
-    task: asyncio.Task[None]
-    entered: asyncio.Event
+    """A batch in progress."""
+
+    previous: _UnderWay | None = None
+    """The batch before it; None once that is committed."""
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the batch has taken its first groups."""
+    builder: BatchBuilder | None = None
+    task: asyncio.Task[None] | None = None

@@ -51,16 +51,25 @@ class GroupSampler:
     """Shared by all prompts: a sample of any prompt is progress."""
 
     async def sample(
-        self, prompt: Prompt, wanted: int, sampling: Sampling, *, priority: Priority, allowed: Callable[[int], bool]
+        self,
+        prompt: Prompt,
+        wanted: int,
+        sampling: Sampling,
+        *,
+        priority: Priority,
+        allowed: Callable[[int], bool],
+        begins: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
         """Sample `wanted` completions whose every token has an allowed version; a completion may mix versions. Missing
-        samples are sampled again, so a dead engine or a newer policy costs only time. Raises DeadlineExceededError when
-        no sample has come for `deadline_s`."""
+        samples are sampled again, so a dead engine or a newer policy costs only time. `begins` is called before each
+        request, until a sample is accepted. Raises DeadlineExceededError when no sample has come for `deadline_s`."""
         accepted: dict[int, Completion] = {}
         give_up: float | None = None
         failures = 0
         while missing := [member for member in range(wanted) if member not in accepted]:
             async with self.slots.acquire(priority):
+                if not accepted:
+                    begins()
                 answers = await self._ask(prompt, missing, sampling)
             fresh = {
                 member: answer

@@ -6,6 +6,7 @@ the faults name the kind of operation, so that rare ones (a link, a rename) are 
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -45,6 +46,8 @@ class Plan:
     prompts: int = 2
     group: int = 2
     refills: int = 0
+    window: float = 0.0
+    """By how many places an unfinished group may fall behind its turn."""
     solved: bool = False
     interruption: bool = False
     updates_per_batch: int = 1
@@ -116,7 +119,7 @@ def plan_of(seed: int, *, harsh: bool = False) -> Plan:
     )
     count = draw.choice((0, 1, 1, 2, 2, 3, 4))
     faults = tuple(_fault(draw, plan.steps) for _ in range(3 + count // 2 if harsh else count))
-    return replace(plan, faults=faults)
+    return replace(plan, faults=faults, window=draw.choice((0.0, 0.0, 1.0, 3.0, math.inf)))
 
 
 def _fault(draw: random.Random, steps: int) -> Fault:

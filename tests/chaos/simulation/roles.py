@@ -236,6 +236,7 @@ def _collector(
             recipe_sha256="cd" * 32,
             interruption=interruption if plan.interruption else None,
             max_refills=plan.refills,
+            window=plan.window,
             solved_rule=solved_rule_of(plan),
         ),
     )

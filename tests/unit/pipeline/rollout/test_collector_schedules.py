@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from pipeline.analysis.audit import verify_history
 from pipeline.data.event_log import read_events
@@ -32,6 +34,27 @@ def test_a_stage_has_all_its_batches_in_flight_at_once(run: RunDirectory, verifi
     assert [set(batch.policy_version.tolist()) for batch in found] == [{0}] * 4 + [{4}] * 4
     assert found[0].next_group == 4 * PROMPTS
     assert found[0].open_groups == tuple(range(PROMPTS, 4 * PROMPTS))
+
+
+@pytest.mark.parametrize("window", [0.0, 2.0, math.inf])
+def test_a_slow_group_gives_its_place_until_its_window_ends(
+    run: RunDirectory, verifiers: Verifiers, window: float
+) -> None:
+    """Group 1, of batch 0, is answered once version 1 is published where it may wait, else when nothing else is left.
+    With 3 places a batch it may go to place 3, the first of batch 1, or as far as lag 3 allows, to batch 3."""
+    schedule = Schedule(kind="async", steps=6, lag=3)
+    collector = build(run, verifiers, schedule, window=window, concurrent_prompts=NEVER)
+    quiet(collector)
+    slow = collector.prompts.prompt(1).text.removesuffix("=")
+    engines_of(collector).latency_s = lambda digits: 1.0 if digits == slow else 0.0
+    found = batches(collect(collector))
+    [at] = [batch.index for batch in found if 1 in batch.group]
+    assert at == {0.0: 0, 2.0: 1, math.inf: 3}[window]
+    groups = [batch.group[::GROUP].tolist() for batch in found]
+    assert sorted(group for one in groups for group in one) == list(range(6 * PROMPTS))
+    assert all(len(one) == PROMPTS for one in groups)
+    assert all(schedule.allows(batch.index, v) for batch in found for v in batch.policy_version.tolist())
+    assert verify_history(run.path, schedule, schedule.steps).sound
 
 
 def test_concurrent_prompts_bounds_a_stage(run: RunDirectory, verifiers: Verifiers) -> None:

@@ -1,0 +1,191 @@
+"""`python -m tests.bench.composition`: the real collector on a virtual clock, with one answer in twenty that is thirty
+times as long. For each composition of batches, print the throughput of engines beside that without long answers.
+
+Engines have SLOTS slots; a slot makes a token a second. The learner takes .8 of the time in which engines make a batch.
+    throughput   the share of the slots' time in which they made tokens, over that without long answers
+    lengths      the mean length of answers in the first half of the batches, over that of as many answers as were asked
+    p            the least of SEEDS values of Kolmogorov's and Smirnov's test on the same two
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from scipy import stats
+
+from pipeline.data.batch import Completion, Sampling
+from pipeline.data.run_directory import RunDirectory
+from pipeline.rewards.pool import Verdict
+from pipeline.schedule import Schedule
+from tests.support.collecting import build, new_run
+
+T = TypeVar("T")
+PROMPTS, SLOTS, STEPS, LAG = 16, 4, 60, 4
+LONG_SHARE, TIMES_AS_LONG, LEARNER, SEEDS = 0.05, 30, 0.8, 20
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop whose waits take no time, and whose threads run at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self._selector = self
+
+    def time(self) -> float:
+        return self.now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        assert timeout is not None, "nothing is left that would go on"
+        self.now += max(0.0, timeout)
+        return []
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - the caller's
+            done.set_exception(error)
+        return done
+
+    def _process_events(self, event_list: list[Any]) -> None: ...
+
+    def _write_to_self(self) -> None: ...
+
+
+@dataclass
+class Fleet:
+    """Engines that answer with as many tokens as a draw of the prompt says."""
+
+    run: RunDirectory
+    long_share: float
+    seed: int
+    spans: list[tuple[float, int]] = field(default_factory=list)
+    """When each answer was begun, and its length."""
+
+    @property
+    def busy(self) -> float:
+        """The share of the slots' time in which they made tokens, until the last answer was begun."""
+        end = max(begun for begun, _ in self.spans)
+        return sum(min(length, end - begun) for begun, length in self.spans) / (SLOTS * end)
+
+    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        if sampling.max_new_tokens == 1:  # of the evaluation
+            answer = Completion.given([3], [-0.5])
+            return [replace(answer, versions=np.full(1, self.run.published_version(), np.int32))] * num_samples
+        draw = random.Random(f"{self.seed} {prompt}")
+        length = 20 * TIMES_AS_LONG if draw.random() < self.long_share else draw.randint(10, 30)
+        self.spans.append((asyncio.get_running_loop().time(), length))
+        version = self.run.published_version()
+        await asyncio.sleep(length)
+        answer = Completion.given([3] * length, [-0.5] * length)
+        return [replace(answer, versions=np.full(length, version, np.int32))] * num_samples
+
+    async def resync(self, version: int, directory: Path) -> None: ...
+
+
+class Verifiers:
+    async def score_group(self, prompt: str, answer: str, metadata: object, responses: list[str], info: Any) -> Any:
+        return [Verdict(reward=1.0)] * len(responses)
+
+
+@dataclass(frozen=True)
+class Seen:
+    busy: float
+    learner_idle: float
+    """Share of the time after the first batch in which the learner waited."""
+    p_value: float
+    length_ratio: float
+    discarded: int
+    lag: float
+    """Mean, in versions."""
+
+
+def play(window: float, lag: int, long_share: float, seed: int) -> Seen:
+    """Collect STEPS batches on a virtual clock."""
+    loop = VirtualLoop()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        run = new_run(Path(folder))
+        schedule = Schedule(kind="async", steps=STEPS, lag=lag)
+        collector = build(
+            run,
+            Verifiers(),  # type: ignore[arg-type]
+            schedule,
+            prompts_per_batch=PROMPTS,
+            group_size=1,
+            concurrent_prompts=SLOTS,
+            max_prompt_tokens=1000,
+            evaluate_every=1000,
+            evaluation_prompts=1,
+            evaluation_sampling=Sampling(max_new_tokens=1),
+            poll_s=2.0,
+            window=window,
+            wait_deadline_s=1e9,
+        )
+        fleet = Fleet(run, long_share, seed)
+        collector = replace(collector, engines=fleet)  # type: ignore[arg-type]
+        mean = 20 * (1 + long_share * (TIMES_AS_LONG - 1))
+        step_s, trained_s, ended = LEARNER * mean * PROMPTS / SLOTS, [0.0], [0.0, 0.0]
+
+        async def learn() -> None:
+            for step in range(STEPS):
+                while step not in collector.store.committed():
+                    await asyncio.sleep(2.0)
+                ended[0] = ended[0] or loop.now
+                await asyncio.sleep(step_s)
+                trained_s[0] += step_s
+                run.set_published(step + 1)
+            ended[1] = loop.now
+
+        async def both() -> None:
+            learning = asyncio.create_task(learn())
+            await collector.collect()
+            await learning
+
+        loop.run_until_complete(both())
+        loop.close()
+        batches = [collector.store.read(index, None) for index in collector.store.committed()]
+    trained = [length for batch in batches for length in batch.response_lengths.tolist()]
+    half = [length for batch in batches[: STEPS // 2] for length in batch.response_lengths.tolist()]
+    asked = [length for _, length in fleet.spans]
+    lags = np.concatenate([batch.index - batch.policy_version for batch in batches])
+    assert lags.max() <= lag
+    return Seen(
+        busy=fleet.busy,
+        learner_idle=1.0 - trained_s[0] / (ended[1] - ended[0]),
+        p_value=float(stats.ks_2samp(half, asked[: len(half)], method="asymp").pvalue),
+        length_ratio=float(np.mean(half) / np.mean(asked[: len(half)])),
+        discarded=len(asked) - len(trained),
+        lag=float(lags.mean()),
+    )
+
+
+def main() -> None:
+    plain = np.mean([play(0.0, LAG, 0.0, seed).busy for seed in range(SEEDS)])
+    for name, window in (("fifo", 0.0), ("window", 0.3), ("ready", math.inf)):
+        seen = [play(window * PROMPTS, LAG, LONG_SHARE, seed) for seed in range(SEEDS)]
+        figures = dict(
+            throughput=np.mean([one.busy for one in seen]) / plain,
+            learner_idle=np.mean([one.learner_idle for one in seen]),
+            mean_lag=np.mean([one.lag for one in seen]),
+            lengths=np.mean([one.length_ratio for one in seen]),
+            p=min(one.p_value for one in seen),
+            discarded=sum(one.discarded for one in seen),
+        )
+        print(json.dumps(dict(composition=name) | {key: round(float(value), 3) for key, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
