@@ -168,6 +168,8 @@ def parse_yaml(text: bytes | str) -> Any:
         raise
     except RecursionError:
         raise YamlError("it is nested too deep; flatten it") from None
+    except (AttributeError, TypeError):  # of PyYAML, for a value that is nothing like its tag
+        raise YamlError("not YAML: a tag such as !!timestamp does not fit its value; remove the tag") from None
     except (ValueError, ArithmeticError, LookupError, yaml.YAMLError) as error:
         raise YamlError(f"not YAML: {one_line(error, 200)}") from None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import random
 import re
 import shutil
@@ -254,12 +255,19 @@ def engine_start(path: Path) -> str:
 
 
 def roles(path: Path) -> str:
-    """What roles read of one another."""
-    run = RunDirectory(path)
+    """What roles read of one another. An engine whose announcement is damaged is passed over with a warning: it
+    announces itself again."""
+    run, warnings = RunDirectory(path), list[logging.LogRecord]()
+    watch = logging.Handler()
+    watch.emit = warnings.append  # type: ignore[method-assign]
+    logging.getLogger("pipeline.data.membership").addHandler(watch)
     updates = Updates(run.updates)
     epochs = {one.name: newest(one) for one in sorted((path / "epochs").iterdir())}
     members = run.membership()
     said = (epochs, members.engines(), members.router(), updates.given(), updates.under_way(), updates.newest())
+    logging.getLogger("pipeline.data.membership").removeHandler(watch)
+    if warnings:
+        raise StoreError("; ".join(warning.getMessage() for warning in warnings))
     return repr((*said, Rendezvous.read(path / "learner.json")))
 
 
