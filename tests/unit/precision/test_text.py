@@ -86,8 +86,9 @@ def test_a_secret_is_not_said_however_programs_write_it(secret: str) -> None:
         ("? [a]\n: b", "line 1, column 3: a key is a list"),
         ("a: 1\nb: 2\na: 3", "line 3, column 1: key 'a' is given twice"),
         ("a: !!python/object:os.system 1", "line 1, column 4: not YAML: could not determine a constructor"),
+        ("a: !!timestamp noon", "a tag such as !!timestamp does not fit its value"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_what_yaml_cannot_mean_is_refused_with_its_place(text: str | bytes, message: str) -> None:
     with pytest.raises(YamlError) as refused:

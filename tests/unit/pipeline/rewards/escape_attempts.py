@@ -264,7 +264,12 @@ def fork_bomb(needs: dict[str, object]) -> Parts:
 
 
 def double_fork(needs: dict[str, object]) -> Parts:
-    """A process without a parent, in a session of its own, that writes a sign of life where this can be seen."""
+    """A process without a parent, in a session of its own. The verdict comes once it runs under its mark."""
+    import fcntl
+
+    read, write = os.pipe()
+    runs = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 100)
+    os.close(write)
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -275,6 +280,9 @@ def double_fork(needs: dict[str, object]) -> Parts:
                     continue
             os.execv(sys.executable, [sys.executable, "-c", f"import time; time.sleep(600)  # {needs['mark']}"])
         os._exit(0)
+    os.close(runs)
+    os.read(read, 1)  # it ends where the other side is closed by execv
+    os.close(read)
     return {"forked": 0.0}
 
 
