@@ -38,6 +38,7 @@ from megatron_bridge.step.fp8_emulation import TE_LAYERS, Fp8Emulation, weights_
 from megatron_bridge.step.host_weights import PinnedMemory
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
 from megatron_bridge.step.optimizer import LearningRates, take_step, wrap_and_optimize
+from megatron_bridge.step.parking import Parking
 from megatron_bridge.weights import export_hf, load_hf
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.batch import Batch, Share
@@ -126,6 +127,8 @@ class MegatronLearner(RankSync):
         self._objective = objective
         self._runner = passes.ObjectiveRunner(objective, self.device)
         self._ranks = Ranks(rank=self.rank, size=self.num_ranks, sum=_sum)
+        self.parking = Parking(self)
+        """Where gradients and optimizer state are while engines on the same GPUs sample (rollout.colocated)."""
         self._measured: tuple[int, int] | None = None
         """Batch and step of the last update."""
         self._warm_ups = warm_up_passes(learner.precision)  # passes still to run

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 import numpy as np
@@ -47,6 +47,7 @@ from rollout_sglang.answers import (
 )
 from rollout_sglang.protocol import (
     ABORTED,
+    ASLEEP,
     INVALIDATED,
     UNKNOWN_ENGINE,
     UNVERIFIED,
@@ -256,6 +257,19 @@ class EngineClient:
         """Sample again. No effect on an engine that is not paused."""
         request = {"torch_empty_cache": False}
         await self._transport.call("POST", "/continue_generation", deadline_s=self._control_deadline_s, json=request)
+
+    async def sleep(self, *, deadline_s: float) -> None:
+        """Give the memory of weights, keys, values and CUDA graphs back to the GPU; requests under way wait, as after
+        `pause`. The contents are lost: `wake`, and weights, must follow. No effect on an engine that sleeps."""
+        await self.pause()
+        # First the name: nobody takes an engine that dies in between for one that serves.
+        await self._ask("/update_weight_version", {"new_version": ASLEEP, "abort_all_requests": False})
+        await self._transport.call("POST", "/release_memory_occupation", deadline_s=deadline_s, json={})
+
+    async def wake(self, *parts: Literal["weights", "kv_cache", "cuda_graph"], deadline_s: float) -> None:
+        """Take the memory of these parts from the GPU again, by default of all. No effect where it is there."""
+        request = {"tags": list(parts)} if parts else {}
+        await self._transport.call("POST", "/resume_memory_occupation", deadline_s=deadline_s, json=request)
 
     async def stage_folder(self, directory: Path, *, deadline_s: float) -> bool:
         """Have the weights of `directory` loaded and hashed while the engine serves; `update_from_disk` of the folder

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from pipeline.data.membership import Listed, Member, Membership
 from pipeline.errors import EngineUnavailableError, FatalError, RetryableError
 from rollout_sglang.client import EngineClient
-from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, Workers, claimed_version
+from rollout_sglang.protocol import ASLEEP, UNKNOWN_ENGINE, UNVERIFIED, Workers, claimed_version
 from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S, Transport
 
 T = TypeVar("T")
@@ -102,6 +102,8 @@ class PooledEngine:
     """Failed resyncs in a row."""
     try_at: float = 0.0
     answers: AnswerRecord = field(default_factory=AnswerRecord)
+    asleep: bool = False
+    """Whether it had given its memory to the learner at the last look."""
     is_believed: bool = field(init=False)
     """Whether its claimed version is one of this run's. A version is only a number, and an engine of rollout.urls may
     have served another run before it is admitted here."""
@@ -372,7 +374,7 @@ async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
         engine.refusal, engine.refused_at = error, min(engine.refused_at, time.monotonic())
         return None, None
     engine.answered, engine.refusal, engine.refused_at = time.monotonic(), None, math.inf
-    claimed = claimed_version(name)
+    claimed, engine.asleep = claimed_version(name), name == ASLEEP
     engine.served = None if name.startswith(UNVERIFIED) else claimed
     return engine.served, claimed
 

@@ -11,6 +11,9 @@ resyncs. Each update has a number, and engines refuse a lower one (weights.updat
     resync     number → quarantined engines that claim this run's version are verified, the others are given its
                weights, unless another process has given a later version
     monitored  looks at all engines once a second (Monitor), and resyncs those that came, or came back
+
+Where engines and learner take turns on the same GPUs (rollout.colocated), the learner puts the engines to sleep before
+it trains. Only its publish wakes them: the others leave a sleeping engine alone.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class Fleet:
         self._load_deadline_s = settings["load_deadline_s"]
         self._updates = settings["updates"]
         self._keeps_kv = settings.get("keeps_kv", False)
+        self._colocated = settings.get("colocated", False)
         key, told = settings["api_key"], settings.get("on_change")
         self._pool = EnginePool(membership, key, self._request_deadline_s, told, keeps_kv=self._keeps_kv)
         self._target: Target | None = None
@@ -166,6 +170,31 @@ class Fleet:
             numbers = summarize(version, [*results, *absent.values()])
             update.given = version
         return numbers | watch.seconds
+
+    async def put_to_sleep(self) -> float:
+        """Have every engine give its GPUs' memory to the learner until it is given weights; return the seconds. An
+        engine that does not answer is dead, or its role ends it. Raises RetryableError when another one fails."""
+        watch = Stopwatch()
+        async with self._updates.take("sleep", self._load_deadline_s) as update:
+            await self._pool.refresh()
+
+            async def sleep(engine: PooledEngine) -> None:
+                engine.client.take_part(update.number)
+                if await engine.client.health():
+                    await self._require_sleep(engine)
+                    await self._while_alive(engine, engine.client.sleep(deadline_s=self._load_deadline_s))
+
+            await all_of(sleep(engine) for engine in self._pool.engines)
+        watch.lap("sleep_s")
+        return watch.seconds["sleep_s"]
+
+    async def _require_sleep(self, engine: PooledEngine) -> None:
+        """Raise FatalError where engines and learner take turns, and the engine cannot give up its memory."""
+        if self._colocated and not (await engine.client.dialect()).sleeps:
+            raise FatalError(
+                f"engine {engine.index} at {engine.url} was started without --enable-memory-saver, and keeps its GPU's "
+                "memory while the learner trains; have the run start it, or set rollout.colocated=false"
+            )
 
     async def resync(self, version: int, directory: Path) -> None:
         """Admit engines that hold `version` verified: give it to engines that claim another version, and quarantine
@@ -286,6 +315,9 @@ class Fleet:
         engine.client.take_part(number)
         try:
             served, claimed = await look(engine)
+            if engine.asleep:
+                await self._pool.quarantine(engine, "it sleeps until the learner's next publish")
+                return
             holds = False  # whether it has this run's weights under the claimed version; False if nothing can tell
             if claimed == target.version:
                 with suppress(RetryableError):
@@ -355,6 +387,8 @@ class Fleet:
                 watch, loaded = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version), False
                 try:
                     await self._while_alive(engine, client.pause())
+                    if self._colocated:  # a learner that died in a publish leaves it half awake
+                        await client.wake(deadline_s=self._load_deadline_s)
                     watch.lap("pause_s")
                     loading = client.update_from_disk(target.version, own.directory, deadline_s=self._load_deadline_s)
                     await self._while_alive(engine, loading)
@@ -384,6 +418,7 @@ class Fleet:
     async def _verify(self, engine: PooledEngine, version: int, check: ComingCheck) -> dict[str, float]:
         """Verify as WeightVerifier.verify does, without admitting the engine. Formats are verified before each
         admission, not for each version; but always for rollout.urls, whose servers may restart under the same URL."""
+        await self._require_sleep(engine)
         is_known = engine.member.started > 0 and engine.quarantined is None and engine.formats == check.formats
         measured = await self._verifier.verify(engine.client, version, check, formats_are_known=is_known)
         engine.formats = check.formats
@@ -439,6 +474,8 @@ class FleetSettings(TypedDict):
     """Longest wait for an answer, and for an engine to come back."""
     load_deadline_s: float
     """Longest wait for an engine to serve new weights."""
+    colocated: NotRequired[bool]
+    """Whether engines sleep while the learner trains."""
     keeps_kv: NotRequired[bool]
     """Whether requests under way keep the old weights' keys and values; by default they are prefilled again."""
     on_change: OnChange | None
@@ -499,7 +536,7 @@ class Monitor:
         await asyncio.gather(*(look(engine) for engine in engines if not engine.member.silent))
         wrong = dict[PooledEngine, str]()
         if settled is not None and self._updates.newest() == settled[0]:
-            seen = [engine for engine in engines if engine.answered >= began and engine.served != settled[1]]
+            seen = [e for e in engines if e.answered >= began and e.served != settled[1] and not e.asleep]
             wrong = {engine: f"it serves version {engine.served}, expected {settled[1]}" for engine in seen}
         for engine in engines:
             silent_s, reason, abandons = time.monotonic() - engine.answered, engine.trouble, engine.quarantined is None
@@ -512,6 +549,7 @@ class Monitor:
             if reason and abandons:
                 self._pool.abandon(engine, reason)
         answering = [e for e in self._pool.returnable if e.answered >= began and e.try_at <= time.monotonic()]
+        answering = [e for e in answering if not e.asleep]
         if answering and self._resyncing is None:
             self._resyncing = asyncio.create_task(self._try_to_resync(answering))
         if self._syncing is None or self._syncing.done():  # in a separate task: a hung router delays no look

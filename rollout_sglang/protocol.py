@@ -19,6 +19,8 @@ UNKNOWN_ENGINE = 2**16 - 1
 
 UNVERIFIED = "unverified-"
 """Prefix of the weight version of an engine that is not verified yet; the policy version follows."""
+ASLEEP = "asleep"
+"""Weight version of an engine that has given its GPU's memory to the learner, until the learner's next publish."""
 INVALIDATED = "unverified"
 """Weight version of an engine that failed its check and must be given weights again."""
 
@@ -195,6 +197,9 @@ class Dialect:
     graphs: bool
     """Whether its steps of decoding may replay CUDA graphs, which read weights where they lay at the capture."""
 
+    sleeps: bool
+    """Whether it can give up its memory and take it back; on a CPU the calls are there and free nothing."""
+
     no_tensors: str
     """Why the engine cannot be sent tensors; empty when it can."""
 
@@ -207,6 +212,7 @@ class ServerInfo(BaseModel):
     version: Annotated[str, Field(max_length=100)]
     quantization: Annotated[str, Field(max_length=100)] | None = None
     disable_overlap_schedule: bool = False
+    enable_memory_saver: bool = False
     device: Annotated[str, Field(max_length=100)] | None = None
 
 
@@ -231,4 +237,5 @@ def dialect_of(info: ServerInfo) -> Dialect:
         overlaps=not info.disable_overlap_schedule,
         stages=info.device == "cpu",
         graphs=info.device == "cuda",
+        sleeps=info.enable_memory_saver or info.device == "cpu",
     )

@@ -7,6 +7,7 @@ planner and weight checks rely on. SGLang completes the beginning of a name, so 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -101,6 +102,7 @@ def engine_spec(
     version, folder = weights
     fp32_head = ("--enable-fp32-lm-head",) if recipe.model.fp32_lm_head else ()
     routes = ("--enable-return-routed-experts",) if rollout.replay_experts else ()
+    saver = ("--enable-memory-saver",) if rollout.colocated and has_cuda() else ()
     return EngineSpec(
         model=folder,
         port=port,
@@ -111,7 +113,7 @@ def engine_spec(
         tensor_parallel=rollout.tensor_parallel,
         context_tokens=rollout.context_tokens,
         seed=recipe.run.seed + index,
-        extra_args=(*fp32_head, *routes, *rollout.extra_args),
+        extra_args=(*fp32_head, *routes, *saver, *rollout.extra_args),
         captured_requests=captured_requests(rollout),
         update_floor=Updates(run.updates).newest(),
         **served_formats(recipe, folder),
@@ -277,6 +279,19 @@ def build_fleet(run: RunDirectory, recipe: Recipe, epoch: Epoch | None, on_chang
     return Fleet(run.membership(recipe.rollout.urls), **fleet_settings(run, recipe, epoch, on_change))
 
 
+def put_to_sleep(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> None:
+    """Have the run's engines give up their memory before the learner is built (rollout.colocated)."""
+
+    async def sleep() -> None:
+        fleet = build_fleet(run, recipe, epoch)
+        try:
+            await fleet.put_to_sleep()
+        finally:
+            await fleet.close()
+
+    asyncio.run(sleep())
+
+
 def fleet_settings(
     run: RunDirectory, recipe: Recipe, epoch: Epoch | None, on_change: OnChange | None = None
 ) -> FleetSettings:
@@ -287,6 +302,7 @@ def fleet_settings(
         request_deadline_s=recipe.rollout.request_deadline_s,
         load_deadline_s=recipe.weights.publish_deadline_s,
         keeps_kv=recipe.weights.kv_cache == "keep",
+        colocated=recipe.rollout.colocated,
     )
 
 

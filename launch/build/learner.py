@@ -39,6 +39,7 @@ from pipeline.trainer.batches import WAITS, BatchSource, dealt_together
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs, require_same_reference
+from pipeline.trainer.turns import GpuLock, GpuTurns
 from rollout_sglang.server.start import has_cuda
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 
@@ -143,8 +144,10 @@ def build_trainer(
     checkpoint_every: int | None = None,
     controller: StepController | None = None,
     stop_requested: Callable[[], bool] | None = None,
+    gpu_lock: GpuLock | None = None,
 ) -> Trainer:
-    """Return a trainer on the batches of `store`. Collective. `checkpoint_every` is the recipe's by default."""
+    """Return a trainer on the batches of `store`. Collective. `checkpoint_every` is the recipe's by default, `gpu_lock`
+    is of a learner that takes turns with engines (rollout.colocated)."""
     from megatron_bridge.step import host_weights
 
     advantages, scoring = AdvantageComputer.of(recipe), build_scoring(recipe)
@@ -158,6 +161,15 @@ def build_trainer(
         folder = recipe.reference.path or recipe.model.path
         require_same_reference(run, learner, folder)
         reference = host_weights.ReferencePolicy(learner, folder)
+    turns: GpuTurns | None = None
+    if gpu_lock is not None:
+        assert isinstance(channel, StreamedChannel), "the recipe asks for ipc"
+        turns = GpuTurns(
+            learner=learner,
+            lock=gpu_lock,
+            put_engines_to_sleep=channel.put_engines_to_sleep,
+            deadline_s=recipe.rollout.start_deadline_s,
+        )
     stops: dict[str, Any] = {} if stop_requested is None else dict(stop_requested=stop_requested)
     shared: dict[str, Any] = dict(
         run=run,
@@ -182,6 +194,7 @@ def build_trainer(
         scoring=scoring,
         lr_by_lag=recipe.learner.optimizer.lr_by_lag,
         channel=channel,
+        turns=turns,
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every or recipe.checkpoint.every,
         event_log=event_log,

@@ -141,9 +141,13 @@ class Planner:
         self.shared = recipe.weights.channel == "ipc"
         both = recipe.learner.num_processes, self.engine_gpus
         self.needed_gpus = (max(both) if self.shared else sum(both)) + self.teacher_gpus
-        engine = self.capacity.gpu_bytes + RUNTIME_BYTES if self.shared else 0.0
-        self.learner_bytes = gpu_gib * GIB - engine
-        """Memory of each GPU that engines on the same GPU leave."""
+        self.takes_turns = rollout.colocated
+        awake = self.capacity.gpu_bytes + RUNTIME_BYTES if self.shared else 0.0
+        self.learner_bytes = gpu_gib * GIB - (RUNTIME_BYTES if self.takes_turns else awake)
+        """Memory of each GPU that engines on the same GPU leave a learner that trains: an engine that sleeps leaves all
+        but its process's."""
+        self.resting_bytes = gpu_gib * GIB - awake
+        """Memory that they leave a learner that waits for a batch."""
 
     def workload(self, learner: LearnerSection) -> Workload:
         """Describe the learner's work on GPUs. Micro-batches are full: memory is planned for the longest samples."""
@@ -247,7 +251,15 @@ class Planner:
         reasons = [*map(str, refusals(self.hf_config, self.recipe))]
         worst = worst_footprint(self.config, learner, self.workload(learner))
         if short := shortage(worst, self.learner_bytes):
-            reasons.append(f"a learner rank{' beside an engine' if self.shared else ''} is {short}")
+            beside = " beside an engine that sleeps" if self.takes_turns else " beside an engine" if self.shared else ""
+            reasons.append(f"a learner rank{beside} is {short}")
+        resting = worst.parameters + worst.quantized + worst.buckets + RUNTIME_BYTES
+        if self.takes_turns and resting > self.resting_bytes:
+            reasons.append(
+                f"a resting learner rank beside an engine is {(resting - self.resting_bytes) / GIB:.1f} GiB over: "
+                f"parameters and buckets stay, {resting / GIB:.1f} with its process; lower --mem-fraction-static or "
+                "--max-total-tokens (rollout.extra_args)"
+            )
         if needed > self.gpus:
             teacher = f" and a teacher × {self.teacher_gpus}" if self.teacher_gpus else ""
             reasons.append(

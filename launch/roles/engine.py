@@ -45,6 +45,7 @@ from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, StoreError, SupersededError
 from pipeline.ports.weights import verify_policy
+from pipeline.trainer.turns import GpuLock
 from rollout_sglang.server.liveness import Liveness, Look, Presence, look_with
 from rollout_sglang.server.rollout_python import sglang_version
 from rollout_sglang.server.start import EngineSpec, ServerProcess, before_port, server_url, start, start_router
@@ -138,6 +139,14 @@ def _run_start(
             epoch.check()  # a later start may have written its own
             Rendezvous(epoch.number, address, meeting_port, own.nodes, spec.version).write(own.rendezvous)
 
+    turn = GpuLock(own.run)
+    if recipe.rollout.colocated:  # none starts while the learner holds the memory
+
+        def check() -> None:
+            stop.check()
+            epoch.check()
+
+        turn.take(recipe.run.wait_deadline_s, check, shared=True)
     spec = keeper.first(newest) if keeper else hold_weights(own.run, own.index, own.node, epoch.number, newest, meet)
     release = partial(shutil.rmtree, spec.model, ignore_errors=True)  # may be called twice
     loaded, ended = (keeper.begin, keeper.close) if keeper else (release, release)
@@ -145,6 +154,7 @@ def _run_start(
     def announce(hung: str) -> None:
         loaded()
         told.say(silent=hung)
+        turn.release()
 
     try:
         found = environment()
@@ -168,6 +178,7 @@ def _run_start(
             stop_server(server, grace_s() if stop.asked else 0.0)
     finally:
         ended()
+        turn.release()
 
 
 def serve(

@@ -47,6 +47,7 @@ from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_old_leftovers
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
 from pipeline.errors import (
     FATAL_EXIT_CODE,
     STOPPED_EXIT_CODE,
@@ -127,8 +128,10 @@ def lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, sto
     if run.is_finished():
         return Ending(0)
     seed_policy(run, recipe)
-    if shares_gpus(recipe):
+    if shares_gpus(recipe) or recipe.rollout.colocated:
         wait_for_engines(run, recipe, stop, recipe.rollout.engines)
+    if recipe.rollout.colocated:
+        wait_for_turn(run, recipe, stop)
     with ExitStack() as stack:
         peers: Peers | None = None
         if own.nodes > 1:
@@ -161,6 +164,20 @@ def lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, sto
         if peers is not None:
             peers.tell(**vars(ending))
     return ending
+
+
+def wait_for_turn(run: RunDirectory, recipe: Recipe, stop: Stop) -> None:
+    """Wait until the engines, on the same GPUs, have nothing left to do before the learner's next publish: a batch of
+    the published version is committed, or the final policy is evaluated. Evaluations precede the commit."""
+    store, steps = BatchStore(run.batches), recipe.run.steps
+
+    def is_learners() -> bool | None:
+        published = run.published_version()
+        behind = published < max(run.saved_steps(), default=0)
+        ended = published >= steps and steps in run.evaluated_versions()
+        return store.next_index > published or behind or ended or None
+
+    wait_for(stop, is_learners, "the engines to have sampled what they can", recipe.run.wait_deadline_s)
 
 
 def follow(own: LearnerNode, stop: Stop) -> Ending:

@@ -26,6 +26,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
 
     from launch.build.components import build_contract, build_limits, build_tokenizer
     from launch.build.control import build_controller
+    from launch.build.engines import put_to_sleep
     from launch.build.learner import build_channel, build_learner, build_rates, build_trainer, build_transition
     from launch.build.sizes import checkpoint_bytes
     from launch.run.environment import environment, learner_facts
@@ -37,8 +38,15 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     from pipeline.spans import recorded
     from pipeline.trainer.batches import STOP_FILE_VARIABLE
     from pipeline.trainer.checkpoints import Checkpoints
+    from pipeline.trainer.turns import GpuLock
 
     recipe = run.recipe()
+    gpu_lock: GpuLock | None = None
+    if recipe.rollout.colocated and replayed is None:
+        gpu_lock = GpuLock(run)
+        if int(os.environ.get("RANK", "0")) == 0:  # the others wait for it to build their part of the model
+            gpu_lock.take(recipe.rollout.start_deadline_s)
+            put_to_sleep(run, recipe, rank_epoch(run.path))
     learner = build_learner(recipe)
     learner.rates = build_rates(run)
     if EPOCH_VARIABLE in os.environ:
@@ -49,7 +57,9 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     channel: WeightChannel | None = None
     transition = None
     if replayed is None:
-        if recipe.weights.channel == "ipc":  # the channel checks at once that all engines are on this machine
+        if (
+            recipe.weights.channel == "ipc" and gpu_lock is None
+        ):  # the channel checks at once that all engines are on this machine
             wait_for_engines(run, recipe, Stop(), recipe.rollout.engines)
         if recipe.controller is not None:
             transition = build_transition(run, recipe, learner, epoch)
@@ -68,6 +78,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         event_log=event_log,
         channel=channel,
         controller=build_controller(run, recipe, learner, transition, event_log, replayed),
+        gpu_lock=gpu_lock,
     )
     source = f"{epoch.name}.rank-{dist.get_rank():04}"  # one writer per event file: the rank names it
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:

@@ -188,6 +188,12 @@ class StreamedChannel(BackgroundChannel):
         if not learner_waits:
             self._delivery = in_background(lambda: self._deliver(publish), "delivery")
 
+    def put_engines_to_sleep(self) -> None:
+        """Have the engines give their memory to the learner until the next publish (rollout.colocated)."""
+        self._rank_sync.gather(
+            lambda: 0.0 if self._rank_sync.rank else self._event_loop.run(self._session.put_to_sleep())
+        )
+
     def wait_for_folder(self) -> None:
         """Wait for this rank's writer, and raise on every rank the error that stopped any, or DeadlineExceededError."""
         assert self._delivery is None, "finish comes first"

@@ -225,6 +225,15 @@ class Recipe(Section):
             named = "rollout.urls names engines that have none"
             why = named if rollout.urls else "controller may change its formats"
             raise ValueError(f"weights.channel is delta, which needs a replica beside each engine, but {why}; use disk")
+        if rollout.colocated:
+            others = {
+                f"weights.channel is {self.weights.channel}; use ipc": self.weights.channel != "ipc",
+                f"schedule.kind is {self.schedule.kind}; use sync": self.schedule.kind != "sync",
+                "rollout.urls names engines that others share; leave it out": bool(rollout.urls),
+                "controller may have engines started again meanwhile; leave it out": self.controller is not None,
+            }
+            for why in (why for why, is_so in others.items() if is_so):
+                raise ValueError(f"rollout.colocated is true: engines sleep while the learner trains, but {why}")
         if isinstance(self.schedule, StagedSchedule) and self.schedule.updates_per_stage > self.run.steps:
             raise ValueError(
                 f"schedule.updates_per_stage {self.schedule.updates_per_stage} exceeds run.steps {self.run.steps}; "

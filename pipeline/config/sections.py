@@ -180,6 +180,7 @@ class InterruptionSection(Section):
 class RolloutSection(Section):
     on_resume: ClassVar[Changes] = {
         **dict.fromkeys(("engines", "tensor_parallel", "concurrent_prompts", "urls", "port", "extra_args"), "free"),
+        "colocated": "free",
         **dict.fromkeys(("request_deadline_s", "start_deadline_s", "composition", "window"), "free"),
     }
 
@@ -253,6 +254,12 @@ class RolloutSection(Section):
     )
     interruption: InterruptionSection | None = Field(
         None, description="ScaleRL: interrupt long responses with a phrase that asks for the answer; default: off."
+    )
+    colocated: bool = Field(
+        False,
+        description="Engines and learner take turns on the same GPUs: engines give up the memory of weights, keys and "
+        "values while the learner trains, and the learner moves gradients and optimizer state to the host while they "
+        "sample. Needs weights.channel ipc and the sync schedule.",
     )
     extra_args: tuple[str, ...] = Field((), description="Further arguments of SGLang; not those that other keys set.")
 

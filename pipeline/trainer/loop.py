@@ -46,6 +46,7 @@ from pipeline.spans import Stopwatch
 from pipeline.trainer.batches import BatchSource, MiniBatch, asked_solve_rate, describe, merge_updates, mini_batches
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.old_logprobs import OldLogprobs
+from pipeline.trainer.turns import GpuTurns
 from precision.ratios import LrByLag, RatioSums, lr_factor, staleness_ess
 from precision.torch_on_use import Tensor, torch
 
@@ -79,6 +80,8 @@ class Trainer:
     checkpoint_every: int
     event_log: EventLog
     controller: StepController | None = None
+    turns: GpuTurns | None = None
+    """Where engines and learner take turns on the same GPUs."""
     lr_by_lag: LrByLag = "none"
     reference: ReferencePolicy | None = None
     """The frozen policy that the loss keeps the policy near."""
@@ -119,7 +122,7 @@ class Trainer:
                         self._train_on(step)
                 except StoppedError:  # raised before the first update of this step
                     self._advance_save(to_the_end=True)
-                    if step > self._saved:
+                    if step > self._saved and self.turns is None:  # else parked, while engines hold the memory
                         self._save(step)
                         self._advance_save(to_the_end=True)
                     self._finish_publish(LAST_PUBLISH_S)
@@ -143,6 +146,9 @@ class Trainer:
         if batch is None:
             self._skip(step)
             return
+        if self.turns is not None:
+            with watch.phase("publish"):
+                self.turns.take()
 
         advantages = computer.compute_advantages(batch)
 
@@ -169,12 +175,16 @@ class Trainer:
             self._finish_publish()
             # A decision holds from the next version on, so it precedes that version's publish.
             controlled = {} if self.controller is None else self.controller.after(batch, update)
+        if self.turns is not None:  # saved before the publish parks what is to be saved
+            self._save_if_due(step + 1)
+        with watch.phase("publish"):
             self._publish(step)
 
         with watch.phase("record"):
             self._record(batch, update, controlled, watch)
             self._advance_save()
-        self._save_if_due(step + 1)
+        if self.turns is None:
+            self._save_if_due(step + 1)
 
     def _update(self, part: MiniBatch, old_logprobs: Tensor | None, most_lr: float, watch: Stopwatch) -> Update:
         """Take one optimizer step on a part of a batch, scored before it where the scores are used. `old_logprobs`
@@ -284,6 +294,8 @@ class Trainer:
 
         if self.learner.tell(is_needless):
             return
+        if self.turns is not None:
+            self.turns.give()
         learner_waits = not self.schedule.overlaps or version == self.schedule.steps
         self.channel.begin(version, learner_waits=learner_waits)
         self._moving = version

@@ -18,6 +18,7 @@ are given. An engine of one rank takes any free port, and so never the port that
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
@@ -40,6 +41,9 @@ PARENT_VARIABLE = "EVENKEEL_SERVER_PARENT"
 GROUP_TIMEOUT_S = 75.0
 """A little more than a sender waits for one bucket (megatron_bridge.weight_sync.transport.BUCKET_DEADLINE_S)."""
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_MEMORY = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_PARTS = ("weights", "kv_cache", "cuda_graph")
+"""What SGLang releases and resumes (srt/constants.py)."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -105,6 +109,8 @@ def register_hooks() -> None:
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _bound, HookType.AROUND)
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _report_formats, HookType.AROUND)
     HookRegistry.register(f"{_RUNNER}.init_cuda_graphs", _captured, HookType.AFTER)
+    for name, hook in (("release", _release), ("resume", _resume)):
+        HookRegistry.register(f"{_MEMORY}.{name}_memory_occupation", hook, HookType.AROUND)
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", note_shared_memory, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", finish_copies, HookType.AFTER)
 
@@ -129,6 +135,25 @@ def _report_formats(*arguments: Any, **options: Any) -> Any:
     from rollout_sglang.server import format_report  # imports torch: only on request
 
     return format_report.handle(*arguments, **options)
+
+
+def _release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    return _change_memory(original, manager, request, released=False)
+
+
+def _resume(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    return _change_memory(original, manager, request, released=True)
+
+
+def _change_memory(original: Callable[..., Any], manager: Any, request: Any, *, released: bool) -> Any:
+    """Release or resume the asked parts that are not in that state yet: a learner that was killed cannot know what its
+    predecessor had done, and SGLang's scheduler dies of a part that is released or resumed twice."""
+    parts = [part for part in request.tags or _PARTS if (part in manager.offload_tags) == released]
+    if not parts:
+        name = f"{'Resume' if released else 'Release'}MemoryOccupationReqOutput"
+        return getattr(importlib.import_module("sglang.srt.managers.io_struct"), name)()
+    request.tags = parts
+    return original(manager, request)
 
 
 def _captured(*arguments: Any, **options: Any) -> None:

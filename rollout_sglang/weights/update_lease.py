@@ -35,9 +35,9 @@ from pipeline.data.epochs import Epoch, newest
 from pipeline.data.files import NUMBER, make_folder
 from pipeline.errors import DeadlineExceededError
 
-UpdateKind = Literal["publish", "resync", "resync_single"]
-"""publish: the learner gives a new version to all engines. resync: no engine serves the version, and all are given it.
-resync_single: some engines are given the version, while others serve it."""
+UpdateKind = Literal["publish", "resync", "resync_single", "sleep"]
+"""publish: the learner gives a new version to all engines. sleep: it has them give up their memory. resync: no engine
+serves the version, and all are given it. resync_single: some engines are given the version, while others serve it."""
 STALE_S = 60.0
 """Longer than file systems cache attributes (30 s are common)."""
 KEPT = 8
@@ -81,7 +81,7 @@ class Updates:
             since = 0.0
             while (number := self.under_way()) is not None:
                 record = self._read(number, _RECORD)
-                if kind == "publish" and record.get("kind") == "resync_single":
+                if kind in ("publish", "sleep") and record.get("kind") == "resync_single":
                     break
                 if (number, record) != seen:
                     seen, since = (number, record), time.monotonic()

@@ -86,6 +86,9 @@ class FleetUpdateSession(Fleet):
                     return
                 with spans.span(f"engine {engine.index}/weights", "pause"):
                     await self._while_alive(engine, engine.client.pause())
+                    if self._colocated:  # keys and values follow at the end, when the learner needs less
+                        parts = receiver.wake("weights", "cuda_graph", deadline_s=self._load_deadline_s)
+                        await self._while_alive(engine, parts)
                     await self._while_alive(engine, receiver.begin_update())
 
             failed = await self._failures(answering, ready)
@@ -173,6 +176,8 @@ class FleetUpdateSession(Fleet):
                 else:
                     ending = receiver.end_update(version, deadline_s)
                 await self._while_alive(engine, ending)
+                if self._colocated:
+                    await self._while_alive(engine, receiver.wake("kv_cache", deadline_s=deadline_s))
                 watch.lap("load_s")
                 seconds = watch.seconds | await self._while_alive(engine, self._verify(engine, version, coming))
                 await self._pool.admit(engine, version)
@@ -223,4 +228,6 @@ class FleetUpdateSession(Fleet):
             async with asyncio.timeout(GIVE_UP_DEADLINE_S):
                 await engine.client.invalidate()
                 await self._receivers[engine.index].give_up_update()
+                if self._colocated:
+                    await engine.client.wake(deadline_s=GIVE_UP_DEADLINE_S)
                 await engine.client.resume()

@@ -73,6 +73,8 @@ class ReceivingDouble(EngineDouble):
         self.start()
 
     def route(self, method: str, path: str, request: Any) -> tuple[int, Any] | None:
+        if (fault := self.memory_fault(path)) is not None:
+            return fault
         if path in ("/begin_weight_update", "/end_weight_update") and self.has_sessions:
             opens = path.startswith("/begin")
             allowed, self.session = self.session != opens, opens

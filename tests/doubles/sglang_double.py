@@ -90,6 +90,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
 
+MEMORY = ("weights", "kv_cache", "cuda_graph")
+WRITING = frozenset({"/update_weights_from_disk", "/update_weights_from_tensor", "/begin_weight_update"})
+"""Calls that write to the weights' memory."""
+
+
 class _Double:
     """A server in threads; a context manager. `stop` and `start` again keep the port."""
 
@@ -178,6 +183,10 @@ class EngineDouble(_Double):
         self.load_fault: LoadFault | None = None
         self.loads = 0
         self.shows_checksums = False
+        self.memory = set(MEMORY)
+        """The parts that it holds on its GPU."""
+        self.saves_memory = False
+        """Whether it was started with --enable-memory-saver, which its GPU needs."""
         self.moved: tuple[str, ...] = ()
         """Weights that lie elsewhere than when its CUDA graphs were captured."""
         self.stale_graphs_nats = 0.0
@@ -228,13 +237,20 @@ class EngineDouble(_Double):
     def route(self, method: str, path: str, request: Any) -> tuple[int, Any] | None:
         if path == "/health":
             return 200, {}
+        if path.endswith("_memory_occupation"):
+            parts = {*(request.get("tags") or MEMORY)}
+            self.memory = self.memory | parts if path.startswith("/resume") else self.memory - parts
+            return 200, None
+        if (fault := self.memory_fault(path)) is not None:
+            return fault
         if path == "/model_info":
             return 200, {"model_path": self.model_path, "weight_version": self.version, "is_generation": True}
         if path == "/tokenize":
             ids = [ord(character) + self.shifted_ids for character in request["prompt"]]
             return 200, {"tokens": ids, "count": len(ids), "max_model_len": 512}
         if path == "/server_info":
-            return 200, {"version": self.sglang, "quantization": self.quantization, "device": self.device}
+            info = {"version": self.sglang, "quantization": self.quantization, "device": self.device}
+            return 200, info | {"enable_memory_saver": self.saves_memory}
         if path == "/generate":
             return self._generate(request)
         if path == "/pause_generation":
@@ -260,6 +276,12 @@ class EngineDouble(_Double):
             named = dict.fromkeys(self.moved, "moved") if request["action"] == "moved" else None
             return 200, {"success": True, "message": "Success.", "ranks": [self._checksums(named)]}
         return 404, {"detail": "Not Found"}
+
+    def memory_fault(self, path: str) -> tuple[int, Any] | None:
+        """What a call that touches memory of a part that was released ends in."""
+        if (path in WRITING and "weights" not in self.memory) or (path == "/generate" and self.memory != {*MEMORY}):
+            return 500, {"error": {"message": "CUDA error: an illegal memory access was encountered"}}
+        return None
 
     async def next_token(self) -> None:
         """Returns when it has sampled one more token, of any request."""

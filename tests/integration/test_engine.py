@@ -353,3 +353,24 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 def _lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_an_engine_gives_up_its_memory_and_takes_it_back_however_often_it_is_asked(engine: TinyEngine) -> None:
+    """SGLang's scheduler dies of parts that are released or resumed twice, as after a learner that was killed."""
+
+    async def take_turns(client: EngineClient) -> str:
+        assert (await client.dialect()).sleeps
+        for _ in range(2):
+            await client.sleep(deadline_s=30)
+        asleep = (await client.model_info()).weight_version
+        assert await client.health(), "its role need not take it for hung"
+        await client.wake("weights", "cuda_graph", deadline_s=30)
+        await load(client, 1, engine.checkpoints[1])
+        for _ in range(2):
+            await client.wake(deadline_s=30)
+        return asleep
+
+    assert engine.ask(take_turns) == "asleep"
+    for ours, theirs in zip(engine.scores(), engine.expected(1), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    engine.load(0)

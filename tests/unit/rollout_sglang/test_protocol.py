@@ -56,6 +56,7 @@ def test_a_version_says_what_a_server_can(version: str, pause: str, sessions: bo
         overlaps=True,
         stages=False,
         graphs=False,
+        sleeps=False,
         no_tensors="" if sessions else dialect_of(ServerInfo(version=version, quantization="fp8")).no_tensors,
     )
 

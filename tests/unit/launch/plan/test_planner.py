@@ -123,6 +123,31 @@ def test_learner_and_engine_share_a_gpu_and_its_memory() -> None:
     assert plan(recipe, 1, "weights.channel=disk")["gpus"]["needed"] == 2
 
 
+def test_turns_take_the_most_of_learner_and_engine_not_their_sum() -> None:
+    """32 B on eight GPUs: what trains there, and samples there, does not fit beside one another."""
+    recipe = (
+        *("learner.tensor_parallel=8", "learner.pipeline_parallel=1", "learner.data_parallel=1", "rollout.engines=1"),
+        *("rollout.tensor_parallel=8", "learner.recompute=full", "schedule={kind: sync}", "weights.channel=ipc"),
+        "rollout.extra_args=[--mem-fraction-static=0.7]",
+    )
+    beside, turns = (plan(DENSE, 8, *recipe, f"rollout.colocated={it}", gpu_gib=141.0) for it in ("false", "true"))
+    assert (beside["gpus"]["needed"], turns["gpus"]["needed"]) == (8, 8)
+    assert turns["total_gib_per_rank"] == beside["total_gib_per_rank"]
+    assert not beside["fits"]
+    assert turns["fits"], turns["reasons"]
+    small = plan(DENSE, 8, *recipe, "rollout.colocated=true", gpu_gib=beside["total_gib_per_rank"] + 2.0)
+    assert small["reasons"][0].startswith("a learner rank beside an engine that sleeps is 1.0 GiB over")
+    full = plan(
+        DENSE,
+        8,
+        *recipe[:-1],
+        "rollout.extra_args=[--mem-fraction-static=0.95]",
+        "rollout.colocated=true",
+        gpu_gib=141.0,
+    )
+    assert any("a resting learner rank beside an engine is" in reason for reason in full["reasons"])
+
+
 def test_a_layout_that_does_not_fit_names_the_largest_item() -> None:
     found = plan(DENSE, 64, "learner.tensor_parallel=8", "learner.pipeline_parallel=1", "learner.data_parallel=1")
     assert not found["fits_memory"]

@@ -17,6 +17,7 @@ from launch.roles.learner import (
     processes_a_node,
     rank_program,
     run_learner_node,
+    wait_for_turn,
 )
 from launch.roles.lifecycle import Rendezvous
 from launch.run.waiting import Stop
@@ -24,7 +25,7 @@ from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import LayoutError, StoreError, SupersededError
+from pipeline.errors import DeadlineExceededError, LayoutError, StoreError, SupersededError
 from rollout_sglang.server.start import free_port
 
 
@@ -205,3 +206,38 @@ def test_a_superseded_node_0_leaves_the_rendezvous_of_its_successor(
     with pytest.raises(SupersededError, match="start 2 has taken over"):
         learner.lead_start(own, recipe, "127.0.0.1", epoch, Stop(), None)
     assert Rendezvous.read(own.rendezvous) == Rendezvous(2, "n2", 29500, 2)
+
+
+@pytest.mark.parametrize(
+    ("published", "batches", "saved", "evaluated", "learners"),
+    [
+        (2, 2, 2, (), False),  # engines sample batch 2
+        (2, 3, 2, (), True),  # it is there
+        (7, 7, 5, (), False),  # the batches of steps 5 and 6 are there, but the engines sample batch 7 first
+        (7, 8, 5, (), True),
+        (2, 2, 3, (), True),  # the checkpoint's own version has yet to be published
+        (9, 9, 9, (), False),  # the final policy is evaluated
+        (9, 9, 9, (9,), True),
+    ],
+)
+def test_a_learner_begins_when_engines_on_its_gpus_can_sample_no_more(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    published: int,
+    batches: int,
+    saved: int,
+    evaluated: tuple[int, ...],
+    learners: bool,
+) -> None:
+    """Otherwise it would put engines to sleep that have yet to make what it needs."""
+    recipe = a_recipe(tmp_path)
+    recipe = recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(steps=9, wait_deadline_s=0.01))))
+    monkeypatch.setattr(RunDirectory, "published_version", lambda _: published)
+    monkeypatch.setattr(RunDirectory, "saved_steps", lambda _: [saved])
+    monkeypatch.setattr(RunDirectory, "evaluated_versions", lambda _: set(evaluated))
+    monkeypatch.setattr(learner.BatchStore, "next_index", batches)
+    if learners:
+        wait_for_turn(RunDirectory(tmp_path), recipe, Stop())
+    else:
+        with pytest.raises(DeadlineExceededError, match="the engines to have sampled what they can"):
+            wait_for_turn(RunDirectory(tmp_path), recipe, Stop())

@@ -18,6 +18,7 @@ from pipeline.config.loader import (
 from pipeline.config.recipe import Recipe
 from pipeline.config.sections import MOST_KEPT
 from pipeline.errors import RecipeError
+from tests.support.runs import a_recipe
 
 RECIPES = sorted((Path(__file__).parents[4] / "pipeline" / "recipes").glob("*.yaml"))
 
@@ -271,3 +272,25 @@ def test_a_paper_s_aggregation_is_the_default(sections: dict[str, Any], aggregat
     assert recipe.advantage.aggregation == aggregation
     again = recipe_from(yaml.safe_load(recipe.to_yaml()), source="t")
     assert (again.advantage.aggregation, again.to_yaml()) == (aggregation, recipe.to_yaml())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(weights=dict(channel="broadcast")), "weights.channel is broadcast; use ipc"),
+        (dict(schedule=dict(kind="async")), "schedule.kind is async; use sync"),
+        (
+            dict(rollout=dict(colocated=True, urls=["http://127.0.0.1:1"])),
+            "rollout.urls names engines that others share",
+        ),
+        (
+            dict(rollout=dict(colocated=True, precision="fp8_block"), controller={}),
+            "controller may have engines started",
+        ),
+    ],
+)
+def test_only_one_run_on_one_machine_takes_turns_with_its_engines(changes: dict[str, Any], said: str) -> None:
+    whole: dict[str, Any] = dict(rollout=dict(colocated=True), weights=dict(channel="ipc"))
+    assert a_recipe(**whole).rollout.colocated
+    with pytest.raises(RecipeError, match=said):
+        a_recipe(**(whole | changes))

@@ -253,6 +253,7 @@ def trained(
             old_logprobs=old,
             updates_per_batch=updates,
             controller=controller,
+            turns=None,
             lr_by_lag=lr_by_lag,
             reference=None,
         )
