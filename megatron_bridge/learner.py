@@ -52,6 +52,8 @@ from precision.ratios import MAX_LOG_RATIO
 
 _log = logging.getLogger(__name__)
 Scores = Tensor | NDArray[np.float32] | None
+_GRAPH_ROW = 128
+"""Tokens of a micro-batch for each of its rows under CUDA graphs; shorter rows fill more micro-batches."""
 _LOOK_S = 3.0
 """Longest time that `save` waits before the ranks check again whether their shares are written."""
 
@@ -119,6 +121,7 @@ class MegatronLearner(RankSync):
             # The interleaved schedule works in groups of as many micro-batches as there are pipeline stages.
             count_multiple=self.layout.pipeline if self.layout.virtual > 1 else 1,
             preferred_multiple=128 if self.device.type == "cuda" else 1,
+            row_slots=0 if chunks[0].config.cuda_graph_impl == "none" else learner.micro_batch_tokens // _GRAPH_ROW + 1,
             one_length=self.layout.pipeline > 1,
             attention_parity=self.model_config.attention_parity,
         )

@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -78,7 +79,8 @@ def begin_save(
     state = _sharded_state(model, optimizer)
     state["learner"] = {"step": step, "layout": asdict(layout), "device": _device()}
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    rng = {"torch": torch.get_rng_state(), "tracker": {name: value.clone() for name, value in tracker.items()}}
+    held = {name: convert_cuda_rng_state(value).clone() for name, value in tracker.items()}
+    rng = {"torch": torch.get_rng_state(), "tracker": held}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
     state["rng"] = _rng_object(rng)
@@ -135,7 +137,9 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
                 moments["step"] = moments["step"].clone()
     if rng is not None:
         torch.set_rng_state(rng["torch"])
-        tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        graphs = any(isinstance(state, torch.Generator) for state in tracker.get_states().values())
+        tracker.set_states({name: convert_cuda_rng_state(state, graphs) for name, state in rng["tracker"].items()})
         if "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"])
     return step

@@ -10,7 +10,7 @@ import importlib.util
 from typing import Any, Literal, NamedTuple
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -113,6 +113,10 @@ def build_chunks(
     if precision is not None and is_fp8(precision):
         require_fp8(precision, layers, model_config, layout)
     config = transformer_config(model_config, layout, dtype, recompute, layers=layers, precision=precision)
+    if config.cuda_graph_impl != "none":
+        require_graphs(config)
+        # Graphs register generators. No number depends on the seed: weights are loaded, and nothing is dropped.
+        tensor_parallel.model_parallel_cuda_manual_seed(0, use_cudagraphable_rng=True, force_reset_rng=True)
     if not hasattr(moe_utils, "te_general_gemm"):
         # Megatron-Core 0.16.1's router compares TE's matrix product with None, but defines the name only with TE.
         moe_utils.te_general_gemm = None
@@ -260,6 +264,27 @@ def _block_spec(config: TransformerConfig, model_config: ModelConfig, virtual_st
     attention.core_attention = PackedAttention
     num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def require_graphs(config: TransformerConfig) -> None:
+    """Raise ModelError unless whole layers can be captured as CUDA graphs by Megatron. A graph repeats its kernels on
+    the same shapes and addresses, so everything that a layer decides on the host must be alike in all micro-batches;
+    `Split.row_slots` makes their rows so."""
+    if config.cuda_graph_impl != "local":
+        found = "only Megatron's own capture is called here; set cuda_graph_impl to local"
+    elif config.cuda_graph_scope:
+        found = "only whole layers are captured; leave cuda_graph_scope out"
+    elif config.transformer_impl != "transformer_engine":
+        found = "Megatron's own layers read the rows' lengths on the host; use Transformer Engine's layers on a GPU"
+    elif config.num_moe_experts is not None:
+        found = "experts get other numbers of tokens in each micro-batch; leave it out for a mixture"
+    elif config.pipeline_model_parallel_size > 1:
+        found = "a stage would need a graph for each of its micro-batches; set learner.pipeline_parallel to 1"
+    elif config.fp8_recipe == "delayed" and config.fp8 is not None:
+        found = "scoring would replay training's graph, which changes the scales; use fp8_tensor or fp8_block"
+    else:
+        return
+    raise ModelError(f"learner.megatron.transformer.cuda_graph_impl is {config.cuda_graph_impl}, but {found}")
 
 
 def require_fp8(precision: LearnerPrecision, layers: Layers, config: ModelConfig, layout: Layout) -> None:

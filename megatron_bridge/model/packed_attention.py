@@ -124,7 +124,8 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     def layout(self, group: dist.ProcessGroup, device: torch.device) -> RowLayout:
         """Return the rows' layout, made at the first call, for this rank of the context parallel `group`."""
         if self._layout is None:
-            self._layout = RowLayout(self.cu_seqlens_q.diff().tolist(), group.size(), group.rank(), device)
+            lengths = [length for length in self.cu_seqlens_q.diff().tolist() if length]
+            self._layout = RowLayout(lengths, group.size(), group.rank(), device)
         return self._layout
 
 

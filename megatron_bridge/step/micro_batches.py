@@ -163,12 +163,14 @@ class MicroBatch:
         columns = zigzag_columns(padded, split.context_ranks, split.context_rank)
         held = columns.numpy()
         predicted = np.flatnonzero(index[held] >= 0)
+        row_ends = np.full(max(len(ends), split.row_slots + 1), ends[-1], np.int32)
+        row_ends[: len(ends)] = ends
         return MicroBatch(
             tokens=torch.from_numpy(tokens[held])[None],
             labels=torch.from_numpy(labels[held])[None],
             columns=torch.from_numpy(predicted),
             index=torch.from_numpy(index[held][predicted]),
-            row_ends=torch.from_numpy(ends.astype(np.int32)),
+            row_ends=torch.from_numpy(row_ends),
             places=places[held],
             kept=None if rows.kept is None else KeptRows.of(rows.kept.take(sets[held])),
         )
@@ -212,6 +214,9 @@ class Split:
     lengths."""
     one_length: bool = False
     """Whether all micro-batches of a data parallel rank are as long as its longest, as pipeline stages need."""
+    row_slots: int = 0
+    """If above 0, all micro-batches have one shape, as CUDA graphs need: they are as long as the budget and have this
+    many rows, the last of them without tokens."""
     attention_parity: int | None = None
     """See ModelConfig.attention_parity; None: balance without attention."""
 
@@ -250,7 +255,8 @@ def plan_micro_batches(
     count = _rounded_up(max(1, -(-max(map(sum, tokens)) // budget)), split.count_multiple)
     while True:
         dealt = [balanced(each, count) for each in tokens]
-        if max(map(fullest, tokens, dealt)) <= budget:
+        most_rows = max(len(part) for parts in dealt for part in parts)
+        if max(map(fullest, tokens, dealt)) <= budget and not 0 < split.row_slots <= most_rows:  # one more for padding
             break
         count += split.count_multiple
     lengths = [padded_lengths(each, parts, split, budget) for each, parts in zip(tokens, dealt, strict=True)]
@@ -269,6 +275,8 @@ def plan_micro_batches(
 
 def padded_lengths(widths: Sequence[int], parts: Sequence[Sequence[int]], split: Split, budget: int) -> list[int]:
     """Return the lengths of a data parallel rank's micro-batches, each of the rows in `parts` with these `widths`."""
+    if split.row_slots:
+        return [budget] * len(parts)
     least = split.row_multiple  # of a micro-batch without rows
     preferred = math.lcm(split.total_multiple, split.preferred_multiple * split.context_ranks * split.sequence_ranks)
     lengths = []

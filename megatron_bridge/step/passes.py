@@ -197,6 +197,8 @@ def packed_rows(on_host: MicroBatch, on_device: MicroBatch, config: TransformerC
         # `longest` equal to all tokens as rotations of one row.
         step = 1 << max(7, (longest - 1).bit_length() - 3)
         longest = -(-longest // step) * step
+    if config.cuda_graph_impl != "none":  # a graph holds one number
+        longest = int(on_host.row_ends[-1])
     return PackedRows(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )

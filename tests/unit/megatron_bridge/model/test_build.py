@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.model.build import PolicyModel, build_chunks
+from megatron_bridge.model.build import PolicyModel, build_chunks, require_graphs
 from megatron_bridge.model.packed_attention import PackedRows
 from megatron_bridge.parallel.layout import Layout, initialize
+from pipeline.errors import ModelError
 from tests.support.learners import leave_world
 
 # Megatron-Core's own layers are built and called in ways that it calls deprecated.
@@ -81,6 +84,35 @@ def test_a_mixture_computes_the_same_with_its_activation_fused() -> None:
     for left, right in zip(fused.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(left.grad, right.grad)
     assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "refused"),
+    [
+        ({}, None),
+        (dict(fp8="e4m3", fp8_recipe="blockwise"), None),
+        (dict(fp8_recipe="delayed"), None),  # its default, without FP8
+        (dict(cuda_graph_impl="transformer_engine"), "set cuda_graph_impl to local"),
+        (dict(cuda_graph_scope=["attn"]), "leave cuda_graph_scope out"),
+        (dict(transformer_impl="local"), "use Transformer Engine's layers"),
+        (dict(num_moe_experts=4), "leave it out for a mixture"),
+        (dict(pipeline_model_parallel_size=2), "set learner.pipeline_parallel to 1"),
+        (dict(fp8="hybrid", fp8_recipe="delayed"), "use fp8_tensor or fp8_block"),
+    ],
+)
+def test_layers_are_captured_only_where_their_shapes_are_one(setting: dict[str, Any], refused: str | None) -> None:
+    taken = dict(
+        cuda_graph_impl="local",
+        cuda_graph_scope=[],
+        transformer_impl="transformer_engine",
+        num_moe_experts=None,
+        pipeline_model_parallel_size=1,
+        fp8=None,
+        fp8_recipe="tensorwise",
+    )
+    config: Any = SimpleNamespace(**taken | setting)
+    with nullcontext() if refused is None else pytest.raises(ModelError, match=refused):
+        require_graphs(config)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.cuda_graphs import ArgMetadata, _CudaGraphRunner
 
-from megatron_bridge.step.micro_batches import MicroBatch
+from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
 from megatron_bridge.step.passes import packed_rows
 
 
@@ -27,7 +28,7 @@ def test_transformer_engine_meets_few_longest_rows(longest: int, told: int) -> N
     """Rotations of each are cached; attention takes it as a bound. Megatron's own layers get the number itself."""
     on_host = of_rows(longest, 1)
     on_device = replace(on_host, row_ends=on_host.row_ends.clone())
-    config: Any = SimpleNamespace(transformer_impl="transformer_engine")
+    config: Any = SimpleNamespace(transformer_impl="transformer_engine", cuda_graph_impl="none")
     packed = packed_rows(on_host, on_device, config)
     assert (packed.max_seqlen_q, packed.max_seqlen_kv) == (told, told)
     assert packed.cu_seqlens_q is on_device.row_ends
@@ -35,3 +36,25 @@ def test_transformer_engine_meets_few_longest_rows(longest: int, told: int) -> N
     packed = packed_rows(on_host, on_device, config)
     assert packed.max_seqlen_q == longest
     assert packed.cu_seqlens_q is on_host.row_ends
+
+
+def test_a_graph_of_a_layer_fits_every_micro_batch() -> None:
+    """By Megatron's own comparison of a call's arguments with those that its graph of a layer was made of."""
+    config: Any = SimpleNamespace(transformer_impl="transformer_engine", cuda_graph_impl="local")
+    runner = object.__new__(_CudaGraphRunner)
+    found = []
+    for lengths in ([40, 30, 9], [63], [5] * 20, [64, 64, 64, 1]):
+        tokens = [np.arange(length + 1, dtype=np.int32) for length in lengths]
+        rows = TokenRows(tokens=tokens, starts=np.ones(len(tokens), np.int64))
+        plan = plan_micro_batches(rows, micro_batch_tokens=64, split=Split(row_slots=8))
+        for micro_batch in plan.micro_batches:
+            hidden = torch.zeros(micro_batch.tokens.numel(), 1, 4)
+            named = dict(hidden_states=hidden, packed_seq_params=packed_rows(micro_batch, micro_batch, config))
+            found.append(named)
+    runner.fwd_graph_input_arg_metas = []
+    runner.fwd_graph_input_kwarg_metas = {name: ArgMetadata(value) for name, value in found[0].items()}
+    assert len(found) == 2 + 1 + 3 + 4
+    assert [runner.get_mismatch_errors((), named) for named in found] == [[]] * len(found)
+    config.cuda_graph_impl = "none"
+    longer = packed_rows(plan.micro_batches[-1], plan.micro_batches[-1], config)
+    assert runner.get_mismatch_errors((), found[0] | dict(packed_seq_params=longer)), "what is compared"
