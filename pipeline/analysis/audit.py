@@ -25,7 +25,7 @@ from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.data.store import BatchStore, LostBatch
-from pipeline.rollout.batch_builder import SolvedPromptFilter, SolvedPromptRule
+from pipeline.rollout.batch_builder import SolvedPromptFilter, SolvedPromptRule, attempts
 from pipeline.schedule import Schedule
 
 MOST_LOST = 1_000_000
@@ -106,7 +106,7 @@ def verify_history(
             passed_over = {drop.group: drop.problem for drop in batch.dropped if drop.kind == "solved"}
             misjudged |= {group for group, problem in asked.items() if problem in known}
             misjudged |= {group for group, problem in passed_over.items() if problem not in known}
-        solved.record(batch)
+        solved.record(index, {} if solved_rule is None else attempts(batch, solved_rule.solved_at))
         next_group, open_groups = batch.next_group, batch.open_groups
     opened = np.array(open_groups, np.int64)
     groups, times = np.unique(np.concatenate(seen), return_counts=True)

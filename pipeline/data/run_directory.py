@@ -22,6 +22,7 @@
       skipped/000012           the learner skipped its step
       SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
       reference.json           digests of the reference policy that the run began with (pipeline.trainer.old_logprobs)
+      attempts.jsonl           attempts at each problem by batch (pipeline.rollout.batch_builder.AttemptsLog)
       outside.json             files outside of the run: weights, code of rewards (pipeline.resume)
       parent.json              the run and step of which this run is a fork (launch.fork)
       replay.json              the run of which this run is the replay (launch.run.replay)
@@ -106,6 +107,7 @@ class RunDirectory:
     sandbox_file = _Within("SANDBOX")
     """The sandbox that the run's reward code began in."""
     reference_file = _Within("reference.json")
+    attempts_file = _Within("attempts.jsonl")
     outside_file = _Within("outside.json")
     """Files outside of the run (pipeline.resume)."""
     parent_file = _Within("parent.json")

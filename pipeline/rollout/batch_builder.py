@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +34,7 @@ from pipeline.data.batch import (
     Prompt,
     is_solved,
 )
+from pipeline.data.checksums import crc32
 from pipeline.data.store import BatchStore, Entry, entry, groups_between
 from pipeline.errors import RecipeError, RewardError
 from pipeline.importing import own_function, truth_of
@@ -426,12 +429,13 @@ class SolvedPromptFilter:
         self._solved_rule = solved_rule
         self._attempts: dict[int, Attempts] = {}
         self._solved: Mapping[int, Attempts] = {}
-        self._later: deque[tuple[int, dict[int, Attempts]]] = deque()
+        self._later: deque[tuple[int, Mapping[int, Attempts]]] = deque()
         """(batch, attempts by problem), recorded and not yet counted."""
 
-    def record(self, batch: Batch) -> None:
+    def record(self, batch: int, tried: Mapping[int, Attempts]) -> None:
+        """Take the attempts by problem of a batch. Batches come in ascending order."""
         if self._solved_rule is not None:
-            self._later.append((batch.index, attempts(batch, self._solved_rule.solved_at)))
+            self._later.append((batch, tried))
 
     def solved(self, version: int) -> Mapping[int, Attempts]:
         """Return solved problem → the attempts that made it count as solved, by the batches below `version`. `version`
@@ -469,6 +473,36 @@ def attempts(batch: Batch, solved_at: float) -> dict[int, Attempts]:
             found[drop.problem] = found.get(drop.problem, Attempts()) + Attempts(drop.samples, drop.solved)
     found.pop(-1, None)
     return found
+
+
+class AttemptsLog:
+    """A file of the attempts of each batch, from which a restarted collector counts, without reading all batches.
+
+    A line holds the checksum of its batch and that of itself. A batch without a fitting line is read instead.
+    """
+
+    def __init__(self, path: Path, solved_at: float) -> None:
+        self._path = path
+        self.solved_at = solved_at
+
+    def append(self, batch: int, checksum: str, tried: Mapping[int, Attempts]) -> None:
+        counts = [[problem, one.samples, one.solved] for problem, one in tried.items()]
+        line = json.dumps([batch, checksum, self.solved_at, counts], separators=(",", ":"))
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"\n{crc32(line.encode())} {line}")  # on a line of its own also behind one that was cut off
+
+    def read(self) -> dict[tuple[int, str], dict[int, Attempts]]:
+        """Return (batch, its checksum) → attempts by problem. Lines that are damaged, cut off, or of another
+        `solved_at` are passed over."""
+        found = dict[tuple[int, str], dict[int, Attempts]]()
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            for line in file:
+                seal, _, text = line.rstrip(b"\n").partition(b" ")
+                if seal == str(crc32(text)).encode():
+                    batch, checksum, solved_at, counts = json.loads(text)
+                    if solved_at == self.solved_at:
+                        found[batch, checksum] = {problem: Attempts(*numbers) for problem, *numbers in counts}
+        return found
 
 
 GIVEN = ("prompt", "answer", "metadata", "responses", "rewards", "reward_parts", "info")

@@ -46,6 +46,7 @@ from pipeline.errors import DeadlineExceededError, FatalError, StoreError
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import (
     Allocator,
+    AttemptsLog,
     BatchBuilder,
     GroupAllocator,
     GroupFilter,
@@ -54,6 +55,7 @@ from pipeline.rollout.batch_builder import (
     PromptSource,
     SolvedPromptFilter,
     SolvedPromptRule,
+    attempts,
     num_repeated,
     pass_unfinished,
     require_scores,
@@ -133,6 +135,7 @@ class Collector:
     _sampler: GroupSampler = field(init=False)
     _solved: SolvedPromptFilter = field(init=False)
     _allocator: Allocator = field(init=False)
+    _attempts: AttemptsLog = field(init=False)
     _evaluated: set[int] = field(init=False)
     _for_publish: Patience = field(init=False)
     _published: int = field(init=False, default=-1)
@@ -162,6 +165,8 @@ class Collector:
         )
         self._for_publish = Patience(say, "the collector", "the learner's publish (its log is in RUN/logs)")
         self._evaluated = self.run.evaluated_versions()
+        rule = self.settings.solved_rule
+        self._attempts = AttemptsLog(self.run.attempts_file, SOLVED_REWARD if rule is None else rule.solved_at)
 
     @property
     def num_waiting(self) -> int:
@@ -227,8 +232,14 @@ class Collector:
         self._allocator = allocator
         self._solved = SolvedPromptFilter(self.settings.solved_rule)
         if self.settings.solved_rule:
+            known = await asyncio.to_thread(self._attempts.read)
             for there in sorted(set(range(index)) - {lost.index for lost in self.store.all_lost()}):
-                self._solved.record(await asyncio.to_thread(self.store.read_samples, there))
+                key = there, self.store.checksum(there)
+                if key not in known:
+                    batch = await asyncio.to_thread(self.store.read_samples, there)
+                    known[key] = attempts(batch, self._attempts.solved_at)
+                    self._attempts.append(*key, known[key])
+                self._solved.record(there, known[key])
 
     async def _produce(self, index: int, this: _UnderWay) -> None:
         """Make one batch: wait for its version, ask and score prompts, wait for its turn, evaluate, commit, log. Work
@@ -285,8 +296,11 @@ class Collector:
             repeated=builder.num_repeated,
         )
         require_scores(batch)
-        self._solved.record(batch)  # before the commit: after it, the learner may soon unblock a later batch
+        tried = attempts(batch, self._attempts.solved_at) if self.settings.solved_rule else {}
+        self._solved.record(index, tried)  # before the commit: after it, the learner may soon unblock a later batch
         await asyncio.to_thread(self.store.commit, batch)
+        if self.settings.solved_rule:
+            await asyncio.to_thread(self._attempts.append, index, self.store.checksum(index), tried)
 
         interrupted = await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged & taught(batch)).sum()))
         await self._tell_people(builder)

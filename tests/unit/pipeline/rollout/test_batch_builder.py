@@ -186,16 +186,16 @@ def test_it_takes_enough_samples_and_a_high_enough_rate(make_batch: MakeBatch) -
         ({2: [1, 1, 1]}, {1: Attempts(6, 5), 2: Attempts(12, 10)}),
     ]
     for index, (rewards, solved) in enumerate(rows):
-        solved_prompts.record(batch_of(make_batch, index, rewards))
+        solved_prompts.record(index, attempts(batch_of(make_batch, index, rewards), 1.0))
         assert solved_prompts.solved(index + 1) == solved
 
 
 def test_only_batches_below_the_version_count_and_the_retired_stay_away(make_batch: MakeBatch) -> None:
     solved_prompts = SolvedPromptFilter(SolvedPromptRule(pass_rate=1.0, min_samples=3))
-    solved_prompts.record(batch_of(make_batch, 0, {1: [1, 1, 1]}))
+    solved_prompts.record(0, attempts(batch_of(make_batch, 0, {1: [1, 1, 1]}), 1.0))
     # Batches 1 and 2 were under way when problem 1 solved: what they say of it changes nothing.
-    solved_prompts.record(batch_of(make_batch, 1, {1: [1, 1, 1], 2: [1, 1, 1]}))
-    solved_prompts.record(batch_of(make_batch, 2, {1: [0, 0, 0]}))
+    solved_prompts.record(1, attempts(batch_of(make_batch, 1, {1: [1, 1, 1], 2: [1, 1, 1]}), 1.0))
+    solved_prompts.record(2, attempts(batch_of(make_batch, 2, {1: [0, 0, 0]}), 1.0))
     assert solved_prompts.solved(0) == {}
     after_one = solved_prompts.solved(1)
     assert after_one == {1: Attempts(3, 3)}
@@ -217,8 +217,8 @@ def test_when_it_is_asked_does_not_matter(
         batches.append(batch_of(make_batch, index, rewards))
     at_once, stepwise = SolvedPromptFilter(rule), SolvedPromptFilter(rule)
     for batch in batches:
-        at_once.record(batch)
-        stepwise.record(batch)
+        at_once.record(batch.index, attempts(batch, 1.0))
+        stepwise.record(batch.index, attempts(batch, 1.0))
         if data.draw(st.booleans()):
             stepwise.solved(batch.index + 1)
     assert stepwise.solved(len(batches)) == at_once.solved(len(batches))

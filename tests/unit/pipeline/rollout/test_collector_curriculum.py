@@ -136,6 +136,29 @@ def test_solved_problems_leave_for_good(run: RunDirectory, verifiers: Verifiers)
     assert [e["solved_problems"] for e in read_events(run.path, "committed")] == [0, 1, 2, 2, 2, 2]
 
 
+def test_a_restart_counts_from_the_log_and_reads_only_batches_without_a_line(
+    run: RunDirectory, verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5 batches the line of batch 1 is damaged, that of batch 3 cut off, and batch 4's is of another batch."""
+    schedule = Schedule(kind="sync", steps=5)
+    collect(build(run, verifiers, schedule, num_prompts=40, solved_rule=RETIREMENT))
+    empty, *lines = run.attempts_file.read_text().split("\n")
+    assert (empty, len(lines)) == ("", 5)
+    lines[1] = lines[1].replace(",", ";", 1)
+    lines[4] = lines[4].replace("[4,", "[3,")
+    run.attempts_file.write_text("\n".join([*lines[:3], lines[4], lines[3][:-9]]))
+    read = list[int]()
+    original = BatchStore.read_samples
+    monkeypatch.setattr(BatchStore, "read_samples", lambda store, index: read.append(index) or original(store, index))
+    longer = Schedule(kind="sync", steps=10)
+    collect(build(run, verifiers, longer, num_prompts=40, solved_rule=RETIREMENT))
+    assert read == [1, 3, 4]
+    assert verify_history(run.path, longer, 10, RETIREMENT).sound
+    read.clear()
+    collect(build(run, verifiers, Schedule(kind="sync", steps=11), num_prompts=40, solved_rule=RETIREMENT))
+    assert read == [], "it has noted them"
+
+
 def test_the_verdict_rests_on_what_the_required_version_was_trained_on(run: RunDirectory, verifiers: Verifiers) -> None:
     """One problem a batch of three groups, lag 2: batch b looks at the batches below b - 2, however many are there."""
     schedule = Schedule(kind="async", steps=5, lag=2)
