@@ -118,7 +118,7 @@ class EngineClient:
                 self._known_dialect = dialect_of(ServerInfo.model_validate_json(answer.content))
             except ValidationError:
                 raise EngineUnavailableError(
-                    f"{self.url}/server_info names no version of SGLang; see what listens there"
+                    f"{self.url}/server_info names no version of SGLang; see which program listens there"
                 ) from None
         return self._known_dialect
 

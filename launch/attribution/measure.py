@@ -352,7 +352,7 @@ def refuse_learned_otherwise(
     first = checkpoint_before(source, min(wanted)) or 0
     if (changed := learned_otherwise(recipes, range(first, max(wanted)), sampled_by)) is not None:
         raise RunConflictError(
-            f"batch {recorded.index} of {source.path} cannot be measured: what sampled it is made by training steps "
+            f"batch {recorded.index} of {source.path} cannot be measured: its weights are made by training steps "
             f"{first} to {max(wanted) - 1} again, but {changed}; give --batch one with a checkpoint since then at or "
             "before its versions, or measure the run that it is a fork of"
         )

@@ -115,8 +115,8 @@ class Source(Settings):
             return Source.model_validate_json(path.read_bytes())
         except ValueError as error:
             raise StoreError(
-                f"{path} does not say what the run is trained on; put back a copy of it, or remove {run.path} and give "
-                "the command again"
+                f"{path} does not name the run's data; put back a copy of it, or remove {run.path} and give the "
+                "command again"
             ) from error
 
     def freeze(self, run: RunDirectory) -> None:

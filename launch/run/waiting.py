@@ -116,7 +116,9 @@ def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: f
             patience.progress()
             return result
         if time.monotonic() > ends:
-            raise DeadlineExceededError(f"waited {deadline_s:g} s for {what}; see whether what should make it runs")
+            raise DeadlineExceededError(
+                f"waited {deadline_s:g} s for {what}; see whether the process that makes it is running"
+            )
         if not told:
             print(f"waiting for {what}", flush=True)
             told = True

@@ -116,7 +116,7 @@ class Choice:
             raise ValueError(f"class {path} is no subclass of {kind}; derive it from that")
         if inspect.isabstract(found):
             missing = ", ".join(sorted(found.__abstractmethods__))
-            raise ValueError(f"class {path} lacks {missing}; write what {kind} asks for")
+            raise ValueError(f"class {path} lacks {missing}; write the members that {kind} asks for")
         try:
             name_of(found)
         except TypeError as error:

@@ -165,7 +165,7 @@ class DataTask(Section):
         if self.template_arguments and not self.chat_template:
             raise ValueError("template_arguments are for the chat template; set task.chat_template to true")
         if own := [name for name in self.template_arguments if name in _TEMPLATES_OWN or name.endswith("_token")]:
-            raise ValueError(f"template_arguments.{own[0]} is what each chat template is given anyway; leave it out")
+            raise ValueError(f"template_arguments.{own[0]} is given to each chat template anyway; leave it out")
         return self
 
     @model_validator(mode="after")

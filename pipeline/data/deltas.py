@@ -225,7 +225,7 @@ class Delta:
                     data = file.read(payload.num_bytes)
                 apply(target, self.widths[name], Places(*payload[3:]), data)
             except (OSError, ValueError) as error:
-                raise StoreError(f"{path} does not hold what changed of {name} ({error})") from error
+                raise StoreError(f"{path} does not hold the changes of {name} ({error})") from error
 
 
 @dataclass

@@ -118,7 +118,7 @@ def _later(run: Path) -> list[Path]:
     if sorted(found) != [*range(1, len(found) + 1)]:
         raise StoreError(
             f"{folder} holds {', '.join(path.name for _, path in sorted(found.items()))}, expected no gap from "
-            "000001.yaml on; put back a copy of what is missing"
+            "000001.yaml on; put back a copy of the missing file"
         )
     return [found[number] for number in sorted(found)]
 

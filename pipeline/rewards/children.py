@@ -102,7 +102,7 @@ class Children:
         for folder in self._written():
             empty(folder, self._mounted if folder == self.scratch else frozenset())
         if self._wrote_more_than(2):
-            raise RunIsGoneError("what was written beside a mount cannot be removed: a fresh worker has room")
+            raise RunIsGoneError("files beside a mount cannot be removed: a fresh worker has room")
 
     def end(self) -> None:
         self.kill()

@@ -206,7 +206,7 @@ def decode_judgment(key: str, message: bytes) -> Judgment:
     if not isinstance(fields, list) or len(fields) < 2:
         raise BadMessageError("no list of a key and judgments")
     if fields[0] != key:
-        raise BadMessageError("it does not answer what was asked")
+        raise BadMessageError("it answers another request")
     judgments = []
     for one in fields[1:]:
         if not isinstance(one, list) or len(one) != 4:

@@ -41,7 +41,7 @@ def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, s
         ) from error
     if missing:
         raise RecipeError(
-            f"task.class {section.class_} lacks {', '.join(missing)}; write what pipeline.tasks.task.Task asks for, or "
-            "derive it from pipeline.tasks.task.GeneratedTask"
+            f"task.class {section.class_} lacks {', '.join(missing)}; write the members of pipeline.tasks.task.Task, "
+            "or derive it from pipeline.tasks.task.GeneratedTask"
         )
     return made  # type: ignore[no-any-return]

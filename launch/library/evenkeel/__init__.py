@@ -213,7 +213,7 @@ def _readable(recipe: RecipeLike, changes: Changes) -> tuple[Path | dict[str, An
     """What the loader takes. Keys with a dot at the top of a mapping, such as "run.name", are changes of it."""
     if not isinstance(recipe, str | Path | Mapping | Recipe):
         raise RecipeError(
-            f"recipe is {quoted(recipe)}, expected the path or the name of one, a mapping or what load_recipe returned"
+            f"recipe is {quoted(recipe)}, expected a recipe's path or name, a mapping, or a recipe from load_recipe"
         )
     if isinstance(changes, str) or not isinstance(changes, Mapping | Sequence):
         raise RecipeError(f'changes are {quoted(changes)}, expected {{"run.steps": 3}} or ["run.steps=3"]')

@@ -58,8 +58,8 @@ def test_prompts_evaluations_and_demonstrations_get_them(
     ("arguments", "more", "said"),
     [
         (dict(enable_thinking=False), dict(chat_template=False), "set task.chat_template to true"),
-        (dict(messages="x"), {}, r"template_arguments\.messages is what each chat template is given anyway"),
-        (dict(bos_token="x"), {}, r"template_arguments\.bos_token is what each chat template is given anyway"),
+        (dict(messages="x"), {}, r"template_arguments\.messages is given to each chat template anyway"),
+        (dict(bos_token="x"), {}, r"template_arguments\.bos_token is given to each chat template anyway"),
         (dict(tone=["dry"]), {}, "template_arguments"),
     ],
 )

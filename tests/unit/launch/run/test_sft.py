@@ -100,7 +100,7 @@ def test_another_source_is_refused(run: RunDirectory, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", '{"batch_size": 8, "of_tomorrow": 1}', '{"batch_size": "many"}'])
 def test_a_damaged_file_is_one_line(run: RunDirectory, text: str) -> None:
     (run.path / SFT_FILE).write_text(text)
-    with pytest.raises(StoreError, match=r"sft\.json does not say what the run is trained on; put back a copy"):
+    with pytest.raises(StoreError, match=r"sft\.json does not name the run's data; put back a copy"):
         Source.of(8, None, None).freeze(run)
 
 

@@ -31,7 +31,7 @@ INFO = [dict(prompt_tokens=3, response_tokens=n, finish="stop" if n == 1 else "l
 def test_an_answer_to_another_request_is_refused() -> None:
     answer = encode_judgment("asked", Judgment(1.0, {}))
     assert decode_judgment("asked", answer).reward == 1.0
-    with pytest.raises(messages.BadMessageError, match="does not answer what was asked"):
+    with pytest.raises(messages.BadMessageError, match="it answers another request"):
         decode_judgment("another", answer)
 
 
