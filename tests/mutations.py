@@ -268,11 +268,11 @@ MUTATIONS = (
         (f"{UNIT}/pipeline/rewards/test_escapes.py",),
     ),
     Mutation(
-        "what is trained while weights move is published",
-        "megatron_bridge/weight_sync/streaming.py",
-        "self._tensors.append((name, copy))",
-        "self._tensors.append((name, tensor))",
-        (f"{UNIT}/megatron_bridge/weight_sync/test_streaming.py",),
+        "a rank sends the version before, while its neighbor does not yet keep the new one",
+        "megatron_bridge/weight_sync/snapshot.py",
+        "while next(lines) != self._number:",
+        "while next(lines) is None:",
+        (f"{UNIT}/megatron_bridge/weight_sync/test_snapshot.py",),
     ),
     Mutation(
         "a learner without a batch does not look whether its publish failed",

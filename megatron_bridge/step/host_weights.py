@@ -159,6 +159,10 @@ _ALIGNED = 512
 """Alignment of the tensors in a block, in bytes, as in torch's allocators."""
 
 
+def _pinned_block(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
 @dataclass
 class PinnedMemory:
     """An allocator of tensors of host memory that a GPU copies at full speed, for as long as this object lives or until
@@ -166,6 +170,8 @@ class PinnedMemory:
 
     pinned: bool
     block_bytes: int = BLOCK_BYTES
+    new_block: Callable[[int], Tensor] = _pinned_block
+    """Returns uint8 [its argument], a multiple of `block_bytes`."""
     _blocks: list[Tensor] = field(default_factory=list)
     _used: list[int] = field(default_factory=list)
     """Bytes handed out of each block."""
@@ -179,8 +185,7 @@ class PinnedMemory:
         while block < len(self._blocks) and len(self._blocks[block]) - self._used[block] < num_bytes:
             block += 1
         if block == len(self._blocks):
-            size = max(self.block_bytes, 1 << (num_bytes - 1).bit_length())
-            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            self._blocks.append(self.new_block(max(self.block_bytes, 1 << (num_bytes - 1).bit_length())))
             self._used.append(0)
         begin = self._used[block]
         self._used[block] = -(-(begin + num_bytes) // _ALIGNED) * _ALIGNED

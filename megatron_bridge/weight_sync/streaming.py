@@ -13,10 +13,11 @@ learner waits for pauses the engines at once and sends each bucket as soon as it
 and score the probe while the learner still does; the results are compared when both sides have them.
 
 Each pipeline stage streams the tensors it holds; the stages stream at the same time. Every rank of a stage has the
-gathered tensors, so the engines are divided among its first ranks, at most one rank per engine of the recipe; the other
-ranks keep no snapshot. At each publish rank 0 reads the list of engines and sends it to the other ranks with the
-update's number. A rank sends through process groups (ProcessGroupTransport) or through memory that the engine opens
-(IpcTransport). A dead or hung engine delays the publish by at most its deadline, is skipped, then quarantined.
+gathered tensors, so the engines are divided among its first ranks, at most one rank per engine of the recipe. On each
+host the first of them keeps the snapshot for all (weight_sync.snapshot). At each publish rank 0 reads the list of
+engines and sends it to the other ranks with the update's number. A rank sends through process groups
+(ProcessGroupTransport) or through memory that the engine opens (IpcTransport). A dead or hung engine delays the publish
+by at most its deadline, is skipped, then quarantined.
 
 Engines that restart, and a collector that resyncs engines, load the policy folder. It is complete before the next
 publish begins and before a checkpoint of a later version is written.
@@ -30,7 +31,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -44,7 +45,6 @@ from torch import Tensor
 from megatron_bridge.hf.folders import complete_policy, expected_bytes
 from megatron_bridge.hf.tensor_files import whole_tensors, write_shards
 from megatron_bridge.parallel.rank_sync import RankSync, taking
-from megatron_bridge.step.host_weights import PinnedMemory
 from megatron_bridge.weight_sync.disk import (
     CONTROL_S,
     BackgroundChannel,
@@ -54,6 +54,7 @@ from megatron_bridge.weight_sync.disk import (
     joined_digests,
     prune,
 )
+from megatron_bridge.weight_sync.snapshot import shared_snapshot
 from megatron_bridge.weight_sync.transport import EventLoopThread, WeightTransport, pack
 from megatron_bridge.weights import export_stage, stage_tensors
 from pipeline import spans
@@ -148,7 +149,7 @@ class StreamedChannel(BackgroundChannel):
         self._engines: list[Member] = []
         """The engines of the last publish."""
         on_gpu = learner.device.type == "cuda"
-        self._snapshot = HostSnapshot(pinned=on_gpu)
+        self._snapshot = shared_snapshot(self._rank_sync, ranks, pinned=on_gpu)
         self._stream = torch.cuda.Stream(learner.device) if on_gpu else None  # type: ignore[no-untyped-call]
         """A stream of its own, so that a delivery's copies wait for no training kernel."""
         self._writer: FolderWriter | None = None
@@ -206,13 +207,15 @@ class StreamedChannel(BackgroundChannel):
         self._transport.close()
         self._event_loop.run(self._session.close())
         self._event_loop.close()
+        self._snapshot.close()
 
     def _take(self, watch: Stopwatch) -> Exception | None:
         """Fill the snapshot and return any error. Every rank of the stage exhausts the gathers, also after an error."""
         tensors = watch.timed("gather_s", export_stage(self._learner.model, self._learner.model_config))
         try:
             with taking(tensors):
-                if self._stage_rank < self._senders:
+                # The first ranks send: if a host's first does not, none there does.
+                if self._snapshot.is_keeper and self._stage_rank < self._senders:
                     stream = tensors
                     if self._share is not None:
                         stream = watch.timed("quantize_s", quantize_state(tensors, self._share))
@@ -369,56 +372,6 @@ class StreamedChannel(BackgroundChannel):
         if publish.paused_at is not None:
             paused_s += publish.sent_at - publish.paused_at
         return {"measured": measured | {"engines_paused_s": paused_s}, "failed": len(report.failures)}
-
-
-class HostSnapshot:
-    """Named tensors in host memory, in the order of adding. One thread adds, any number of threads read."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        """`pinned` memory is copied to and from a GPU at full speed."""
-        self._pinned = PinnedMemory(pinned)
-        self._memory: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
-        """Memory by format too: a tensor may change its format and change back."""
-        self._tensors: list[tuple[str, Tensor]] = []
-        self._complete = True
-        self._failure: Exception | None = None
-        self._changed = threading.Condition()
-
-    def begin(self) -> None:
-        """Begin another version. Nothing may read the last version anymore."""
-        with self._changed:
-            self._tensors, self._complete, self._failure = [], False, None
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor; the caller may change it afterwards."""
-        kind = (name, tensor.shape, tensor.dtype)
-        if (copy := self._memory.get(kind)) is None:
-            copy = self._memory[kind] = self._pinned.empty(tensor.shape, tensor.dtype)
-        copy.copy_(tensor.detach())
-        with self._changed:
-            self._tensors.append((name, copy))
-            self._changed.notify_all()
-
-    def end(self, failure: Exception | None = None) -> None:
-        """Mark the version as complete; with a `failure` it is incomplete, and every reader raises the failure."""
-        with self._changed:
-            self._complete, self._failure = True, failure
-            self._changed.notify_all()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor, waiting for those not yet added. Readers must not change them."""
-        position = 0
-        while True:
-            with self._changed:
-                while len(self._tensors) == position and not self._complete:
-                    self._changed.wait()
-                if self._failure is not None:
-                    raise self._failure
-                if position == len(self._tensors):
-                    return
-                item = self._tensors[position]
-            position += 1
-            yield item
 
 
 class FolderWriter:

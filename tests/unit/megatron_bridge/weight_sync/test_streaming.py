@@ -1,4 +1,4 @@
-"""Which ranks of a stage keep a version in host memory: a real learner in the place of each, one after the other."""
+"""Which ranks keep a version in host memory, and how the folder behind the engines' back is written."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from megatron_bridge.weight_sync import streaming
+from launch.verify.layouts import write_model
+from megatron_bridge.weight_sync import snapshot, streaming
 from megatron_bridge.weight_sync.disk import ProbeScorer, WeightCheckPlan
 from megatron_bridge.weight_sync.streaming import (
     FolderWriter,
-    HostSnapshot,
     StreamedChannel,
     gather_manifests,
 )
 from megatron_bridge.weight_sync.transport import ProcessGroupTransport
-from pipeline.background import in_background
+from pipeline.config.recipe import LearnerSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, DiskFullError
+from precision.supervised import Supervised
+from tests.support.learners import learner_here
+from tests.support.ranks import run_ranks
 
 STAGE_SIZE = 4
 
@@ -75,24 +77,36 @@ def test_a_disk_without_room_for_the_folder_is_said_before_the_engines_are_asked
     channel.close()
 
 
-@pytest.mark.parametrize(("num_engines", "senders"), [(1, 1), (3, 3), (9, 4)])
-def test_only_ranks_that_send_keep_a_version(
-    learner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_engines: int, senders: int
-) -> None:
-    monkeypatch.setattr(StreamedChannel, "_deliver", lambda *_: {})
+HOSTS = [(["a", "a"], 2), (["a", "b"], 2), (["a", "b"], 1)]
+
+
+def kept_by(model: Path, run: Path) -> list[bool]:
+    """Whether this one of two tensor parallel ranks keeps a version, by the ranks' hosts and the number of engines."""
     plan = WeightCheckPlan(rows=((1, 2, 3, 4),), max_mean_gap_nats=1.0, new_checksums=None)
-    settings: dict[str, Any] = dict(num_engines=num_engines, keep=1, bucket_bytes=1 << 20, deadline_s=10.0)
-    probe, kept = ProbeScorer(learner), []
-    for rank in range(STAGE_SIZE):
-        monkeypatch.setattr(streaming, "RankSync", lambda _deadline_s, rank=rank: LikeRanks(rank))
-        session: Any = NoEngines()
-        run = RunDirectory(tmp_path / "run")
-        channel = StreamedChannel(learner, session, run, None, plan, probe, ProcessGroupTransport, **settings)
-        for version in (1, 2):
-            channel.publish(version)
-            kept.append(bool(channel._snapshot._memory))
-        channel.close()
-    assert kept == [rank < senders for rank in range(STAGE_SIZE) for _ in range(2)]
+    section = LearnerSection(precision="fp32", tensor_parallel=2, step_deadline_s=60)
+    kept = []
+    StreamedChannel._deliver = lambda *_: {}  # type: ignore[method-assign]
+    with learner_here(model, section, Supervised(), temperature=1.0, seed=0, total_steps=1) as made:
+        for hosts, num_engines in HOSTS:
+            snapshot.host_of_process = lambda hosts=hosts: hosts[made.rank]
+            settings: dict[str, Any] = dict(num_engines=num_engines, keep=1, bucket_bytes=1 << 20, deadline_s=10.0)
+            session: Any = NoEngines()
+            run_directory, probe = RunDirectory(run), ProbeScorer(made)
+            channel = StreamedChannel(
+                made, session, run_directory, None, plan, probe, ProcessGroupTransport, **settings
+            )
+            for version in (1, 2):
+                channel.publish(version)
+            kept.append(bool(channel._snapshot._copies))
+            channel.close()
+    return kept
+
+
+def test_one_rank_of_a_host_keeps_a_version_if_any_there_sends(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", experts=False)
+    first, second = run_ranks(2, kept_by, tmp_path / "model", tmp_path / "run")
+    assert first == [True, True, True]
+    assert second == [False, True, False]
 
 
 def test_the_last_stage_completes_the_folder(tmp_path: Path) -> None:
@@ -143,57 +157,3 @@ def test_a_slow_disk_is_not_waited_for_for_ever(tmp_path: Path) -> None:
         writer.wait(0.1)
     go_on.set()
     writer.wait(10)
-
-
-def taken(snapshot: HostSnapshot, **tensors: Tensor) -> dict[str, list[float]]:
-    snapshot.begin()
-    for name, tensor in tensors.items():
-        snapshot.add(name, tensor)
-    snapshot.end()
-    return {name: tensor.tolist() for name, tensor in snapshot}
-
-
-def test_a_change_of_the_weights_does_not_reach_it() -> None:
-    snapshot, weight = HostSnapshot(pinned=False), torch.ones(2)
-    assert taken(snapshot, a=weight) == {"a": [1, 1]}
-    weight.zero_()
-    assert {name: tensor.tolist() for name, tensor in snapshot} == {"a": [1, 1]}
-
-
-def test_memory_is_used_again_where_it_fits() -> None:
-    snapshot = HostSnapshot(pinned=False)
-    assert taken(snapshot, a=torch.ones(2), b=torch.ones(3)) == {"a": [1, 1], "b": [1, 1, 1]}
-    first = dict(snapshot)
-    assert taken(snapshot, b=torch.zeros(1), a=torch.zeros(2)) == {"b": [0], "a": [0, 0]}
-    assert dict(snapshot)["a"].data_ptr() == first["a"].data_ptr()
-    assert first["b"].tolist() == [1, 1, 1]
-
-
-def test_readers_follow_it_as_it_grows() -> None:
-    snapshot, seen = HostSnapshot(pinned=False), threading.Event()
-    snapshot.begin()
-
-    def read() -> list[str]:
-        names = []
-        for name, _ in snapshot:
-            names.append(name)
-            seen.set()
-        return names
-
-    readers = [in_background(read, "reader") for _ in range(2)]
-    snapshot.add("a", torch.ones(1))
-    assert seen.wait(10), "before the snapshot is complete"
-    snapshot.add("b", torch.ones(1))
-    snapshot.end()
-    assert [reader.result() for reader in readers] == [["a", "b"]] * 2
-
-
-def test_what_ended_it_is_raised_by_every_reader() -> None:
-    snapshot = HostSnapshot(pinned=False)
-    snapshot.begin()
-    snapshot.add("a", torch.ones(1))
-    waiting = in_background(lambda: list(snapshot), "reader")
-    snapshot.end(ValueError("broken"))
-    with pytest.raises(ValueError, match="broken"):
-        waiting.result()
-    assert taken(snapshot, b=torch.ones(1)) == {"b": [1]}
