@@ -212,6 +212,9 @@ def plan(
     recipe: RecipePath,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs there are, learner and engines together.", show_default=False)],
     gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB (an H100 has 79.6).", show_default=False)],
+    host_gib: Annotated[
+        float | None, typer.Option(help="Memory of a host with 8 GPUs of the learner. Default: not judged.")
+    ] = None,
     mean_response_tokens: Annotated[
         float | None, typer.Option(help="Mean length of a response. Default: half of rollout.max_new_tokens.")
     ] = None,
@@ -253,7 +256,7 @@ def plan(
         disk_gb_s=disk_gb_s,
         broadcast_gb_s=broadcast_gb_s,
     )
-    result = make_plan(recipe, overrides or [], chosen, gpus=gpus, gpu_gib=gpu_gib)
+    result = make_plan(recipe, overrides or [], chosen, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib)
     if as_json:
         emit(result)
     else:

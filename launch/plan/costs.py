@@ -202,9 +202,9 @@ def durations(
     """Estimate the phases of the recipe, with the layout of `learner`.
 
     A disk publish writes the folder once, then all engines read it at once. delta moves the changes likewise, and each
-    engine loads its replica. broadcast is one stream to all engines; ipc is assumed as fast, since both mostly gather
-    weights. The learner waits for the folder or, by other channels, until all stages have copied the weights to the
-    host.
+    engine loads its replica. broadcast takes as long as gathering does, or as the busiest sender's network port if it
+    has several engines; ipc is assumed to take as long as gathering. The learner waits for the folder or, by other
+    channels, until all stages have copied the weights to the host.
     """
     rollout, channel = recipe.rollout, recipe.weights.channel
     time = learner_time(config, recipe, learner, assumed)
@@ -212,6 +212,8 @@ def durations(
     moved = weight_bytes(model, rollout)
     by_disk = 2 * moved / (assumed.disk_gb_s * 1e9)
     publish = moved / (assumed.broadcast_gb_s * 1e9)
+    if channel == "broadcast":
+        publish = max(publish, sent_by_one(recipe, moved) / NETWORK_BYTES_S)
     if channel == "disk":
         publish = by_disk
     if channel == "delta":
@@ -226,6 +228,15 @@ def durations(
         publish_s=publish,
         take_s=moved / (assumed.disk_gb_s * 1e9) if channel == "disk" else copied,
     )
+
+
+def sent_by_one(recipe: Recipe, published: float) -> float:
+    """Return the bytes that the busiest rank sends when `published` bytes are broadcast: its stage's share to each of
+    its engines, which have a process group each. 0 for the other channels."""
+    learner, engines = recipe.learner, recipe.rollout.engines
+    senders = min(engines, learner.num_processes // learner.pipeline_parallel)
+    sent = published / learner.pipeline_parallel * math.ceil(engines / senders)
+    return sent if recipe.weights.channel == "broadcast" else 0.0
 
 
 _PUBLISH_PRIORITY = -1

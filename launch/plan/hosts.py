@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.build.sizes import checkpoint_bytes
-from launch.plan.footprint import GIB, footprints
-from launch.plan.planner import Planner, default_assumptions
+from launch.plan.footprint import GIB
+from launch.plan.planner import PROCESS_BYTES, SHM_BYTES_PER_PROCESS, Planner, default_assumptions
 from pipeline.config.algorithm import check_gpu_serves
 from pipeline.config.loader import SHIPPED, find_recipe, load_recipe
 from pipeline.config.recipe import Recipe
@@ -30,10 +30,6 @@ FIXED_S = 60
 
 
 # No formula gives these: assumed, not measured.
-PROCESS_BYTES = 6 * GIB
-"""Host memory of each process with a GPU: Python, pinned memory of CUDA and NCCL, unused ends of our pinned blocks."""
-SHM_BYTES_PER_PROCESS = 2 * GIB
-"""Buffers of NCCL and SGLang between the processes of a host."""
 VERIFIER_BYTES = GIB
 """Host memory of each reward verifier process."""
 COLLECTOR_BYTES = 8 * GIB
@@ -76,29 +72,17 @@ class ClusterNeeds:
 def cluster_needs(planner: Planner, *, gpus_per_learner_host: int, gpus_per_engine_host: int) -> ClusterNeeds:
     """Compute the needs of hosts with the given numbers of GPUs.
 
-    A save copies each rank's shard to host memory and gathers nothing (checkpoint.training_state). Every rank that
-    sends to an engine also keeps its stage's share of a version there (weight_sync.streaming); by disk, one process
-    handles the whole policy. An engine's weights pass through host memory once; a replica holds two versions, the
-    served one and the next.
+    An engine's weights pass through host memory once; a replica holds two versions, the served one and the next.
     """
     recipe, published = planner.recipe, planner.engine_model_bytes
-    learner, rollout, workers = recipe.learner, recipe.rollout, recipe.reward.workers
-    # Host copies of the rank's shares of the reference and of older versions (megatron_bridge.step).
-    copies = (recipe.reference is not None) + recipe.num_kept_versions
-    stages = footprints(planner.config, learner, planner.workload(learner))
-    shard = max(one.parameters * (1 + copies) + one.optimizer for one in stages)
-    senders = min(rollout.engines, learner.num_processes // learner.pipeline_parallel)
-    snapshot = published
-    if recipe.weights.channel != "disk":
-        sending = min(gpus_per_learner_host, learner.pipeline_parallel * senders)
-        snapshot = published * sending / learner.pipeline_parallel
+    rollout, workers = recipe.rollout, recipe.reward.workers
     replica = 2 * math.ceil(published) if recipe.weights.channel == "delta" else 0
     learner_shm = gpus_per_learner_host * SHM_BYTES_PER_PROCESS
     engine_shm = gpus_per_engine_host * SHM_BYTES_PER_PROCESS
     return ClusterNeeds(
         learner=HostNeeds(
             cpus=gpus_per_learner_host * CPUS_PER_GPU,
-            memory_bytes=int(gpus_per_learner_host * (shard + PROCESS_BYTES) + snapshot) + learner_shm,
+            memory_bytes=sum(planner.learner_host(gpus_per_learner_host).values()),
             shm_bytes=learner_shm,
             tmp_bytes=TMP_BYTES,
             stop_s=grace_s(planner),

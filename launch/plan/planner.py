@@ -26,6 +26,7 @@ from launch.plan.costs import (
     durations,
     num_micro_batches,
     rollout_tokens_per_gpu_s,
+    sent_by_one,
     simulate,
     steady_seconds_per_step,
 )
@@ -54,6 +55,13 @@ LEAST, MOST = 1e-6, 1e9
 MIN_CONTEXT_SHARE = 8192
 """Tokens of the longest sample that each rank must keep for context parallelism to be tried."""
 VIRTUAL = (1, 2, 4)
+# No formula gives these: assumed, not measured.
+PROCESS_BYTES = 6 * GIB
+"""Host memory of each process with a GPU: Python, pinned memory of CUDA and NCCL, unused ends of our pinned blocks."""
+CONTEXT_BYTES = int(0.4 * GIB)
+"""GPU memory of the context with which a rank of an engine opens memory on the GPU of another rank (ipc)."""
+SHM_BYTES_PER_PROCESS = 2 * GIB
+"""Buffers of NCCL and SGLang between the processes of a host."""
 
 
 def gib(num_bytes: float) -> float:
@@ -114,10 +122,13 @@ class Planner:
         *,
         gpus: int,
         gpu_gib: float,
+        host_gib: float | None = None,
         sizes: Path | None = None,
     ) -> None:
-        """`sizes` is a folder whose config.json replaces the model's. Raises ModelError, LayoutError or RecipeError."""
-        check_given(dict(gpus=gpus, gpu_gib=gpu_gib))
+        """`host_gib` is the memory of a learner's host (None: enough). `sizes` is a folder whose config.json replaces
+        the model's. Raises ModelError, LayoutError or RecipeError."""
+        check_given(dict(gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib))
+        self.host_gib = host_gib
         self.recipe, self.assumed, self.gpus, self.gpu_gib = recipe, assumed, gpus, gpu_gib
         self.hf_config = read_config(sizes) if sizes else config_for(recipe_path, recipe.model.path)
         check_layout(self.hf_config, recipe.learner)
@@ -142,8 +153,10 @@ class Planner:
         both = recipe.learner.num_processes, self.engine_gpus
         self.needed_gpus = (max(both) if self.shared else sum(both)) + self.teacher_gpus
         self.takes_turns = rollout.colocated
-        awake = self.capacity.gpu_bytes + RUNTIME_BYTES if self.shared else 0.0
-        self.learner_bytes = gpu_gib * GIB - (RUNTIME_BYTES if self.takes_turns else awake)
+        opened = (rollout.tensor_parallel - 1) * CONTEXT_BYTES  # a bucket lies on one GPU (weight_sync.ipc_transport)
+        processes = RUNTIME_BYTES + opened
+        awake = self.capacity.gpu_bytes + processes if self.shared else 0.0
+        self.learner_bytes = gpu_gib * GIB - (processes if self.takes_turns else awake)
         """Memory of each GPU that engines on the same GPU leave a learner that trains: an engine that sleeps leaves all
         but its process's."""
         self.resting_bytes = gpu_gib * GIB - awake
@@ -165,6 +178,26 @@ class Planner:
             emulates_at_publish=local and not learner.fp8_emulation and recipe.rollout.quantized_format is not None,
         )
 
+    def learner_host(self, ranks: int) -> dict[str, int]:
+        """Count the bytes of host memory, by use, that `ranks` learner ranks of one host need together."""
+        learner, recipe = self.recipe.learner, self.recipe
+        stages = footprints(self.config, learner, self.workload(learner))
+        # The reference and older versions, each with memory for one more parameter of every shape.
+        copies = (recipe.reference is not None) + recipe.num_kept_versions
+        layers = self.config.num_layers // learner.pipeline_parallel
+        spare = max(one.held.total // layers + one.held.outer for one in stages) * learner.parameter_bytes
+        # A version, once for the ranks of a host: those of as many stages as the host has. Without a stream, the whole.
+        stages_here, channel = 1.0, recipe.weights.channel
+        if channel in ("broadcast", "ipc"):
+            spread = learner.num_processes // learner.pipeline_parallel
+            stages_here = min(1.0, -(-ranks // spread) / learner.pipeline_parallel)
+        return dict(
+            checkpoint=ranks * max(one.parameters + one.optimizer for one in stages),
+            older_versions=ranks * copies * (max(one.parameters for one in stages) + spare),
+            published_version=int(self.engine_model_bytes * stages_here),
+            processes=ranks * (PROCESS_BYTES + SHM_BYTES_PER_PROCESS),
+        )
+
     def durations(self, learner: LearnerSection) -> Durations:
         return durations(self.config, self.engine_model, self.capacity, self.recipe, self.assumed, learner)
 
@@ -174,6 +207,8 @@ class Planner:
         stages = footprints(self.config, learner, self.workload(learner))
         worst = max(stages, key=lambda one: one.total)
         reasons = self.misfit()
+        ranks = min(GPUS_PER_NODE, learner.num_processes)
+        host = self.learner_host(ranks)
         timed = self.durations(learner)
         gigabytes, replicas = round(self.engine_model_bytes / 1e9, 3), {}
         if channel == "delta":
@@ -192,7 +227,7 @@ class Planner:
             layout=layout_name(learner),
             static_gib_per_rank=gib(worst.static),
             total_gib_per_rank=gib(worst.total),
-            save_copy_gib_per_rank=gib(max(one.parameters + one.optimizer for one in stages)),
+            host=dict(ranks=ranks, given_gib=self.host_gib, **{f"{use}_gib": gib(size) for use, size in host.items()}),
             fits=not reasons,
             fits_memory=worst.total <= self.learner_bytes,
             fits_gpus=self.needed_gpus <= self.gpus,
@@ -222,7 +257,13 @@ class Planner:
                 ),
                 longest_samples_per_engine=capacity.kv_tokens // rollout.context_tokens,
             ),
-            publish=dict(channel=channel, gigabytes=gigabytes, seconds=round(timed.publish_s, 3), **replicas),
+            publish=dict(
+                channel=channel,
+                gigabytes=gigabytes,
+                seconds=round(timed.publish_s, 3),
+                sender_gigabytes=round(sent_by_one(recipe, self.engine_model_bytes) / 1e9, 3),
+                **replicas,
+            ),
             step=dict(
                 schedule=str(self.schedule),
                 seconds=round(steady_seconds_per_step(self.schedule, timed), 2),
@@ -259,6 +300,14 @@ class Planner:
                 f"a resting learner rank beside an engine is {(resting - self.resting_bytes) / GIB:.1f} GiB over: "
                 f"parameters and buckets stay, {resting / GIB:.1f} with its process; lower --mem-fraction-static or "
                 "--max-total-tokens (rollout.extra_args)"
+            )
+        host = self.learner_host(min(GPUS_PER_NODE, learner.num_processes))
+        if self.host_gib is not None and sum(host.values()) > self.host_gib * GIB:
+            use, size = max(host.items(), key=lambda item: item[1])
+            reasons.append(
+                f"a learner's host needs {gib(sum(host.values())):.0f} GiB of its own memory, the most of it for "
+                f"{use.replace('_', ' ')} ({gib(size):.0f}), and has {self.host_gib:g}; spread the ranks over more "
+                "hosts, or raise learner.data_parallel (each rank then holds less of the optimizer)"
             )
         if needed > self.gpus:
             teacher = f" and a teacher × {self.teacher_gpus}" if self.teacher_gpus else ""
@@ -408,13 +457,20 @@ def _memory(one: Footprint) -> dict[str, Any]:
 
 
 def make_plan(
-    recipe_path: Path, overrides: list[str], chosen: Mapping[str, float | None], *, gpus: int, gpu_gib: float
+    recipe_path: Path,
+    overrides: list[str],
+    chosen: Mapping[str, float | None],
+    *,
+    gpus: int,
+    gpu_gib: float,
+    host_gib: float | None = None,
 ) -> dict[str, Any]:
     """Read a recipe and plan it; `chosen` holds Assumptions by name, None for the default."""
     recipe_path = find_recipe(recipe_path)
     recipe = load_recipe(recipe_path, overrides)
     check_gpu_serves(recipe.rollout.quantized_format)
-    return Planner(recipe_path, recipe, default_assumptions(recipe, chosen), gpus=gpus, gpu_gib=gpu_gib).plan()
+    assumed = default_assumptions(recipe, chosen)
+    return Planner(recipe_path, recipe, assumed, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib).plan()
 
 
 def default_assumptions(recipe: Recipe, chosen: Mapping[str, float | None]) -> Assumptions:

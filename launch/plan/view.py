@@ -32,6 +32,8 @@ _ASSUMED = {
     "fragmentation": "of the memory above static, lost to fragmentation",
 }
 
+_HOST = ("checkpoint_gib", "older_versions_gib", "published_version_gib", "processes_gib")
+
 _CAVEATS = (
     "Not in the model: padding without pipeline stages, uneven loads of experts, stages of unequal work, kernels that "
     "are less efficient on small shards, the optimizer's own time, commits, checkpoints and evaluation."
@@ -56,8 +58,14 @@ def render(plan: Mapping[str, Any]) -> RenderableType:
     if plan["fits"]:
         fullest = f"fits: the fullest learner rank needs {plan['total_gib_per_rank']:.1f} GiB"
         parts.append(Text(fullest, style="bold green"))
-    saved = f"host memory, while a checkpoint is written: {plan['save_copy_gib_per_rank']:.1f} GiB a learner rank"
-    parts.append(Text(saved))
+    host = plan["host"]
+    uses = {name.removesuffix("_gib").replace("_", " "): size for name, size in host.items() if name in _HOST}
+    parts.append(
+        Text(
+            f"host memory: {sum(uses.values()):.0f} GiB for {host['ranks']} learner ranks: "
+            + ", ".join(f"{use} {size:.0f}" for use, size in uses.items() if size)
+        )
+    )
     parts += [Text(f"does not fit: {reason}", style="bold red") for reason in plan["reasons"]]
 
     # Parameters, gradients and optimizer add up to static; --json has each.
@@ -75,6 +83,8 @@ def render(plan: Mapping[str, Any]) -> RenderableType:
     run = _table("Engines and one step", "what", "estimate")
     replicas = publish.get("replica_gigabytes")
     beside = "" if replicas is None else f"; replicas of {replicas:.0f} GB beside each engine"
+    if publish["sender_gigabytes"]:
+        beside = f"; {publish['sender_gigabytes']:.1f} GB from one GPU's port"
     run.add_row(
         "keys and values",
         f"{engines['kv_tokens_per_engine']:,} tokens an engine: {engines['mean_samples_per_engine']:,} samples of mean "

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def write_shards(
     Nothing is synced. Raises ValueError for pieces that do not match their spec."""
     manifest: Manifest = {}
     shard: _Shard | None = None
-    count = 0
+    count, hasher = 0, ThreadPoolExecutor(1, "shard-hash")
     try:
         for spec, pieces in tensors:
             if shard is None or not shard.has_room(spec, shard_bytes):
@@ -151,7 +152,7 @@ def write_shards(
                     shard.close()
                 count += 1
                 shard = _Shard(folder / f"{prefix}-{count:05}.safetensors")
-            manifest[spec.name] = shard.append(spec, pieces, advance)
+            manifest[spec.name] = shard.append(spec, pieces, advance, hasher)
         if shard is not None:
             shard.close()
     except BaseException:
@@ -159,6 +160,8 @@ def write_shards(
             with suppress(OSError):  # the first failure is raised
                 shard.file.close()
         raise
+    finally:
+        hasher.shutdown()
     return manifest
 
 
@@ -182,16 +185,17 @@ class _Shard:
         )
 
     def append(
-        self, spec: TensorSpec, pieces: Iterable[Tensor], advance: Callable[[int], None] | None
+        self, spec: TensorSpec, pieces: Iterable[Tensor], advance: Callable[[int], None] | None, hasher: Executor
     ) -> dict[str, Any]:
-        """Write a tensor; returns its entry in the manifest."""
+        """Write a tensor, while `hasher` hashes it: each takes about as long. Returns its entry in the manifest."""
         entry, sha, written = self._entry(spec), hashlib.sha256(), 0
         for piece in pieces:
             if piece.dtype is not torch_dtype(spec):
                 raise ValueError(f"a piece of {spec.name} is {piece.dtype}, expected {spec.dtype}; plan its real dtype")
             data = piece.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data
+            hashed = hasher.submit(sha.update, data)
             self.file.write(data)
-            sha.update(data)
+            hashed.result()  # before the caller may change the piece
             written += data.nbytes
             if advance is not None:
                 advance(data.nbytes)

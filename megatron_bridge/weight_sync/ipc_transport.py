@@ -2,7 +2,7 @@
 
 Each rank keeps one shared buffer for the channel's lifetime, as large as a bucket or the largest tensor. All engines of
 the rank read it through one CUDA IPC handle, whatever the number of tensors; an engine's ranks on other GPUs read it by
-peer access. An engine answers when all its ranks have copied their shares into their weights
+peer access, each with a context on the sender's GPU. An engine answers when all its ranks have copied their shares into their weights
 (rollout_sglang.server.launch_server has them wait for their GPUs); then the buffer may be written again. An engine that
 failed may still be reading, and so mix two buckets: it claims no version until it has received all weights anew.
 

@@ -14,6 +14,7 @@ import pytest
 
 from launch.build.sizes import active_parameters, checkpoint_bytes, refusals
 from launch.plan.costs import Assumptions, forward_flops, learner_time
+from launch.plan.footprint import footprints
 from launch.plan.hosts import cluster_needs, planner_that_fits
 from launch.plan.planner import Planner, config_for, engine_model, make_plan
 from megatron_bridge.hf.model_config import ModelConfig
@@ -402,19 +403,55 @@ def test_the_command_needs_no_torch_and_no_weights(tmp_path: Path) -> None:
     assert loaded == ""
 
 
-def test_hosts_hold_what_is_published() -> None:
-    """A rank that sends keeps its stage's share: as many of a stage as there are engines. By disk, one copy is made."""
+def planner_of(*overrides: str, **given: float) -> Planner:
+    recipe = load_recipe(DENSE, ["rollout.precision=bf16", *overrides])
+    return Planner(DENSE, recipe, assumptions(), gpus=64, gpu_gib=80, **given)
 
-    def memory(*overrides: str) -> int:
-        recipe = load_recipe(DENSE, ["rollout.precision=bf16", *overrides])
-        planner = Planner(DENSE, recipe, assumptions(), gpus=64, gpu_gib=80)
-        return cluster_needs(planner, gpus_per_learner_host=8, gpus_per_engine_host=8).learner.memory_bytes
 
-    recipe = load_recipe(DENSE, ["rollout.precision=bf16"])
-    model = Planner(DENSE, recipe, assumptions(), gpus=64, gpu_gib=80).engine_model_bytes
-    disk, few, many = (memory(*one) for one in (["weights.channel=disk"], ["rollout.engines=1"], []))
-    assert many - disk == pytest.approx(model, rel=1e-6), "eight ranks hold a quarter each"
-    assert few == disk
+def test_hosts_hold_what_is_published_once_for_each_stage_that_they_have() -> None:
+    """TP4 × PP4 × DP2: eight ranks are one stage, 16 two. By disk, one process handles all."""
+    whole = planner_of().engine_model_bytes
+    assert [planner_of().learner_host(ranks)["published_version"] / whole for ranks in (4, 8, 16, 32)] == [
+        *(0.25, 0.25, 0.5, 1.0)
+    ]
+    assert planner_of("weights.channel=disk").learner_host(8)["published_version"] == whole
+    memory = cluster_needs(planner_of(), gpus_per_learner_host=8, gpus_per_engine_host=8).learner.memory_bytes
+    assert memory == sum(planner_of().learner_host(8).values())
+
+
+def test_older_versions_take_a_parameter_of_each_shape_more() -> None:
+    """As much as a layer and the embedding: of two layers, half and a little."""
+    recipe, found = RECIPES / "decoupled.yaml", []
+    for lag in (1, 3):
+        planner = Planner(recipe, load_recipe(recipe, [f"schedule.lag={lag}"]), assumptions(), gpus=64, gpu_gib=80)
+        found.append(planner.learner_host(2)["older_versions"])
+    learner = planner.recipe.learner
+    parameters = max(one.parameters for one in footprints(planner.config, learner, planner.workload(learner)))
+    assert found[1] == 3 * found[0]
+    assert found[0] == pytest.approx(2 * 1.5 * parameters, rel=0.02)
+    assert planner_of().learner_host(8)["older_versions"] == 0, "P3O needs none"
+
+
+def test_a_host_with_less_memory_than_its_ranks_need_is_named() -> None:
+    needed = sum(planner_of().learner_host(8).values()) / GIB
+    assert planner_of(host_gib=needed + 1).misfit() == []
+    (reason,) = planner_of(host_gib=needed - 1).misfit()
+    assert reason.startswith(
+        f"a learner's host needs {needed:.0f} GiB of its own memory, the most of it for checkpoint"
+    )
+    with pytest.raises(RecipeError, match=r"^--host-gib is 0\.0, expected"):
+        planner_of(host_gib=0.0)
+
+
+def test_a_sender_of_several_engines_sends_each_its_own_copy() -> None:
+    """Each engine has a process group: 32 engines over 8 senders of a stage are 4 times its share from one port."""
+    many = ("rollout.engines=32", "rollout.tensor_parallel=1", "learner.pipeline_parallel=2", "learner.data_parallel=1")
+    found = planner_of(*many, "learner.tensor_parallel=8").plan()["publish"]
+    share = planner_of().engine_model_bytes / 2
+    assert found["sender_gigabytes"] == pytest.approx(4 * share / 1e9, abs=0.001)
+    slow = planner_of(*many, "learner.tensor_parallel=1", "learner.pipeline_parallel=1", "learner.recompute=full")
+    assert slow.durations(slow.recipe.learner).publish_s == pytest.approx(32 * 2 * share / 40e9)
+    assert planner_of("weights.channel=disk").plan()["publish"]["sender_gigabytes"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -441,9 +478,8 @@ def test_a_float32_head_costs_two_products_more() -> None:
     model, one = planner.config, planner.recipe.learner
     precise = load_recipe(DENSE, ["model.fp32_lm_head=true"])
     plain, found = (learner_time(model, recipe, one, assumptions()) for recipe in (planner.recipe, precise))
-    samples = precise.rollout.prompts_per_batch * precise.rollout.group_size
-    operations = samples * 3206 * 2 * 2 * 151_936 * 5120 / 32
-    assert found.compute_s - plain.compute_s == pytest.approx(operations / (989e12 * 0.4))
+    of_forward = 2 * 151_936 * 5120 / forward_flops(model, 3206)
+    assert found.compute_s / plain.compute_s == pytest.approx(1 + 2 * of_forward / 3)
     assert found.score_s == plain.score_s
     exact = one.model_copy(update=dict(precision="fp32"))
     assert learner_time(model, precise, exact, assumptions()) == learner_time(
