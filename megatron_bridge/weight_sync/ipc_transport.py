@@ -2,9 +2,10 @@
 
 Each rank keeps one shared buffer for the channel's lifetime, as large as a bucket or the largest tensor. All engines of
 the rank read it through one CUDA IPC handle, whatever the number of tensors; an engine's ranks on other GPUs read it by
-peer access, each with a context on the sender's GPU. An engine answers when all its ranks have copied their shares into their weights
-(rollout_sglang.server.launch_server has them wait for their GPUs); then the buffer may be written again. An engine that
-failed may still be reading, and so mix two buckets: it claims no version until it has received all weights anew.
+peer access, each with a context on the sender's GPU. An engine answers when all its ranks have copied their shares into
+their weights (rollout_sglang.server.launch_server has them wait for their GPUs); then the buffer may be written again.
+An engine that failed may still be reading, and so mix two buckets: it claims no version until it has received all
+weights anew.
 
 Every engine process must see the sender's GPU (CUDA_VISIBLE_DEVICES; in containers also /dev/shm).
 """
