@@ -194,6 +194,7 @@ class Planner:
         return dict(
             checkpoint=ranks * max(one.parameters + one.optimizer for one in stages),
             older_versions=ranks * copies * (max(one.parameters for one in stages) + spare),
+            resting_optimizer=ranks * max(one.optimizer for one in stages) if self.takes_turns else 0,
             published_version=int(self.engine_model_bytes * stages_here),
             processes=ranks * (PROCESS_BYTES + SHM_BYTES_PER_PROCESS),
         )

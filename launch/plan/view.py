@@ -32,7 +32,7 @@ _ASSUMED = {
     "fragmentation": "of the memory above static, lost to fragmentation",
 }
 
-_HOST = ("checkpoint_gib", "older_versions_gib", "published_version_gib", "processes_gib")
+_HOST = ("checkpoint_gib", "older_versions_gib", "resting_optimizer_gib", "published_version_gib", "processes_gib")
 
 _CAVEATS = (
     "Not in the model: padding without pipeline stages, uneven loads of experts, stages of unequal work, kernels that "
