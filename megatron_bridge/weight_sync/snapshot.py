@@ -27,7 +27,7 @@ from megatron_bridge.step.host_weights import PinnedMemory
 _POLL_S = 0.001
 _LOOK_S = 1.0
 """Time between two looks whether the keeper is still there."""
-Address = tuple[int, int, int]
+Address = Sequence[int]
 """The keeper's process, and its descriptors of blocks and log."""
 
 
@@ -44,7 +44,7 @@ def shared_snapshot(rank_sync: RankSync, ranks: Sequence[int], *, pinned: bool) 
     keeper = next(one for one in ranks if hosts[one] == hosts[rank])
     own = HostSnapshot(pinned=pinned) if keeper == rank else None
     addresses = rank_sync.gather(lambda: None if own is None else own.address)
-    return own or HostSnapshot(pinned=pinned, keeper=tuple(addresses[keeper]))
+    return own or HostSnapshot(pinned=pinned, keeper=addresses[keeper])
 
 
 class HostSnapshot:
@@ -146,7 +146,8 @@ class HostSnapshot:
             if first not in self._mapped:
                 block = torch.frombuffer(mmap.mmap(self._blocks, size, offset=first), dtype=torch.uint8)
                 if self._pinned:
-                    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size, 0))
+                    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                    torch.cuda.check_error(runtime.cudaHostRegister(block.data_ptr(), size, 0))
                 self._mapped[first] = block
             return self._mapped[first]
 
