@@ -37,7 +37,7 @@ from megatron_bridge.step.expert_replay import ExpertReplay, Replayed, install_r
 from megatron_bridge.step.fp8_emulation import TE_LAYERS, Fp8Emulation, weights_changed
 from megatron_bridge.step.host_weights import PinnedMemory
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
-from megatron_bridge.step.optimizer import LearningRates, take_step, wrap_and_optimize
+from megatron_bridge.step.optimizer import LearningRates, finite_beside_norm, take_step, wrap_and_optimize
 from megatron_bridge.step.parking import Parking
 from megatron_bridge.weights import export_hf, load_hf
 from pipeline.config.recipe import LearnerSection
@@ -437,8 +437,8 @@ class MegatronLearner(RankSync):
         self.optimizer.prepare_grads()
         loss, grad_norm = gathered.sums["loss"].item(), float(self.optimizer.get_grad_norm())
         failed = bool(gathered.sums["failed"].item())
-        is_finite = math.isfinite(loss) and math.isfinite(grad_norm) and not failed
-        worst = torch.tensor([0.0 if is_finite else 1.0], device=self.device)
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm) and finite_beside_norm(self.optimizer)
+        worst = torch.tensor([0.0 if is_finite and not failed else 1.0], device=self.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return TrainingPass(
             gathered=gathered,

@@ -88,6 +88,16 @@ def take_step(optimizer: Any, section: OptimizerSection, lr: float, grad_norm: f
     optimizer.step_with_ready_grads()
 
 
+def finite_beside_norm(optimizer: Any) -> bool:
+    """Return whether this rank's ready gradients are finite that `get_grad_norm` leaves out: its copies of what another
+    rank counts, such as norms under tensor parallelism. A fault of one rank is in its own copy alone."""
+    beside = list[torch.Tensor]()
+    for part in optimizer.chained_optimizers:
+        counted = set(map(id, part.get_main_grads_for_grad_norm()))
+        beside += [p.grad for p in part.get_parameters() if p.grad is not None and id(p.grad) not in counted]
+    return not beside or bool(torch.stack([grad.isfinite().all() for grad in beside]).all())
+
+
 @dataclass(frozen=True)
 class RateSpan:
     """The learning-rate settings from a batch on."""
