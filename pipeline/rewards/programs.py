@@ -45,8 +45,14 @@ from heapq import *
 from itertools import *
 from builtins import *
 import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+class ListNode:
+    def __init__(self, val=0, next=None):
+        self.val, self.next = val, next
+class TreeNode:
+    def __init__(self, val=0, left=None, right=None):
+        self.val, self.left, self.right = val, left, right
 """
-"""Imports that judges make for a program, so that it may write `List[int]` without an import."""
+"""What judges give a program, so that it may write `List[int]` without an import, and LeetCode's nodes."""
 _STARTER = (
     _NAMES
     + """\

@@ -195,6 +195,11 @@ class Solution:
                 return [seen[target - n], i]
             seen[n] = i
 """
+SECOND = """
+class Solution:
+    def second(self, head: Optional[ListNode]) -> Optional[ListNode]:
+        return head.next
+"""
 MERGE = """
 class Solution:
     def merge(self, nums: List[List[int]]) -> List[int]:
@@ -223,6 +228,7 @@ class Solution:
         pytest.param("print(1 / 3)", [{"input": "", "output": "0.33333333"}], 1.0, id="float noise"),
         pytest.param(TWO_SUM, [{"call": "twoSum([2, 7, 11, 15], 9)", "value": [0, 1]}], 1.0, id="class Solution"),
         pytest.param(TWO_SUM, [{"call": "Solution().twoSum([3, 3], 6)", "value": [0, 1]}], 1.0, id="Solution()"),
+        pytest.param(SECOND, [{"call": "second(ListNode(1, ListNode(2))).val", "value": 2}], 1.0, id="ListNode"),
         pytest.param(MERGE, [{"call": "merge([[1], [2]])", "value": [1, 2]}], 1.0, id="a method called as heapq's"),
         pytest.param(
             GCD_OF_ALL,
