@@ -150,7 +150,7 @@ class _Reading:
             ]
             for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
                 listed = data.get(key) or ()
-                tokens += listed.values() if isinstance(listed, dict) else listed
+                tokens += listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else [listed]
             for token in tokens:
                 if (text := content_of(token)) is None or not self._is_special(text, token):
                     return f"{source} names {quoted(text or token)}, which is no such special token in tokenizer.json"
