@@ -149,8 +149,9 @@ class _Reading:
                 if key.endswith("_token") and value is not None and not isinstance(value, bool)
             ]
             for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
-                listed = data.get(key) or ()
-                tokens += listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else [listed]
+                listed = data.get(key) or []
+                listed = [*listed.values()] if isinstance(listed, dict) else listed
+                tokens += listed if isinstance(listed, list) else [listed]
             for token in tokens:
                 if (text := content_of(token)) is None or not self._is_special(text, token):
                     return f"{source} names {quoted(text or token)}, which is no such special token in tokenizer.json"

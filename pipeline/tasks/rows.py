@@ -22,7 +22,11 @@ _PARQUET_MAGIC, _ARROW_MAGIC = b"PAR1", b"ARROW1"
 _LOOKED_AT = 4096
 """Bytes at the beginning of a file that show its kind."""
 _CSV_HEADER = re.compile(rb'[\w. "-]+(,[\w. "-]+)+\r?(\n|\Z)')
-_COMPRESSED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "unzstd", b"PK\x03\x04": "unzip"}
+_COMPRESSED = {
+    **{b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "unzstd", b"PK\x03\x04": "unzip"},
+    **{b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x04\x22\x4d\x18": "unlz4"},
+}
+_LFS_POINTER = b"version https://git-lfs"
 _SHARD = re.compile(r"-\d+-of-\d+$")
 """Suffix of a shard: train-00000-of-00003.parquet belongs to the split train."""
 _BYTES = re.compile(r"\bbinary\b(?!:)")
@@ -62,6 +66,8 @@ def _rows_of_file(path: Path) -> Iterator[Row]:
     for magic, remedy in _COMPRESSED.items():
         if first.startswith(magic):
             raise RecipeError(f"{named} is compressed; {remedy} it")
+    if first.startswith(_LFS_POINTER):
+        raise RecipeError(f"{named} is only a pointer to the file; call `git lfs pull` in its folder")
     first = first.removeprefix(codecs.BOM_UTF8).lstrip()
     if first.startswith(b"["):
         raise RecipeError(
@@ -109,8 +115,8 @@ def arrow_rows(path: Path) -> Iterator[Row]:
                 part = batch.slice(first, _ROWS_AT_ONCE)
                 # Read 32-bit floats as the numbers of their shortest digits: Python would read 0.1 as
                 # 0.10000000149011612.
-                if any(_with_floats(kind, pa.string()) != kind for kind in part.schema.types):
-                    kinds = part.schema
+                kinds = part.schema
+                if any(_with_floats(kind, pa.string()) != kind for kind in kinds.types):
                     for floats in (pa.string(), pa.float64()):
                         part = part.cast(pa.schema([one.with_type(_with_floats(one.type, floats)) for one in kinds]))
                 for values in part.to_pylist():
@@ -145,11 +151,15 @@ def _batches(path: Path, unread: dict[str, str]) -> Iterator[Any]:
 
 
 def _with_floats(kind: Any, floats: Any) -> Any:
-    """Return a type with `floats` in place of 32-bit floats, in objects too."""
-    from pyarrow import struct, types
+    """Return a type with `floats` in place of 32-bit floats, in objects, lists and dictionaries too."""
+    from pyarrow import list_, struct, types
 
     if types.is_float32(kind):
         return floats
+    if types.is_dictionary(kind) and types.is_float32(kind.value_type):
+        return floats
+    if types.is_list(kind) and _with_floats(kind.value_type, floats) != kind.value_type:
+        return list_(_with_floats(kind.value_type, floats))
     if types.is_struct(kind) and any(_with_floats(one.type, floats) != one.type for one in kind):
         return struct([one.with_type(_with_floats(one.type, floats)) for one in kind])
     return kind

@@ -16,6 +16,7 @@ from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks import Problem, Task, build_task
 from pipeline.tasks.data import digest_of_data
+from pipeline.tasks.rows import read_rows
 from pipeline.tasks.task import is_held_out
 
 
@@ -246,6 +247,28 @@ def test_a_float_of_32_bits_is_the_number_of_its_shortest_digits(tmp_path: Path)
     ]
     inside = columns_of(tmp_path / "in", [dict(v=one) for one in numbers], pa.struct([("v", pa.float32())]))
     assert all_of(task_of(inside, columns=dict(answer="answer.v")))[0].answer == "0.1"
+    named = pa.table(dict(answer=pa.array(numbers, pa.float32()).dictionary_encode(), list=pa.array([[0.1]] * 40)))
+    named = named.set_column(1, "list", named["list"].cast(pa.list_(pa.float32())))
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, named.schema) as writer:
+        writer.write_table(named)
+    assert next(iter(read_rows(tmp_path / "a.arrow"))).values == dict(answer=0.1, list=[0.1])
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (b"BZh9", "bunzip2 it"),
+        (b"\xfd7zXZ\x00", "unxz it"),
+        (b"\x04\x22\x4d\x18", "unlz4 it"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n", "git lfs pull"),
+    ],
+)
+def test_what_holds_no_rows_yet_is_refused_with_the_command_that_brings_them(
+    tmp_path: Path, content: bytes, remedy: str
+) -> None:
+    (tmp_path / "d.jsonl").write_bytes(content)
+    with pytest.raises(RecipeError, match=remedy):
+        next(iter(read_rows(tmp_path / "d.jsonl")))
 
 
 def test_integers_keep_every_digit(tmp_path: Path) -> None:

@@ -233,6 +233,14 @@ def test_without_transformers_what_only_it_knows_is_refused(
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("listed", [5, "<extra>", [5]])
+def test_special_tokens_that_are_no_list_are_refused_by_the_file_s_name(tmp_path: Path, listed: object) -> None:
+    characters(tmp_path)
+    mapped(additional_special_tokens=listed)(tmp_path)
+    with pytest.raises(ModelError, match=r"special_tokens_map\.json names .*, and transformers cannot read it"):
+        Tokenizer.load(tmp_path)
+
+
 def test_tokens_that_another_file_adds_are_part_of_the_digest(tmp_path: Path) -> None:
     qwen(tmp_path)
     before = Tokenizer.load(tmp_path)
