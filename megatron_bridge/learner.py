@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -100,9 +101,12 @@ class MegatronLearner(RankSync):
             fp32_lm_head=fp32_lm_head,
             layers=self.layers,
             precision=learner.precision,
+            settings=learner.megatron.transformer,
         )
         load_hf(chunks, self.model_config, model_folder)
-        self.model, self.optimizer = wrap_and_optimize(chunks, learner)
+        self._chunks, self.optimizer = wrap_and_optimize(chunks, learner)
+        self._gathered = True
+        """Whether all parameters are whole since the last step; see `model`."""
         self.emulation: Fp8Emulation | None = None
         """The formats that every scoring and training pass emulates; see `emulate`."""
         self.emulate(emulate)
@@ -166,6 +170,17 @@ class MegatronLearner(RankSync):
             emulate=emulate,
         )
 
+    @property
+    def model(self) -> list[DistributedDataParallel]:
+        """The wrapped model chunks, for all that reads or writes weights. With overlap_param_gather
+        (learner.megatron.ddp) a step leaves each rank its share of the new weights: passes gather the rest layer by
+        layer, and the first use of this property after a step gathers it at once, which is then collective."""
+        if not self._gathered:
+            self._gathered = True
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+        return self._chunks
+
     def emulate(self, quant_map: QuantMap | None) -> None:
         """Emulate these formats (None: none) in later scoring and training. The weights do not change; the next pass
         rounds them. Raises ModelError for layers or modules that cannot be emulated."""
@@ -220,12 +235,12 @@ class MegatronLearner(RankSync):
         num_predicted = int(rows.offsets[-1])
         self._warm_up(plan, num_predicted)
         with self._as_rollouts(rows, plan) as replay:
-            return passes.score(self.model, plan, num_predicted, self.device, replay)
+            return passes.score(self._chunks, plan, num_predicted, self.device, replay)
 
     def _warm_up(self, plan: Plan, num_predicted: int) -> None:
         """Run the passes that come before the first one that counts: not every run scores before it trains."""
         while self._warm_ups:
-            passes.warm_up(self.model, plan, num_predicted, self.device)
+            passes.warm_up(self._chunks, plan, num_predicted, self.device)
             self._warm_ups -= 1
 
     def update(
@@ -295,6 +310,10 @@ class MegatronLearner(RankSync):
 
         lr = lr_factor * self.rates.at(batch.index, self.step)
         take_step(self.optimizer, self.section.optimizer, lr, found.grad_norm)
+        if self._chunks[0].ddp_config.overlap_param_gather:
+            self._gathered = False
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()  # it also marks the parameters as not gathered
         weights_changed(self.emulation)
         self.step += 1
 
@@ -365,6 +384,8 @@ class MegatronLearner(RankSync):
         """Run one pass of `plan` over `rows` with the rollout's formats emulated and its experts replayed, where there
         are any. `recomputes`: every router routes again in backward passes. Collective: at the end all ranks check the
         replay. Raises ExpertReplayError if the experts are another model's or were not replayed exactly once."""
+        if self.emulation is not None:
+            _ = self.model  # the emulation rounds whole weights before the pass
         with nullcontext() if self.emulation is None else self.emulation.applied():
             if rows.experts is None:
                 yield None
@@ -423,9 +444,12 @@ class MegatronLearner(RankSync):
         self, rows: TokenRows, plan: Plan, inputs: TokenBatch, num_tokens: int, step_ess: float | None
     ) -> TrainingPass:
         """Make one training pass. All ranks agree on whether its result is finite, so all continue alike."""
-        with self._as_rollouts(rows, plan, recomputes=self.section.recompute != "none") as replay:
+        config = self._chunks[0].config
+        whole, some = config.recompute_granularity == "full", config.recompute_granularity == "selective"
+        routes_again = whole or (some and "moe" in config.recompute_modules)
+        with self._as_rollouts(rows, plan, recomputes=routes_again) as replay:
             gathered = passes.train(
-                self.model,
+                self._chunks,
                 plan,
                 inputs,
                 self._runner,

@@ -18,9 +18,9 @@ import simpy
 
 from launch.build.components import scoring_passes
 from launch.build.sizes import active_parameters
-from launch.plan.footprint import held_parameters
+from launch.plan.footprint import held_parameters, recomputed
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.parallel.layout import Layout
+from megatron_bridge.parallel.layout import Layout, layers_of_chunks
 from pipeline.config.recipe import LearnerSection, Recipe
 from pipeline.schedule import Schedule
 from rollout_sglang.server.capacity import Capacity, EngineModel, weight_bytes
@@ -108,19 +108,20 @@ def learner_time(config: ModelConfig, recipe: Recipe, learner: LearnerSection, a
         share, most = PIPELINE_PADDING
         tokens *= 1 + min(most, share * length / learner.micro_batch_tokens)
     ranks = layout.tensor * layout.context * layout.pipeline
-    forward = tokens * forward_flops(config, length) / ranks / (assumed.peak_tflops * 1e12 * assumed.mfu)
+    layers = max(map(sum, layers_of_chunks(config.num_layers, learner)))
+    fullest = layers * layout.pipeline / config.num_layers  # 1 where stages are even
+    forward = fullest * tokens * forward_flops(config, length) / ranks / (assumed.peak_tflops * 1e12 * assumed.mfu)
     experts = config.experts
     # Selective recomputation does the MLPs' part of a forward pass twice.
     ffn = config.ffn_size if experts is None else experts.ffn_size * experts.per_token
     mlp_share = config.num_layers * 3 * config.hidden_size * ffn / active_parameters(config)
-    passes = 3.0 + dict(none=0.0, selective=mlp_share, full=1.0)[learner.recompute]
+    passes = 3.0 + dict(none=0.0, selective=mlp_share, full=1.0)[recomputed(learner)]
     compute = passes * forward
     if recipe.model.fp32_lm_head and size != 4:
         # Both parts of the logits' gradient are multiplied (megatron_bridge.model.fp32_head): 2 forward passes more.
         compute += 2.0 * forward * 2.0 * config.vocab_size * config.hidden_size / forward_flops(config, length)
 
     # Communication of a forward pass; the backward pass sends as much.
-    layers = config.num_layers / layout.pipeline
     here = tokens / layout.context
     row = here * size * config.hidden_size
     # An all-reduce (or all-gather and reduce-scatter) after attention and one after a dense MLP.
@@ -137,7 +138,7 @@ def learner_time(config: ModelConfig, recipe: Recipe, learner: LearnerSection, a
 
     # Float32 gradients go to their owners (4 bytes) and parameters come back, or gradients are all-reduced (4 twice).
     held = max(
-        (held_parameters(config, layout, stage) for stage in (0, layout.pipeline - 1)), key=lambda one: one.total
+        (held_parameters(config, learner, stage) for stage in (0, layout.pipeline - 1)), key=lambda one: one.total
     )
     sharing = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
     sent = (4 + size if learner.distributed_optimizer else 8) * (

@@ -29,7 +29,7 @@ from typing import Literal
 from launch.build.sizes import layer_sizes
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.te_precision import is_fp8
-from megatron_bridge.parallel.layout import Layout
+from megatron_bridge.parallel.layout import Layout, layers_of_chunks
 from pipeline.config.recipe import LearnerSection
 
 GIB = 2**30
@@ -142,29 +142,30 @@ def footprints(config: ModelConfig, learner: LearnerSection, work: Workload) -> 
     else:
         inner = config.experts.per_token * (2 * config.hidden_size + 2 * config.experts.ffn_size) // layout.tensor
     around = tokens * size * (inner + 2 * config.hidden_size)
-    again = dict(none=0, selective=int(tokens * mlp), full=int(tokens * (attention + mlp)))[learner.recompute]
+    again = dict(none=0, selective=int(tokens * mlp), full=int(tokens * (attention + mlp)))[recomputed(learner)]
     copies = learner.parameter_bytes if learner.fp8_emulation else 2 if is_fp8(learner.precision) else 0
-    state = 8 if learner.precision == "fp32" else 12
+    state = optimizer_bytes(learner)
+    reduced = 4 if learner.megatron.ddp.get("grad_reduce_in_fp32", True) else size
     ranks = layout.tensor * layout.context * layout.data
     largest, assembled = (number * size for number in _largest_tensors(config))
     # The largest tensor travels alone, in a bucket of its own.
     buckets = 2 * max(largest, work.bucket_bytes) if work.bucket_bytes else 0
     stages = []
     for stage in range(layout.pipeline):
-        held = held_parameters(config, layout, stage)
+        held = held_parameters(config, learner, stage)
         if learner.distributed_optimizer:
             dense = state * held.dense / (layout.data * layout.context)
             optimizer = math.ceil(dense + state * held.expert * layout.expert * layout.expert_tensor / ranks)
         else:
-            optimizer = state * held.total
-        layers = config.num_layers // (layout.pipeline * layout.virtual)
+            optimizer = math.ceil(state * held.total)
+        layers = max(layers_of_chunks(config.num_layers, learner)[stage])
         activations = int(tokens * layers * chunks_in_flight(layout, stage, work.count) * each)
         head = _head_bytes(config, layout, work, size) if stage == layout.pipeline - 1 else 0
         # While a layer is differentiated; or the embedding's gradient, where other micro-batches are in flight.
         working = max(around + held.largest * size + again, held.outer * size if layout.pipeline > 1 else 0)
         publishing = assembled + (0 if work.buckets_stay else buckets)
         publishing += held.matrices * size if work.emulates_at_publish else 0
-        parameters, quantized, gradients = held.total * size, held.matrices * copies, held.total * 4
+        parameters, quantized, gradients = held.total * size, held.matrices * copies, held.total * reduced
         static = parameters + quantized + gradients + optimizer
         there = buckets if work.buckets_stay else 0
         training, scoring = activations + max(head, working), max(head, around)
@@ -197,8 +198,9 @@ def worst_footprint(config: ModelConfig, learner: LearnerSection, work: Workload
     return max(footprints(config, learner, work), key=lambda one: one.total)
 
 
-def held_parameters(config: ModelConfig, layout: Layout, stage: int) -> HeldParameters:
+def held_parameters(config: ModelConfig, learner: LearnerSection, stage: int) -> HeldParameters:
     """Count the numbers in each rank of a stage, exactly: a tied embedding lives on the first and the last stage."""
+    layout, layers = Layout.of(learner), sum(layers_of_chunks(config.num_layers, learner)[stage])
     first, last = stage == 0, stage == layout.pipeline - 1
     embedding = config.vocabulary_rows(layout.tensor) * config.hidden_size
     outer: dict[str, int] = {"final_norm": config.hidden_size} if last else {}
@@ -207,7 +209,7 @@ def held_parameters(config: ModelConfig, layout: Layout, stage: int) -> HeldPara
     if last and not (first and config.tied_embeddings):
         outer["head"] = embedding
     dense = expert = matrices = largest = 0
-    for times, sizes in ((config.num_layers // layout.pipeline, layer_sizes(config)), (1, outer)):
+    for times, sizes in ((layers, layer_sizes(config)), (1, outer)):
         for name, number in sizes.items():
             # Norms and the router are on all ranks of a stage.
             split = 1 if "norm" in name or name == "mlp.gate.weight" else layout.tensor
@@ -240,11 +242,26 @@ def chunks_in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
 def layer_activations(config: ModelConfig, learner: LearnerSection, work: Workload) -> float:
     """Count the bytes per position that autograd keeps of one decoder layer, on one rank. Selective recomputation
     repeats the MLP; full recomputation repeats the whole layer from its input."""
-    if learner.recompute == "full":
+    if recomputed(learner) == "full":
         layout = Layout.of(learner)
         return learner.parameter_bytes * config.hidden_size / (layout.tensor if layout.sequence else 1)
     attention, mlp = kept_by_layer(config, learner, work)
-    return attention + (0 if learner.recompute == "selective" else mlp)
+    return attention + (0 if recomputed(learner) == "selective" else mlp)
+
+
+def recomputed(learner: LearnerSection) -> Literal["none", "selective", "full"]:
+    """Return what is recomputed. Selected modules without the MLP save little, and count as none."""
+    modules = learner.megatron.transformer.get("recompute_modules") or ("mlp", "moe")
+    return learner.recompute if learner.recompute == "full" or {"mlp", "moe"} & {*modules} else "none"
+
+
+def optimizer_bytes(learner: LearnerSection) -> float:
+    """Count the optimizer's bytes on the device for each number: two moments, beside 16-bit weights a main copy."""
+    given = learner.megatron.optimizer
+    kept = ["exp_avg_dtype", "exp_avg_sq_dtype", *(["main_params_dtype"] if learner.precision != "fp32" else [])]
+    bytes_of = dict(bfloat16=2, float16=2, uint8=1)
+    on_host = given.get("optimizer_offload_fraction", 0.0) if given.get("optimizer_cpu_offload") else 0.0
+    return float(sum([bytes_of.get(str(given.get(name)), 4) for name in kept]) * (1 - on_host))
 
 
 def kept_by_layer(config: ModelConfig, learner: LearnerSection, work: Workload) -> tuple[float, float]:

@@ -406,7 +406,7 @@ class Planner:
         try:
             check_layout(self.hf_config, learner)
             check_longest_sample(learner, self.recipe.rollout.context_tokens)
-        except LayoutError as error:
+        except (LayoutError, RecipeError) as error:
             return str(error).partition(";")[0]
         samples = self.recipe.rollout.prompts_per_batch * self.recipe.rollout.group_size
         if samples < learner.data_parallel:
@@ -416,6 +416,7 @@ class Planner:
     def _candidates(self, num_gpus: int) -> Iterator[LearnerSection]:
         """Yield the layouts of exactly `num_gpus`, with tensor (and sequence) parallelism within a node only."""
         longest, layers, experts = self.recipe.rollout.context_tokens, self.config.num_layers, self.config.experts
+        uneven = bool(self.recipe.learner.megatron.transformer)  # then `_refused` judges
         for tensor in (size for size in _powers(GPUS_PER_NODE) if num_gpus % size == 0):
             for context in _powers(num_gpus // tensor):
                 if num_gpus % (tensor * context) or (context > 1 and longest < context * MIN_CONTEXT_SHARE):
@@ -424,7 +425,7 @@ class Planner:
                 for stages in (size for size in range(1, min(left, layers) + 1) if left % size == 0):
                     ranks = tensor * context * (left // stages)
                     for virtual in VIRTUAL if stages > 1 else (1,):
-                        if virtual > 1 and layers % (stages * virtual):
+                        if virtual > 1 and layers % (stages * virtual) and not uneven:
                             continue
                         for spread in _powers(1 if experts is None else min(experts.count, ranks)):
                             if ranks % spread == 0:

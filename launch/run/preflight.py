@@ -18,6 +18,7 @@ from launch.build.teacher import check_teacher
 from launch.run.starter import metrics_ports
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+from megatron_bridge.model.megatron_settings import check_settings
 from megatron_bridge.model.te_precision import is_fp8
 from pipeline.config.loader import SHIPPED
 from pipeline.config.recipe import Recipe, advice
@@ -144,11 +145,13 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
 
 
 def check_learner_here(recipe: Recipe) -> None:
-    """Raise MachineError if this machine cannot run the recipe's learner."""
+    """Raise MachineError if this machine cannot run the recipe's learner, RecipeError if its Megatron-Core does not
+    take what learner.megatron sets."""
     if missing := absent(LEARNER):
         raise MachineError(
             f"this machine has no {', '.join(missing)}, which the learner needs: {how_to_install(*missing)}"
         )
+    check_settings(recipe.learner)
     precision = recipe.learner.precision
     if not is_fp8(precision):
         return

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 from torch import Tensor
@@ -175,10 +176,12 @@ def _sharded_state(
     share_optimizer_state()
     metadata = {"metadata": _RESHARDABLE} if _distributed_parts(optimizer) else {}
     named = dict(weights) if len(model) > 1 else weights["model"]
-    return {
-        **weights,
-        "optimizer": optimizer.sharded_state_dict(named, is_loading=stored is not None, **metadata),
-    }
+    state = optimizer.sharded_state_dict(named, is_loading=stored is not None, **metadata)
+    for part in [state] if len(optimizer.chained_optimizers) == 1 else state.values():
+        for group in part.get("optimizer", part).get("param_groups", ()):
+            for key in [key for key, value in group.items() if isinstance(value, type)]:
+                del group[key]  # Megatron's offloading optimizer names its classes, which no safe load lets through
+    return {**weights, "optimizer": state}
 
 
 def _device() -> str:
@@ -450,8 +453,15 @@ def _own_share(
 def _take_share(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
     """Replace Megatron's method: copy the boxes loaded for `_own_share` into the optimizer."""
     for number, (parameter, _, _) in enumerate(_held_ranges(self)):
-        for kind, flat in _state_tensors(self, parameter).items():
-            flat.copy_(torch.cat([box.flatten() for box in loaded[number][kind]]))
+        held = _state_tensors(self, parameter)
+        taken = {kind: torch.cat([box.flatten() for box in loaded[number][kind]]) for kind in held}
+        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # what is held may be a copy, scaled otherwise
+            self._set_main_param_and_optimizer_states(parameter, taken)
+            continue
+        for kind, flat in held.items():
+            flat.copy_(taken[kind])
+    if isinstance(self.optimizer, HybridDeviceOptimizer):
+        self.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 def _held_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:

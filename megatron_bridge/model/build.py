@@ -7,6 +7,7 @@ layers' parameters is tested; their values have not yet been computed on a GPU.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.fp32_head import FP32OutputLayer
 from megatron_bridge.model.logprobs import KeptRows, vocab_parallel_logprobs
+from megatron_bridge.model.megatron_settings import NONE, megatron_config
 from megatron_bridge.model.packed_attention import PackedAttention
 from megatron_bridge.model.te_precision import BLOCK_MULTIPLE, GEMM_MULTIPLE, Layers, fp8_arguments, is_fp8
 from megatron_bridge.parallel.layout import Layout
@@ -105,14 +107,18 @@ def build_chunks(
     fp32_lm_head: bool = False,
     layers: Layers | None = None,
     precision: LearnerPrecision | None = None,
+    settings: Mapping[str, Any] = NONE,
 ) -> list[PolicyModel]:
     """Build this rank's model chunks, one for each virtual pipeline stage, randomly initialized. Megatron's parallel
     state must match `layout`. `temperature` divides the logits. `layers` is as in `choose_layers`; `precision` matters
-    only for FP8, which needs bfloat16 as `dtype`. Raises ModelError for what cannot be built here."""
+    only for FP8, which needs bfloat16 as `dtype`. `settings` are those of learner.megatron.transformer. Raises
+    ModelError for what cannot be built here, and RecipeError for settings that Megatron refuses."""
     layers = choose_layers(layers, dtype)
     if precision is not None and is_fp8(precision):
         require_fp8(precision, layers, model_config, layout)
-    config = transformer_config(model_config, layout, dtype, recompute, layers=layers, precision=precision)
+    config = transformer_config(
+        model_config, layout, dtype, recompute, layers=layers, precision=precision, settings=settings
+    )
     if config.cuda_graph_impl != "none":
         require_graphs(config)
         # Graphs register generators. No number depends on the seed: weights are loaded, and nothing is dropped.
@@ -166,6 +172,7 @@ def transformer_config(
     *,
     layers: Layers = "megatron",
     precision: LearnerPrecision | None = None,
+    settings: Mapping[str, Any] = NONE,
 ) -> TransformerConfig:
     on_gpu, interleaved = torch.cuda.is_available(), layout.virtual > 1
     recomputed: dict[str, Any] = {}
@@ -192,7 +199,7 @@ def transformer_config(
             "moe_router_fusion": False,
             "moe_permute_fusion": on_gpu and layers == "transformer_engine",
         }
-    return TransformerConfig(
+    own = dict[str, Any](
         num_layers=model_config.num_layers,
         hidden_size=model_config.hidden_size,
         num_attention_heads=model_config.num_heads,
@@ -247,6 +254,8 @@ def transformer_config(
         barrier_with_L1_time=False,
         cuda_graph_scope=[],  # the default warns that it is deprecated
     )
+    found: TransformerConfig = megatron_config("transformer", own, settings)
+    return found
 
 
 def _block_spec(config: TransformerConfig, model_config: ModelConfig, virtual_stage: int | None) -> ModuleSpec:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.model.megatron_settings import check_owned
 from megatron_bridge.model.te_precision import token_multiple
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError
@@ -131,7 +132,9 @@ def leave_layout() -> None:
 
 
 def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
-    """Raise LayoutError if sizes do not divide the model, ModelError if it is not supported. Loads no torch."""
+    """Raise LayoutError if sizes do not divide the model, ModelError if it is not supported, RecipeError for a setting
+    of Megatron that the program owns. Loads no torch."""
+    check_owned(learner)
     config, layout = ModelConfig.from_hf(hf_config), Layout.of(learner)
     divided = {
         "num_attention_heads": config.num_heads,
@@ -150,14 +153,7 @@ def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
             f"learner.virtual_pipeline is {layout.virtual}, but learner.pipeline_parallel is 1: there are no stages to "
             "interleave; set virtual_pipeline to 1, or raise pipeline_parallel"
         )
-    chunks, key = layout.pipeline * layout.virtual, "learner.pipeline_parallel"
-    if layout.virtual > 1:
-        key += " × learner.virtual_pipeline"
-    if config.num_layers % chunks:
-        raise LayoutError(
-            f"{key} is {chunks}, which does not divide the model's num_hidden_layers {config.num_layers}; "
-            f"use one of {_divisors_of_all([config.num_layers])}"
-        )
+    layers_of_chunks(config.num_layers, learner)
     experts, spread = config.experts, layout.expert * layout.expert_tensor
     if experts is None:
         if spread > 1:
@@ -187,6 +183,38 @@ def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
             f"learner.tensor_parallel is {layout.tensor} with experts, which needs learner.sequence_parallel: without "
             "it every tensor parallel rank would route every token; set it to true"
         )
+
+
+def layers_of_chunks(num_layers: int, learner: LearnerSection) -> list[list[int]]:
+    """Return stage → model chunk → number of layers, by Megatron-Core's rules for even stages, for a first or last one
+    of another size, and for stages in which embedding and head count as a layer each. Raises LayoutError."""
+    layout, given = Layout.of(learner), learner.megatron.transformer
+    first, last = (given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+    ends = [given.get(f"account_for_{end}_in_pipeline_split", False) for end in ("embedding", "loss")]
+    chosen = [
+        f"{name} {value}" for name, value in given.items() if name.endswith(("_pipeline_stage", "_pipeline_split"))
+    ]
+    key = "learner.pipeline_parallel" + (" × learner.virtual_pipeline" if layout.virtual > 1 else "")
+    given_too = f", with {', '.join(chosen)}" if chosen else ""
+    refused = LayoutError(
+        f"{key} is {layout.pipeline * layout.virtual}{given_too}, which does not divide the model's num_hidden_layers "
+        f"{num_layers}; use one of {_divisors_of_all([num_layers])}, or stages of different sizes by "
+        "learner.megatron.transformer (docs/model.md)"
+    )
+    sized = [size for size in (first, last) if size is not None]
+    if not all(isinstance(one, int) for one in (*sized, *ends)) or (sized and layout.pipeline == 1):
+        raise refused
+    middle, left = layout.pipeline - len(sized), num_layers + sum(ends) - sum(sized)
+    if (sized and any(ends)) or middle < 0 or left < middle or left % max(1, middle) or (left and not middle):
+        raise refused
+    stages = [left // max(1, middle)] * middle
+    stages = [*sized[: first is not None], *stages, *sized[first is not None :]]
+    if any(stage < layout.virtual or stage % layout.virtual for stage in stages):
+        raise refused
+    found = [[stage // layout.virtual] * layout.virtual for stage in stages]
+    found[0][0] -= ends[0]
+    found[-1][-1] -= ends[1]
+    return found
 
 
 def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:

@@ -41,11 +41,14 @@ class HostWeights:
     def __init__(self, learner: MegatronLearner) -> None:
         """Copy the model's present weights."""
         self._learner = learner
-        self._parameters = [parameter for chunk in learner.model for parameter in chunk.module.parameters()]
         memory = PinnedMemory(learner.device.type == "cuda")
         self._copies = [memory.hold(parameter) for parameter in self._parameters]
         self._spares = {_kind(one): memory.empty(one.shape, one.dtype) for one in self._parameters}
         """Memory for one more parameter of each shape and dtype."""
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for chunk in self._learner.model for parameter in chunk.module.parameters()]
 
     def take(self) -> None:
         """Overwrite the copy with the model's present weights."""

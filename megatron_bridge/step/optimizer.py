@@ -10,22 +10,24 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_bridge.model.megatron_settings import megatron_config
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 
 
 def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[list[DistributedDataParallel], Any]:
     """Wrap the chunks in Megatron's DDP (float32 reduction) and build AdamW; BF16 weights get float32 main copies."""
-    config = chunks[0].config
-    ddp_config = DistributedDataParallelConfig(
+    config, given = chunks[0].config, learner.megatron
+    own = dict(
         use_distributed_optimizer=learner.distributed_optimizer,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=learner.overlap_grad_reduce,
     )
+    ddp_config = megatron_config("ddp", own, given.ddp)
     model = [
         # Buckets let the reduction begin before a chunk's backward pass ends. Later virtual chunks need none: their
         # reduction overlaps the backward passes of the chunks before them.
@@ -35,22 +37,22 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
     if config.transformer_impl == "transformer_engine":
         add_gradients_in_products(model, config)
     section = learner.optimizer
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=section.lr,
-            min_lr=section.min_lr,
-            weight_decay=section.weight_decay,
-            adam_beta1=section.betas[0],
-            adam_beta2=section.betas[1],
-            adam_eps=section.eps,
-            clip_grad=section.clip_grad,
-            bf16=learner.precision != "fp32",
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=learner.distributed_optimizer,
-        ),
-        model,
+    own_optimizer = dict[str, Any](
+        optimizer="adam",
+        lr=section.lr,
+        min_lr=section.min_lr,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.betas[0],
+        adam_beta2=section.betas[1],
+        adam_eps=section.eps,
+        clip_grad=section.clip_grad,
+        bf16=learner.precision != "fp32",
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=learner.distributed_optimizer,
+        overlap_param_gather=ddp_config.overlap_param_gather,
+        store_param_remainders=False,  # a checkpoint holds main weights, not the rest beside 16-bit ones
     )
+    optimizer = get_megatron_optimizer(megatron_config("optimizer", own_optimizer, given.optimizer), model)
     config.finalize_model_grads_func = finalize_model_grads
     if learner.overlap_grad_reduce:
         # Only the last micro-batch's backward pass may send gradients.
@@ -84,7 +86,12 @@ def take_step(optimizer: Any, section: OptimizerSection, lr: float, grad_norm: f
         parameters = part.get_parameters()
         if section.clip_grad > 0.0 and parameters:
             with torch.no_grad():
-                clip_grad_by_total_norm_fp32(parameters, max_norm=section.clip_grad, total_norm=grad_norm)
+                clip_grad_by_total_norm_fp32(
+                    parameters,
+                    max_norm=section.clip_grad,
+                    total_norm=grad_norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
     optimizer.step_with_ready_grads()
 
 

@@ -40,6 +40,7 @@ from pipeline.config.sections import (
     Temperature,
     WeightsSection,
 )
+from pipeline.config.sections import MegatronSection as MegatronSection
 from pipeline.config.sections import OptimizerSection as OptimizerSection
 from pipeline.config.task_sections import DataTask, PromptsSection, RewardSection, TaskSection
 from pipeline.errors import RecipeError
@@ -112,6 +113,10 @@ class LearnerSection(Section):
         "where a learner's hosts then hold `lag` copies of the parameters and each stale batch is scored with them.",
     )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    megatron: MegatronSection = Field(
+        default_factory=MegatronSection,
+        description="Settings that go to Megatron-Core as they are; none that another key says (docs/model.md).",
+    )
     step_deadline_s: PositiveFloat = Field(600.0, description="A collective that takes longer ends the process.")
 
     @property

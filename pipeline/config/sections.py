@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -119,6 +119,20 @@ class OptimizerSection(Section):
         if self.decay != "constant" and self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}, so that the rate would rise; lower it")
         return self
+
+
+class MegatronSection(Section):
+    """Settings of Megatron-Core that no other key decides, by the names of its own classes' fields."""
+
+    on_resume: ClassVar[Changes] = {"*": "free", "optimizer": "never"}
+
+    transformer: dict[str, Any] = Field(
+        {}, description="Fields of TransformerConfig, such as recompute_modules, deterministic_mode or cp_comm_type."
+    )
+    ddp: dict[str, Any] = Field({}, description="Fields of DistributedDataParallelConfig, such as bucket_size.")
+    optimizer: dict[str, Any] = Field(
+        {}, description="Fields of OptimizerConfig, such as optimizer_cpu_offload or use_precision_aware_optimizer."
+    )
 
 
 class CheckpointSection(Section):

@@ -138,7 +138,7 @@ def _first_difference(left: Sequence[str], right: Sequence[str]) -> str:
     return f"parameter {min(len(left), len(right))}, where one list ends"
 
 
-def ranks(config: ModelConfig, layout: Layout) -> Iterator[RankParameters]:
+def ranks(config: ModelConfig, layout: Layout, settings: Mapping[str, Any]) -> Iterator[RankParameters]:
     for rank in range(layout.num_processes):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.num_processes)
         parallel_state.initialize_model_parallel(
@@ -151,14 +151,15 @@ def ranks(config: ModelConfig, layout: Layout) -> Iterator[RankParameters]:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         with torch.device("meta"):
-            chunks = build_chunks(config, layout, torch.bfloat16, 1.0)
+            chunks = build_chunks(config, layout, torch.bfloat16, 1.0, settings=settings)
         yield RankParameters.here(chunks, config)
         leave_layout()
         dist.destroy_process_group()
 
 
 def build(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[RankParameters]]:
-    """What each rank holds, for each HF config and sizes of a layout. Run it in a process of its own: run_ranks(1, …).
+    """What each rank holds, for each HF config and sizes of a layout, with `settings` those of
+    learner.megatron.transformer. Run it in a process of its own: run_ranks(1, …).
 
     It leaves the gloo world for worlds that pretend.
     """
@@ -166,4 +167,9 @@ def build(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[R
     cpu_backend.install()
     # There is nothing to fill, and on the meta device filling takes most of the time.
     torch.nn.init.normal_ = lambda tensor, *_, **__: tensor
-    return [list(ranks(ModelConfig.from_hf(hf_config), Layout(**sizes))) for hf_config, sizes in cases]
+    found = []
+    for hf_config, given in cases:
+        sizes = dict(given)
+        settings = sizes.pop("settings", {})
+        found.append(list(ranks(ModelConfig.from_hf(hf_config), Layout(**sizes), settings)))
+    return found

@@ -87,6 +87,21 @@ def test_bytes_of_activations_by_hand() -> None:
     assert layer_activations(QWEN3_32B, learner(recompute="full"), work()) == 2 * 5120
 
 
+def test_megatron_settings_that_save_memory_are_counted() -> None:
+    """Moments in BF16: 8 bytes a number in place of 12; half of it on the host: 4. The MLP stays where it is not
+    among the recomputed modules."""
+    plain = worst_footprint(QWEN3_32B, learner(8), work())
+    moments = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+    offloaded = moments | dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    for settings, share in ((moments, 8 / 12), (offloaded, 4 / 12)):
+        found = worst_footprint(QWEN3_32B, learner(8, megatron=dict(optimizer=settings)), work())
+        assert found.optimizer == pytest.approx(plain.optimizer * share)
+    modules = dict(transformer=dict(recompute_modules=["core_attn"]))
+    assert layer_activations(QWEN3_32B, learner(8, recompute="selective", megatron=modules), work()) == (
+        layer_activations(QWEN3_32B, learner(8), work())
+    )
+
+
 def test_float32_has_no_main_copies() -> None:
     found = worst_footprint(QWEN3_32B, learner(8, precision="fp32"), work())
     assert found.static == 16 * found.held.total
@@ -96,7 +111,7 @@ def test_experts_are_spread_and_so_is_their_optimizer() -> None:
     """28.99 B of 30.53 B numbers are in experts: a rank of EP8 holds an eighth; 16 ranks hold each twice."""
     in_experts = 48 * 128 * 3 * 2048 * 768
     section = learner(2, 1, 8, expert_parallel=8)
-    held = held_parameters(QWEN3_30B_A3B, Layout.of(section), 0)
+    held = held_parameters(QWEN3_30B_A3B, section, 0)
     assert held.expert == in_experts // 8
     found = worst_footprint(QWEN3_30B_A3B, section, work())
     assert found.optimizer == pytest.approx(12 * held.dense / 8 + 12 * held.expert / 2)
@@ -104,6 +119,15 @@ def test_experts_are_spread_and_so_is_their_optimizer() -> None:
     assert worst_footprint(QWEN3_30B_A3B, wider, work()).optimizer == pytest.approx(
         12 * held.dense / 16 + 12 * held.expert / 4
     )
+
+
+def test_stages_of_different_sizes_hold_what_is_theirs() -> None:
+    """94 layers and, counted as a layer each, embedding and head: 24 to each of four stages."""
+    shape = ModelConfig.from_hf(config("qwen3-32b") | dict(num_hidden_layers=94))
+    counted = dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+    section = learner(8, 4, megatron=dict(transformer=counted))
+    stages = footprints(shape, section, work())
+    assert [stage.held.matrices // (stages[1].held.matrices // 24) for stage in stages] == [23, 24, 24, 23]
 
 
 def test_pipeline_stages_hold_what_is_in_flight() -> None:
@@ -187,7 +211,7 @@ def test_more_ranks_never_need_more_static_memory(section: LearnerSection, kerne
 def test_stages_together_hold_the_model(section: LearnerSection) -> None:
     """Split matrices add up to the whole; what every tensor parallel rank holds (norms) is all there is beside them."""
     layout = Layout.of(section)
-    held = sum(held_parameters(QWEN3_32B, layout, stage).total for stage in range(layout.pipeline)) * layout.tensor
+    held = sum(held_parameters(QWEN3_32B, section, stage).total for stage in range(layout.pipeline)) * layout.tensor
     norms = (64 * (2 * 5120 + 2 * 128) + 5120) * (layout.tensor - 1)
     assert held == QWEN3_32B.num_parameters + norms
 
@@ -196,6 +220,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (config("qwen3-32b"), dict(pipeline=2)),
     (TINY, dict(tensor=2, pipeline=2)),
     (TINY, dict(pipeline=2, virtual=2)),
+    (TINY | dict(num_hidden_layers=5), dict(pipeline=2, settings=dict(num_layers_in_first_pipeline_stage=2))),
+    (
+        TINY | dict(num_hidden_layers=7),
+        dict(pipeline=2, virtual=2, settings=dict(account_for_embedding_in_pipeline_split=True)),
+    ),
     (TINY | {"architectures": ["Qwen2ForCausalLM"]}, dict(tensor=2)),
     (TINY_EXPERTS, dict(tensor=2, pipeline=2, expert=2, sequence=True)),
 ]
@@ -209,7 +238,15 @@ def test_counts_are_those_of_real_models_on_the_meta_device() -> None:
     (built,) = run_ranks(1, build, CASES)
     for (hf_config, sizes), ranks in zip(CASES, built, strict=True):
         shape = ModelConfig.from_hf(hf_config)
-        assert len(ranks) == Layout(**sizes).num_processes
+        section = LearnerSection(
+            tensor_parallel=sizes.get("tensor", 1),
+            pipeline_parallel=sizes.get("pipeline", 1),
+            virtual_pipeline=sizes.get("virtual", 1),
+            expert_parallel=sizes.get("expert", 1),
+            sequence_parallel=sizes.get("sequence", False),
+            megatron=dict(transformer=sizes.get("settings", {})),
+        )
+        assert len(ranks) == section.num_processes
         for rank in ranks:
             numbers = 0
             for size in rank.sizes.values():
@@ -217,13 +254,13 @@ def test_counts_are_those_of_real_models_on_the_meta_device() -> None:
                 for length in size:
                     product *= length
                 numbers += product
-            assert held_parameters(shape, Layout(**sizes), rank.stage).total == numbers, (sizes, rank.stage)
+            assert held_parameters(shape, section, rank.stage).total == numbers, (sizes, rank.stage)
 
 
 def test_fp8_training_keeps_two_copies_of_matrices_and_inputs_in_one_byte() -> None:
     """Qwen3-32B by hand: a layer's matrices are 5120 × (8192 + 2 × 1024) + 8192 × 5120 + 3 × 5120 × 25600."""
     matrices = 64 * (5120 * 10240 + 8192 * 5120 + 3 * 5120 * 25600)
-    assert held_parameters(QWEN3_32B, Layout(tensor=8), 0).matrices == matrices // 8
+    assert held_parameters(QWEN3_32B, LearnerSection(tensor_parallel=8), 0).matrices == matrices // 8
     work = Workload(tokens=4096, count=4)
     both: dict[str, Any] = dict(tensor_parallel=8, sequence_parallel=True, data_parallel=4)
     (plain,) = footprints(QWEN3_32B, LearnerSection(precision="bf16", **both), work)

@@ -25,7 +25,7 @@ from megatron_bridge.hf import folders
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import DiskFullError, MachineError, ModelError
+from pipeline.errors import DiskFullError, MachineError, ModelError, RecipeError
 from pipeline.tasks import build_task
 from pipeline.tasks.mixture import order_of
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
@@ -166,6 +166,12 @@ def test_fp8_in_hardware(tmp_path: Path, model: Path, precision: str, monkeypatc
     monkeypatch.setattr(begin, "has_cuda", lambda: True)
     monkeypatch.setattr("pipeline.importing.find_spec", lambda package: package != "transformer_engine" or None)
     with pytest.raises(MachineError, match=r"no Transformer Engine: pip install 'transformer-engine\[pytorch\]<"):
+        check_learner_here(recipe)
+
+
+def test_settings_that_megatron_does_not_have_end_the_command(tmp_path: Path, model: Path) -> None:
+    recipe = recipe_of(tmp_path, model, learner=dict(megatron=dict(ddp=dict(bucket_sizes=1))))
+    with pytest.raises(RecipeError, match=r"learner.megatron.ddp.bucket_sizes: .*; did you mean bucket_size\?"):
         check_learner_here(recipe)
 
 

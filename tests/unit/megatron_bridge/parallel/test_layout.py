@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.parallel.layout import check_layout, check_longest_sample, set_gpu_environment
+from megatron_bridge.parallel.layout import check_layout, check_longest_sample, layers_of_chunks, set_gpu_environment
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError, ModelError
 
@@ -56,11 +56,56 @@ def test_gpus_find_what_helps_them_unless_the_user_says_otherwise(
     assert os.environ == given | expected
 
 
+BOTH_ENDS = dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+
+
 def test_sizes_that_divide_are_accepted() -> None:
     check_layout(QWEN3, LearnerSection(tensor_parallel=4, pipeline_parallel=3, data_parallel=5))
     check_layout(QWEN3, LearnerSection(pipeline_parallel=3, virtual_pipeline=2, context_parallel=7))
     spread = LearnerSection(tensor_parallel=2, sequence_parallel=True, data_parallel=3, expert_parallel=6)
     check_layout(QWEN3 | EXPERTS, spread)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "virtual", "settings", "expected"),
+    [
+        (6, 3, 1, {}, [[2], [2], [2]]),
+        (8, 2, 2, {}, [[2, 2], [2, 2]]),
+        (5, 2, 1, dict(num_layers_in_first_pipeline_stage=2), [[2], [3]]),
+        (7, 3, 1, dict(num_layers_in_last_pipeline_stage=1), [[3], [3], [1]]),
+        (7, 2, 1, dict(num_layers_in_first_pipeline_stage=3, num_layers_in_last_pipeline_stage=4), [[3], [4]]),
+        (7, 2, 2, dict(account_for_embedding_in_pipeline_split=True), [[1, 2], [2, 2]]),
+        (94, 4, 1, BOTH_ENDS, [[23], [24], [24], [23]]),
+        (94, 8, 2, BOTH_ENDS, [[5, 6], *[[6, 6]] * 6, [6, 5]]),
+        (6, 1, 1, dict(account_for_loss_in_pipeline_split=True), [[6]]),
+    ],
+)
+def test_stages_of_different_sizes(
+    layers: int, stages: int, virtual: int, settings: dict[str, Any], expected: list[list[int]]
+) -> None:
+    learner = LearnerSection(pipeline_parallel=stages, virtual_pipeline=virtual, megatron=dict(transformer=settings))
+    assert layers_of_chunks(layers, learner) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "virtual", "settings"),
+    [
+        (94, 4, 1, {}),
+        (6, 4, 1, dict(num_layers_in_first_pipeline_stage=1)),
+        (6, 3, 1, dict(num_layers_in_first_pipeline_stage=5)),
+        (6, 2, 1, dict(num_layers_in_first_pipeline_stage=0)),
+        (6, 2, 1, dict(num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=3)),
+        (6, 2, 2, dict(num_layers_in_first_pipeline_stage=3)),
+        (6, 2, 1, dict(num_layers_in_first_pipeline_stage=2, account_for_loss_in_pipeline_split=True)),
+        (6, 2, 1, dict(num_layers_in_first_pipeline_stage="two")),
+        (6, 1, 1, dict(num_layers_in_first_pipeline_stage=6)),
+    ],
+)
+def test_stages_that_do_not_add_up(layers: int, stages: int, virtual: int, settings: dict[str, Any]) -> None:
+    learner = LearnerSection(pipeline_parallel=stages, virtual_pipeline=virtual, megatron=dict(transformer=settings))
+    with pytest.raises(LayoutError, match=rf"is \d.* num_hidden_layers {layers}; use one of .* of different") as no:
+        check_layout(QWEN3 | dict(num_hidden_layers=layers), learner)
+    assert "\n" not in str(no.value)
 
 
 def test_the_longest_sample_must_fit_with_its_padding() -> None:
