@@ -171,7 +171,7 @@ async def verify_decoding(engine: EngineClient, rows: Sequence[Sequence[int]], m
     sampled = [(start, answer[0]) for start, answer in zip(starts, answers, strict=True) if len(answer[0].tokens)]
     if not sampled:
         raise EngineUnavailableError(f"engine {engine.index} at {engine.url} decoded nothing on the probe; ask again")
-    scored = [await engine.response_logprobs(row, [one.tokens.tolist()]) for row, one in sampled]
+    scored = await asyncio.gather(*(engine.response_logprobs(row, [one.tokens.tolist()]) for row, one in sampled))
     gap = mean_gap_nats([one.logprobs.tolist() for _, one in sampled], [part for parts in scored for part in parts])
     if gap > max_mean_gap_nats:
         raise EngineVersionError(
