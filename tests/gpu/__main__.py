@@ -42,7 +42,7 @@ from tests.gpu.check import Figure, Figures, Goal, Scale
 ROOT = Path(__file__).parents[2]
 PHASES: tuple[tuple[float, tuple[tuple[str, ...], ...]], ...] = (
     (0.2, (("stack.imports", "stack.rates"), ("stack.engine",))),
-    (0.6, (("te_linear", "te_layer"), ("parity.bf16",), ("parity.fp8",))),
+    (0.6, (("te_linear", "te_layer"), ("parity.bf16",), ("parity.fp8",), ("stack.models",))),
     (1.0, (("logprob", "quantize", "training", "engine", "loop"),)),
 )
 """(share of the deadline at which it ends, lanes of checks or check.part); the next begins when all lanes are done.

@@ -14,7 +14,7 @@ from tests.gpu.check import Figures, Goal, Scale, ratios
 
 NAME = "stack"
 AFTER: tuple[str, ...] = ()
-PARTS = ("imports", "engine", "rates")
+PARTS = ("imports", "engine", "rates", "models")
 DEADLINE_S = 120.0
 GOALS = (
     Goal(figure="megatron_bridge", what="the learner's modules load"),
@@ -30,7 +30,7 @@ GOALS = (
 
 
 def run(scale: Scale) -> Figures:
-    return {"imports": _imports, "engine": _engine, "rates": _rates}[scale.part](scale)
+    return {"imports": _imports, "engine": _engine, "rates": _rates, "models": _models}[scale.part](scale)
 
 
 def _imports(scale: Scale) -> Figures:
@@ -69,6 +69,15 @@ def _rates(scale: Scale) -> Figures:
     scale.keep(copy_gb_s=copy_bandwidth(scale.device, scale.of(4 << 30, 1 << 20)) / 1e9)
     scale.keep(bf16_tflop_s=matmul_rate(scale.device, size, torch.bfloat16) / 1e12)
     return scale.keep(fp8_tflop_s=matmul_rate(scale.device, size, torch.float8_e4m3fn) / 1e12)
+
+
+def _models(scale: Scale) -> Figures:
+    """Make those that later checks would make while the GPU waits."""
+    from tests.gpu.models import shared_model
+
+    for size in ("1.7b", "32b-layers"):
+        shared_model(scale, size)
+    return {}
 
 
 def derive(figures: Figures) -> Figures:

@@ -8,7 +8,7 @@ activations' own error: √(4·0.055² + 0.06²) = 0.125. Bounds are 1.5 times t
 are some ten.
 
 How a tensor is scaled hardly matters to a format with an exponent, so one bound holds for all of FP8: in float64, with
-casts alone emulated, this layer is off by 0.0714 and 0.090 with scales of its own tensors, and by 0.0714 and 0.091 with
+casts emulated, this layer is off by 0.0714 and 0.090 with scales of its own tensors, and by 0.0714 and 0.091 with
 those of three passes before. But the first pass of delayed scaling has scales of 1, at which weights of 0.02 are among
 e4m3's subnormals and off by 0.033; and TE keeps the weights that it cast for the first micro-batch of a step. If those
 of the first pass stay, 0.0938 and 0.111: what an H200 measured before every pass here said that it is the first.
