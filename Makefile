@@ -70,7 +70,7 @@ $(VENV)/.docs: ops/locks/docs.txt
 gpu:  ## Measure on one GPU what CPUs cannot show, into ops/measurements (PYTHON: that of the learner; ops/gpu/README.md).
 	@./ops/gpu/check.sh --python $(PYTHON) $(ARGS)
 
-gpu-rehearsal: install  ## The same scripts at tiny sizes on the CPU, into runs/: runs them once, measures nothing (4 minutes).
+gpu-rehearsal: install  ## The same scripts at tiny sizes on the CPU, into runs/: runs them once, measures nothing (5 to 7 minutes).
 	@$(BIN)/python -m tests.gpu --rehearse --deadline-s 900 --out runs/gpu-rehearsal
 
 clean:  ## Remove .venv and caches; runs are kept.
