@@ -63,7 +63,7 @@ from rollout_sglang.protocol import (
 )
 from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
-FORMATS, STATISTICS, MOVED = "formats", "statistics", "moved"
+FORMATS, STATISTICS, MOVED, NCCL = "formats", "statistics", "moved", "nccl"
 """Equal to the names in rollout_sglang.server.format_report, which imports torch."""
 REPORT_BYTES = 1 << 26
 """Limit for a report about all parameters: some 200 bytes for each of 8 × 18,000, in a mixture of 48 layers, 128
@@ -344,6 +344,12 @@ class EngineClient:
         read the old ones. Empty where the server cannot tell."""
         ranks = await self.checksums(MOVED, deadline_s=deadline_s)
         return sorted({name for rank in ranks or () for name in rank})
+
+    async def nccl(self) -> str:
+        """Return the release of NCCL that the engine has loaded; empty without one, and where the server cannot tell:
+        it was not started by this package."""
+        ranks = await self.checksums(NCCL, deadline_s=self._control_deadline_s)
+        return next((rank.get(NCCL, "") for rank in ranks or ()), "")
 
     async def name(self, version: int) -> None:
         """Name the engine's weights `version`, as verified. Requests under way go on."""

@@ -94,6 +94,8 @@ class PooledEngine:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     formats: Mapping[str, str] | None = None
     """The formats that its modules were verified to have, as in the quant map: they last as long as its server."""
+    nccl: str | None = None
+    """The release of NCCL that its server named (EngineClient.nccl); None before it was asked."""
     refusal: FatalError | None = None
     """The server's last refusal of a key or path; another server may have the address by now."""
     refused_at: float = math.inf

@@ -23,13 +23,14 @@ from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.gpu_needs import DATA_PARALLEL, OWN_PLACES, PIPELINE_PARALLEL, option
+from pipeline.nccl import DISTRIBUTIONS, installed_release, mismatch
 from precision.formats.quant_map import QuantMapFile
 from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.engine_pool import OnChange
 from rollout_sglang.fleet import Fleet, FleetSettings
 from rollout_sglang.protocol import ServerInfo, dialect_of
 from rollout_sglang.server.capacity import captured_requests
-from rollout_sglang.server.rollout_python import require_sglang
+from rollout_sglang.server.rollout_python import package_version, require_sglang, rollout_python
 from rollout_sglang.server.start import EngineSpec, has_cuda
 from rollout_sglang.weights.update_lease import Updates
 
@@ -62,6 +63,7 @@ def check_engines(recipe: Recipe) -> None:
             "and SGLang would take 1.0 without a word, at which keys above 448 are cut off; leave it out"
         )
     if has_cuda():
+        check_nccl(recipe)
         return
     asked = {name: option(recipe.rollout.extra_args, name) for name in _ON_CPU}
     foreign = [f"{name} {value}" for name, value in asked.items() if value not in (None, _ON_CPU[name])]
@@ -70,6 +72,15 @@ def check_engines(recipe: Recipe) -> None:
             f"rollout.extra_args has {', '.join(foreign)}, for a CUDA GPU, and this machine has none; run it on one, "
             "or at a toy size on the CPU with --set rollout.extra_args=[] and a model such as the demo's"
         )
+
+
+def check_nccl(recipe: Recipe) -> None:
+    """Raise RecipeError if the learner here and engines by EVENKEEL_ROLLOUT_PYTHON have packages of NCCL that form no
+    group, and the recipe broadcasts weights. What images bring without a package is compared at the first publish."""
+    if recipe.weights.channel != "broadcast" or not recipe.rollout.started_engines or rollout_python() is None:
+        return
+    if why := mismatch(installed_release(), package_version(*DISTRIBUTIONS) or ""):
+        raise RecipeError(f"weights.channel is broadcast, with {why}")
 
 
 def shares_gpus(recipe: Recipe) -> bool:

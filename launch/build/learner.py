@@ -34,6 +34,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import all_recipes
 from pipeline.data.store import BatchStore
+from pipeline.nccl import loaded_release
 from pipeline.ports.weights import NUM_ROWS, NUM_ROWS_ON_CPU, ROW_TOKENS, WeightChannel, probe_rows
 from pipeline.trainer.batches import WAITS, BatchSource, dealt_together
 from pipeline.trainer.checkpoints import Checkpoints
@@ -104,9 +105,11 @@ def build_channel(
     if section.channel == "ipc":
         require_engines_here([engine.url for engine in membership.engines()])
     settings = fleet_settings(run, recipe, epoch)
+    over_nccl = section.channel == "broadcast" and learner.device.type == "cuda"
+    nccl, ranks = loaded_release() if over_nccl else "", recipe.rollout.tensor_parallel
     return StreamedChannel(
         learner,
-        FleetUpdateSession(membership, **settings, ranks_per_engine=recipe.rollout.tensor_parallel),
+        FleetUpdateSession(membership, **settings, ranks_per_engine=ranks, nccl=nccl),
         run,
         quant,
         plan,

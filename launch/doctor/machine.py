@@ -13,6 +13,7 @@ import platform
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,12 +29,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launch.doctor.imports import failed_imports
+from launch.doctor.imports import DEADLINE_S, failed_imports
+from pipeline.child_process import program_environment
 from pipeline.data.files import create_exclusively
 from pipeline.errors import EngineStartError, StoreError
 from pipeline.importing import REBUILD, how_to_install
+from pipeline.nccl import mismatch
 from pipeline.rewards.sandbox.choice import choose
-from rollout_sglang.server.rollout_python import require_sglang, rollout_python
+from rollout_sglang.server.rollout_python import module_command, module_environment, require_sglang, rollout_python
 
 GIB = 2**30
 MIN_MEMORY_GIB, WANTED_MEMORY_GIB = 3.0, 8.0
@@ -82,6 +85,7 @@ def diagnose(runs_root: Path = Path("runs")) -> list[Check]:
         *check_interpreter(),
         *check_packages(),
         *check_rollout_python(),
+        *check_nccl(),
         *check_gpus(),
         *check_room(runs_root),
         *check_locked_memory(),
@@ -152,6 +156,26 @@ def check_rollout_python() -> list[Check]:
         return [Check("rollout python", "ok", f"{python}: sglang {require_sglang()}")]
     except EngineStartError as error:
         return [Check("rollout python", "fail", python, str(error))]
+
+
+def check_nccl() -> list[Check]:
+    """Compare the releases of NCCL that the learner's torch and the engines' torch load; no finding without one."""
+    module = "pipeline.nccl"
+    engines = learner = _loaded_nccl([sys.executable, "-P", "-m", module], program_environment())
+    if rollout_python() is not None:
+        engines = _loaded_nccl(module_command(module), module_environment())
+    found = learner if learner == engines else f"{learner or 'none'}, of engines {engines or 'none'}"
+    why = mismatch(learner, engines)
+    return [Check("nccl", "warn" if why else "ok", found, why)] if found else []
+
+
+def _loaded_nccl(command: list[str], environment: dict[str, str]) -> str:
+    """Return what `python -m pipeline.nccl` prints; empty where torch cannot be imported: another check reports it."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
+            command, env=environment, capture_output=True, encoding="utf-8", timeout=DEADLINE_S, check=True
+        ).stdout.strip()
+    return ""
 
 
 def check_gpus(devices: Path = Path("/dev")) -> list[Check]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from launch.build.engines import check_nccl
 from launch.build.sizes import active_parameters, layer_sizes, refusals
 from launch.plan.costs import (
     DECODE_EFFICIENCY,
@@ -471,6 +472,7 @@ def make_plan(
     recipe_path = find_recipe(recipe_path)
     recipe = load_recipe(recipe_path, overrides)
     check_gpu_serves(recipe.rollout.quantized_format)
+    check_nccl(recipe)
     assumed = default_assumptions(recipe, chosen)
     return Planner(recipe_path, recipe, assumed, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib).plan()
 

@@ -1,5 +1,6 @@
 # syntax=docker/dockerfile:1.7
-# Engines, router and collector, on the stock image of SGLang, which brings torch and its kernels. No Megatron.
+# Engines, router and collector, on the stock image of SGLang. Engines run in its own Python, in which nothing is replaced or
+# added; Even Keel has an environment of its own. No Megatron.
 #
 #     docker build -f ops/containers/rollout.Dockerfile -t REGISTRY/evenkeel/rollout .        (in the root of the repository)
 #
@@ -8,11 +9,10 @@
 ARG BASE=lmsysorg/sglang:v0.5.23
 
 FROM ${BASE} AS build
-# NVIDIA's images hold pip to their own versions; ours are locked, and lie in an environment in front of theirs.
-ENV PIP_CONSTRAINT= PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 COPY ops/locks/rollout.txt lock.txt
-RUN python3 -m venv --system-site-packages /opt/evenkeel \
+RUN python3 -m venv /opt/evenkeel \
     && /opt/evenkeel/bin/python -m pip install --no-deps -r lock.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY precision precision
@@ -20,15 +20,22 @@ COPY pipeline pipeline
 COPY megatron_bridge megatron_bridge
 COPY rollout_sglang rollout_sglang
 COPY launch launch
-RUN /opt/evenkeel/bin/python -m pip install --no-deps --no-build-isolation .
+RUN /opt/evenkeel/bin/python -m pip install --no-deps .
 
 FROM ${BASE}
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends tini=0.19.* \
+    && apt-get install -y --no-install-recommends bubblewrap=0.* tini=0.19.* \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/evenkeel /opt/evenkeel
-ENV PATH=/opt/evenkeel/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HUB_OFFLINE=1
-RUN python -c "import importlib.metadata as m; assert m.version('sglang') == '0.5.23', m.version('sglang')" && ! python -c "import megatron" 2>/dev/null
+# SGLang's own Python, by the name that it has in the base; /opt/evenkeel/bin has another python3.
+RUN printf '#!/bin/sh\nexec %s "$@"\n' "$(command -v python3)" > /opt/sglang-python && chmod 755 /opt/sglang-python
+ENV PATH=/opt/evenkeel/bin:$PATH EVENKEEL_ROLLOUT_PYTHON=/opt/sglang-python PYTHONUNBUFFERED=1 HOME=/tmp HF_HUB_OFFLINE=1
+# One NCCL in both images: NCCL forms no group of two releases. If the base has another, build the learner with that.
+ARG NCCL=2.30.7
+RUN cd /opt/evenkeel/lib/python3*/site-packages \
+    && test "$(/opt/sglang-python -P rollout_sglang/server/run_module.py pipeline.nccl)" = "${NCCL}" \
+    && /opt/sglang-python -c "import importlib.metadata as m; assert m.version('sglang') == '0.5.23', m.version('sglang')" \
+    && ! python -c "import megatron" 2>/dev/null
 # The root file system is read-only in a pod: programs write to the shared volume and to /tmp.
 USER 1000:1000
 WORKDIR /tmp

@@ -1,6 +1,7 @@
 """Report the formats in which an engine holds its weights: `POST /weights_checker {"action": "formats"}`. With the
 action `statistics`, read all weights and report their scales and norms as well. `moved` names the weights that lie
-elsewhere than when CUDA graphs were captured: a graph would go on reading the old ones.
+elsewhere than when CUDA graphs were captured: a graph would go on reading the old ones. `nccl` names
+the release of NCCL.
 
 SGLang's own route asks each of an engine's processes and gathers their answers: parameter name → text. This module adds
 actions whose text describes a module (precision.formats.audit.Held) instead of a checksum. The rest of the server is
@@ -18,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeline.nccl import loaded_release
 from precision.formats.audit import KV_CACHE, Held
 from precision.formats.rollout_format import BLOCK, STACKS
 from precision.formats.weight_statistics import scale_statistics, sum_of_squares
 
-FORMATS, STATISTICS, MOVED = "formats", "statistics", "moved"
+FORMATS, STATISTICS, MOVED, NCCL = "formats", "statistics", "moved", "nccl"
 _CAPTURED = "even_keel_captured"
 """The attribute of a model with the addresses of its weights at the capture."""
 
@@ -41,11 +43,13 @@ def _addresses(model: nn.Module) -> dict[str, int]:
 def handle(original: Callable[..., Any], checker: Any, *args: Any, **options: Any) -> Any:
     """Answer the actions of this module, and pass others to `original`, SGLang's WeightChecker.handle."""
     action = options.get("action", args[0] if args else None)
-    if action not in (FORMATS, STATISTICS, MOVED):
+    if action not in (FORMATS, STATISTICS, MOVED, NCCL):
         return original(checker, *args, **options)
     model = checker._get_model()
     placement = checker._parallelism_info(**{name: options[name] for name in ("role",) if name in options})
     report = dict(per_gpu_checksum="", parallelism_info=placement.model_dump())
+    if action == NCCL:
+        return report | dict(checksums={NCCL: loaded_release()})
     if action == MOVED:
         captured = getattr(model, _CAPTURED, {})
         now = _addresses(model) if captured else {}

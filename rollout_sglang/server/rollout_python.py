@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -26,12 +27,18 @@ BESIDE_CPU_EXTRA = ("sglang==0.5.23", "xgrammar==0.2.7")
 """Packages that a CPU installs after the extra `cpu`, without their dependencies: SGLang's include CUDA-only packages,
 and xgrammar's include Triton, which SGLang would take for a sign of a GPU."""
 _ASK_DEADLINE_S = 60.0
-_ASK = (
-    "import importlib.metadata, importlib.util, json;"
-    "found = importlib.util.find_spec('sglang') is not None;"
-    "print(json.dumps(importlib.metadata.version('sglang') if found else None))"
-)
-"""Does not import SGLang, which takes seconds."""
+_ASK = """
+import json, sys
+from importlib import metadata
+versions = {}
+for name in sys.argv[1:]:
+    try:
+        versions[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(versions))
+"""
+"""Prints the versions of distributions, without importing them: SGLang's import takes seconds."""
 
 
 def rollout_python() -> str | None:
@@ -56,20 +63,27 @@ def module_environment() -> dict[str, str]:
 def sglang_version() -> str | None:
     """Return the version of SGLang in the interpreter that runs engines; None when it has no SGLang. Raises
     EngineStartError when EVENKEEL_ROLLOUT_PYTHON names no Python."""
+    return package_version("sglang")
+
+
+def package_version(*names: str) -> str | None:
+    """Return the version of the first of these distributions that the interpreter of engines has. Raises as
+    `sglang_version`."""
     python = rollout_python()
-    if python is None:
-        try:
-            return metadata.version("sglang")
-        except metadata.PackageNotFoundError:
-            return None
-    return _version_in(python)
+    if python is not None:
+        versions = _versions_in(python, names)
+        return next(iter(versions.values()), None)
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
 
 
 @cache  # each asking starts a Python, for seconds where its files are not in memory yet
-def _version_in(python: str) -> str | None:
+def _versions_in(python: str, names: tuple[str, ...]) -> dict[str, str]:
     if shutil.which(python) is None:
         raise EngineStartError(f"{PYTHON_VARIABLE} is {python!r}, expected a Python executable; correct or unset it")
-    command = [python, "-P", "-c", _ASK]
+    command = [python, "-P", "-c", _ASK, *names]
     try:
         asked = subprocess.run(
             command,
@@ -80,13 +94,13 @@ def _version_in(python: str) -> str | None:
             timeout=_ASK_DEADLINE_S,
             check=True,
         )
-        version: str | None = json.loads(asked.stdout)
+        versions: dict[str, str] = json.loads(asked.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = [str(error), *(getattr(error, "stderr", None) or "").strip().splitlines()][-1]
         raise EngineStartError(
             f"{PYTHON_VARIABLE} is {python!r}, which does not run as Python 3.11 or newer ({said}); correct or unset it"
         ) from None
-    return version
+    return versions
 
 
 def require_sglang() -> str:

@@ -27,7 +27,8 @@ from typing import Any, TypeVar, Unpack
 
 from pipeline import spans
 from pipeline.data.membership import Member, Membership
-from pipeline.errors import EvenKeelError, FatalError, RetryableError
+from pipeline.errors import EngineVersionError, EvenKeelError, FatalError, RecipeError, RetryableError
+from pipeline.nccl import mismatch
 from pipeline.ports.weights import ComingCheck, ProcessGroupSpec, TensorSpec, WeightCheck, WeightUpdateReport
 from pipeline.spans import Stopwatch
 from rollout_sglang.client import EngineClient
@@ -44,9 +45,13 @@ class FleetUpdateSession(Fleet):
     """A Fleet that sends tensors to its engines, for one publish at a time. Every sender attends the update that one
     process begins, and asks its own engines to receive. Await all methods of a process on one event loop."""
 
-    def __init__(self, membership: Membership, *, ranks_per_engine: int, **settings: Unpack[FleetSettings]) -> None:
+    def __init__(
+        self, membership: Membership, *, ranks_per_engine: int, nccl: str = "", **settings: Unpack[FleetSettings]
+    ) -> None:
+        """`nccl` is the release of NCCL in whose groups the senders broadcast; empty for other transports."""
         super().__init__(membership, **settings)
         self.ranks_per_engine = ranks_per_engine
+        self._nccl = nccl
         self._receivers: dict[int, EngineClient] = {}
         self._members: Mapping[int, Member] = {}
         self._open: AsyncExitStack | None = None
@@ -66,7 +71,7 @@ class FleetUpdateSession(Fleet):
         """Take the next number, pause every engine and make it ready for new weights. From now on an engine claims no
         version until it is verified. With `serving`, engines that can stage weights keep serving their version until
         the end of the update; the report names them. Measured: lock_s, pause_s. Raises DeadlineExceededError if no turn
-        comes."""
+        comes, RecipeError if all engines that answer have another NCCL."""
         assert self._open is None, "the last update was not ended"
         watch = Stopwatch()
         async with AsyncExitStack() as stack:
@@ -78,6 +83,9 @@ class FleetUpdateSession(Fleet):
             for engine in self._engines:
                 engine.client.take_part(self._update.number)
             self._staging = set()
+            foreign = await self._failures(answering, self._require_nccl)
+            if foreign and len(foreign) == len(answering) and all(engine.nccl for engine in answering):
+                raise RecipeError(next(iter(foreign.values())))
 
             async def ready(engine: PooledEngine) -> None:
                 receiver, serves = self._receivers[engine.index], serving and engine.quarantined is None
@@ -91,7 +99,7 @@ class FleetUpdateSession(Fleet):
                         await self._while_alive(engine, parts)
                     await self._while_alive(engine, receiver.begin_update())
 
-            failed = await self._failures(answering, ready)
+            failed = foreign | await self._failures([one for one in answering if one.index not in foreign], ready)
             watch.lap("pause_s")
             self._open = stack.pop_all()
         return WeightUpdateReport(
@@ -101,6 +109,13 @@ class FleetUpdateSession(Fleet):
             engines=[engine.member for engine in self._engines],
             staging=sorted(self._staging),
         )
+
+    async def _require_nccl(self, engine: PooledEngine) -> None:
+        """Raise EngineVersionError for an engine with which the learner can form no group over NCCL."""
+        if self._nccl and engine.nccl is None:
+            engine.nccl = await self._while_alive(engine, engine.client.nccl())
+        if why := mismatch(self._nccl, engine.nccl or ""):
+            raise EngineVersionError(f"engine {engine.index} at {engine.url} cannot be sent weights: {why}")
 
     def attend(self, number: int, engines: Sequence[Member], staging: Sequence[int] = ()) -> None:
         """Send as part of an update that another process has begun, in which the engines of `staging` stage."""
