@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -259,7 +260,10 @@ def remove_left_scratch() -> None:
 
 def remove_scratch(folder: Path) -> None:
     """Remove the folder, and files of shared memory named after its files: SGLang names its files this way, and a
-    learner leaves the names of buffers shared with engines (weight_sync.shared_buffer)."""
+    learner leaves the names of buffers shared with engines (weight_sync.ipc_transport).
+
+    torch's server of shared memory, a process of its own, outlives the last process that uses it by two seconds. Then
+    it removes its socket, and aborts without one: a folder with a live server is left to the next maker."""
     with suppress(OSError):
         if folder.stat().st_uid != os.getuid():
             return
@@ -267,7 +271,17 @@ def remove_scratch(folder: Path) -> None:
             lent = [_SHARED / name] if _LENT.fullmatch(name) else []
             for shared in (*_SHARED.glob(f"sglang_loads_{name}_*.shm"), *lent):
                 shared.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    if not any(map(_listens, folder.glob("torch-shm-dir-*/manager.sock"))):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def scratch_environment(folder: Path) -> dict[str, str]:

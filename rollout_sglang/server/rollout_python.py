@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.child_process import program_environment
@@ -46,16 +47,21 @@ def rollout_python() -> str | None:
     return os.environ.get(PYTHON_VARIABLE) or None
 
 
-def module_command(module: str) -> list[str]:
-    """Return the argv that runs a module of this package; append the module's arguments."""
+def has_router() -> bool:
+    """Return whether this interpreter has SGLang's router, which then runs here: it needs nothing of an engine's."""
+    return find_spec("sglang_router") is not None
+
+
+def module_command(module: str, *, here: bool = False) -> list[str]:
+    """Return the argv that runs a module of this package, `here` in this interpreter; append the module's arguments."""
     python = rollout_python()
-    if python is None:
+    if python is None or here:
         return [sys.executable, "-P", "-m", module]
     return [python, "-P", str(Path(run_module.__file__)), module]
 
 
-def module_environment() -> dict[str, str]:
-    if rollout_python() is None:
+def module_environment(*, here: bool = False) -> dict[str, str]:
+    if rollout_python() is None or here:
         return program_environment()
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
@@ -72,7 +78,7 @@ def package_version(*names: str) -> str | None:
     python = rollout_python()
     if python is not None:
         versions = _versions_in(python, names)
-        return next(iter(versions.values()), None)
+        return next((versions[name] for name in names if name in versions), None)
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)

@@ -34,7 +34,7 @@ from pipeline.errors import EngineStartError, PortInUseError, RecipeError
 from precision.text import parse_object, without
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
-from rollout_sglang.server.rollout_python import module_command, module_environment, rollout_python
+from rollout_sglang.server.rollout_python import has_router, module_command, module_environment, rollout_python
 from rollout_sglang.server.update_fence import FLOOR_VARIABLE
 
 __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", "router_command", "start"]
@@ -221,7 +221,13 @@ def router_command(port: int, metrics: tuple[str, int], host: str = HOST, *, req
     """Return the argv of SGLang's router, which starts without engines and waits longer than `request_deadline_s`, the
     client's deadline. The router neither retries nor checks health: Fleet alone decides which engines are members. The
     thresholds make it balance by load as soon as loads differ; `power_of_two` would not start without engines."""
-    argv = [*module_command("rollout_sglang.server.launch_router"), "--host", before_port(host), "--port", str(port)]
+    argv = [
+        *module_command("rollout_sglang.server.launch_router", here=has_router()),
+        "--host",
+        before_port(host),
+        "--port",
+        str(port),
+    ]
     argv += ["--policy", "cache_aware", "--prometheus-host", metrics[0], "--prometheus-port", str(metrics[1])]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]
     argv += ["--balance-abs-threshold", "1", "--balance-rel-threshold", "1.0"]
@@ -251,7 +257,7 @@ def start_router(
             print(f"warning: the router shows no metrics: port {metrics_port} is taken", file=sys.stderr, flush=True)
     return ServerProcess(
         router_command(port, metrics, host, request_deadline_s=request_deadline_s),
-        environment=server_environment(api_key),
+        environment=server_environment(api_key, here=has_router()),
         log=log,
         ready_url=f"{server_url(host, port)}/liveness",
         secret=api_key,
@@ -273,9 +279,10 @@ def require_key(address: str, api_key: str | None) -> None:
         raise RecipeError(f"a server at {address} needs an API key, since other hosts reach it; set EVENKEEL_API_KEY")
 
 
-def server_environment(api_key: str | None) -> dict[str, str]:
-    """Return the environment of a server, with the key where only this user can read it."""
-    environment = module_environment()
+def server_environment(api_key: str | None, *, here: bool = False) -> dict[str, str]:
+    """Return the environment of a server, of this interpreter or of engines, with the key where only this user can read
+    it."""
+    environment = module_environment(here=here)
     environment.pop(API_KEY_VARIABLE, None)
     return environment | ({API_KEY_VARIABLE: api_key} if api_key else {})
 

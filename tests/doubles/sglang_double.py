@@ -187,6 +187,8 @@ class EngineDouble(_Double):
         """The parts that it holds on its GPU."""
         self.saves_memory = False
         """Whether it was started with --enable-memory-saver, which its GPU needs."""
+        self.nccl = ""
+        """The release of NCCL that it says it has loaded."""
         self.moved: tuple[str, ...] = ()
         """Weights that lie elsewhere than when its CUDA graphs were captured."""
         self.stale_graphs_nats = 0.0
@@ -274,6 +276,7 @@ class EngineDouble(_Double):
             if request["action"].startswith("stage "):
                 return 400, {"success": False, "message": "Unsupported action"}
             named = dict.fromkeys(self.moved, "moved") if request["action"] == "moved" else None
+            named = {"nccl": self.nccl} if request["action"] == "nccl" else named
             return 200, {"success": True, "message": "Success.", "ranks": [self._checksums(named)]}
         return 404, {"detail": "Not Found"}
 

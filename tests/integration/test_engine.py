@@ -71,6 +71,7 @@ def test_what_an_engine_decodes_is_what_it_prefills(engines: dict[RolloutPrecisi
     for precision, engine in engines.items():
         assert engine.ask(lambda client: verify_decoding(client, ROWS, 1e-3)) < 1e-4, precision
         assert engine.ask(lambda client: client.moved_weights(deadline_s=30)) == []
+        assert engine.ask(lambda client: client.checksums("nccl", deadline_s=30)) == [{"nccl": ""}], "torch for CPUs"
 
 
 def test_an_engine_takes_inputs_as_long_as_its_context(engine: TinyEngine) -> None:

@@ -10,6 +10,7 @@ from launch.build import engines
 from launch.build.components import build_quant_map, build_sampling
 from launch.build.engines import check_engines, engine_dtype, engine_spec, served_formats
 from launch.convert.new_model import new_model
+from launch.plan.planner import make_plan
 from pipeline.config.recipe import Recipe
 from pipeline.data.checksums import write_sealed
 from pipeline.data.quant_maps import write_quant_map
@@ -17,6 +18,7 @@ from pipeline.data.routed_experts import ExpertShape
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, StoreError
 from precision.formats.quant_map import QuantMapFile
+from rollout_sglang.server.rollout_python import PYTHON_VARIABLE
 from rollout_sglang.server.start import command
 from tests.support.runs import a_recipe
 
@@ -67,6 +69,25 @@ def test_experts_of_a_mixture_alone_are_replayed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(engines, "require_sglang", lambda: "0.5.22")
     with pytest.raises(RecipeError, match=r"SGLang 0\.5\.22 is older than 0\.5\.23"):
         check_engines(mixture)
+
+
+def test_a_broadcast_between_two_releases_of_nccl_is_refused_by_the_start_and_by_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"sglang": "0.5.23", "nvidia-nccl-cu13": "2.30.7"}\'\n')
+    python.chmod(0o755)
+    monkeypatch.setenv(PYTHON_VARIABLE, str(python))
+    monkeypatch.setattr(engines, "has_cuda", lambda: True)
+    monkeypatch.setattr(engines, "installed_release", lambda: "2.28.9")
+    check_engines(recipe_of(channel="disk"))
+    refused = r"broadcast, with NCCL 2\.30\.7 in the engines' torch and 2\.28\.9 in the learner's"
+    with pytest.raises(RecipeError, match=refused):
+        check_engines(recipe_of(channel="broadcast"))
+    with pytest.raises(RecipeError, match=refused):
+        make_plan(Path("qwen3_32b"), [], {}, gpus=64, gpu_gib=80)
+    monkeypatch.setattr(engines, "installed_release", lambda: "2.30.7")
+    check_engines(recipe_of(channel="broadcast"))
 
 
 def recipe_of(

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from packaging.requirements import Requirement
 
 from launch.doctor import machine as doctor
 from launch.doctor.machine import GIB, Check, diagnose, report
+from rollout_sglang.server.rollout_python import PYTHON_VARIABLE
 
 
 @pytest.mark.slow
@@ -108,6 +110,19 @@ def test_transformer_engine_must_be_one_that_megatron_takes(
     assert (check.status, check.found) == (status, found)
     if version == "2.12.0":
         assert check.advice.startswith("megatron-core asks for <2.12.0,>=2.9.0")
+
+
+def test_two_releases_of_nccl_are_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, release in (("learner", "2.28.9"), ("rollout", "2.30.7")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {release}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "learner"))
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    assert doctor.check_nccl() == [Check("nccl", "ok", "2.28.9")]
+    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "rollout"))
+    [check] = doctor.check_nccl()
+    assert (check.status, check.found) == ("warn", "2.28.9, of engines 2.30.7")
+    assert "nvidia-nccl-cu13==2.30.7" in check.advice
 
 
 @pytest.mark.parametrize(

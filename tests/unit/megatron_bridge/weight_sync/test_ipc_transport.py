@@ -9,6 +9,7 @@ import pickletools
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch.multiprocessing import reductions
 from megatron_bridge.weight_sync import ipc_transport
 from megatron_bridge.weight_sync.ipc_transport import Call, IpcTransport, SharedBuffer, cuda_arguments, flattened_bucket
 from megatron_bridge.weight_sync.transport import pack
+from pipeline.child_process import remove_scratch
 from pipeline.errors import FatalError
 from tests.doubles.receiving_double import ReceivingDouble, SafeUnpickler
 from tests.support.publishing import BUCKET_BYTES, Publish, publisher, same, weights
@@ -232,3 +234,20 @@ def test_what_everybody_that_was_killed_has_lent_goes_at_the_next_start(tmp_path
         assert not file.exists()
     finally:
         file.unlink(missing_ok=True)
+
+
+def test_the_server_of_shared_memory_ends_in_order_after_its_user_and_the_scratch() -> None:
+    """It removes its socket last, and aborted with `std::system_error` where that had gone with the folder."""
+    lends = "import os, torch; s = torch.zeros(8).untyped_storage(); s._share_filename_cpu_(); os._exit(0)"
+    scratch = Path(tempfile.mkdtemp())  # short: a path of a socket has at most 107 bytes
+    user = subprocess.Popen(
+        [sys.executable, "-c", lends], env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.PIPE, text=True
+    )
+    with user:
+        user.wait(60)
+        assert list(scratch.glob("*/manager.sock"))
+        remove_scratch(scratch)
+        assert user.stderr is not None
+        assert user.stderr.read() == "", "the server, which has the other end, ended otherwise"
+    remove_scratch(scratch)
+    assert not scratch.exists()

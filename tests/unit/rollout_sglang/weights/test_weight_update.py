@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from pipeline.data.batch import Sampling
-from pipeline.errors import DeadlineExceededError, EngineUnavailableError
+from pipeline.errors import DeadlineExceededError, EngineUnavailableError, RecipeError
 from pipeline.ports.weights import WeightUpdateReport
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
@@ -38,12 +38,14 @@ def with_fleet(
     act: Callable[[FleetUpdateSession], Awaitable[T]],
     *,
     deadline_s: float = 5.0,
+    nccl: str = "",
 ) -> T:
     async def main() -> T:
         fleet = FleetUpdateSession(
             members(tmp_path, [engine.url for engine in engines]),
             **settings(tmp_path, deadline_s=deadline_s, load_deadline_s=deadline_s),
             ranks_per_engine=1,
+            nccl=nccl,
         )
         try:
             return await act(fleet)
@@ -96,6 +98,35 @@ def test_fed_engines_serve_the_version_and_the_others_get_no_requests(
     assert not any(engine.paused or engine.session for engine in engines)
     assert engines[1].aborts == 1, "requests under way are asked elsewhere"
     assert "POST /generate" not in engines[1].calls
+
+
+def test_an_engine_of_another_nccl_is_left_out_with_both_releases(
+    tmp_path: Path, engines: list[ReceivingDouble]
+) -> None:
+    """NCCL would refuse the group: by an error without a release, a minute later, with the engine paused."""
+    for engine, engine.nccl in zip(engines, ("2.28.9", "2.30.7"), strict=True):
+        engine.shows_checksums = True
+
+    async def act(fleet: FleetUpdateSession) -> WeightUpdateReport:
+        return await fleet.begin_weight_update()
+
+    report = with_fleet(tmp_path, engines, act, nccl="2.28.9")
+    assert report.failures.keys() == {1}
+    assert "NCCL 2.30.7 in the engines' torch and 2.28.9 in the learner's" in report.failures[1]
+    assert (engines[0].paused, engines[1].paused) == (True, False)
+
+
+def test_a_learner_of_another_nccl_than_all_engines_ends(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
+    for engine in engines:
+        engine.shows_checksums, engine.nccl = True, "2.30.7"
+
+    async def act(fleet: FleetUpdateSession) -> None:
+        with pytest.raises(RecipeError, match=r"NCCL 2\.30\.7 in the engines' torch and 2\.28\.9 in the learner's"):
+            await fleet.begin_weight_update()
+        assert not fleet.is_open
+
+    with_fleet(tmp_path, engines, act, nccl="2.28.9")
+    assert not any(engine.paused for engine in engines)
 
 
 def test_an_engine_that_cannot_be_reached_is_reported(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
