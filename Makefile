@@ -9,7 +9,7 @@ SHARED := -n 3 --dist loadfile
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-repeated test-cluster test-all mutations chaos check bench evidence docs gpu gpu-rehearsal clean
+.PHONY: help install demo test test-slow test-repeated test-installs test-cluster test-all mutations chaos check bench evidence docs gpu gpu-rehearsal clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,10 +27,13 @@ demo: install  ## Fine-tune a tiny model, then train it with P3O on FP8 rollouts
 	@$(BIN)/evenkeel train $(DEMO)
 
 test: install  ## The loop, the learner and the engines, real ones, three files at a time (about 9 minutes).
-	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m "not slow and not cluster"
+	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m "not slow and not cluster and not installs"
 
 test-slow: install  ## Longer runs, tools around training, and every example of the property tests.
 	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "(slow or hypothesis) and not repeated and not cluster"
+
+test-installs: install  ## Extras and locks resolve, and six steps with the learner's packages for GPUs (Python 3.12, 4 GB; 5 minutes).
+	@./ops/install_learner.sh .venv-learner && $(BIN)/python -m pytest --durations 5 -m installs tests/installs
 
 test-cluster: install  ## Several hosts, out of namespaces: a run over four of them, faults, Slurm (as root; tests/cluster/README.md; ONLY).
 	@$(BIN)/python -m tests.cluster.rig && \
@@ -74,4 +77,4 @@ gpu-rehearsal: install  ## The same scripts at tiny sizes on the CPU, into runs/
 	@$(BIN)/python -m tests.gpu --rehearse --deadline-s 900 --out runs/gpu-rehearsal
 
 clean:  ## Remove .venv and caches; runs are kept.
-	rm -rf $(VENV) .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-learner .mypy_cache .pytest_cache .ruff_cache .hypothesis

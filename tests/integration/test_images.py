@@ -17,6 +17,7 @@ import pytest
 from launch.schedulers.kubernetes.pods import COMMAND
 from launch.schedulers.kubernetes.run import ClusterOptions
 from pipeline.data.files import NO_HARD_LINKS
+from rollout_sglang.server.rollout_python import PYTHON_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch")
@@ -33,6 +34,8 @@ class Image:
     """Its programs import these, at once or later."""
     foreign: tuple[str, ...]
     """Top-level packages that it must not have."""
+    locks: tuple[str, ...]
+    """The lists that it is made from."""
 
 
 LEARNER = Image(
@@ -40,6 +43,7 @@ LEARNER = Image(
     programs=(("-m", "launch.cli", "role", "learner", "--help"), ("-m", "launch.run.torchrun", "--help")),
     modules=("launch.roles.learner", "launch.run.learn_rank", "launch.run.metrics"),
     foreign=("sglang", "sglang_router"),
+    locks=("learner", "learner-gpu"),
 )
 ROLLOUT = Image(
     "rollout",
@@ -54,6 +58,7 @@ ROLLOUT = Image(
         *("launch.run.metrics", "math_verify", "rollout_sglang.server.launch_server"),
     ),
     foreign=("megatron", "transformer_engine"),
+    locks=("rollout",),
 )
 IMAGES = (LEARNER, ROLLOUT)
 images = pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
@@ -88,13 +93,33 @@ def test_what_is_copied_exists_and_the_result_is_pinned_and_runs_as_a_user(image
         if word == "RUN" and "pip install" in rest:
             assert all("--no-deps" in part for part in rest.split("&&") if "pip install" in part), rest
         if word == "RUN" and "apt-get install" in rest:
-            assert "tini=0.19" in rest
+            wanted = rest.partition("--no-install-recommends ")[2].partition(" &&")[0].split()
+            assert wanted
+            assert all("=" in package for package in wanted), rest
     user = ClusterOptions.model_fields["run_as"].default
     last = found[max(place for place, (word, _) in enumerate(found) if word == "FROM") :]
+    assert any("tini=0.19" in rest and "bubblewrap=" in rest for word, rest in last if word == "RUN")
     assert [rest for word, rest in last if word == "USER"] == [f"{user}:{user}"]
     assert [json.loads(rest) for word, rest in last if word == "ENTRYPOINT"] == [COMMAND]
-    copied = {rest.split()[0] for word, rest in found if word == "COPY"}
-    assert {*ROOMS, f"ops/locks/{image.name}.txt"} <= copied
+    copied = {source for word, rest in found if word == "COPY" for source in rest.split()[:-1]}
+    assert {*ROOMS, *(f"ops/locks/{lock}.txt" for lock in image.locks)} <= copied
+
+
+def test_engines_of_the_rollout_image_run_in_sglang_s_own_python(tmp_path: Path) -> None:
+    """The environment in front of it holds no package that an engine imports, and does not see the base's."""
+    found = instructions(ROLLOUT)
+    assert not any("--system-site-packages" in rest for _, rest in found)
+    [variables] = [rest for word, rest in found if word == "ENV" and PYTHON_VARIABLE in rest]
+    name = dict(one.split("=") for one in variables.split())[PYTHON_VARIABLE]
+    [making] = [rest for word, rest in found if word == "RUN" and f"> {name}" in rest]
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "python3").symlink_to(sys.executable)
+    places = {"PATH": f"{tmp_path / 'base'}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-c", making.replace(name, str(tmp_path / "python"))], check=True, env=os.environ | places)
+    said = subprocess.run(
+        [tmp_path / "python", "-P", "-c", "import sys; print(sys.argv)", "a b"], capture_output=True, text=True
+    )
+    assert said.stdout == "['-c', 'a b']\n", said.stderr
 
 
 @images
@@ -102,7 +127,7 @@ def test_locks_are_of_one_version_and_hold_no_foreign_package(image: Image) -> N
     everything, own, base = pins("cpu.txt"), pins(f"{image.name}.txt"), pins(f"{image.name}-cpu.txt")
     assert (own | base).items() <= everything.items()
     assert not own.keys() & base.keys()
-    assert "torch" not in own, "the base image brings torch"
+    assert "torch" not in own, "it is of the list for CPUs, or for GPUs"
     assert not {"megatron-core" if name == "megatron" else name.replace("_", "-") for name in image.foreign} & (
         own.keys() | base.keys()
     )
