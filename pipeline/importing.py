@@ -62,7 +62,7 @@ DISTRIBUTIONS = {
     "math_verify": ("math-verify",),
     "sglang_router": ("sglang-router",),
     "modelopt": ("nvidia-modelopt",),
-    "transformer_engine": ("transformer-engine",),
+    "transformer_engine": ("transformer-engine", "transformer-engine-cu13"),
 }
 """The distributions to install for a package, where they differ from its name."""
 
@@ -78,7 +78,9 @@ def how_to_install(*packages: str) -> str:
     """Return `pip install 'torch>=2.11'`, with the alternative for a CPU."""
     by_make = {EXTRA_OF[package] for package in packages} & {"learner", "rollout"}
     on_cpu = " (on a CPU: `make install` in the source folder)" if by_make else ""
-    return pip_install(*(name for package in packages for name in DISTRIBUTIONS.get(package, (package,)))) + on_cpu
+    extension = ", and its extension for torch, as docs/gpus.md says" if "transformer_engine" in packages else ""
+    names = (name for package in packages for name in DISTRIBUTIONS.get(package, (package,)))
+    return pip_install(*names) + extension + on_cpu
 
 
 def own_function(key: str, name: str, given: Collection[str]) -> tuple[Callable[..., Any], frozenset[str]]:

@@ -33,6 +33,7 @@ ADAPTERS_MAY_USE = tuple(
         "errors",
         "gpu_needs",
         "importing",
+        "nccl",
         "ports",
         "spans",
     ]

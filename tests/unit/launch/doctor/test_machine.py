@@ -112,6 +112,16 @@ def test_transformer_engine_must_be_one_that_megatron_takes(
         assert check.advice.startswith("megatron-core asks for <2.12.0,>=2.9.0")
 
 
+@pytest.mark.parametrize(("release", "status", "learns"), [("2.28", "fail", True), ("2.34", "ok", False)])
+def test_an_engine_needs_a_newer_glibc_than_a_learner(
+    monkeypatch: pytest.MonkeyPatch, release: str, status: str, learns: bool
+) -> None:
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", release))
+    [check] = [one for one in doctor.check_interpreter() if one.name == "glibc"]
+    assert (check.status, check.found) == (status, release)
+    assert ("a learner alone runs here" in check.advice) == learns
+
+
 def test_two_releases_of_nccl_are_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, release in (("learner", "2.28.9"), ("rollout", "2.30.7")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho {release}\n")
