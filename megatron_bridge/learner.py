@@ -490,7 +490,9 @@ class TrainingPass:
 
     def __str__(self) -> str:
         refused = ", and the objective refused a micro-batch" if self.failed else ""
-        return f"loss is {self.loss:g} and the gradient norm {self.grad_norm:g}{refused}"
+        seen = self.is_finite or self.failed or not math.isfinite(self.loss) or not math.isfinite(self.grad_norm)
+        alone = "" if seen else ", but a gradient is not finite on one rank alone"
+        return f"loss is {self.loss:g} and the gradient norm {self.grad_norm:g}{refused}{alone}"
 
 
 def _compare(first: TrainingPass, second: TrainingPass, batch: int) -> None:

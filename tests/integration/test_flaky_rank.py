@@ -36,3 +36,5 @@ def test_one_rank_s_gradient_that_is_not_finite_concerns_all(folder: Path, layou
         assert usual["said"] == []
         assert "the step is taken from the second" in once["said"][0]
         assert (once["unused"], twice["unused"]) == (0, 0)
+        if where == "norm":  # which no rank's norm counts
+            assert "a gradient is not finite on one rank alone the first time" in once["said"][0]
