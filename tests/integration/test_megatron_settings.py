@@ -94,4 +94,6 @@ def test_a_setting_trains_like_one_process_without_it(found: dict[str, dict[str,
 
 def test_weights_are_whole_where_passes_gather_them(folder: Path) -> None:
     gathers = dict(megatron=dict(ddp=dict(overlap_param_gather=True, bucket_size=9000)))
-    assert run_ranks(2, settings_worker.swap_after_a_step, folder, "DP2×MB2", gathers) == [True, True]
+    for plain, gathered in run_ranks(2, settings_worker.reference_after_a_step, folder, "DP2×MB2", [{}, gathers]):
+        assert plain == gathered
+        assert plain[-1] == 1.0

@@ -84,15 +84,19 @@ def _measured(folder: Path, name: str, model: str, layout: str, fields: dict[str
     return found
 
 
-def swap_after_a_step(folder: Path, layout: str, fields: dict[str, Any]) -> bool:
-    """Whether weights that are read at once after a step are whole, and a reference comes and goes without a trace."""
-    chosen = type(section(layout)).model_validate(section(layout).model_dump() | fields)
-    initialize(Layout.of(chosen), seed=0, deadline_s=120)
-    learner = MegatronLearner(folder / "four", chosen, P3O(), temperature=TEMPERATURE, total_steps=3)
-    reference = ReferencePolicy(learner, folder / "four")
-    batch = make_batch(0, learner.model_config.vocab_size)
-    first = learner.logprobs(batch)
-    train(learner, 0)
-    same = (reference.logprobs(batch) == first).all()
-    after = weights(learner)
-    return bool(same and (weights(learner) == after).all() and (learner.logprobs(batch) != first).any())
+def reference_after_a_step(folder: Path, layout: str, choices: list[dict[str, Any]]) -> list[list[float]]:
+    """For each choice of fields: log-probabilities after a step, once a reference has come and gone at once after it,
+    and whether the reference's are those before the step."""
+    found = []
+    for fields in choices:
+        chosen = type(section(layout)).model_validate(section(layout).model_dump() | fields)
+        initialize(Layout.of(chosen), seed=0, deadline_s=120)
+        learner = MegatronLearner(folder / "four", chosen, P3O(), temperature=TEMPERATURE, total_steps=3)
+        reference = ReferencePolicy(learner, folder / "four")
+        batch = make_batch(0, learner.model_config.vocab_size)
+        first = learner.logprobs(batch)
+        train(learner, 0)
+        same = (reference.logprobs(batch) == first).all()
+        found.append([*learner.logprobs(batch).tolist(), float(same)])
+        leave_layout()
+    return found
