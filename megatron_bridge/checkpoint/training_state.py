@@ -452,14 +452,14 @@ def _own_share(
 @torch.no_grad()
 def _take_share(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
     """Replace Megatron's method: copy the boxes loaded for `_own_share` into the optimizer."""
+    aware = self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     for number, (parameter, _, _) in enumerate(_held_ranges(self)):
-        held = _state_tensors(self, parameter)
-        taken = {kind: torch.cat([box.flatten() for box in loaded[number][kind]]) for kind in held}
-        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # what is held may be a copy, scaled otherwise
-            self._set_main_param_and_optimizer_states(parameter, taken)
-            continue
-        for kind, flat in held.items():
-            flat.copy_(taken[kind])
+        for kind, flat in _state_tensors(self, parameter).items():
+            taken = torch.cat([box.flatten() for box in loaded[number][kind]])
+            if aware:  # what is held may be a copy, in another scale
+                self._set_main_param_and_optimizer_states(parameter, {kind: taken})
+            else:
+                flat.copy_(taken)
     if isinstance(self.optimizer, HybridDeviceOptimizer):
         self.optimizer._sync_hdo_state_to_sub_optimizers()
 
