@@ -464,6 +464,20 @@ MUTATIONS = (
         (f"{UNIT}/pipeline/data/test_batch_values.py",),
     ),
     Mutation(
+        "a micro-batch is copied from memory that is not pinned",
+        "megatron_bridge/step/micro_batches.py",
+        "return tensor.pin_memory().to(device, non_blocking=True)",
+        "return tensor.to(device)",
+        (f"{UNIT}/megatron_bridge/step/test_host_waits.py",),
+    ),
+    Mutation(
+        "a check of the objective that fails is forgotten",
+        "megatron_bridge/step/passes.py",
+        'gathered.sums["failed"] += failed',
+        'gathered.sums["failed"] += 0 * failed',
+        (f"{UNIT}/megatron_bridge/step/test_passes.py",),
+    ),
+    Mutation(
         "a token is renormalized over the kept set of another",
         "megatron_bridge/step/micro_batches.py",
         "np.arange(*rows.kept_offsets[row : row + 2])",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,14 @@ import pytest
 import torch
 from megatron.core.transformer.cuda_graphs import ArgMetadata, _CudaGraphRunner
 
+from launch.verify.layout_ranks import TEMPERATURE, make_batch, weights
+from launch.verify.layouts import write_model
 from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
 from megatron_bridge.step.passes import packed_rows
+from pipeline.config.recipe import LearnerSection
+from pipeline.errors import NonFiniteError
+from precision.objectives.clipped import Clipped
+from tests.support.learners import learner_here
 
 
 def of_rows(*lengths: int) -> MicroBatch:
@@ -36,6 +43,24 @@ def test_transformer_engine_meets_few_longest_rows(longest: int, told: int) -> N
     packed = packed_rows(on_host, on_device, config)
     assert packed.max_seqlen_q == longest
     assert packed.cu_seqlens_q is on_host.row_ends
+
+
+def test_a_ratio_that_is_finite_but_not_usable_ends_the_step(tmp_path: Path) -> None:
+    """The objective's checks are read after the pass, with weights and optimizer as they were."""
+    write_model(tmp_path / "model", experts=False)
+    section = LearnerSection(precision="fp32", micro_batch_tokens=192)
+    objective = Clipped()
+    with learner_here(
+        tmp_path / "model", section, objective, temperature=TEMPERATURE, seed=0, total_steps=2
+    ) as trained:
+        batch = make_batch(0, trained.model_config.vocab_size)
+        advantages, before = np.ones(batch.num_samples, np.float32), weights(trained)
+        far = np.array(batch.rollout_logprobs)
+        far[np.flatnonzero(batch.loss_mask)[-1]] = -60.0
+        with pytest.raises(NonFiniteError, match="the objective refused a micro-batch"):
+            trained.update(replace(batch, rollout_logprobs=far), advantages, None)
+        assert np.array_equal(weights(trained), before)
+        trained.update(batch, advantages, None)
 
 
 def test_a_graph_of_a_layer_fits_every_micro_batch() -> None:
