@@ -7,6 +7,7 @@ layers' parameters is tested; their values have not yet been computed on a GPU.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -291,6 +292,8 @@ def require_graphs(config: TransformerConfig) -> None:
         found = "a stage would need a graph for each of its micro-batches; set learner.pipeline_parallel to 1"
     elif config.fp8_recipe == "delayed" and config.fp8 is not None:
         found = "scoring would replay training's graph, which changes the scales; use fp8_tensor or fp8_block"
+    elif "expandable" in os.environ.get("PYTORCH_ALLOC_CONF", "") and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        found = "NCCL would register memory that grows for its graphs; set NCCL_GRAPH_REGISTER=0 for the learner"
     else:
         return
     raise ModelError(f"learner.megatron.transformer.cuda_graph_impl is {config.cuda_graph_impl}, but {found}")

@@ -100,7 +100,9 @@ def test_a_mixture_computes_the_same_with_its_activation_fused() -> None:
         (dict(fp8="hybrid", fp8_recipe="delayed"), "use fp8_tensor or fp8_block"),
     ],
 )
-def test_layers_are_captured_only_where_their_shapes_are_one(setting: dict[str, Any], refused: str | None) -> None:
+def test_layers_are_captured_only_where_their_shapes_are_one(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], refused: str | None
+) -> None:
     taken = dict(
         cuda_graph_impl="local",
         cuda_graph_scope=[],
@@ -111,6 +113,10 @@ def test_layers_are_captured_only_where_their_shapes_are_one(setting: dict[str, 
         fp8_recipe="tensorwise",
     )
     config: Any = SimpleNamespace(**taken | setting)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ModelError, match="NCCL_GRAPH_REGISTER=0" if refused is None else refused):
+        require_graphs(config)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     with nullcontext() if refused is None else pytest.raises(ModelError, match=refused):
         require_graphs(config)
 
