@@ -66,9 +66,10 @@ def set_gpu_environment(learner: LearnerSection, *, weights_shared: bool) -> Non
     if learner.tensor_parallel > 1:
         # One queue for all streams: collectives begin before the products that are to hide them.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if not weights_shared and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    graphs = learner.megatron.transformer.get("cuda_graph_impl", "none") != "none"
+    if not (weights_shared or graphs or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):
         # Micro-batches differ in length, so freed blocks of fixed size would lie idle. Another process cannot open
-        # memory that grows.
+        # memory that grows, and NCCL must not register it for graphs.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 

@@ -34,7 +34,7 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-    if config.transformer_impl == "transformer_engine":
+    if config.transformer_impl == "transformer_engine" and given.transformer.get("gradient_accumulation_fusion", True):
         add_gradients_in_products(model, config)
     section = learner.optimizer
     own_optimizer = dict[str, Any](

@@ -54,6 +54,10 @@ def test_gpus_find_what_helps_them_unless_the_user_says_otherwise(
     monkeypatch.setattr(os, "environ", dict(given))
     set_gpu_environment(LearnerSection(tensor_parallel=tensor), weights_shared=shared)
     assert os.environ == given | expected
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)
+    graphs = dict(transformer=dict(cuda_graph_impl="local"))
+    set_gpu_environment(LearnerSection.model_validate(dict(megatron=graphs)), weights_shared=shared)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 BOTH_ENDS = dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
