@@ -6,6 +6,7 @@ Only the bytes differ. What the store checks when it reads (arrays, digest, that
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.checksums import trailer_of
 from pipeline.data.zarr_zip import ArrayLayout, chunk_digests, chunk_rows
 
 
@@ -50,9 +52,9 @@ def write_quickly(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mapping
     """Stands for write_zarr_zip."""
     rows = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
     described = [(name, row.dtype.str, row.shape, row.nbytes) for name, row in rows.items()]
-    file.write(json.dumps(dict(attributes=attributes, arrays=described)).encode() + b"\n")
-    for row in rows.values():
-        file.write(row.tobytes())
+    content = json.dumps(dict(attributes=attributes, arrays=described)).encode() + b"\n"
+    content += b"".join(row.tobytes() for row in rows.values())
+    file.write(content + trailer_of(zlib.crc32(content)))  # the store tells batches apart by it
 
 
 @contextmanager
