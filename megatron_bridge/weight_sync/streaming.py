@@ -6,8 +6,7 @@
     first of a stage                                                             FolderWriter ─▶ policy/000013
 
 Once a version is in the snapshots, the learner may train: a delivery reads no parameters, and the deliveries of all
-ranks communicate through a process group that no other thread uses meanwhile. (With pipeline stages on a GPU, training
-still waits for broadcasts: Megatron synchronizes the device between stages.) A publish beside training begins when the
+ranks communicate through a process group that no other thread uses meanwhile. A publish beside training begins when the
 snapshots are complete and hashed, and pauses engines that can load while serving only at its end. A publish that the
 learner waits for pauses the engines at once and sends each bucket as soon as it is packed. Engines hash their weights
 and score the probe while the learner still does; the results are compared when both sides have them.
