@@ -11,6 +11,7 @@ import re
 import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -172,6 +173,12 @@ def parse_yaml(text: bytes | str) -> Any:
         raise YamlError("not YAML: a tag such as !!timestamp does not fit its value; remove the tag") from None
     except (ValueError, ArithmeticError, LookupError, yaml.YAMLError) as error:
         raise YamlError(f"not YAML: {one_line(error, 200)}") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the data of a YAML file; of one that does not end, MOST_BYTES are read. Raises YamlError, OSError."""
+    with path.open("rb") as file:
+        return parse_yaml(file.read(MOST_BYTES + 1))
 
 
 def dump_yaml(data: Any) -> str:

@@ -27,7 +27,7 @@ from pipeline.config.meant_keys import all_meant_by, named
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import FUNCTION
 from pipeline.errors import RecipeError
-from precision.text import YamlError, did_you_mean, listed, one_line, parse_yaml, quoted
+from precision.text import YamlError, did_you_mean, listed, one_line, parse_yaml, quoted, read_yaml
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 """Folder of the shipped recipes, in an installed wheel as in the repository."""
@@ -132,7 +132,7 @@ def changed_keys(ours: Recipe, theirs: Recipe) -> dict[str, str]:
 def _read(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
     """Return the data of a file merged over the file that it extends, and all these files."""
     try:
-        data = parse_yaml(path.read_bytes())
+        data = read_yaml(path)
     except OSError as error:
         by = f" (extended by {extended_by[-1]}; no shipped recipe has that name either)" if extended_by else ""
         names = sorted(recipe.stem for recipe in SHIPPED.glob("*.yaml"))

@@ -32,7 +32,7 @@ from pydantic import Field, ValidationError
 
 from precision.formats.rollout_format import BLOCK, EMULATED_METHOD, STACKS, RolloutFormat
 from precision.settings import Settings
-from precision.text import YamlError, dump_yaml, listed, one_line, parse_yaml
+from precision.text import YamlError, dump_yaml, listed, one_line, parse_yaml, read_yaml
 
 FUSED_ATTENTION = (tuple(f"self_attn.{part}" for part in STACKS["qkv_proj"]), ("self_attn.o_proj",))
 FUSED_MLP = (STACKS["gate_up_proj"], ("down_proj",))
@@ -71,7 +71,7 @@ class QuantMapFile(Settings):
     def read(cls, path: Path, text: str | None = None) -> QuantMapFile:
         """Read the file at `path`, or its `text`. Raises ValueError, in one line, for an unreadable or invalid file."""
         try:
-            return cls.model_validate(parse_yaml(path.read_bytes() if text is None else text))
+            return cls.model_validate(read_yaml(path) if text is None else parse_yaml(text))
         except OSError as error:
             raise ValueError(
                 f"cannot read quant map {one_line(path, 200)}: {error.strerror}; give the path of a YAML file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -20,6 +21,7 @@ from precision.text import (
     parse_object,
     parse_yaml,
     quoted,
+    read_yaml,
     without,
 )
 
@@ -95,6 +97,11 @@ def test_what_yaml_cannot_mean_is_refused_with_its_place(text: str | bytes, mess
         parse_yaml(text)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_device_without_an_end_is_refused() -> None:
+    with pytest.raises(YamlError, match="larger than 1 MiB"):
+        read_yaml(Path("/dev/zero"))
 
 
 def test_aliases_that_hold_millions_are_refused() -> None:
