@@ -24,6 +24,7 @@ from tests.chaos.kills.zygote import ask
 from tests.support.runs import make_model
 
 
+@pytest.mark.slow
 @pytest.mark.loop
 @pytest.mark.timeout(900)
 def test_every_process_may_die(tmp_path: Path) -> None:
