@@ -344,7 +344,7 @@ def test_a_delta_that_cannot_be_applied_is_said_and_a_later_whole_version_goes_o
     aside = host.run.path / "aside"
     next(folder.glob("delta-*.bin")).rename(aside)
     with pytest.raises(
-        EngineVersionError, match=rf"cannot make its replica {host.name(2)}: .*does not hold what changed"
+        EngineVersionError, match=rf"cannot make its replica {host.name(2)}: .*does not hold the changes of"
     ):
         host.prepare(2)
     host.newest += 1
