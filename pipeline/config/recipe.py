@@ -236,6 +236,9 @@ class Recipe(Section):
                 f"schedule.kind is {self.schedule.kind}; use sync": self.schedule.kind != "sync",
                 "rollout.urls names engines that others share; leave it out": bool(rollout.urls),
                 "controller may have engines started again meanwhile; leave it out": self.controller is not None,
+                "learner.megatron.transformer.cuda_graph_impl keeps addresses of gradients, which move; leave it out": (
+                    learner.megatron.transformer.get("cuda_graph_impl", "none") != "none"
+                ),
             }
             for why in (why for why, is_so in others.items() if is_so):
                 raise ValueError(f"rollout.colocated is true: engines sleep while the learner trains, but {why}")

@@ -287,6 +287,10 @@ def test_a_paper_s_aggregation_is_the_default(sections: dict[str, Any], aggregat
             dict(rollout=dict(colocated=True, precision="fp8_block"), controller={}),
             "controller may have engines started",
         ),
+        (
+            dict(learner=dict(megatron=dict(transformer=dict(cuda_graph_impl="local")))),
+            "cuda_graph_impl keeps addresses of gradients",
+        ),
     ],
 )
 def test_only_one_run_on_one_machine_takes_turns_with_its_engines(changes: dict[str, Any], said: str) -> None:
