@@ -168,6 +168,13 @@ def test_publishing_holds_the_largest_tensor_once_if_it_is_the_vocabulary() -> N
         assert found.publishing == expected
 
 
+def test_short_micro_batches_leave_the_most_memory_to_a_publish() -> None:
+    for found in footprints(QWEN3_32B, learner(4, 4, 2), work(tokens=64, bucket_bytes=1 << 31)):
+        assert found.publishing > max(found.training, found.scoring)
+        assert found.total - found.static - found.allowance == found.publishing
+        assert found.items()["publishing"] == found.publishing
+
+
 def test_buckets_that_are_there_while_a_step_trains_are_added_to_it() -> None:
     plain, beside = (
         worst_footprint(QWEN3_32B, learner(4, 4, 2), work(bucket_bytes=1 << 31, buckets_stay=stay))
