@@ -244,7 +244,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     ),
     # the model
     "the demo before its model": (
-        lambda shop: ["train", "demo", "--set", f"model.path={shop.folder}/demo"],
+        lambda shop: ["train", "demo", "--set", f"model.path={shop.folder}/demo", "--set", f"run.root={shop.folder}"],
         ("demo is not a folder", "`evenkeel model new`"),
     ),
     "a model's name on a hub": (
