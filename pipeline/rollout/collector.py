@@ -238,6 +238,7 @@ class Collector:
                 if key not in known:
                     batch = await asyncio.to_thread(self.store.read_samples, there)
                     known[key] = attempts(batch, self._attempts.solved_at)
+                    self.run.fence()
                     self._attempts.append(*key, known[key])
                 self._solved.record(there, known[key])
 
@@ -300,6 +301,7 @@ class Collector:
         self._solved.record(index, tried)  # before the commit: after it, the learner may soon unblock a later batch
         await asyncio.to_thread(self.store.commit, batch)
         if self.settings.solved_rule:
+            self.run.fence()
             await asyncio.to_thread(self._attempts.append, index, self.store.checksum(index), tried)
 
         interrupted = await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged & taught(batch)).sum()))
@@ -349,8 +351,8 @@ class Collector:
             place.is_settled = True
             place.builder.num_unsettled -= 1
         place.builder.moved.set()
-        if self._under_way and (oldest := self._under_way[0].builder) is not None:
-            oldest.moved.set()
+        if self.settings.window and self._under_way and (oldest := self._under_way[0].builder) is not None:
+            oldest.moved.set()  # it may take the finished group
 
     async def _ask(self, place: Place) -> bool:
         """Sample and score the place's prompt. Return whether the place is settled. Its batch may change meanwhile."""
@@ -489,8 +491,7 @@ class Collector:
                 await self._look_for(version)
             finally:
                 self._looking = False
-                self._news.set()
-                self._news = asyncio.Event()
+                self._wake_waiting()
         self._for_publish.progress()
         return self._published
 
@@ -498,8 +499,12 @@ class Collector:
         published = self.run.published_version()
         if published > self._published:
             self._published = published
-            self._news.set()
-            self._news = asyncio.Event()
+            self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
+        """Have all tasks that wait for a version look whether it is there, and else wait for the next news."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def _look_for(self, version: int) -> None:
         trained, deadline = self.run.trained_at_ns(), time.monotonic() + self.settings.wait_deadline_s
