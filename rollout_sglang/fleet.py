@@ -173,16 +173,21 @@ class Fleet:
 
     async def put_to_sleep(self) -> float:
         """Have every engine give its GPUs' memory to the learner until it is given weights; return the seconds. An
-        engine that does not answer is dead, or its role ends it. Raises RetryableError when another one fails."""
+        engine that does not answer, or dies meanwhile, has none, or its role ends it. Raises RetryableError when
+        another one fails."""
         watch = Stopwatch()
         async with self._updates.take("sleep", self._load_deadline_s) as update:
             await self._pool.refresh()
 
             async def sleep(engine: PooledEngine) -> None:
                 engine.client.take_part(update.number)
-                if await engine.client.health():
-                    await self._require_sleep(engine)
-                    await self._while_alive(engine, engine.client.sleep(deadline_s=self._load_deadline_s))
+                try:
+                    if await engine.client.health():
+                        await self._require_sleep(engine)
+                        await self._while_alive(engine, engine.client.sleep(deadline_s=self._load_deadline_s))
+                except RetryableError:
+                    if await engine.client.health():
+                        raise
 
             await all_of(sleep(engine) for engine in self._pool.engines)
         watch.lap("sleep_s")

@@ -76,7 +76,7 @@ def test_a_run_goes_on_when_learner_or_engine_is_killed_while_the_engine_sleeps(
         try:
             wait_until(lambda: is_asleep(run), "the engine slept", train)
             kill(train, "launch.run.learn_rank")
-            wait_until(lambda: run.published_version() == 1, "version 1 was published", train)
+            wait_until(lambda: run.published_version() >= 1, "version 1 was published", train)
             wait_until(lambda: is_asleep(run), "the engine slept again", train)
             kill(train, "rollout_sglang.cpu.cpu_server")
             assert train.wait(DEADLINE_S) == 0, log.read_text()
@@ -85,6 +85,7 @@ def test_a_run_goes_on_when_learner_or_engine_is_killed_while_the_engine_sleeps(
             train.wait(60)
     assert evenkeel_json("verify", "history", run.path)["ok"]
     assert run.published_version() == 3
-    assert newest(epoch_folder(run.path, "learner")) == 2
-    assert newest(epoch_folder(run.path, "engine", 0)) == 2
+    # The learner starts a third time where the engine died late, in its publish: then nobody took the version.
+    assert newest(epoch_folder(run.path, "learner")) >= 2
+    assert newest(epoch_folder(run.path, "engine", 0)) >= 2
     assert run.model_manifest.exists()

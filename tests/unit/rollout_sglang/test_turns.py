@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +73,32 @@ def test_an_engine_whose_publish_failed_is_awake_and_claims_nothing(tmp_path: Pa
 
     learner(tmp_path, engine, act)
     assert (engine.version, engine.memory) == ("unverified", {*MEMORY})
+
+
+class DyingDouble(ReceivingDouble):
+    """Dies, or only fails, when it is to give up its memory."""
+
+    dies = True
+
+    def route(self, method: str, path: str, request: Any) -> tuple[int, Any] | None:
+        if path != "/release_memory_occupation":
+            return super().route(method, path, request)
+        if self.dies:
+            stopping = threading.Thread(target=self.stop)
+            stopping.start()
+            stopping.join()
+        return None
+
+
+def test_an_engine_that_dies_while_it_falls_asleep_does_not_stop_its_learner(tmp_path: Path) -> None:
+    """It has no memory any more. One that fails and lives keeps its memory, and the learner must not train."""
+    with DyingDouble(12) as engine:
+        learner(tmp_path, engine, lambda fleet: fleet.put_to_sleep())  # type: ignore[arg-type,return-value]
+        assert engine.calls.count("POST /release_memory_occupation") == 1
+        engine.start()
+        engine.dies = False
+        with pytest.raises(EngineUnavailableError, match="release_memory_occupation"):
+            learner(tmp_path, engine, lambda fleet: fleet.put_to_sleep())  # type: ignore[arg-type,return-value]
 
 
 def test_only_its_learner_wakes_an_engine(tmp_path: Path, engine: ReceivingDouble) -> None:
