@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +33,19 @@ DropKind = Literal["unfit", "zero_variance", "filtered", "solved"]
 the user's prompts.group_filter. solved: its problem is solved too often to be asked again."""
 PASSED_OVER = ("solved_groups", "solved_problems")
 """The arrays with a batch's groups of solved problems, int64 [passed over]: they may be too many for attributes."""
+
+
+class TokenKind(IntEnum):
+    """The origin of a token of an episode."""
+
+    SAMPLED = 0
+    TEMPLATE = 1
+    """Headers, ends of messages that no engine sampled, generation prompts."""
+    USER = 2
+    TOOL = 3
+    SYSTEM = 4
+    REPEATED = 5
+    """Sampled, but trained in another row."""
 
 
 def is_solved(reward: Sequence[float] | NDArray[np.float32], solved_at: float) -> NDArray[np.bool_]:
@@ -184,6 +198,8 @@ class Completion:
     """The experts of the prompt's and these tokens; None: not requested."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[tokens] natural log, of a teacher at temperature 1; None without a teacher."""
+    kinds: NDArray[np.uint8] | None = None
+    """[tokens] the TokenKind of each token of a row of an episode; None: a sample of one turn."""
 
     distinct_versions: tuple[int, ...] = field(init=False)
     """The distinct `versions`, ascending; computed once."""
@@ -202,6 +218,34 @@ class Completion:
         )
 
     @staticmethod
+    def joined(answers: Sequence[Completion], given: Sequence[Sequence[int]]) -> Completion:
+        """Return one completion of all `answers`, each sampled behind those before it, with the tokens given[i], which
+        no engine sampled, in front of answers[i + 1]. `finish` and `engine` are those of the last answer."""
+        parts = [answers[0]]
+        pieces = [] if answers[0].experts is None else [answers[0].experts]
+        for said, answer in zip(given, answers[1:], strict=True):
+            parts += [Completion.given(said, (0.0,) * len(said), int(parts[-1].versions[-1])).unlearned(), answer]
+            if answer.experts is not None:
+                # The experts with which each token was sampled or, if given, first read. Later requests prefilled it
+                # again, or read it from the cache. The last token of an answer is read by the next request only.
+                pieces.append(answer.experts[len(answer.experts) - len(said) - len(answer.tokens) - 1 :])
+        kept = [KeptSets.empty(len(part.tokens)) if part.kept is None else part.kept for part in parts]
+        return Completion(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            versions=np.concatenate([part.versions for part in parts]),
+            loss_mask=np.concatenate([part.loss_mask for part in parts]),
+            finish=answers[-1].finish,
+            engine=answers[-1].engine,
+            queued_s=sum(part.queued_s for part in answers),
+            generated_s=sum(part.generated_s for part in answers),
+            kept=None if any(answer.kept is None for answer in answers) else KeptSets.joined(kept),
+            experts=RoutedExperts.joined([*(piece[: len(piece) - 1] for piece in pieces[:-1]), pieces[-1]])
+            if len(pieces) == len(answers)
+            else None,
+        )
+
+    @staticmethod
     def given(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
         """Build from tokens that no engine sampled: a demonstration, or a batch made up to compare learners."""
         return Completion(
@@ -214,6 +258,20 @@ class Completion:
             queued_s=0.0,
             generated_s=0.0,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One sequence of an episode. Its completion begins with the first token that is trained in this row and ends with
+    the last; a turn is a run of such tokens, and two turns have a token of another kind between them."""
+
+    prompt: tuple[int, ...]
+    """All tokens before the completion."""
+    completion: Completion
+    branch_of: int = -1
+    """The earlier row of the episode from which this one branched; -1: none."""
+    branched_at: int = 0
+    """The number of tokens, all of the prompt, that the row repeats from the beginning of that row."""
 
 
 @dataclass(frozen=True, kw_only=True)

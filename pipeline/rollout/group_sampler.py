@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.background import Patience, beside_loop, retry_pause_s
-from pipeline.data.batch import TEACHER_FAILED, Completion, KeptSets, Prompt, Sample, Sampling
+from pipeline.data.batch import TEACHER_FAILED, Completion, Prompt, Sample, Sampling
 from pipeline.data.batch_values import LOWEST_LOGPROB
 from pipeline.data.event_log import EventLog
-from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
 from pipeline.rewards.pool import FailureWatch
 
@@ -126,7 +125,7 @@ class GroupSampler:
             [answer] = await self.engines.generate(continued, 1, to_end)
         except RetryableError as error:
             return error
-        return await beside_loop(interruption.join, thought, answer)
+        return await beside_loop(Completion.joined, [thought, answer], [interruption.phrase])
 
 
 Result = TypeVar("Result")
@@ -219,31 +218,6 @@ class Interruption:
         """Return the number of tokens after which sample `sample` of a group is cut; equal each time it is sampled."""
         digest = hashlib.sha256(f"interruption/{self.seed}/{group}/{sample}".encode()).digest()
         return self.from_tokens + int.from_bytes(digest[:8], "little") % (self.to_tokens - self.from_tokens + 1)
-
-    def join(self, thought: Completion, answer: Completion) -> Completion:
-        """Return one completion of thought, phrase and answer, with the answer's `finish`."""
-        said = len(self.phrase)
-        experts, kept = None, None
-        if thought.experts is not None and answer.experts is not None:
-            # The experts with which each part was sampled. The second request prefilled the thought again, or read it
-            # from the cache: its experts of the thought do not count, except for the last token, unknown in the first.
-            last = len(thought.experts) - 1
-            experts = RoutedExperts.joined([thought.experts[:last], answer.experts[last:]])
-        if thought.kept is not None and answer.kept is not None:  # the phrase was not sampled
-            kept = KeptSets.joined([thought.kept, KeptSets.empty(said), answer.kept])
-        phrase = np.array(self.phrase, np.int32)
-        return Completion(
-            tokens=np.concatenate([thought.tokens, phrase, answer.tokens]),
-            logprobs=np.concatenate([thought.logprobs, np.zeros(said, np.float32), answer.logprobs]),
-            versions=np.concatenate([thought.versions, thought.versions[-1:].repeat(said), answer.versions]),
-            loss_mask=np.concatenate([thought.loss_mask, np.zeros(said, np.bool_), answer.loss_mask]),
-            finish=answer.finish,
-            engine=answer.engine,
-            queued_s=thought.queued_s + answer.queued_s,
-            generated_s=thought.generated_s + answer.generated_s,
-            experts=experts,
-            kept=kept,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

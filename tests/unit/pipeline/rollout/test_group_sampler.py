@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.advantages.compute import mean_reverse_kl, taught
-from pipeline.data.batch import Completion, KeptSets, Prompt
+from pipeline.data.batch import Completion, Prompt
 from pipeline.data.event_log import read_events
-from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EvenKeelError, RewardError
 from pipeline.rewards.pool import FailureWatch, Verifiers
@@ -159,57 +158,6 @@ def test_golden_cut() -> None:
 def test_cuts_stay_in_bounds(first: int, spread: int, seed: int, group: int, sample: int) -> None:
     cut = interruption(first, first + spread, seed).cut_after(group, sample)
     assert first <= cut <= first + spread
-
-
-def test_join() -> None:
-    thought = replace(
-        Completion.given((1, 2, 3), (-0.1, -0.2, -0.3)),
-        versions=np.array([4, 4, 5], np.int32),
-        finish="length",
-        queued_s=0.5,
-        generated_s=1.0,
-    )
-    answer = replace(Completion.given((9,), (-0.4,), version=6), engine=1, queued_s=0.25, generated_s=2.0)
-    joined = interruption().join(thought, answer)
-    np.testing.assert_array_equal(joined.tokens, np.array([1, 2, 3, 7, 8, 9], np.int32), strict=True)
-    logprobs = np.array([-0.1, -0.2, -0.3, 0.0, 0.0, -0.4], np.float32)
-    np.testing.assert_array_equal(joined.logprobs, logprobs, strict=True)
-    np.testing.assert_array_equal(joined.versions, np.array([4, 4, 5, 5, 5, 6], np.int32), strict=True)
-    np.testing.assert_array_equal(joined.loss_mask, [True, True, True, False, False, True], strict=True)
-    assert (joined.finish, joined.engine, joined.queued_s, joined.generated_s) == ("stop", 1, 0.75, 3.0)
-
-
-def test_each_part_keeps_the_routes_that_it_was_sampled_with() -> None:
-    """A prompt of one token, two of the thought, the phrase, one of the answer. The routes of the thought say 1, those
-    of the answer 2. What was lost of the thought, a later prefill cannot bring back."""
-
-    def routes(value: int, known: list[bool]) -> RoutedExperts:
-        ids = np.full((len(known), 1, 1), value, np.uint8)
-        return RoutedExperts(ids=np.where(np.array(known)[:, None, None], ids, 0), known=np.array(known))
-
-    thought = replace(Completion.given((1, 2), (-0.1, -0.2)), experts=routes(1, [True, True, False]))
-    answer = replace(Completion.given((9,), (-0.4,)), experts=routes(2, [False, True, True, True, True, False]))
-    joined = interruption().join(thought, answer).experts
-    assert joined is not None
-    assert joined.ids[:, 0, 0].tolist() == [1, 1, 2, 2, 2, 0]
-    assert joined.known.tolist() == [True] * 5 + [False]
-    assert interruption().join(replace(thought, experts=None), answer).experts is None
-    retracted = replace(thought, experts=routes(1, [False, True, False]))
-    whole = replace(answer, experts=routes(2, [True] * 5 + [False]))
-    joined = interruption().join(retracted, whole).experts
-    assert joined is not None
-    assert joined.ids[:, 0, 0].tolist() == [0, 1, 2, 2, 2, 0]
-    assert joined.known.tolist() == [False, *[True] * 4, False]
-
-
-def test_the_phrase_has_no_kept_sets() -> None:
-    thought = replace(Completion.given((1, 2), (-0.1, -0.2)), kept=KeptSets.of([[1, 4], [2]]))
-    answer = replace(Completion.given((9,), (-0.4,)), kept=KeptSets.of([[9, 3]]))
-    joined = interruption().join(thought, answer).kept
-    assert joined is not None
-    assert joined.counts.tolist() == [2, 1, 0, 0, 2]
-    assert joined.tokens.tolist() == [1, 4, 2, 3, 9]
-    assert interruption().join(thought, replace(answer, kept=None)).kept is None
 
 
 PROMPT = Prompt(group=0, text="1=", answer="1", tokens=(1, 2))
