@@ -1,6 +1,12 @@
 """Define the data of the loops: Prompt → Completion → Sample → Group → Batch.
 
-A Batch is flat and ragged, as in its file: all tokens of all samples in one row, with offsets.
+A Batch is flat and ragged, as in its file: all tokens of all rows, one row after another, with offsets. A row is one
+sequence that the learner runs. A sample of one turn is a row. An episode of several turns is one row too, with the
+tokens of tools and users between its turns, and further rows where its conversation branched:
+
+    row 0    user · TURN · tool · TURN       branch_of -1
+    row 1    user · turn · user · TURN       branch_of 0, branched_at the tokens of the first two, which
+             └───── prompt ────┘                  are trained in row 0 alone
 """
 
 from __future__ import annotations
@@ -27,7 +33,10 @@ VERIFIER_FAILED = "verifier_failed"
 """The reward part of a sample without a reward."""
 TEACHER_FAILED = "teacher_failed"
 """The reward part of a sample that the teacher of a distillation did not score. It may have a reward."""
-OWN_PARTS = frozenset((VERIFIER_FAILED, TEACHER_FAILED))
+ENVIRONMENT_FAILED = "environment_failed"
+"""The reward part of an episode whose environment failed, and which therefore has no reward."""
+WITHOUT_REWARD = (VERIFIER_FAILED, ENVIRONMENT_FAILED)
+OWN_PARTS = frozenset((*WITHOUT_REWARD, TEACHER_FAILED))
 DropKind = Literal["unfit", "zero_variance", "filtered", "solved"]
 """unfit: cannot be asked. zero_variance: all rewards are equal, and another group took its place. filtered: refused by
 the user's prompts.group_filter. solved: its problem is solved too often to be asked again."""
@@ -46,6 +55,28 @@ class TokenKind(IntEnum):
     SYSTEM = 4
     REPEATED = 5
     """Sampled, but trained in another row."""
+
+
+class StopReason(IntEnum):
+    """Why an episode ended. After the first come the budgets, then the faults."""
+
+    FINISHED = 0
+    TURNS = 1
+    TOKENS = 2
+    TOOL_CALLS = 3
+    WALL_CLOCK = 4
+    OBSERVATION = 5
+    """A message of the environment was too long."""
+    CONTEXT = 6
+    """The model's context has no room for another turn."""
+    AGENT_FAILED = 7
+    """The policy is to blame, so the episode has a reward."""
+    ENVIRONMENT_FAILED = 8
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a budget ended the episode."""
+        return StopReason.FINISHED < self < StopReason.AGENT_FAILED
 
 
 def is_solved(reward: Sequence[float] | NDArray[np.float32], solved_at: float) -> NDArray[np.bool_]:
@@ -275,18 +306,66 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EpisodeFacts:
+    stopped: StopReason
+    turns: int
+    """Sampled turns, over all rows."""
+    tool_calls: int = 0
+    tool_s: float = 0.0
+    """Seconds in tools and environment."""
+    turn_rewards: tuple[float, ...] = ()
+    """Reward of each turn, in the order of the rows and their turns, NaN for none; empty: of the episode alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A scored completion; `reward_parts` explains the reward. After a failed verifier (part `verifier_failed`, and a
-    meaningless reward of 0.0) or teacher (part `teacher_failed`), nothing is learned from it."""
+    """A scored attempt at a prompt: a completion, or an episode of several turns. `reward_parts` explains the reward.
+    After a failed verifier or environment (parts `verifier_failed` and `environment_failed`, and a meaningless reward
+    of 0.0) or teacher (part `teacher_failed`), nothing is learned from it."""
 
     completion: Completion
+    """Of the first row."""
     reward: float
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    prompt: tuple[int, ...] | None = None
+    """The tokens before the first row's completion; None: the group's prompt."""
+    branches: tuple[Row, ...] = ()
+    """The rows after the first."""
+    episode: EpisodeFacts | None = None
+    """None: a sample of one turn."""
     judged: bool = field(init=False)
     """Whether the sample has a reward."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "judged", self.reward_parts.get(VERIFIER_FAILED, 0.0) == 0.0)
+        failed = any(self.reward_parts.get(name, 0.0) != 0.0 for name in WITHOUT_REWARD)
+        object.__setattr__(self, "judged", not failed)
+
+    def rows(self, prompt: Prompt) -> tuple[Row, ...]:
+        """Return all rows of an attempt at `prompt`."""
+        before = prompt.tokens if self.prompt is None else self.prompt
+        return (Row(prompt=before, completion=self.completion), *self.branches)
+
+    @staticmethod
+    def of_episode(
+        rows: Sequence[Row], facts: EpisodeFacts, reward: float, reward_parts: Mapping[str, float]
+    ) -> Sample:
+        """Build from at least one row, the first without a branch. Nothing is learned if the environment or verifier
+        failed."""
+        if facts.stopped is StopReason.ENVIRONMENT_FAILED:
+            reward_parts = {**reward_parts, ENVIRONMENT_FAILED: 1.0}
+        first, *branches = rows
+        found = Sample(
+            completion=first.completion,
+            reward=reward,
+            reward_parts=reward_parts,
+            prompt=first.prompt,
+            branches=tuple(branches),
+            episode=facts,
+        )
+        if found.judged:
+            return found
+        masked = tuple(replace(row, completion=row.completion.unlearned()) for row in branches)
+        return replace(found, completion=first.completion.unlearned(), branches=masked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +404,59 @@ class DroppedGroup:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Episodes:
+    """The episodes of a batch of n rows. The rows of an episode are adjacent and in one group. All of them have its
+    reward, its parts and `truncated`, so that a row can be read alone; what counts samples counts the first ones."""
+
+    number: NDArray[np.int64]
+    """[n] the episode of each row, from 0."""
+    branch_of: NDArray[np.int32]
+    """[n] the earlier row of the same episode, counted in the batch, from which the row branched; -1: none."""
+    branched_at: NDArray[np.int32]
+    """[n] the number of tokens, all of the prompt, that the row repeats from the beginning of that row."""
+    turns: NDArray[np.int32]
+    """[n] turns that are sampled in the row."""
+    stopped: NDArray[np.uint8]
+    """[n] StopReason of the episode."""
+    tool_calls: NDArray[np.int32]
+    """[n] of the episode."""
+    tool_s: NDArray[np.float32]
+    """[n] seconds of the episode in tools and environment."""
+    turn_rewards: NDArray[np.float32] | None = None
+    """[turns] of the turns of all rows, in order; NaN: none. None: no environment gave any."""
+
+    def select(self, rows: NDArray[np.bool_]) -> Episodes:
+        """Return the rows marked in `rows` [n], numbered anew. Without the row that it branched from, a row has no
+        branch."""
+        place = np.cumsum(rows, dtype=np.int32) - 1
+        left = np.where(rows, place, -1)
+        branch_of = np.where(self.branch_of < 0, -1, left[self.branch_of])[rows].astype(np.int32)
+        return Episodes(
+            number=np.unique(self.number[rows], return_inverse=True)[1].astype(np.int64),
+            branch_of=branch_of,
+            branched_at=np.where(branch_of < 0, 0, self.branched_at[rows]).astype(np.int32),
+            turns=self.turns[rows],
+            stopped=self.stopped[rows],
+            tool_calls=self.tool_calls[rows],
+            tool_s=self.tool_s[rows],
+            turn_rewards=None if self.turn_rewards is None else self.turn_rewards[np.repeat(rows, self.turns)],
+        )
+
+
+def turns_of(kinds: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [turns, 3] the row, first token and end (exclusive) of each turn: a longest run of sampled tokens in a
+    row. `kinds` is [responses], `offsets` [n + 1] the start of each row's response."""
+    sampled = np.concatenate([[False], kinds == TokenKind.SAMPLED, [False]])
+    starts, ends = sampled[1:] & ~sampled[:-1], ~sampled[1:] & sampled[:-1]
+    inner = offsets[1:-1]
+    inner = inner[(inner > 0) & (inner < len(kinds))]
+    both = inner[sampled[inner] & sampled[inner + 1]]  # the end of a row may touch the begin of the next
+    starts[both], ends[both] = True, True
+    first = np.flatnonzero(starts)
+    return np.stack([np.searchsorted(offsets, first, side="right") - 1, first, np.flatnonzero(ends)], axis=1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Share:
     """The samples of each rank. Every rank knows all shares, so that each can plan for all."""
 
@@ -343,7 +475,8 @@ class Share:
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """A stored batch: n samples, `total` tokens (prompts and responses), `responses` response tokens. A rank may hold
-    the tokens of some samples only (`share`), which `total` then counts.
+    the tokens of some samples only (`share`), which `total` then counts. In a batch of episodes each of the n samples
+    is a row, and an episode has one or more.
 
     Response tokens of sample i are tokens[sample_offsets[i] + prompt_lengths[i] : sample_offsets[i + 1]]; the
     per-response-token arrays are the concatenation of those spans over i (see `response_offsets`).
@@ -398,6 +531,10 @@ class Batch:
     """Samples, of dropped groups too, that repeat another against all odds (batch_builder.num_repeated)."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[responses] natural log, of a teacher at temperature 1; 0.0 where `loss_mask` is False. None: no teacher."""
+    episodes: Episodes | None = None
+    """The episodes of several turns; None: each sample is an episode of one turn."""
+    token_kind: NDArray[np.uint8] | None = None
+    """[responses] TokenKind, exactly where there are `episodes`."""
     reference_logprobs: NDArray[np.float32] | None = None
     """[responses] natural log, of the reference policy; never stored."""
     share: Share | None = None
@@ -414,6 +551,13 @@ class Batch:
     """[n] tokens."""
     response_offsets: NDArray[np.int64] = field(init=False, repr=False)
     """[n + 1] start of each sample's response in the per-response-token arrays."""
+    num_episodes: int = field(init=False, repr=False)
+    episode: NDArray[np.int64] = field(init=False, repr=False)
+    """[n] the episode of each sample, ascending from 0."""
+    first_rows: NDArray[np.int64] = field(init=False, repr=False)
+    """[episodes] the first sample of each episode."""
+    episode_offsets: NDArray[np.int64] = field(init=False, repr=False)
+    """[episodes + 1] start of each episode's responses, one after another, in the per-response-token arrays."""
     held: NDArray[np.bool_] = field(init=False, repr=False)
     """[n] whether the sample's tokens are held here."""
     numbers: tuple[str, ...] = field(init=False, repr=False)
@@ -425,31 +569,59 @@ class Batch:
         if lengths.shape != self.prompt_lengths.shape:
             raise ValueError(f"sample_offsets has {len(self.sample_offsets)} entries, expected {samples + 1}")
         response_lengths = lengths - self.prompt_lengths
+        response_offsets, first_rows = offsets_of(response_lengths), np.arange(samples)
+        if self.episodes is not None:
+            if self.episodes.number.shape != (samples,):
+                raise ValueError(f"episode_number is {self.episodes.number.shape}, expected ({samples},)")
+            first_rows = np.flatnonzero(np.diff(self.episodes.number, prepend=-1))
         found: dict[str, Any] = dict(
             num_samples=samples,
             num_response_tokens=len(self.rollout_logprobs),
             num_sampled_tokens=int(np.count_nonzero(self.loss_mask)),
             lengths=lengths,
             response_lengths=response_lengths,
-            response_offsets=offsets_of(response_lengths),
+            response_offsets=response_offsets,
+            num_episodes=len(first_rows),
+            episode=np.repeat(np.arange(len(first_rows)), np.diff(first_rows, append=samples)),
+            first_rows=first_rows,
+            episode_offsets=response_offsets[np.append(first_rows, samples)],
             held=np.ones(samples, np.bool_) if self.share is None else self.share.held,
-            numbers=PER_RESPONSE_TOKEN + (() if self.teacher_logprobs is None else ("teacher_logprobs",)),
+            numbers=(
+                *PER_RESPONSE_TOKEN,
+                *(name for name in ("teacher_logprobs", "token_kind") if getattr(self, name) is not None),
+            ),
         )
         for name, value in found.items():
             object.__setattr__(self, name, value)
 
     @property
     def judged(self) -> NDArray[np.bool_]:
-        """[n] False where the verifier failed, so that the sample has no reward."""
-        failed = self.reward_parts.get(VERIFIER_FAILED)
-        return np.ones(self.num_samples, np.bool_) if failed is None else np.isnan(failed) | (failed == 0.0)
+        """[n] False where verifier or environment failed, so that the sample has no reward."""
+        found = np.ones(self.num_samples, np.bool_)
+        for name in WITHOUT_REWARD:
+            if (failed := self.reward_parts.get(name)) is not None:
+                found &= np.isnan(failed) | (failed == 0.0)
+        return found
 
     @property
     def interrupted(self) -> NDArray[np.bool_]:
-        """[n] whether the response has tokens that no engine sampled."""
+        """[n] whether a sample of one turn has response tokens that no engine sampled."""
         found = np.zeros(len(self.response_offsets) - 1, np.bool_)
-        found[np.searchsorted(self.response_offsets, np.flatnonzero(~self.loss_mask), side="right") - 1] = True
+        if self.episodes is None:
+            found[np.searchsorted(self.response_offsets, np.flatnonzero(~self.loss_mask), side="right") - 1] = True
         return found
+
+    @property
+    def own_tokens(self) -> NDArray[np.bool_]:
+        """[responses] whether the token is part of an answer: all are, but in an episode only those of its turns."""
+        if self.token_kind is None:
+            return np.ones(self.num_response_tokens, np.bool_)
+        return np.asarray(self.token_kind == TokenKind.SAMPLED)
+
+    @property
+    def answer_lengths(self) -> NDArray[np.int64]:
+        """[episodes] `own_tokens` of each episode."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.own_tokens)])[self.episode_offsets])
 
     @property
     def response_tokens(self) -> NDArray[np.int32]:
@@ -491,6 +663,7 @@ class Batch:
             kept=None if self.kept is None else self.kept.take(kept),
             experts=None if self.experts is None else self.experts[tokens],
             reference_logprobs=None if self.reference_logprobs is None else self.reference_logprobs[responses],
+            episodes=None if self.episodes is None else self.episodes.select(samples),
             sample_offsets=offsets_of(self.lengths[samples]),
             reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
             **changes,
@@ -509,49 +682,103 @@ class Batch:
         sources: Mapping[str, range] | None = None,
         repeated: int = 0,
     ) -> Batch:
-        """Flatten scored groups, in the given order. Slow, with millions of tokens: run it in a thread."""
-        rows = [(g.prompt, s, s.completion) for g in groups for s in g.samples]
-        prompts = [np.array(g.prompt.tokens, np.int32) for g in groups for _ in g.samples]
-        lengths = [len(p.tokens) + len(c.tokens) for p, _, c in rows]
-        names = sorted({name for _, s, _ in rows for name in s.reward_parts})
-        taught = [c.teacher_logprobs for _, _, c in rows if c.teacher_logprobs is not None]
+        """Flatten scored groups, in the given order. Slow, with millions of tokens: run it in a thread. Raises
+        ValueError for an episode whose rows have not its number of turns."""
+        rows = [
+            (g.prompt, s, row.prompt, row.completion) for g in groups for s in g.samples for row in s.rows(g.prompt)
+        ]
+        prompts = [np.array(before, np.int32) for _, _, before, _ in rows]
+        lengths = [len(before) + len(c.tokens) for _, _, before, c in rows]
+        names = sorted({name for _, s, _, _ in rows for name in s.reward_parts})
+        kinds, episodes = _episodes_of([s for g in groups for s in g.samples])
+        taught = [c.teacher_logprobs for _, _, _, c in rows if c.teacher_logprobs is not None]
         # An engine that failed to report kept sets leaves empty sets, which no store commits.
-        kept = [KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for _, _, c in rows]
+        kept = [KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for _, _, _, c in rows]
         per_sample: dict[str, Any] = dict(
-            prompt_lengths=np.array([len(p.tokens) for p, _, _ in rows], np.int32),
-            group=np.array([p.group for p, _, _ in rows], np.int64),
-            problem=np.array([p.problem for p, _, _ in rows], np.int64),
-            reward=np.array([s.reward for _, s, _ in rows], np.float32),
+            prompt_lengths=np.array([len(before) for before in prompts], np.int32),
+            group=np.array([p.group for p, _, _, _ in rows], np.int64),
+            problem=np.array([p.problem for p, _, _, _ in rows], np.int64),
+            reward=np.array([s.reward for _, s, _, _ in rows], np.float32),
             reward_parts={
-                name: np.array([s.reward_parts.get(name, np.nan) for _, s, _ in rows], np.float32) for name in names
+                name: np.array([s.reward_parts.get(name, np.nan) for _, s, _, _ in rows], np.float32) for name in names
             },
-            finish=np.array([FINISH_REASONS.index(c.finish) for _, _, c in rows], np.uint8),
-            truncated=np.array([c.finish == "length" for _, _, c in rows], np.bool_),
-            engine=np.array([c.engine for _, _, c in rows], np.uint16),
-            queued_s=np.array([c.queued_s for _, _, c in rows], np.float32),
-            generated_s=np.array([c.generated_s for _, _, c in rows], np.float32),
+            finish=np.array([FINISH_REASONS.index(c.finish) for _, _, _, c in rows], np.uint8),
+            truncated=np.array([_is_truncated(s) for _, s, _, _ in rows], np.bool_),
+            engine=np.array([c.engine for _, _, _, c in rows], np.uint16),
+            queued_s=np.array([c.queued_s for _, _, _, c in rows], np.float32),
+            generated_s=np.array([c.generated_s for _, _, _, c in rows], np.float32),
         )
         return Batch(
             index=index,
             tokens=_joined(
-                np.int32, [part for p, (_, _, c) in zip(prompts, rows, strict=True) for part in (p, c.tokens)]
+                np.int32, [part for p, (_, _, _, c) in zip(prompts, rows, strict=True) for part in (p, c.tokens)]
             ),
             sample_offsets=offsets_of(np.array(lengths, np.int64)),
-            rollout_logprobs=_joined(np.float32, [c.logprobs for _, _, c in rows]),
-            policy_version=_joined(np.int32, [c.versions for _, _, c in rows]),
-            loss_mask=_joined(np.bool_, [c.loss_mask for _, _, c in rows]),
+            rollout_logprobs=_joined(np.float32, [c.logprobs for _, _, _, c in rows]),
+            policy_version=_joined(np.int32, [c.versions for _, _, _, c in rows]),
+            loss_mask=_joined(np.bool_, [c.loss_mask for _, _, _, c in rows]),
             contract=contract,
             dropped=tuple(dropped),
             next_group=next_group,
             recipe_sha256=recipe_sha256,
             open_groups=tuple(open_groups),
             kept=KeptSets.joined(kept) if contract.kept_set else None,
-            experts=RoutedExperts.of_all([c.experts for _, _, c in rows], lengths),
+            experts=RoutedExperts.of_all([c.experts for _, _, _, c in rows], lengths),
             teacher_logprobs=_joined(np.float32, taught) if len(taught) == len(rows) > 0 else None,
             sources=dict(sources or {}),
             repeated=repeated,
+            episodes=episodes,
+            token_kind=kinds,
             **per_sample,
         )
+
+
+def _is_truncated(sample: Sample) -> bool:
+    """Return whether a limit of tokens cut the answer, or a budget the episode."""
+    last = sample.branches[-1].completion if sample.branches else sample.completion
+    return last.finish == "length" or (sample.episode is not None and sample.episode.stopped.is_cut)
+
+
+def _episodes_of(samples: Sequence[Sample]) -> tuple[NDArray[np.uint8] | None, Episodes | None]:
+    """Return the token kinds [responses] and the episodes of a batch; None where all samples are of one turn."""
+    if all(sample.episode is None for sample in samples):
+        return None, None
+    kinds, number, branch_of, branched_at = list[NDArray[np.uint8]](), list[int](), list[int](), list[int]()
+    facts, rewards = list[EpisodeFacts](), list[NDArray[np.float32]]()
+    for place, sample in enumerate(samples):
+        own = list[NDArray[np.uint8]]()
+        first = len(number)
+        for completion, at, shared in (
+            (sample.completion, -1, 0),
+            *((row.completion, row.branch_of, row.branched_at) for row in sample.branches),
+        ):
+            sampled = completion.loss_mask if completion.loss_mask.any() else ~completion.loss_mask  # unlearned
+            given = np.where(sampled, np.uint8(TokenKind.SAMPLED), np.uint8(TokenKind.TEMPLATE))
+            own.append(given if completion.kinds is None else completion.kinds)
+            number.append(place)
+            branch_of.append(at if at < 0 else first + at)
+            branched_at.append(shared)
+        turns = len(turns_of(np.concatenate(own), offsets_of([*map(len, own)])))
+        known = sample.episode or EpisodeFacts(stopped=StopReason.FINISHED, turns=turns)
+        if known.turns != turns or len(known.turn_rewards) not in (0, turns):
+            raise ValueError(
+                f"an episode of {known.turns} turns, with rewards of {len(known.turn_rewards)}, has {turns} turns in "
+                f"its {len(own)} rows"
+            )
+        kinds += own
+        facts += [known] * len(own)
+        rewards.append(np.array(known.turn_rewards or [np.nan] * turns, np.float32))
+    flat, offsets = np.concatenate(kinds), offsets_of([*map(len, kinds)])
+    return flat, Episodes(
+        number=np.array(number, np.int64),
+        branch_of=np.array(branch_of, np.int32),
+        branched_at=np.array(branched_at, np.int32),
+        turns=np.bincount(turns_of(flat, offsets)[:, 0], minlength=len(number)).astype(np.int32),
+        stopped=np.array([one.stopped for one in facts], np.uint8),
+        tool_calls=np.array([one.tool_calls for one in facts], np.int32),
+        tool_s=np.array([one.tool_s for one in facts], np.float32),
+        turn_rewards=np.concatenate(rewards) if any(one.turn_rewards for one in facts) else None,
+    )
 
 
 def _joined(dtype: type[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -24,10 +24,14 @@ from pipeline.data.batch import (
     PER_RESPONSE_TOKEN,
     Batch,
     DroppedGroup,
+    Episodes,
     KeptSets,
     LogprobContract,
     Share,
+    StopReason,
+    TokenKind,
     offsets_of,
+    turns_of,
 )
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.zarr_zip import ZarrFile, chunk_digests, chunk_rows
@@ -63,7 +67,23 @@ EXPERTS = ("routed_experts", "routed_experts_known")
 """Optional: `Batch.experts`, uint8 or uint16 [total, MoE layers, experts a token] and bool [total]."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Optional: float32 [responses]."""
-OPTIONAL = (*KEPT, *EXPERTS, TEACHER_LOGPROBS, *PASSED_OVER)
+EPISODES: dict[str, str] = {
+    "number": "int64",
+    "branch_of": "int32",
+    "branched_at": "int32",
+    "turns": "int32",
+    "stopped": "uint8",
+    "tool_calls": "int32",
+    "tool_s": "float32",
+}
+"""Optional: the fields [n] of `Batch.episodes`, with their dtypes, stored as episode_NAME. They and the two arrays
+below are in files of batches with episodes of several turns alone."""
+TOKEN_KIND = "token_kind"
+"""Optional: uint8 [responses]."""
+TURN_REWARDS = "episode_turn_rewards"
+"""Optional: float32 [turns]."""
+_OF_EPISODES = (*(f"episode_{name}" for name in EPISODES), TURN_REWARDS)
+OPTIONAL = (*KEPT, *EXPERTS, TEACHER_LOGPROBS, *PASSED_OVER, *_OF_EPISODES, TOKEN_KIND)
 MOST_OPEN = 1 << 22
 """The most groups in progress: a stage of a million prompts has fewer."""
 _NAMES_BYTES = 64 << 10
@@ -71,8 +91,8 @@ _CHUNK_BYTES = 512
 """Bytes of a chunk's entries in zip and attributes."""
 Choose = Callable[[Batch], Share]
 """Chooses a rank's samples, from a batch without tokens."""
-_OF_RESPONSES = (*PER_RESPONSE_TOKEN, TEACHER_LOGPROBS)
-_COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS, TEACHER_LOGPROBS)
+_OF_RESPONSES = (*PER_RESPONSE_TOKEN, TEACHER_LOGPROBS, TOKEN_KIND)
+_COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS, TEACHER_LOGPROBS, TOKEN_KIND)
 
 
 def attributes_of(batch: Batch) -> dict[str, Any]:
@@ -103,8 +123,13 @@ def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
         found |= zip(KEPT, (batch.kept.offsets, batch.kept.tokens), strict=True)
     if batch.experts is not None:
         found |= zip(EXPERTS, (batch.experts.ids, batch.experts.known), strict=True)
-    if batch.teacher_logprobs is not None:
-        found[TEACHER_LOGPROBS] = batch.teacher_logprobs
+    for name in (TEACHER_LOGPROBS, TOKEN_KIND):
+        if (values := getattr(batch, name)) is not None:
+            found[name] = values
+    if batch.episodes is not None:
+        found |= {f"episode_{name}": getattr(batch.episodes, name) for name in EPISODES}
+        if batch.episodes.turn_rewards is not None:
+            found[TURN_REWARDS] = batch.episodes.turn_rewards
     if passed := [(drop.group, drop.problem) for drop in batch.dropped if drop.is_passed_over]:
         found |= zip(PASSED_OVER, np.array(passed, np.int64).T.copy(), strict=True)
     return found
@@ -158,6 +183,13 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if KEPT[0] in optional else None,
         experts=RoutedExperts(ids=arrays[EXPERTS[0]], known=arrays[EXPERTS[1]]) if EXPERTS[0] in optional else None,
         teacher_logprobs=arrays[TEACHER_LOGPROBS] if TEACHER_LOGPROBS in optional else None,
+        token_kind=arrays[TOKEN_KIND] if TOKEN_KIND in optional else None,
+        episodes=None
+        if "episode_number" not in optional
+        else Episodes(
+            **{name: arrays[f"episode_{name}"] for name in EPISODES},
+            turn_rewards=arrays[TURN_REWARDS] if TURN_REWARDS in optional else None,
+        ),
         repeated=attributes.get("repeated", 0),
         sources={name: range(*ends) for name, ends in attributes.get("sources", {}).items()},
         share=share,
@@ -234,6 +266,81 @@ def check_batch(batch: Batch, *, written: bool = True) -> None:
     taught = batch.teacher_logprobs
     if taught is not None and (taught.dtype != np.float32 or taught.ndim != 1):
         raise ValueError(f"{TEACHER_LOGPROBS} is {taught.dtype.name} with {taught.ndim} axes, expected float32 with 1")
+    if (batch.episodes is None) != (batch.token_kind is None):
+        raise ValueError(f"{TOKEN_KIND} and the arrays of episodes belong together, and only one is there")
+    if batch.episodes is not None and batch.token_kind is not None:
+        check_episodes(batch, batch.episodes, batch.token_kind)
+
+
+def check_episodes(batch: Batch, episodes: Episodes, kinds: NDArray[np.uint8]) -> None:
+    """Raise ValueError, naming the row, unless the rows of each episode belong together, repeat what they share, and
+    train each sampled turn once. Of tokens, those of the held rows are checked."""
+    n = batch.num_samples
+    for name, dtype in EPISODES.items():
+        array = getattr(episodes, name)
+        if array.dtype != np.dtype(dtype) or array.shape != (n,):
+            raise ValueError(f"episode_{name} is {array.dtype.name}{array.shape}, expected {dtype} ({n},)")
+    if kinds.dtype != np.uint8 or kinds.ndim != 1:
+        raise ValueError(f"{TOKEN_KIND} is {kinds.dtype.name} with {kinds.ndim} axes, expected uint8 with 1")
+
+    def refuse(bad: NDArray[np.bool_], what: str) -> None:
+        if bad.any():
+            raise ValueError(f"row {int(np.argmax(bad))} {what}")
+
+    refuse(episodes.number != batch.episode, "is not beside the other rows of its episode, or episodes do not ascend")
+    first, rows = batch.first_rows[batch.episode], np.arange(n)
+    alike = {name: getattr(batch, name) for name in ("group", "problem", "reward", "truncated")}
+    alike |= {name: getattr(episodes, name) for name in ("stopped", "tool_calls", "tool_s")}
+    for name, values in (alike | dict(batch.reward_parts)).items():
+        differs = (values != values[first]) & ~((values != values) & (values[first] != values[first]))  # NaN is alike
+        refuse(differs, f"has another {name} than the first row of its episode")
+    refuse(episodes.stopped >= len(StopReason), f"stopped for a reason that is not below {len(StopReason)}")
+    refuse(episodes.tool_calls < 0, "has a negative number of tool calls")
+    refuse(~(np.isfinite(episodes.tool_s) & (episodes.tool_s >= 0)), "has tool_s that are no seconds from 0 on")
+    refuse(episodes.turns < 1, "has no sampled turn, so there is nothing to train in it")
+    parent, shared = episodes.branch_of, episodes.branched_at
+    refuse((parent < -1) | (parent >= rows), "branched from a row that is not before it")
+    refuse((parent >= 0) & (parent < first), "branched from a row of another episode")
+    refuse((parent < 0) & (shared != 0), "repeats tokens of a row without being a branch of it")
+    refuse(
+        (shared < 0) | (shared > batch.prompt_lengths) | (shared > np.where(parent < 0, shared, batch.lengths[parent])),
+        "repeats more tokens than its prompt or the row that it branched from has",
+    )
+    if episodes.turn_rewards is not None:
+        rewards, turns = episodes.turn_rewards, int(episodes.turns.sum())
+        if rewards.dtype != np.float32 or rewards.shape != (turns,) or np.isinf(rewards).any():
+            raise ValueError(
+                f"{TURN_REWARDS} is {rewards.dtype.name}{rewards.shape}, expected finite float32 ({turns},)"
+            )
+    # Tokens, of the held rows.
+    refuse(
+        batch.held & _any_of_row(batch, kinds >= len(TokenKind)), f"has a token kind that is not below {len(TokenKind)}"
+    )
+    ends = np.zeros(len(kinds), np.bool_)
+    full = batch.response_lengths > 0
+    ends[batch.response_offsets[:-1][full]] = ends[batch.response_offsets[1:][full] - 1] = True
+    sampled = kinds == TokenKind.SAMPLED
+    refuse(batch.held & _any_of_row(batch, ends & ~sampled), "begins or ends its response with a token not sampled")
+    found = np.bincount(turns_of(kinds, batch.response_offsets)[:, 0], minlength=n)
+    refuse(batch.held & (found != episodes.turns), "has another number of turns than its token kinds tell")
+    learned = _any_of_row(batch, batch.loss_mask)
+    if batch.share is None:
+        learned = (np.bincount(batch.episode, learned, minlength=batch.num_episodes) > 0)[batch.episode]
+    refuse(
+        batch.held & learned & _any_of_row(batch, batch.loss_mask != sampled),
+        "has a loss_mask that is not that of its sampled tokens, nor empty in its whole episode",
+    )
+    tokens = batch.rows()
+    for row in np.flatnonzero((parent >= 0) & batch.held & batch.held[parent]).tolist():
+        count = int(shared[row])
+        if not np.array_equal(tokens[row][:count], tokens[parent[row]][:count]):
+            raise ValueError(f"row {row} does not repeat the first {count} tokens of row {int(parent[row])}")
+
+
+def _any_of_row(batch: Batch, tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return [n] whether any response token of each row is in `tokens` [responses]."""
+    counts = np.concatenate([[0], np.cumsum(tokens)])[batch.response_offsets]
+    return np.asarray(np.diff(counts) > 0)
 
 
 _Number = Annotated[int, Field(ge=0, lt=1 << 53)]

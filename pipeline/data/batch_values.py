@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.batch import FINISH_REASONS, OWN_PARTS, Batch, KeptSets
+from pipeline.data.batch import FINISH_REASONS, OWN_PARTS, Batch, KeptSets, turns_of
 from precision.text import quoted
 
 HIGHEST_LOGPROB = 1e-5
@@ -42,6 +42,7 @@ class Limits:
     vocab_size: int | None = None
     """Rows of the embedding: an engine may sample an id that the tokenizer lacks."""
     max_response_tokens: int | None = None
+    """Of one answer of an engine: a response of one turn, or a turn of an episode."""
     num_experts: int | None = None
 
 
@@ -189,7 +190,15 @@ def batch_faults(batch: Batch, limits: Limits = UNKNOWN) -> Iterator[Fault]:
         generated_s=batch.generated_s,
         kept=batch.kept,
     )
-    yield from response_faults(responses, limits)
+    if batch.token_kind is None:
+        yield from response_faults(responses, limits)
+    else:
+        yield from response_faults(responses, replace(limits, max_response_tokens=None))
+        row, start, end = turns_of(batch.token_kind, batch.response_offsets).T
+        most = limits.max_response_tokens
+        for turn in np.flatnonzero(end - start > most)[:1].tolist() if most is not None else ():
+            length = int(end[turn] - start[turn])
+            yield Fault(int(row[turn]), f"a turn has {length} tokens, at most {most} were asked for")
     if (taught := batch.teacher_logprobs) is not None:
         possible = np.isfinite(taught) & (taught >= LOWEST_LOGPROB) & (taught <= HIGHEST_LOGPROB)
         bad = np.where(batch.loss_mask, ~possible, taught != 0.0)
