@@ -16,7 +16,7 @@ from typing import Any, Literal
 import psutil
 
 from megatron_bridge.hf.model_config import ModelConfig, read_config
-from pipeline.data.files import amount, move_to_free_name, remove_leftovers_of, temporary_name
+from pipeline.data.files import amount, make_folder, move_to_free_name, remove_leftovers_of, temporary_name
 from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer, write_character_tokenizer
 
@@ -150,7 +150,7 @@ def _write(directory: Path, hf_config: dict[str, Any], characters: str, seed: in
             "free; make it smaller"
         )
     target = directory.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     remove_leftovers_of(target)
     folder = temporary_name(target)
     folder.mkdir()

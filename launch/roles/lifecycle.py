@@ -23,7 +23,7 @@ from launch.run.restarts import count_start
 from launch.run.waiting import FINISHED_POLL_S, RECIPE_DEADLINE_S, Stop, Throttle, grace_s, wait_for
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.data.checksums import read_sealed_json, write_sealed_json
-from pipeline.data.files import as_disk_full
+from pipeline.data.files import as_disk_full, make_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import RecipeInForce, newest_recipe_file, recipe_file, recipe_in_force
 from pipeline.errors import (
@@ -151,7 +151,7 @@ class Rendezvous:
     """Version of the weights that node 0 of an engine holds for all hosts; None for a learner."""
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_sealed_json(path, vars(self))
 
     @classmethod

@@ -24,7 +24,7 @@ from pipeline.child_process import (
     scratch_environment,
 )
 from pipeline.data.checksums import read_sealed_json, write_sealed_json
-from pipeline.data.files import as_disk_full, unique_suffix
+from pipeline.data.files import as_disk_full, make_folder, unique_suffix
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import (
@@ -151,7 +151,7 @@ def leave_fatal_note(run: RunDirectory, process: str, error: Exception) -> None:
     folder = run.logs / "fatal"
     note = dict(process=process, error=type(error).__name__, message=str(error), time=time.time())
     with suppress(OSError):  # a full disk, which the supervisor notices itself
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_sealed_json(folder / f"{process}-{unique_suffix()}.json", note)
 
 

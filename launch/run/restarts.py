@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.data.checksums import read_sealed_json, write_sealed_json
+from pipeline.data.files import make_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, StoreError
 
@@ -36,7 +37,7 @@ def in_a_row(path: Path, reached: tuple[int, ...]) -> int:
 def note_in_a_row(path: Path, reached: tuple[int, ...], count: int) -> None:
     """Store the count at `path`; ignore errors, such as a full disk."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_sealed_json(path, dict(in_a_row=count, reached=reached))
 
 

@@ -20,7 +20,7 @@ from megatron_bridge.hf.tensor_files import SHARD_BYTES, Manifest, whole_tensors
 from megatron_bridge.parallel.rank_sync import RankSync, taking
 from pipeline.background import tell_when_done
 from pipeline.data.checksums import list_checksums, sync_files
-from pipeline.data.files import fsync_directory, is_temporary, require_space, size_of, temporary_name
+from pipeline.data.files import fsync_directory, is_temporary, make_folder, require_space, size_of, temporary_name
 from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import EvenKeelError, ModelError
@@ -50,8 +50,9 @@ def new_folder(target: Path) -> Iterator[Path]:
             written = max(path.stat().st_mtime for path in (stale, *stale.rglob("*")))
             if time.time() - written > _STALE_S:
                 shutil.rmtree(stale, ignore_errors=True)
+    make_folder(target.parent)
     temporary = temporary_name(target)
-    temporary.mkdir(parents=True)
+    temporary.mkdir()
     try:
         yield temporary
         list_checksums(temporary)

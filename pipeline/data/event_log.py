@@ -153,7 +153,6 @@ class EventLog:
             os.close(descriptor)
         if is_new and log == "metrics":
             fsync_directory(path.parent)
-            fsync_directory(path.parent.parent)  # an earlier start may have made the folder and died before this
         for observer in self._observers:
             observer(log, line)
 

@@ -218,12 +218,25 @@ def _durable(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
         raise
 
 
+_synced: set[Path] = set()
+"""Folders that this process has made durable, or found so."""
+
+
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents durably, if missing."""
-    missing = [one for one in (folder, *folder.parents) if not one.is_dir()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for one in reversed(missing):
+    """Create a folder and its parents durably, if missing. Each is durable before another is made in it, so of those
+    that are there only the deepest may have been left by a process that was killed before its fsync."""
+    to_make = [folder.absolute()]
+    while not to_make[-1].is_dir():
+        to_make.append(to_make[-1].parent)
+    deepest = to_make.pop()
+    if deepest not in _synced:
+        if os.access(deepest.parent, os.R_OK | os.W_OK):  # else no process of ours has made it
+            fsync_directory(deepest.parent)
+        _synced.add(deepest)
+    for one in reversed(to_make):
+        one.mkdir(exist_ok=True)
         fsync_directory(one.parent)
+        _synced.add(one)
 
 
 def fsync_directory(directory: Path) -> None:

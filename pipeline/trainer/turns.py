@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.data.files import make_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError
 
@@ -43,7 +44,7 @@ class GpuLock:
         it waits, and may raise. Raises DeadlineExceededError."""
         if self._file is not None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         ends = time.monotonic() + deadline_s
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

@@ -284,6 +284,7 @@ class Disk:
         me = self.world.me()
         if self.world.now < self.world.full_until and me.role != "operator" and not me.dead:
             self.world.note(me.name, "FULL", operation)
+            self.world.counts[me.role, "refused"] += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _changed(self, path: str, *entries: tuple[int, str, int | None]) -> None:

@@ -108,12 +108,23 @@ def test_metrics_stay_though_who_made_their_folder_was_killed_before_it_was_dura
     assert result.problems == ()
 
 
+def test_a_line_of_metrics_that_meets_a_full_disk_stops_no_run() -> None:
+    """It is missing then, and the run goes on; the judge once expected it all the same (found by seed 61319)."""
+    full = Fault(kind="full", role="learner", operation="append", count=8, seconds=5e-5)
+    result = simulate(Plan(seed=61319, kind="async", steps=4, faults=(full,)), traced=True)
+    assert [line for line in result.trace if "FULL" in line]
+    assert not [line for line in result.trace if "OSError" in line]
+    assert result.problems == ()
+
+
 FOUND = {
     4026: "a resync whose listing of updates was cached remembered an older version, and no engine ever came back",
     4380: "of the four groups that a batch could ask, three did not fit, and the judge expected two all the same",
     4710: "the same, of another schedule",
     5007: "a version whose announcement was pruned meanwhile was asked for until the collector's stack was full",
     6588: "hosts remembered after a power cut what they had seen before it",
+    30710: "a run's folder that a killed process had made was found there, and never made durable: the power took it",
+    90430: "a run's folder, as of seed 30710, after three published versions",
     900340: "a learner whose host remembered an older listing of checkpoints trained a step twice",
 }
 

@@ -110,7 +110,7 @@ class World:
         self.current: Process | None = None
         self.points = 0
         self.counts: Counter[tuple[str, str]] = Counter()
-        """(role, operation) → how often it was reached."""
+        """(role, operation) → how often it was reached; "refused": by a full disk."""
         self.problems: list[str] = []
         self.happened: list[str] = []
         """Faults that struck."""
