@@ -101,9 +101,30 @@ def without(text: str, secret: str, stars: str = "***") -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads plain scalars as YAML 1.2 does, and keys as text, each once."""
+    """A loader that reads plain scalars as YAML 1.2 does, and keys as text, each once. It refuses while it parses:
+    PyYAML takes 10 s to parse 1 MiB."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as PyYAML declares it
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_values = 0
+        self._keys: dict[int, set[str]] = {}
+        """id of a mapping under way → its keys so far."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        node = super().compose_node(parent, index)
+        if index is not None or not isinstance(parent, yaml.MappingNode):
+            self._num_values += 1
+            if self._num_values > MOST_VALUES:
+                raise YamlError(f"it holds over {MOST_VALUES:,} values, the most that are read; shorten it")
+        elif not isinstance(node, yaml.ScalarNode):
+            _refuse(node, "a key is a list or a mapping; expected a word")
+        elif node.value in (keys := self._keys.setdefault(id(parent), set())):
+            _refuse(node, f"key {quoted(node.value)} is given twice; remove one")
+        else:
+            keys.add(node.value)
+        return node
 
     def construct_scalar(self, node: Any) -> Any:
         if isinstance(node.value, str) and (found := _IN_NO_NAME.search(node.value)) is not None:
@@ -111,14 +132,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_scalar(node)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: ARG002 - always deep
-        found: dict[Any, Any] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                _refuse(key, "a key is a list or a mapping; expected a word")
-            if key.value in found:
-                _refuse(key, f"key {quoted(key.value)} is given twice; remove one")
-            found[super().construct_scalar(key)] = self.construct_object(value, deep=True)
-        return found
+        return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -104,6 +104,13 @@ def test_a_device_without_an_end_is_refused() -> None:
         read_yaml(Path("/dev/zero"))
 
 
+@pytest.mark.parametrize(("line", "message"), [("a: b", "key 'a' is given twice"), ("- a", "over 100,000 values")])
+def test_a_large_document_is_refused_before_it_is_parsed_to_its_end(line: str, message: str) -> None:
+    """To parse 1 MiB takes seconds: of this one, the end is no YAML."""
+    with pytest.raises(YamlError, match=message):
+        parse_yaml(f"{line}\n" * ((MOST_BYTES - 2) // (len(line) + 1)) + "[")
+
+
 def test_aliases_that_hold_millions_are_refused() -> None:
     lines = ["a: &a [" + ",".join("1" * 10) + "]"]
     for name, below in zip("bcdef", "abcde", strict=True):
