@@ -158,7 +158,7 @@ def test_a_link_is_slow_during_a_publish(make_run: MakeRun, large: Path, table: 
     # The healthy engine had the weights when its slow neighbour's time was up (weights.publish_deadline_s). The learner
     # then tries for some seconds to tell the slow one that it was left out.
     slowest = max(seconds["publish_s"] for seconds in publishes)
-    assert max(seconds["transfer_s"] for seconds in publishes) <= 8.0 + 0.5
+    assert max(seconds["transfer_s"] for seconds in publishes) <= 8.0 + 2.0
     assert slowest <= 8.0 + GIVE_UP_DEADLINE_S + 4.0, f"a publish took {slowest:.1f} s"
     finish(run, table, "50 Mbit/s to an engine during a publish", f"{goes_on_s:.1f} s, longest publish {slowest:.1f} s")
 
