@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from importlib import metadata
 
 DISTRIBUTIONS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -23,16 +22,6 @@ def loaded_release() -> str:
         return ""
     library.ncclGetVersion(ctypes.byref(code))
     return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
-
-
-def installed_release() -> str:
-    """Return the release that is installed as a package; empty without one, as where an image brings the library."""
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
 
 
 def mismatch(learner: str, engines: str) -> str:

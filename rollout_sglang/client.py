@@ -48,7 +48,12 @@ from rollout_sglang.answers import (
 from rollout_sglang.protocol import (
     ABORTED,
     ASLEEP,
+    FORMATS,
     INVALIDATED,
+    MOVED,
+    NCCL,
+    STAGE,
+    STATISTICS,
     UNKNOWN_ENGINE,
     UNVERIFIED,
     Checksums,
@@ -63,13 +68,9 @@ from rollout_sglang.protocol import (
 )
 from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
-FORMATS, STATISTICS, MOVED, NCCL = "formats", "statistics", "moved", "nccl"
-"""Equal to the names in rollout_sglang.server.format_report, which imports torch."""
 REPORT_BYTES = 1 << 26
 """Limit for a report about all parameters: some 200 bytes for each of 8 × 18,000, in a mixture of 48 layers, 128
 experts."""
-PREFIX = "stage "
-"""Equal to the name in rollout_sglang.cpu.staging, which imports torch."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.004, 0.05
 CONTROL_DEADLINE_S = 30.0
 """For calls that an engine answers between two of its steps: pause, continue, names of weights."""
@@ -510,7 +511,7 @@ class EngineClient:
             "POST",
             "/weights_checker",
             deadline_s=self._control_deadline_s,
-            json={"action": PREFIX + json.dumps(order)},
+            json={"action": STAGE + json.dumps(order)},
             accept=(400, 404),
             repeatable=False,
         )

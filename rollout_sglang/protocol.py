@@ -24,6 +24,11 @@ ASLEEP = "asleep"
 INVALIDATED = "unverified"
 """Weight version of an engine that failed its check and must be given weights again."""
 
+FORMATS, STATISTICS, MOVED, NCCL = "formats", "statistics", "moved", "nccl"
+"""Actions of POST /weights_checker that rollout_sglang.server.format_report adds."""
+STAGE = "stage "
+"""Beginning of the action that rollout_sglang.cpu.staging adds; JSON follows."""
+
 
 class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)

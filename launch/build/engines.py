@@ -23,7 +23,7 @@ from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.gpu_needs import DATA_PARALLEL, OWN_PLACES, PIPELINE_PARALLEL, option
-from pipeline.nccl import DISTRIBUTIONS, installed_release, mismatch
+from pipeline.nccl import DISTRIBUTIONS, mismatch
 from precision.formats.quant_map import QuantMapFile
 from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.engine_pool import OnChange
@@ -79,7 +79,8 @@ def check_nccl(recipe: Recipe) -> None:
     group, and the recipe broadcasts weights. What images bring without a package is compared at the first publish."""
     if recipe.weights.channel != "broadcast" or not recipe.rollout.started_engines or rollout_python() is None:
         return
-    if why := mismatch(installed_release(), package_version(*DISTRIBUTIONS) or ""):
+    learner, engines = (package_version(*DISTRIBUTIONS, here=here) or "" for here in (True, False))
+    if why := mismatch(learner, engines):
         raise RecipeError(f"weights.channel is broadcast, with {why}")
 
 

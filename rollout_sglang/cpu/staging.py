@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollout_sglang.protocol import STAGE
+
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-PREFIX = "stage "
 Job = Callable[[], None]
 
 
@@ -45,10 +46,10 @@ def register_hooks() -> None:
 
 def _check_weights(original: Callable[..., Any], runner: Any, action: str, *args: Any, **options: Any) -> Any:
     staging: Staging | None = getattr(runner, "even_keel_staging", None)
-    if not action.startswith(PREFIX):
+    if not action.startswith(STAGE):
         fresh = staging.take_checksums() if staging is not None and action == "checksum" else None
         return original(runner, action, *args, **options) if fresh is None else fresh
-    order = json.loads(action.removeprefix(PREFIX))
+    order = json.loads(action.removeprefix(STAGE))
     if staging is None or order["do"] in ("begin", "folder"):
         shadow = None if staging is None else staging.stop()
         staging = runner.even_keel_staging = Staging(runner, shadow)

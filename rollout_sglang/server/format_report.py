@@ -23,8 +23,8 @@ from pipeline.nccl import loaded_release
 from precision.formats.audit import KV_CACHE, Held
 from precision.formats.rollout_format import BLOCK, STACKS
 from precision.formats.weight_statistics import scale_statistics, sum_of_squares
+from rollout_sglang.protocol import FORMATS, MOVED, NCCL, STATISTICS
 
-FORMATS, STATISTICS, MOVED, NCCL = "formats", "statistics", "moved", "nccl"
 _CAPTURED = "even_keel_captured"
 """The attribute of a model with the addresses of its weights at the capture."""
 

@@ -72,10 +72,10 @@ def sglang_version() -> str | None:
     return package_version("sglang")
 
 
-def package_version(*names: str) -> str | None:
-    """Return the version of the first of these distributions that the interpreter of engines has. Raises as
-    `sglang_version`."""
-    python = rollout_python()
+def package_version(*names: str, here: bool = False) -> str | None:
+    """Return the version of the first of these distributions that the interpreter of engines has, or this one (`here`).
+    Raises as `sglang_version`."""
+    python = None if here else rollout_python()
     if python is not None:
         versions = _versions_in(python, names)
         return next((versions[name] for name in names if name in versions), None)

@@ -20,8 +20,8 @@ from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError, RecipeError
 from pipeline.ports.weights import TensorSpec
 from rollout_sglang.answers import input_logprobs, token_versions
-from rollout_sglang.client import PREFIX, EngineClient, TeacherServers
-from rollout_sglang.protocol import MetaInfo, ServerInfo, dialect_of, policy_version
+from rollout_sglang.client import EngineClient, TeacherServers
+from rollout_sglang.protocol import STAGE, MetaInfo, ServerInfo, dialect_of, policy_version
 from rollout_sglang.transport import Transport
 from tests.doubles.sglang_double import LARGEST_MASK, PARAMETER, EngineDouble, GenerateFault, checksum_of
 
@@ -415,7 +415,7 @@ class Server:
 
     async def call(self, method: str, path: str, **options: Any) -> httpx.Response:
         assert (method, path, options["repeatable"]) == ("POST", "/weights_checker", False)
-        self.orders.append(json.loads(options["json"]["action"].removeprefix(PREFIX)))
+        self.orders.append(json.loads(options["json"]["action"].removeprefix(STAGE)))
         status, states = self._answers.pop(0)
         ranks = [
             dict(checksums=state, per_gpu_checksum="", parallelism_info=dict(tp_rank=rank, tp_size=len(states)))

@@ -79,14 +79,15 @@ def test_a_broadcast_between_two_releases_of_nccl_is_refused_by_the_start_and_by
     python.chmod(0o755)
     monkeypatch.setenv(PYTHON_VARIABLE, str(python))
     monkeypatch.setattr(engines, "has_cuda", lambda: True)
-    monkeypatch.setattr(engines, "installed_release", lambda: "2.28.9")
+    here, asked = "2.28.9", engines.package_version
+    monkeypatch.setattr(engines, "package_version", lambda *names, **of: here if of.get("here") else asked(*names))
     check_engines(recipe_of(channel="disk"))
     refused = r"broadcast, with NCCL 2\.30\.7 in the engines' torch and 2\.28\.9 in the learner's"
     with pytest.raises(RecipeError, match=refused):
         check_engines(recipe_of(channel="broadcast"))
     with pytest.raises(RecipeError, match=refused):
         make_plan(Path("qwen3_32b"), [], {}, gpus=64, gpu_gib=80)
-    monkeypatch.setattr(engines, "installed_release", lambda: "2.30.7")
+    here = "2.30.7"
     check_engines(recipe_of(channel="broadcast"))
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rollout_sglang.cpu import staging
-from rollout_sglang.cpu.staging import PREFIX, exchange, shadow_of
+from rollout_sglang.cpu.staging import exchange, shadow_of
+from rollout_sglang.protocol import STAGE
 
 
 class Layer(nn.Linear):
@@ -113,7 +114,7 @@ class Engine:
         return dict(staging._check_weights(original, self, action, role="target")["checksums"])
 
     def stage(self, do: str, **what: str) -> dict[str, str]:
-        return self.check(PREFIX + json.dumps({"do": do, **what}))
+        return self.check(STAGE + json.dumps({"do": do, **what}))
 
     def staged(self, folder: Path) -> dict[str, str]:
         """Its state once nothing is pending."""
