@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,9 @@ def _run_start(
 ) -> str | None:
     """Run one server from its start to its end; return why it should be restarted, or None."""
     membership = own.run.membership()
-    for earlier in membership.engines():
-        if earlier.index == own.index and earlier.started < epoch.number:
-            membership.withdraw(earlier)  # a superseded start's
+    earlier = membership.engine(own.index)
+    if earlier is not None and earlier.started < epoch.number:
+        membership.withdraw(earlier)  # a superseded start's
     place: dict[str, Any] = dict(host=address, metrics=own.metrics)
     meeting_port = port + RENDEZVOUS_PORTS
     if own.nodes > 1:
@@ -305,9 +305,9 @@ def _as_node_0(
 def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec, epoch: Epoch, stop: Stop) -> bool:
     """Watch this host's server. Returns True once the run is finished; False when node 0 is restarted or this role is
     asked to end. Raises EngineStartError when the server ends."""
-    look, look_for_end, announced = Throttle(EPOCH_POLL_S), Throttle(FINISHED_POLL_S), own.run.membership().engines
+    look, look_for_end = Throttle(EPOCH_POLL_S), Throttle(FINISHED_POLL_S)
+    announced = partial(own.run.membership().engine, own.index)
     look_alive, liveness, outage = Throttle(ALIVE_POLL_S), Liveness(server.pid, None), Outage("a host of an engine")
-    nobody: Sequence[Member] = ()
     while not stop.asked:
         status = server.poll()
         if status is None and look_alive():
@@ -319,9 +319,7 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
         if look_for_end():
             if outage.tolerate(own.run.is_finished, False):
                 return True
-            if any(
-                one.index == own.index and one.started == epoch.number for one in outage.tolerate(announced, nobody)
-            ):
+            if (found := outage.tolerate(announced, None)) is not None and found.started == epoch.number:
                 shutil.rmtree(spec.model, ignore_errors=True)  # node 0 is up, so all hosts have loaded the weights
         time.sleep(POLL_S)
     return False
@@ -336,14 +334,20 @@ def reason_to_start_again(run: RunDirectory, recipe: Recipe, own: Member, look: 
     Of several engines, another one must be serving, so that never all are away. An engine with the new map that is not
     verified holds back those after it, so weights that fail in the new formats cost one engine, not all. A role that
     dies meanwhile keeps no state: it restarts with the newest policy, and so with the newest map.
+
+    All engines look again and again, so a look reads what concerns the others only where it may have to restart.
     """
     if recipe.controller is None:
         return None
-    presence = Presence(run, recipe.rollout.start_deadline_s, look or look_with(read_api_key()))
-    record = ControlFiles(run.control, run.fence).newest()
-    others = {member.index: member for member in run.membership().engines() if member.index != own.index}
+    control, published = ControlFiles(run.control, run.fence), run.published_version()
+    step = control.newest_step(published)
+    is_suspected = step is not None and _restarts(control, step).get(own.index) == own.started
     # A folder without a map is just being deleted or replaced.
-    wanted = digest_of(read_quant_map(run.policy_directory(run.newest_policy(run.published_version()))))
+    wanted = digest_of(read_quant_map(run.policy_directory(run.newest_policy(published))))
+    if not is_suspected and wanted in ("", own.quant_map):
+        return None
+    presence = Presence(run, recipe.rollout.start_deadline_s, look or look_with(read_api_key()))
+    others = {member.index: member for member in run.membership().engines() if member.index != own.index}
 
     def has_changed(index: int) -> bool:
         member = others.get(index)
@@ -351,15 +355,23 @@ def reason_to_start_again(run: RunDirectory, recipe: Recipe, own: Member, look: 
             return True
         return presence.is_lost(index, member)
 
-    if record is not None and record.restarts.get(own.index) == own.started:
+    if is_suspected:
         reason = "the ESS of its tokens is below the floor, and that of the others is not"
-    elif wanted not in ("", own.quant_map) and all(map(has_changed, range(own.index))):
+    elif all(map(has_changed, reversed(range(own.index)))):  # the one just before is the last to change
         reason = f"the run has another quant map, {wanted} instead of {own.quant_map or 'none'}"
     else:
         return None
     if recipe.rollout.engines > 1 and not any(presence.serves(member) for member in others.values()):
         return None
     return reason
+
+
+@lru_cache(maxsize=1)
+def _restarts(control: ControlFiles, step: int) -> Mapping[int, int]:
+    """Return the engines to restart by the record of a step. A record never changes, and has a part for each engine."""
+    record = control.read(step)
+    assert record is not None, step
+    return record.restarts
 
 
 def starting_folder(run: RunDirectory, index: int, node: int, start: int) -> Path:

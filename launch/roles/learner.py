@@ -175,7 +175,7 @@ def wait_for_turn(run: RunDirectory, recipe: Recipe, stop: Stop) -> None:
         published = run.published_version()
         behind = published < max(run.saved_steps(), default=0)
         ended = published >= steps and steps in run.evaluated_versions()
-        return store.next_index > published or behind or ended or None
+        return store.is_settled(published) or behind or ended or None
 
     wait_for(stop, is_learners, "the engines to have sampled what they can", recipe.run.wait_deadline_s)
 

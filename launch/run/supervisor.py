@@ -29,7 +29,7 @@ from pipeline.child_process import ending, log_tail, remove_left_scratch
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
 from pipeline.data.event_log import EventLog
-from pipeline.data.files import remove_leftovers
+from pipeline.data.files import changed_ns, remove_leftovers
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, DiskFullError, FatalError, SupersededError
@@ -248,7 +248,7 @@ class RunProgress:
     """A watch that records an event when a run makes no progress for longer than usual."""
 
     def __init__(self, run: RunDirectory, event: Callable[..., None]) -> None:
-        self._run, self._store = run, BatchStore(run.batches)
+        self._run = run
         logs = "the process that hangs; see the newest lines of RUN/logs"
         self._patience = Patience(partial(event, "no_progress"), "the run", logs, FIRST_S)
         self._due, self._seen = Throttle(LOOK_S), self._traces()
@@ -263,6 +263,4 @@ class RunProgress:
 
     def _traces(self) -> tuple[int, ...]:
         run = self._run
-        published = run.published_version() if run.is_published() else -1
-        evaluated, saved = len(run.evaluated_versions()), max(run.saved_steps(), default=0)
-        return self._store.next_index, run.trained_at_ns(), published, evaluated, saved
+        return *run.sampled_at_ns(), run.trained_at_ns(), changed_ns(run.published), changed_ns(run.checkpoints)

@@ -6,7 +6,7 @@ follows it. So each step is decided once, however often it is trained, and a rep
 
     learner     reads the record of the step before its first one, and of every step that it trains again
     collector   reads the record of the newest published version: its lags hold for the batches that it begins
-    engines     read the newest record: it lists the engines to restart
+    engines     look for the newest record by its name: it lists the engines to restart
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.data.checksums import create_sealed, read_sealed
-from pipeline.data.files import await_visible, make_folder
+from pipeline.data.files import await_visible, is_there, make_folder
 from pipeline.data.run_directory import numbered, numbered_files
 from pipeline.errors import StoreError
 from precision.controller.policy import Decision, Evidence, State
@@ -89,6 +89,14 @@ class ControlFiles:
         """Return the record of the last decided step, or None before the first."""
         steps = numbered_files(self.folder, ".json")
         return self.read(max(steps)) if steps else None
+
+    def newest_step(self, published: int) -> int | None:
+        """Return the last decided step, or None before the first, without a listing: version `published` is published,
+        and the record of the step before it was made earlier."""
+        step = max(published - 1, 0)
+        while is_there(self._path(step + 1)):
+            step += 1
+        return step if is_there(self._path(step)) else None
 
     def decisions(self) -> list[ControlRecord]:
         """Return all records with a decision, in order, for reports."""

@@ -89,6 +89,21 @@ def await_visible(path: Path, deadline_s: float = VISIBLE_S) -> None:
         pause_s = slower(pause_s)
 
 
+def is_there(path: Path) -> bool:
+    """Return whether `path` exists, also when another host has just made it. An NFS client remembers that a name was
+    missing until it sees that the folder has changed, and it asks for that when the folder is opened."""
+    with suppress(FileNotFoundError):
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+    return path.exists()
+
+
+def changed_ns(folder: Path) -> int:
+    """Return a time in ns that changes when a file of the folder comes, goes or is replaced; 0 without a folder."""
+    with suppress(FileNotFoundError):
+        return folder.stat().st_mtime_ns
+    return 0
+
+
 def remove_leftovers(folder: Path, fence: Callable[[], None]) -> list[str]:
     """Delete temporary files that earlier starts of a role left in a folder of this role alone, and return their names.
     A superseded start that is still writing then fails, as it must. `fence` raises where a later start has taken over;

@@ -102,7 +102,11 @@ class Membership:
 
     def lists(self, member: Member) -> bool:
         """Return whether this start of the engine is announced."""
-        return self._read(f"{member.index:06d}.json") == member
+        return self.engine(member.index) == member
+
+    def engine(self, index: int) -> Member | None:
+        """Return engine `index` if it is announced, or None. The others' announcements are not read."""
+        return self._read(f"{index:06d}.json")
 
     def engines(self) -> Sequence[Member]:
         """Return all announced engines, by index."""

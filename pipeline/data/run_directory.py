@@ -61,7 +61,7 @@ from pipeline.data.checksums import (
     write_sealed_json,
 )
 from pipeline.data.epochs import Epoch
-from pipeline.data.files import NUMBER, fsync_present, make_folder, write_atomically
+from pipeline.data.files import NUMBER, changed_ns, fsync_present, make_folder, write_atomically
 from pipeline.data.membership import Membership
 from pipeline.data.run_recipes import begin_recipe, recipe_in_force, refuse_another_recipe
 from pipeline.errors import StoreError
@@ -246,9 +246,12 @@ class RunDirectory:
 
     def trained_at_ns(self) -> int:
         """Return a time that changes with every trained step, also again after a resume; 0 before the run begins."""
-        with suppress(FileNotFoundError):
-            return self.logprobs.stat().st_mtime_ns
-        return 0
+        return changed_ns(self.logprobs)
+
+    def sampled_at_ns(self) -> tuple[int, int]:
+        """Return times that change with every commit of a batch, and with every evaluation: counting either would list
+        as many files as the run has steps."""
+        return changed_ns(self.batches), changed_ns(self.evaluations)
 
     def write_evaluation(self, version: int, result: Mapping[str, Any]) -> None:
         """Store the result of a version on the held-out prompts; it is not evaluated again."""
@@ -314,13 +317,16 @@ def committed_steps(checkpoints: Path) -> list[int]:
     return [step for step in numbered_files(checkpoints, "") if (checkpoints / numbered(step) / "COMMIT").exists()]
 
 
+def numbers_of(directory: Path, *endings: str) -> list[int]:
+    """Return the numbers for which `directory` has a file named by the number and one of `endings`, ascending."""
+    named = re.compile(rf"({NUMBER})(?:{'|'.join(map(re.escape, endings))})")
+    names = os.listdir(directory) if directory.is_dir() else ()
+    return sorted({int(match[1]) for match in map(named.fullmatch, names) if match})
+
+
 def numbered_files(directory: Path, ending: str) -> dict[int, Path]:
     """Return number → file in `directory`, for names of a number and `ending`, ascending."""
-    found = dict[int, Path]()
-    for name in os.listdir(directory) if directory.is_dir() else ():
-        if name.endswith(ending) and _NUMBER.fullmatch(stem := name.removesuffix(ending)):
-            found[int(stem)] = directory / name
-    return dict(sorted(found.items()))
+    return {number: directory / f"{numbered(number)}{ending}" for number in numbers_of(directory, ending)}
 
 
 def numbered_folders(directory: Path) -> list[int]:

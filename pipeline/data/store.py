@@ -6,8 +6,7 @@ file's checksum, a crc32c and a digest per chunk, and the consistency of the rag
 the chunks of its samples alone.
 
 One collector writes; a second one on any host, which still believes to be the collector, loses: a link never replaces a
-file. Any number of processes may read and wait. They wait by listing, since some file systems cache that a name was
-missing.
+file. Any number of processes may read and wait. They wait for a batch by its name: a run may have 100,000 of them.
 
     RUN/batches/000012.zarr.zip    batch 12
     RUN/batches/000012.lost.json   batch 12 was lost by damage: made by `evenkeel repair`, exclusively, never changed
@@ -47,16 +46,17 @@ from pipeline.data.files import (
     as_disk_full,
     await_visible,
     creating,
+    is_there,
     make_folder,
     open_regular,
     require_space,
 )
-from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, unfenced
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbers_of, unfenced
 from pipeline.data.zarr_zip import damage_as, open_zarr_zip, seek_zarr_zip, write_zarr_zip
 from pipeline.errors import CorruptBatchError, RetryableError, StoreError
 from precision.text import one_line
 
-LOST_SUFFIX = ".lost.json"
+BATCH_SUFFIX, LOST_SUFFIX = ".zarr.zip", ".lost.json"
 Known = Literal["all", "together", "first"]
 """The certainty about a lost batch's groups. all: exactly these. together: several consecutive lost batches had these.
 first: no later batch is known, so it had at least these, and replacements of dropped groups are asked again."""
@@ -112,18 +112,16 @@ class BatchStore:
         self.directory = directory
         self._fence = fence
         self._limits = limits
+        self._list_again = 0.0
+        """When `is_settled` may list next, by time.monotonic."""
         make_folder(directory)
 
     def path(self, index: int) -> Path:
-        return self.directory / f"{numbered(index)}.zarr.zip"
-
-    def exists(self, index: int) -> bool:
-        """Return whether batch `index` is committed."""
-        return self.path(index).name in os.listdir(self.directory)
+        return self.directory / f"{numbered(index)}{BATCH_SUFFIX}"
 
     def committed(self) -> list[int]:
         """Return the indices of all committed batches, ascending."""
-        return list(numbered_files(self.directory, ".zarr.zip"))
+        return numbers_of(self.directory, BATCH_SUFFIX)
 
     def lost_path(self, index: int) -> Path:
         return self.directory / f"{numbered(index)}{LOST_SUFFIX}"
@@ -139,7 +137,19 @@ class BatchStore:
 
     def settled(self) -> list[int]:
         """Return the indices of committed and lost batches, ascending."""
-        return sorted({*self.committed(), *numbered_files(self.directory, LOST_SUFFIX)})
+        return numbers_of(self.directory, BATCH_SUFFIX, LOST_SUFFIX)
+
+    def is_settled(self, index: int) -> bool:
+        """Return whether batch `index` is committed or lost, for processes that wait for it. Mounts may remember for
+        long that a name was missing (FUSE with negative_timeout), but show it in a listing: so the folder is listed,
+        too, for at most a hundredth of the wait."""
+        if is_there(self.path(index)) or is_there(self.lost_path(index)):
+            return True
+        if (began := time.monotonic()) < self._list_again:
+            return False
+        is_listed = index in self.settled()
+        self._list_again = time.monotonic() + 100 * (time.monotonic() - began)
+        return is_listed
 
     @property
     def next_index(self) -> int:
@@ -164,7 +174,7 @@ class BatchStore:
         SupersededError behind the fence, DiskFullError, and StoreError for inconsistent arrays, impossible values
         (pipeline.data.batch_values), and a file that readers would refuse."""
         path = self.path(batch.index)
-        if self.exists(batch.index):
+        if path.exists():
             self._refuse_second(path)
         try:
             check_batch(batch)

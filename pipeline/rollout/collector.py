@@ -75,6 +75,8 @@ from pipeline.tasks.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from rollout_sglang.fleet import Fleet
 
+_AT_ONCE = 256
+"""Batches whose checksums a thread reads before the event loop takes them: a start in the midst may be stopped."""
 _UNSOLVED_BATCHES = 3
 """Batches without a solved sample after which the event log says so."""
 
@@ -192,12 +194,12 @@ class Collector:
         under_way = self._under_way
         await self._resync()
         try:
-            for hole in self.store.holes(self.schedule.steps):
+            for hole in await asyncio.to_thread(self.store.holes, self.schedule.steps):
                 self._refuse_learned(hole)
                 allocator = await asyncio.to_thread(HoleAllocator.of, self.store, hole, self.settings.prompts_per_batch)
                 await self._take_up(hole, allocator)
                 await self._produce(hole, _UnderWay())
-            index = self.store.next_index
+            index = await asyncio.to_thread(lambda: self.store.next_index)
             self._refuse_learned(index)
             await self._take_up(index, GroupAllocator(*await asyncio.to_thread(self.store.groups_to_ask)))
             while index < self.schedule.steps or under_way:
@@ -233,14 +235,17 @@ class Collector:
         self._solved = SolvedPromptFilter(self.settings.solved_rule)
         if self.settings.solved_rule:
             known = await asyncio.to_thread(self._attempts.read)
-            for there in sorted(set(range(index)) - {lost.index for lost in self.store.all_lost()}):
-                key = there, self.store.checksum(there)
-                if key not in known:
-                    batch = await asyncio.to_thread(self.store.read_samples, there)
-                    known[key] = attempts(batch, self._attempts.solved_at)
-                    self.run.fence()
-                    self._attempts.append(*key, known[key])
-                self._solved.record(there, known[key])
+            lost = {one.index for one in await asyncio.to_thread(self.store.all_lost)}
+            there = [one for one in range(index) if one not in lost]
+            for first in range(0, len(there), _AT_ONCE):
+                some = there[first : first + _AT_ONCE]
+                for key in zip(some, await asyncio.to_thread(list, map(self.store.checksum, some)), strict=True):
+                    if key not in known:
+                        batch = await asyncio.to_thread(self.store.read_samples, key[0])
+                        known[key] = attempts(batch, self._attempts.solved_at)
+                        self.run.fence()
+                        self._attempts.append(*key, known[key])
+                    self._solved.record(key[0], known[key])
 
     async def _produce(self, index: int, this: _UnderWay) -> None:
         """Make one batch: wait for its version, ask and score prompts, wait for its turn, evaluate, commit, log. Work

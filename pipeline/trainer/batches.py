@@ -1,6 +1,6 @@
 """Wait for batches on rank 0, read each rank's share, split a batch into mini-batches and merge their updates.
 
-rank 0   lists the batches every second ──"not yet" every few seconds, then "there"──▶ every rank opens the file
+rank 0   looks for the batch every second ──"not yet" every few seconds, then "there"──▶ every rank opens the file
                     ▲                                                                        │ reads the per-sample
                stop requested? superseded? ── either ends the wait on every rank             │ arrays, deals, reads its
                                                                                              ▼ tokens
@@ -67,7 +67,7 @@ class BatchSource:
 
     def is_there(self, index: int) -> bool:
         """Return whether `wait` for the batch would return at once."""
-        return self.learner.tell(lambda: index in self.store.settled())
+        return self.learner.tell(lambda: self.store.is_settled(index))
 
     def wait(self, index: int, meanwhile: Callable[[], None] = lambda: None) -> Batch | None:
         """Return batch `index` once it is committed, or None if it was lost by damage. With several ranks, each holds
@@ -75,25 +75,25 @@ class BatchSource:
         after a stop request, DeadlineExceededError, SupersededError, and the errors of BatchStore.read."""
         deadline, pause_s = time.monotonic() + self.wait_deadline_s, FIRST_POLL_S
         seen: tuple[int, int] | None = None
-        """Numbers of commits and evaluations, which change while the collector makes progress."""
+        """Times that change while the collector makes progress."""
 
         def look() -> Answer:
             """Look for the batch for some seconds, on rank 0."""
             nonlocal deadline, pause_s, seen
             ends = time.monotonic() + ANSWER_S
             self.run.fence()
-            seen = seen or (len(self.store.committed()), len(self.run.evaluated_versions()))
+            seen = seen or self.run.sampled_at_ns()
             while True:
                 if self.stop_requested():
                     return "stop"
-                if index in self.store.settled():
+                if self.store.is_settled(index):
                     # The collector may not have synced the folder yet, and a trained batch must survive a power cut.
                     fsync_directory(self.store.directory)
                     self.patience.progress()
                     return "there" if self.store.lost(index) is None else "lost"
                 self.patience.still(f"batch {index}")
                 if time.monotonic() >= deadline:
-                    before, seen = seen, (len(self.store.committed()), len(self.run.evaluated_versions()))
+                    before, seen = seen, self.run.sampled_at_ns()
                     if seen == before:
                         raise DeadlineExceededError(
                             f"waited {self.wait_deadline_s:g} s for batch {index} in {self.store.directory}, and none "

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from pipeline.data.epochs import epoch_folder
+from pipeline.data.files import changed_ns
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EvenKeelError
@@ -124,14 +124,7 @@ class Presence:
 
     def is_lost(self, index: int, member: Member | None) -> bool:
         """Return whether waiting for engine `index` is pointless; `member` is its announcement, if there is one."""
-        signs = (_changed(self.run.membership().folder), _changed(epoch_folder(self.run.path, "engine", index)))
-        if time.time() - max(signs) <= self.start_deadline_s:
+        signs = changed_ns(self.run.membership().folder), changed_ns(epoch_folder(self.run.path, "engine", index))
+        if time.time() - max(signs) / 1e9 <= self.start_deadline_s:
             return False
         return member is None or self.look(member) is None
-
-
-def _changed(folder: Path) -> float:
-    """Return when a file of the folder last came, went or was replaced, in seconds since 1970; 0 without a folder."""
-    with suppress(FileNotFoundError):
-        return folder.stat().st_mtime
-    return 0.0

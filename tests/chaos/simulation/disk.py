@@ -292,7 +292,7 @@ class Disk:
         if self.cache is not None:
             self.cache.changed(path)
         folder = os.path.dirname(path)
-        if folder.endswith("logprobs"):  # whose time of change the collector compares
+        if folder.endswith(("batches", "evaluations", "logprobs")):  # whose times of change those who wait compare
             when = int((EPOCH_S + self.world.now) * 1e9)
             REAL.utime(folder, ns=(when, when))
 

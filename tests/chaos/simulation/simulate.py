@@ -212,7 +212,7 @@ def _history(setting: Setting) -> None:
     if beyond := [index for index in store.committed() if index >= plan.steps]:
         world.problem(f"batches beyond the end: {beyond}")
     for index, digest in setting.promises.batches.items():
-        if not store.exists(index) or digest_of(store.path(index)) != digest:
+        if not store.path(index).exists() or digest_of(store.path(index)) != digest:
             world.problem(f"batch {index} is not the one that was committed")
     for index in store.committed():
         batch = store.read(index, None)

@@ -235,7 +235,7 @@ def test_a_learner_begins_when_engines_on_its_gpus_can_sample_no_more(
     monkeypatch.setattr(RunDirectory, "published_version", lambda _: published)
     monkeypatch.setattr(RunDirectory, "saved_steps", lambda _: [saved])
     monkeypatch.setattr(RunDirectory, "evaluated_versions", lambda _: set(evaluated))
-    monkeypatch.setattr(learner.BatchStore, "next_index", batches)
+    monkeypatch.setattr(learner.BatchStore, "is_settled", lambda _, index: index < batches)
     if learners:
         wait_for_turn(RunDirectory(tmp_path), recipe, Stop())
     else:

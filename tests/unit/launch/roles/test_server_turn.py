@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +127,42 @@ def test_the_suspected_start_of_an_engine_is_started_again_once(run: RunDirector
     assert "ESS of its tokens" in str(wants[1])
     assert reason_to_start_again(run, recipe(2), Member(1, "http://1", 2, NEW_MAP), lambda _: "4") is None
     assert reason_to_start_again(run, recipe(2, controller=None), members[1], lambda _: "4") is None
+
+
+def test_a_look_without_news_reads_no_other_engine_and_lists_no_records(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand engines look every ten seconds: a thousand files each would be 100,000 a second."""
+    files = ControlFiles(run.control, unfenced)
+    for step in range(3, 6):  # a stage of several steps: those after the published version are decided, too
+        files.create(ControlRecord(step=step, state=State(), restarts={1: step}))
+    members = announce(run, NEW_MAP, NEW_MAP)
+    opened, listed = list[Path](), list[Path]()
+
+    def noted(paths: list[Path], real: Callable[..., Any], path: Path, *rest: Any) -> Any:
+        paths.append(Path(path))
+        return real(path, *rest)
+
+    for name, paths in (("open", opened), ("listdir", listed)):
+        monkeypatch.setattr(os, name, partial(noted, paths, getattr(os, name)))
+    assert reason_to_start_again(run, recipe(2), members[0], lambda _: "4") is None
+    monkeypatch.undo()
+    assert run.control / "000005.json" in opened
+    assert run.membership().folder not in {path.parent for path in opened}
+    assert run.control not in listed
+    suspected = Member(1, "http://1", 5, NEW_MAP)
+    assert "ESS of its tokens" in str(reason_to_start_again(run, recipe(2), suspected, lambda _: "4"))
+
+
+def test_of_many_engines_the_one_just_before_is_asked_first(run: RunDirectory) -> None:
+    members, asked = announce(run, NEW_MAP, NEW_MAP, OLD_MAP, OLD_MAP), list[int]()
+
+    def look(member: Member) -> str:
+        asked.append(member.index)
+        return "4"
+
+    assert reason_to_start_again(run, recipe(4), members[3], look) is None
+    assert asked == [], "the announcement of engine 2 says that it has yet to start again"
 
 
 def test_each_engine_gets_the_weights_in_its_own_formats(run: RunDirectory) -> None:

@@ -386,6 +386,7 @@ def test_a_run_that_stands_still_is_told_until_it_goes_on(tmp_path: Path, monkey
     [notice] = said
     assert (notice["kind"], notice["who"], notice["over"]) == ("no_progress", "the run", False)
     assert notice["waits_for"].startswith("a batch, a step, a publish")
+    time.sleep(0.02)  # a folder's time of change advances with the ticks of the kernel
     run.set_published(6)
     wait(LOOK_S)
     assert said[-1]["over"]

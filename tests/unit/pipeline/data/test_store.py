@@ -384,6 +384,54 @@ def test_a_read_lists_nothing(tmp_path: Path, make_batch: MakeBatch, count_listi
     assert count_listings[str(tmp_path)] == 1, "to say which are there, in the place of batch 3"
 
 
+def test_a_hundred_looks_for_the_next_of_a_thousand_batches_list_them_once(
+    tmp_path: Path, count_listings: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing takes two seconds here, and a look is made each second."""
+    reader, now, listdir = BatchStore(tmp_path), [0.0], os.listdir
+    for index in range(1000):
+        reader.path(index).touch()
+
+    def slow(path: Path) -> list[str]:
+        now[0] += 2.0
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for _ in range(100):
+        assert not reader.is_settled(1000)
+        now[0] += 1.0
+    assert count_listings[str(tmp_path)] == 1
+    reader.path(1000).touch()
+    assert reader.is_settled(1000)
+    assert count_listings[str(tmp_path)] == 1
+
+
+def test_what_another_process_removes_or_repairs_is_seen_at_the_next_look(
+    tmp_path: Path, make_batch: MakeBatch
+) -> None:
+    reader, other = BatchStore(tmp_path), BatchStore(tmp_path)
+    for index in (0, 2):
+        other.commit(make_batch(index))
+    assert [reader.is_settled(index) for index in range(4)] == [True, False, True, False]
+    other.path(0).rename(tmp_path / "000000.zarr.zip.damaged")
+    assert not reader.is_settled(0)
+    lost(0).write(other.lost_path(0))
+    other.commit(make_batch(1))
+    assert [reader.is_settled(index) for index in range(4)] == [True, True, True, False]
+
+
+def test_a_new_batch_is_seen_where_the_mount_remembers_that_it_was_missing(
+    tmp_path: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = BatchStore(tmp_path)
+    monkeypatch.setattr("pipeline.data.store.is_there", lambda path: False)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)  # a listing that takes no time is repeated at each look
+    assert not reader.is_settled(0)
+    reader.commit(make_batch(0))
+    assert reader.is_settled(0)
+
+
 def test_a_copy_put_back_of_a_lost_batch_stays_lost(tmp_path: Path, make_batch: MakeBatch) -> None:
     """Its step was skipped: nothing may read it from then on."""
     store = BatchStore(tmp_path)
@@ -414,7 +462,7 @@ def test_holes_are_what_is_to_be_made_below_the_newest(tmp_path: Path, make_batc
 @settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_is_detected_or_harmless(tmp_path: Path, make_batch: MakeBatch, position: int, bit: int) -> None:
     store, batch = BatchStore(tmp_path), make_batch(0)
-    if not store.exists(0):
+    if not store.path(0).exists():
         (tmp_path / "whole").write_bytes(store.commit(batch).read_bytes())
     damaged = bytearray((tmp_path / "whole").read_bytes())
     damaged[position % len(damaged)] ^= 1 << bit

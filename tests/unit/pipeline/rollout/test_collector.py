@@ -225,7 +225,7 @@ def test_a_collector_that_is_asked_to_end_ends_in_order(run: RunDirectory, verif
 
     async def stopped_while_it_waits() -> bool:
         collecting = asyncio.create_task(collector.collect())
-        while not collector.store.exists(0):
+        while not collector.store.path(0).exists():
             await asyncio.sleep(0.005)
         collector.stop.set()  # nobody publishes version 1
         async with asyncio.timeout(20.0):
@@ -244,7 +244,7 @@ def test_a_superseded_collector_commits_and_says_nothing_more(run: RunDirectory,
 
     async def superseded_while_it_waits() -> None:
         collecting = asyncio.create_task(collector.collect())
-        while not collector.store.exists(0):
+        while not collector.store.path(0).exists():
             await asyncio.sleep(0.005)
         claim(run.path, "collector")
         async with asyncio.timeout(20.0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_a_collector_that_evaluates_or_commits_is_waited_for(run: RunDirectory, 
     ))  # fmt: skip
 
     def collector_goes_on() -> bool:
+        time.sleep(0.02)  # a folder's time of change advances with the ticks of the kernel
         next(happens)()
         return False
 
