@@ -234,13 +234,13 @@ class EngineClient:
     async def model_info(self, deadline_s: float | None = None) -> ModelInfo:
         """Return the folder and version that the server serves. Even a busy engine answers at once."""
         deadline_s = self._control_deadline_s if deadline_s is None else deadline_s
-        answer = await self._transport.call("GET", "/model_info", deadline_s=deadline_s)
+        answer = await self._transport.glance("/model_info", deadline_s=deadline_s)
         return _parse(TypeAdapter(ModelInfo), answer)
 
     async def health(self, deadline_s: float = LOOK_DEADLINE_S) -> bool:
         """Return whether the server says that it is well. It does not sample to answer: a busy server answers too."""
         try:
-            await self._transport.call("GET", "/health", deadline_s=min(deadline_s, self._control_deadline_s))
+            await self._transport.glance("/health", deadline_s=min(deadline_s, self._control_deadline_s))
         except EngineUnavailableError:
             return False
         return True

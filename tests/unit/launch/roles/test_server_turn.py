@@ -120,7 +120,7 @@ def test_never_the_last_one_that_serves(run: RunDirectory) -> None:
 
 def test_the_suspected_start_of_an_engine_is_started_again_once(run: RunDirectory) -> None:
     members = announce(run, NEW_MAP, NEW_MAP)
-    record = ControlRecord(step=0, evidence=Evidence(step=0, loss=1.0), state=State(), restarts={1: 1})
+    record = ControlRecord(step=3, evidence=Evidence(step=3, loss=1.0), state=State(), restarts={1: 1})
     ControlFiles(run.control, unfenced).create(record)
     wants = [reason_to_start_again(run, recipe(2), member, lambda _: "4") for member in members]
     assert wants[0] is None

@@ -166,7 +166,7 @@ def test_of_two_committers_the_second_loses(
     """Both have looked before either commits."""
     first, second = BatchStore(tmp_path), BatchStore(tmp_path)
     before = first.commit(make_batch(0)).read_bytes()
-    monkeypatch.setattr(second, "exists", lambda index: False)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
     with pytest.raises(RetryableError, match="earlier start of the collector"):
         second.commit(make_batch(0, num_groups=1))
     assert second.path(0).read_bytes() == before
