@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -157,6 +158,22 @@ def test_a_restart_counts_from_the_log_and_reads_only_batches_without_a_line(
     read.clear()
     collect(build(run, verifiers, Schedule(kind="sync", steps=11), num_prompts=40, solved_rule=RETIREMENT))
     assert read == [], "it has noted them"
+
+
+def test_a_restart_does_not_read_the_checksums_of_old_batches_on_the_event_loop(
+    run: RunDirectory, verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = Schedule(kind="sync", steps=3)
+    collect(build(run, verifiers, schedule, num_prompts=40, solved_rule=RETIREMENT))
+    read, original = list[tuple[int, bool]](), BatchStore.checksum
+
+    def checksum(store: BatchStore, index: int) -> str:
+        read.append((index, threading.current_thread() is threading.main_thread()))
+        return original(store, index)
+
+    monkeypatch.setattr(BatchStore, "checksum", checksum)
+    collect(build(run, verifiers, schedule, num_prompts=40, solved_rule=RETIREMENT))
+    assert read == [(0, False), (1, False), (2, False)]
 
 
 def test_the_verdict_rests_on_what_the_required_version_was_trained_on(run: RunDirectory, verifiers: Verifiers) -> None:
