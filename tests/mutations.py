@@ -207,8 +207,8 @@ MUTATIONS = (
     Mutation(
         "a collector that is started again forgets what was solved",
         "pipeline/rollout/collector.py",
-        "for there in sorted(set(range(index)) - {lost.index for lost in self.store.all_lost()}):",
-        "for there in range(0):",
+        "there = [one for one in range(index) if one not in lost]",
+        "there = list[int]()",
         (f"{UNIT}/pipeline/rollout/test_collector_curriculum.py",),
     ),
     Mutation(
