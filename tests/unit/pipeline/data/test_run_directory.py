@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from launch.cli import app
 from pipeline.config.recipe import Recipe
+from pipeline.data import files
 from pipeline.data.checksums import read_sealed, seal
 from pipeline.data.epochs import claim, newest
 from pipeline.data.files import remove_leftovers, remove_old_leftovers, temporary_name
@@ -208,6 +209,19 @@ def test_leftovers_are_removed_by_the_newest_start_alone(tmp_path: Path) -> None
         remove_leftovers(tmp_path / "policy", old.check)
     assert len(remove_leftovers(tmp_path / "policy", new.check)) == 2
     assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == [".hidden", "000012"]
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_folder_that_was_there_is_made_durable_once_if_one_of_ours_can_have_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    synced = list[Path]()
+    monkeypatch.setattr(files, "fsync_directory", synced.append)
+    monkeypatch.setattr(files.os, "access", lambda folder, mode: is_ours)
+    for _ in range(2):
+        files.make_folder(tmp_path / "a" / "b")
+        files.make_folder(tmp_path / "a" / "c")
+    assert synced == [*[tmp_path.parent] * is_ours, tmp_path, tmp_path / "a", tmp_path / "a"]
 
 
 def test_old_temporary_files_and_folders_go_and_young_ones_stay(tmp_path: Path) -> None:
