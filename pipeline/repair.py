@@ -241,8 +241,9 @@ def _damaged_records(run: RunDirectory) -> Iterator[Damage]:
         yield from _judged("record", path, -1, partial(maps.read, number))
 
     def check_evaluation(path: Path, version: int) -> None:
-        if (found := read_sealed_json(path, "")["version"]) != version:
-            raise StoreError(f"it is that of version {str(found)[:100]}")
+        found = read_sealed_json(path, "")
+        if (due := found.get("due", found["version"])) != version:
+            raise StoreError(f"it is that of version {str(due)[:100]}")
 
     for version, path in numbered_files(run.evaluations, ".json").items():
         yield from _judged("record", path, version, partial(check_evaluation, path, version))

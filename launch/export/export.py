@@ -138,7 +138,7 @@ class RunPoints:
             self._starts.setdefault(start, {})[point.key.number] = point
         for _, event in self._events.new_lines():
             if event["kind"] == "evaluated":
-                told = [one for one in numbers(event) if one[0] not in ("version", "time")]
+                told = [one for one in numbers(event) if one[0] not in ("version", "due", "time")]
                 values = {f"evaluation/{name}": value for name, value in told}
                 point = Point(key=Key("version", event["version"]), time=float(event["time"]), values=values)
                 self._versions[point.key.number] = point

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -178,7 +178,7 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     for event in read_events(run.path):  # of a batch or step before `step`, or of a version or checkpoint up to it
         last = {"batch": step - 1, "version": step, "step": step if event["kind"] == "saved" else step - 1}
         found = [int(event[key]) <= most for key, most in last.items() if isinstance(event.get(key), int)]
-        events += [event] if found and all(found) else []
+        events += [event] if found and all(found) and _known_at(event, step) else []
     logs = dict(metrics=[line for line in read_metrics(run.path) if line["step"] < step], events=events)
     for name, lines in logs.items():
         make_folder(folder / name)
@@ -197,14 +197,21 @@ def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, contr
         (run.logprobs, (".npy", "-old.npy"), step - 1),
         (run.mismatch, (".zarr.zip",), step - 1),
         (run.control, (".json",), step - 2 if controlled else step - 1),
-        (run.evaluations, (".json",), step),
     ):
         for ending in endings:
             yield from (path for number, path in numbered_files(folder, ending).items() if number <= last)
+    for number, path in numbered_files(run.evaluations, ".json").items():
+        if number <= step and _known_at(run.evaluation(number), step):
+            yield path
     last_map = -1 if decided is None else decided.state.quant_map  # later ones are decided anew
     yield from (path for number, path in numbered_files(run.quant_maps, ".yaml").items() if number <= last_map)
     if run.skipped.is_dir():
         yield from (run.skipped / numbered(one) for one in numbered_folders(run.skipped) if one < step)
+
+
+def _known_at(told: Mapping[str, Any], step: int) -> bool:
+    """Return whether no answer of an evaluation, as a file or an event tells it, is of a version after `step`."""
+    return all(version <= step for version, _ in told.get("answered", ()))
 
 
 def _link(old: Path, new: Path) -> None:

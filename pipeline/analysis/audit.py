@@ -5,7 +5,8 @@ problem is left out when, and only when, its pass rate says so. The records are:
 
     metrics, consumed, logprobs, mismatch, control   of each step that a checkpoint holds: they are written before it
     checkpoints                                      the newest that was saved
-    evaluations                                      of each version that was due before a committed batch
+    evaluations                                      of each version that was due before a committed batch, unless it
+                                                     was skipped; where they run beside the batches, before another one
 
 The recipe in force at a batch or a step decides: a fork may have another schedule and controller than its parent.
 """
@@ -157,14 +158,19 @@ def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> dict[str, list[int]
     gone = newest > max(run.saved_steps(), default=0) and f"checkpoints/{newest:06d}" not in known
     measures = any(run.mismatch.glob("*.zarr.zip"))
     controlled = [step for step in trained if recipe_of_step(recipes, step).controller is not None]
-    due = set()  # before their batch was committed, or the collector ended
+    evaluations = read_events(run.path, "evaluated")
+    evaluated = {int(event.get("due", event["version"])) for event in evaluations}
+    newest_evaluated = max(evaluated | run.evaluated_versions(), default=-1)
+    due, ended = set(), (finished / "collector").exists()
     for index in range(BatchStore(run.batches).next_index):
         recipe = [one.recipe for one in recipes if one.first_batch <= index][-1]
-        if index % recipe.evaluation.every == 0:
-            due.add(recipe.build_schedule().published_before(index))
-    if (finished / "collector").exists():
+        schedule = recipe.build_schedule()
+        version = schedule.published_before(index)
+        if index % recipe.evaluation.every == 0 and (not schedule.overlaps or version < newest_evaluated or ended):
+            due.add(version)
+    if ended:
         due.add(recipes[-1].recipe.run.steps)
-    evaluated = {int(event["version"]) for event in read_events(run.path, "evaluated")}
+    due -= {int(version) for event in evaluations for version in event.get("skipped", ())}
     gaps = dict(
         metrics=[step for step in trained if step not in noted],
         consumed=[step for step in trained if step not in consumed],

@@ -108,9 +108,9 @@ class RunLog:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """`evaluated` events by version; the later event where a version was evaluated twice."""
-        by_version = {int(event["version"]): event for event in self.of_kind("evaluated")}
-        return [by_version[version] for version in sorted(by_version)]
+        """`evaluated` events by the version that answered; the later event where an evaluation was made twice."""
+        by_due = {int(event.get("due", event["version"])): event for event in self.of_kind("evaluated")}
+        return sorted(by_due.values(), key=lambda event: int(event["version"]))
 
     @property
     def wall_s(self) -> float:

@@ -330,17 +330,19 @@ def _held_out(run: RunDirectory, unread: list[str]) -> list[dict[str, Any]]:
     versions, shown = sorted(run.evaluated_versions()), []
     for version in reversed(spread_over(versions)) if versions else ():
         try:
-            kept = run.evaluation(version).get("responses", ())
+            found = run.evaluation(version)
         except EvenKeelError as error:
             unread.append(f"Evaluation of version {version}: {visible(str(error))}")
             continue
+        kept, answered = found.get("responses", ()), found.get("answered", ())
+        by = ", ".join(f"{tokens} of version {other}" for other, tokens in answered)
         for one in kept:
             one |= {name: visible(one[name], _LINES) for name in ("prompt", "answer", "source")}
             for sample in one["samples"]:
                 sample["response"] = visible(sample["response"], _LINES)
                 sample["reward"] = None if sample["reward"] is None else f"{sample['reward']:.4g}"
         if kept:
-            shown.append(dict(version=version, prompts=kept))
+            shown.append(dict(version=version, answered=by, prompts=kept))
     return shown
 
 

@@ -9,7 +9,7 @@
       logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
       logprobs/000012-old.npy  … and when the batch's stage began, where pi_old is needed
       mismatch/000012.zarr.zip learner against engine on batch 12, in all detail (pipeline.data.mismatch_files)
-      evaluations/000012.json  held-out pass@k of version 12, and some of its answers
+      evaluations/000012.json  held-out pass@k, due at version 12, and some of the answers
       checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
       model/                   the final policy in full precision
       policy/updates/000031    a number taken by each weight update of engines, before it starts
@@ -254,9 +254,10 @@ class RunDirectory:
         return changed_ns(self.batches), changed_ns(self.evaluations)
 
     def write_evaluation(self, version: int, result: Mapping[str, Any]) -> None:
-        """Store the result of a version on the held-out prompts; it is not evaluated again."""
+        """Store the result of the evaluation due at a version, which is not made again. `result` may have another
+        `version`, the one that answered."""
         self.fence()
-        write_sealed_json(self.evaluations / f"{numbered(version)}.json", dict(version=version, **result))
+        write_sealed_json(self.evaluations / f"{numbered(version)}.json", dict(version=version) | dict(result))
 
     def evaluation(self, version: int) -> dict[str, Any]:
         """Read `write_evaluation`. Raises StoreError for damage."""
@@ -264,6 +265,7 @@ class RunDirectory:
         return read_sealed_json(self.evaluations / f"{numbered(version)}.json", remedy)
 
     def evaluated_versions(self) -> set[int]:
+        """Return the versions at which the evaluations were due."""
         return set(numbered_files(self.evaluations, ".json"))
 
     def set_finished(self, role: Literal["learner", "collector"]) -> None:

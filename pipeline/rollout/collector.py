@@ -5,10 +5,12 @@
     produce(batch)   reads: the committed batches only, from which a restarted collector continues
                      waits for: policy/PUBLISHED ≥ required_version(batch), then the batch before it to be committed
                      unblocked by: the learner's publish
-    evaluate         runs before the commit of a batch at which it is due, and after the last step
-                     waits for: the version that the earlier batches lead to
-                     unblocked by: the learner's publish. No later version can come before the commit, so all answers
-                     are of one version, also in an asynchronous run
+    evaluate         runs beside the batches, every few versions, and after the last step
+                     waits for: its version to be published, and the evaluation before it
+                     answered by: sync: that version; it runs alone, before the commit that leads to the next one
+                                  staged: that version; the last commit of the stage waits for the evaluation
+                                  async: whichever version serves, and the record says how much each answered;
+                                  nothing waits for it
 
 Up to `schedule.batches_in_flight` batches are under way at once; the engines are asked for the oldest batch first. A
 completion with a token older than the schedule allows is discarded and sampled again: no stale token is ever committed.
@@ -60,7 +62,7 @@ from pipeline.rollout.batch_builder import (
     pass_unfinished,
     require_scores,
 )
-from pipeline.rollout.evaluation import by_source, evaluate, kept_responses, told_of
+from pipeline.rollout.evaluation import answered_by, by_source, evaluate, kept_responses, told_of
 from pipeline.rollout.group_sampler import (
     GroupSampler,
     Interruption,
@@ -150,6 +152,8 @@ class Collector:
     """The batches in progress, ascending."""
     _asking: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     """A task for each place whose group is unfinished. It may outlast its first batch."""
+    _evaluation: asyncio.Task[None] | None = field(init=False, default=None)
+    """The evaluation that runs beside the batches."""
     _unsolved: list[float] | None = field(init=False, default_factory=list)
     """The highest reward of each batch so far; None once a sample was solved, or the log says that none was."""
 
@@ -208,18 +212,28 @@ class Collector:
                     under_way.append(batch)
                     batch.task = asyncio.create_task(self._produce(index, batch))
                     index += 1
-                await next(batch.task for batch in under_way if batch.task is not None)
+                if self.schedule.overlaps:
+                    self._evaluate_beside(index - len(under_way), index)
+                oldest = next(batch.task for batch in under_way if batch.task is not None)
+                await asyncio.wait([oldest, *filter(None, [self._evaluation])], return_when=asyncio.FIRST_COMPLETED)
+                if not oldest.done():
+                    continue
+                await oldest
                 under_way.popleft()
                 if under_way:
                     under_way[0].previous = None
                     if (builder := under_way[0].builder) is not None:
                         builder.moved.set()
+            if self._evaluation is not None:
+                await self._evaluation
         finally:
-            tasks = [*self._asking, *(batch.task for batch in under_way if batch.task is not None)]
+            own = [batch.task for batch in under_way]
+            tasks = [*self._asking, *filter(None, [*own, self._evaluation])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await self._evaluate(self.schedule.steps)
+        while due := self._due(self.schedule.steps):
+            await self._evaluate(due, self.schedule.steps)
 
     def _refuse_learned(self, index: int) -> None:
         """Raise StoreError when the learner has already consumed batch `index`: it must not be sampled again."""
@@ -284,8 +298,10 @@ class Collector:
         builder.fill_up()
         builder.require_kept()
         held = time.time()
-        if index % self.settings.evaluate_every == 0:
-            await self._evaluate(index)
+        if not self.schedule.overlaps and index % self.settings.evaluate_every == 0 and index not in self._evaluated:
+            await self._evaluate([index], index)
+        elif self._evaluation is not None and self.schedule.kind == "staged" and self.schedule.publishes_after(index):
+            await self._evaluation
         ready = time.time()
 
         next_group, open_groups = self._allocator.close_batch(index)
@@ -439,36 +455,58 @@ class Collector:
             tokens.pop()  # the end token is no part of the answer
         return self.tokenizer.decode(tokens, special=self.settings.special_tokens)
 
-    async def _evaluate(self, index: int) -> None:
-        """Log pass@k and rewards on held-out prompts of the version that the batches before batch `index` lead to, once
-        per version across restarts. Until batch `index` is committed, no later version can be published."""
-        version = self.schedule.published_before(index)
-        if version in self._evaluated:
-            return
+    def _evaluate_beside(self, oldest: int, after: int) -> None:
+        """Begin the evaluation that is due, unless one is running. Raises the error of the one that has ended."""
+        if self._evaluation is not None and self._evaluation.done():
+            self._evaluation.result()
+            self._evaluation = None
+        if self._evaluation is None and (due := self._due(oldest)):
+            self._evaluation = asyncio.create_task(self._evaluate(due, after))
+
+    def _due(self, oldest: int) -> list[int]:
+        """Return the versions to evaluate while `oldest` is the first batch that is not committed, ascending: the last
+        of them is evaluated. The others are skipped, since a later one is published already: an evaluation took longer
+        than the interval, or the collector died. Empty where none is due."""
+        self._note_published()
+        every, steps, done = self.settings.evaluate_every, self.schedule.steps, max(self._evaluated, default=-1)
+        batches = [
+            *range(max(done, 0) // every * every, min(oldest + 1, steps), every),
+            *((steps,) if oldest == steps else ()),
+        ]
+        due = sorted({version for version in map(self.schedule.published_before, batches) if version > done})
+        return due[: max(1, sum(version <= self._published for version in due))]
+
+    async def _evaluate(self, due: Sequence[int], after: int) -> None:
+        """Log pass@k and rewards on held-out prompts of the last version of `due`, once per version across restarts,
+        and which versions were skipped. The prompts are asked when all groups of the batches before `after` have been.
+        Where later versions answered too, `answered` counts the tokens of each, and `version` is that of the median
+        token."""
+        *skipped, version = due
         self._evaluated.add(version)
         await self._wait_published(version)
         started = time.time()
         held_out = self.prompts.held_out(self.settings.evaluation_prompts)
         samples = self.settings.evaluation_samples
-        answers = await gather_or_cancel([self._answers(prompt, samples, version, index) for prompt in held_out])
-        found = evaluate(answers, self.settings.solved_at)
+        answers = await gather_or_cancel([self._answers(prompt, samples, version, after) for prompt in held_out])
+        found = answered_by(answers, version) | (dict(skipped=skipped) if skipped else {})
+        found |= evaluate(answers, self.settings.solved_at)
         found |= {} if self.teacher is None else distance_from_teacher(answers)
         if self.prompts.sources:
             found["sources"] = by_source([prompt.source for prompt in held_out], answers, self.settings.solved_at)
         self.run.fence()
         # Reports read the log: a collector that dies between the two writes evaluates again, and loses nothing.
-        self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)
+        self.event_log.event("evaluated", seconds=time.time() - started, started=started, **found)
         responses = await beside_loop(kept_responses, held_out, answers, self._text)
         self.run.write_evaluation(version, found | dict(responses=responses))
 
-    async def _answers(self, prompt: Prompt, samples: int, version: int, index: int) -> tuple[Sample, ...]:
-        """Return `samples` attempts of `version` at a held-out prompt, asked with the priority of batch `index`."""
+    async def _answers(self, prompt: Prompt, samples: int, version: int, after: int) -> tuple[Sample, ...]:
+        """Return `samples` attempts at a held-out prompt without a token older than `version`."""
         answers = await self._sampler.sample(
             prompt,
             samples,
             self.settings.evaluation_sampling,
-            priority=(index, prompt.group),
-            allowed=lambda answered: answered == version,
+            priority=(after, prompt.group),  # negative: before the groups of batch `after`
+            allowed=lambda answered: answered >= version,
         )
         return await self._score(prompt, answers)
 

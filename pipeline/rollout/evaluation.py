@@ -45,6 +45,19 @@ def evaluate(answers: Sequence[Sequence[Sample]], solved_at: float = SOLVED_REWA
     return counts | summarize(correct, known) | rewards([sample for each in answers for sample in each])
 
 
+def answered_by(answers: Sequence[Sequence[Sample]], due: int) -> dict[str, Any]:
+    """Return `version`: `due` where that version made all tokens. Otherwise it is the version of the median token, and
+    `due` and `answered`, [[version, response tokens], …] ascending, are there too."""
+    versions = np.concatenate([sample.completion.versions for each in answers for sample in each])
+    if (versions == due).all():
+        return dict(version=due)
+    counts = [
+        [int(version), int(count)] for version, count in zip(*np.unique(versions, return_counts=True), strict=True)
+    ]
+    median = int(np.quantile(versions, 0.5, method="inverted_cdf"))
+    return dict(version=median, due=due, answered=counts)
+
+
 def summarize(num_correct: Sequence[int], num_judged: Sequence[int]) -> dict[str, Any]:
     """Return `pass_at_1` with its 95 % bounds `pass_at_1_low` and `pass_at_1_high`, and `pass_at_k`: {"1": …, "2": …,
     "4": …} up to the most samples of a prompt; from the correct and the judged samples of each prompt.

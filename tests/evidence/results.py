@@ -105,16 +105,19 @@ def harvest(cell: Cell, series: Sequence[str]) -> Result | None:
 
 
 def _evaluations(history: RunLog) -> list[Evaluation]:
-    """With the seconds that training took before each: from the first batch to the publish of that version, less the
-    evaluations in between. A pause between two sessions of a cell counts, so timed cells should not be interrupted."""
+    """With the seconds that training took before each: from the first batch to the publish of that version, less what
+    commits waited for evaluations. A pause between two sessions of a cell counts, so timed cells should not be
+    interrupted."""
     issued = [float(event["time"]) for event in history.of_kind("issued")]
     begin = min(issued, default=0.0)
     published = {int(event["version"]): float(event["time"]) for event in history.of_kind("published")}
-    spent, found = 0.0, []
+    held = {int(event["batch"]): float(event["seconds"]["evaluate"]) for event in history.of_kind("committed")}
+    found = []
     for event in history.evaluations:
         version = int(event["version"])
         started = float(event["started"])
         at = published.get(version, started)  # where the event was lost, a publish comes before its evaluation
+        spent = sum(seconds for batch, seconds in held.items() if batch < version)
         found.append(
             Evaluation(
                 version=version,
@@ -123,8 +126,6 @@ def _evaluations(history: RunLog) -> list[Evaluation]:
                 trained_s=round(max(0.0, at - begin - spent), 2),
             )
         )
-        if started >= begin:  # that of version 0 comes before the first batch
-            spent += float(event["seconds"])
     return found
 
 

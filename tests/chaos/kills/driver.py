@@ -344,7 +344,7 @@ def records(path: Path, steps: int) -> Iterator[str]:
         yield f"metrics of {len(have)} of {steps} steps; missing: {sorted(set(range(steps)) - set(have))}"
     if missing := [step for step in range(steps) if run.learner_logprobs(step) is None]:
         yield f"no log-probabilities of steps {missing}"
-    told = {event["version"] for event in read_events(path, "evaluated")}
+    told = {event.get("due", event["version"]) for event in read_events(path, "evaluated")}
     if missing := sorted(run.evaluated_versions() - told):
         yield f"no event of the evaluations of versions {missing}"
 

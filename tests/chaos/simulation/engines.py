@@ -30,6 +30,8 @@ REQUEST_DEADLINE_S = 20.0
 LOAD_DEADLINE_S = 30.0
 SOLVES = 7
 """The token that a right answer begins with."""
+HELD_OUT = (20, 2)
+"""The held-out prompt."""
 
 
 @dataclass
@@ -92,6 +94,8 @@ class SimulatedFleet:
         plan, first = self._world.plan, engine.version
         assert first is not None
         await asyncio.sleep(self._draw.expovariate(6.0))
+        if plan.evaluation_s and tuple(prompt[:2]) == HELD_OUT:
+            await asyncio.sleep(self._draw.uniform(0.0, plan.evaluation_s))
         if self._draw.random() < plan.engine_errors:
             if self._draw.random() < 0.2:
                 await asyncio.sleep(REQUEST_DEADLINE_S)

@@ -76,6 +76,8 @@ class Plan:
     """How long a new name stays unseen by other hosts."""
     real_files: bool = False
     """Batches in Zarr, not in the simulation's quick encoding."""
+    evaluation_s: float = 0.0
+    """Longest time of a held-out answer."""
     faults: tuple[Fault, ...] = field(default=())
 
     def __str__(self) -> str:
@@ -119,7 +121,8 @@ def plan_of(seed: int, *, harsh: bool = False) -> Plan:
     )
     count = draw.choice((0, 1, 1, 2, 2, 3, 4))
     faults = tuple(_fault(draw, plan.steps) for _ in range(3 + count // 2 if harsh else count))
-    return replace(plan, faults=faults, window=draw.choice((0.0, 0.0, 1.0, 3.0, math.inf)))
+    window = draw.choice((0.0, 0.0, 1.0, 3.0, math.inf))
+    return replace(plan, faults=faults, window=window, evaluation_s=draw.choice((0.0, 0.0, 2.0, 15.0)))
 
 
 def _fault(draw: random.Random, steps: int) -> Fault:

@@ -30,7 +30,7 @@ from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.loop import Scoring, Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs
 from rollout_sglang.weights.update_lease import Updates
-from tests.chaos.simulation.engines import VOCABULARY, EngineRoom, SimulatedFleet, SimulatedVerifiers
+from tests.chaos.simulation.engines import HELD_OUT, VOCABULARY, EngineRoom, SimulatedFleet, SimulatedVerifiers
 from tests.chaos.simulation.learner import HashLearner, SimulatedChannel, seed_policy
 from tests.chaos.simulation.plan import Plan
 from tests.chaos.simulation.world import Process, World, run_loop
@@ -100,7 +100,7 @@ class SimulatedPrompts:
         return Prompt(group=group, text="p", answer="a", tokens=(_ease(problem), *fill), problem=problem)
 
     def held_out(self, count: int) -> Sequence[Prompt]:
-        return [Prompt(group=-1 - i, text="h", answer="a", tokens=(20, 2)) for i in range(count)]
+        return [Prompt(group=-1 - i, text="h", answer="a", tokens=HELD_OUT) for i in range(count)]
 
 
 def _ease(problem: int) -> int:

@@ -247,8 +247,20 @@ def _records(setting: Setting) -> None:
         world.problem(f"version {published} is published, and its folder is missing")
     schedule = schedule_of(plan)
     due = {schedule.published_before(index) for index in range(0, plan.steps, plan.evaluate_every)} | {plan.steps}
-    if (evaluated := run.evaluated_versions()) != due:
-        world.problem(f"versions {sorted(evaluated)} are evaluated, due are {sorted(due)}")
+    found = {version: run.evaluation(version) for version in run.evaluated_versions()}
+    skipped = [version for one in found.values() for version in one.get("skipped", ())]
+    if sorted([*found, *skipped]) != sorted(due):
+        world.problem(f"versions {sorted(found)} are evaluated and {skipped} skipped, due are {sorted(due)}")
+    if mixed := [
+        version
+        for version, one in found.items()
+        if "answered" in one and (plan.kind != "async" or version == plan.steps)
+    ]:
+        world.problem(f"the evaluations of {mixed} were answered by other versions")
+    if stale := [
+        version for version, one in found.items() for answered, _ in one.get("answered", ()) if answered < version
+    ]:
+        world.problem(f"the evaluations of {stale} were answered by older versions")
     committed = [event["batch"] for event in read_events(run.path, "committed")]
     if len(set(committed)) != len(committed) and "power cut" not in world.happened:
         world.problem(f"batches were committed twice: {committed}")

@@ -16,7 +16,7 @@ from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.data.checksums import write_sealed, write_sealed_json
-from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.event_log import EventLog, read_events, read_metrics
 from pipeline.data.files import remove_folder, temporary_name
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.run_recipes import add_recipe, all_recipes
@@ -53,6 +53,22 @@ def test_a_fork_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     history = check_history(run.path)
     assert (history["damaged"], history["lost"], history["duplicated"]) == ([], 0, 0)
     assert history["without_record"] == {}
+
+
+def test_an_evaluation_that_a_later_version_answered_is_not_taken_over(tmp_path: Path) -> None:
+    """The fork never has that version. Its collector evaluates what it serves."""
+    source = whole_run(tmp_path, schedule=dict(kind="async", lag=2))
+    for version, answered in ((2, [[2, 8], [4, 9]]), (4, [[4, 9], [5, 8]])):
+        found = dict(version=4, due=version, answered=answered)
+        EventLog(source.path, "collector-000002").event("evaluated", **found)
+        source.write_evaluation(version, found)
+    events = source.path / "events/collector-000001.jsonl"
+    events.write_text(events.read_text().splitlines(True)[0])
+    fork_run(source.path, Path("new"), 4)
+    run = RunDirectory(tmp_path / "new")
+    assert run.evaluated_versions() == {0, 2}
+    assert {event.get("due", 0) for event in read_events(run.path, "evaluated")} == {0, 2}
+    assert check_history(run.path)["without_record"] == {}
 
 
 def test_what_a_killed_fork_left_goes_with_the_next_one_into_the_same_folder(tmp_path: Path) -> None:

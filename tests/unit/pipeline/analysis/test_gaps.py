@@ -46,6 +46,36 @@ def test_what_is_missing_is_named(tmp_path: Path, name: str, gap: dict[str, list
     assert not check_history(run.path)["ok"]
 
 
+@pytest.mark.parametrize("kind", [dict(kind="async", lag=2), dict(kind="staged", updates_per_stage=2)])
+def test_an_evaluation_beside_the_batches_is_missing_once_a_later_one_is_there(
+    tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    """That of version 4 may be under way while batches 4 and 5 are committed."""
+    run = whole_run(tmp_path, schedule=kind)
+    (run.evaluations / "000004.json").unlink()
+    path = run.path / "events/collector-000001.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"version": 4' not in line))
+    assert without_record(run) == {}
+    run.set_finished("collector")
+    assert without_record(run) == {"evaluations": [4, 8]}
+    (run.path / "finished/collector").unlink()
+    (run.evaluations / "000000.json").unlink()
+    assert without_record(run) == {"evaluations": [0]}
+
+
+def test_a_skipped_evaluation_and_one_of_another_version_are_no_gaps(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, schedule=dict(kind="async", lag=2))
+    for version in (2, 4):
+        (run.evaluations / f"{version:06d}.json").unlink()
+    path = run.path / "events/collector-000001.jsonl"
+    path.write_text(path.read_text().splitlines(True)[0])
+    found = dict(version=5, due=4, answered=[[5, 80]], skipped=[2])
+    EventLog(run.path, "collector-000002").event("evaluated", **found)
+    run.write_evaluation(4, found)
+    assert without_record(run) == {}
+    assert find_damage(run) == []
+
+
 def test_a_step_that_no_checkpoint_holds_is_trained_again(tmp_path: Path) -> None:
     """Killed between its record and its checkpoint, or before: a later start records it once more."""
     run = whole_run(tmp_path, saved=(2,))

@@ -71,6 +71,15 @@ def test_a_line_that_lacks_what_every_line_has_is_passed_over_too(
     write_report(run)
 
 
+def test_an_evaluation_counts_once_and_by_the_version_that_answered(write_run: WriteRun) -> None:
+    """A collector that was killed before it filed an evaluation makes it again, and another version answers."""
+    run = write_run(2)
+    for start, version in ((2, 5), (3, 6)):
+        found = dict(version=version, due=4, answered=[[version, 9]], pass_at_1=version / 10)
+        EventLog(run, f"collector-{start:06d}").event("evaluated", **found, time=START + 60.0 * start)
+    assert [event["version"] for event in RunLog.read(run).evaluations] == [0, 2, 6]
+
+
 def test_a_log_that_is_no_file_is_named(write_run: WriteRun) -> None:
     run = write_run(2)
     (run / "metrics/learner-000002.jsonl").mkdir()

@@ -216,9 +216,11 @@ def test_held_out_answers_are_shown_by_version(written: Written) -> None:
         sample = Sample(completion=written._completion("a", 1), reward=float(version > 0), reward_parts={})
         kept = kept_responses([prompt] * 20, [[sample] * 9] * 20, lambda _, text=text: text)
         assert (len(kept), len(kept[0]["samples"])) == (8, 4)
-        written.run.write_evaluation(version, dict(responses=kept))
+        answered = dict(version=24, due=20, answered=[[20, 5], [24, 6]]) if version else {}
+        written.run.write_evaluation(version, answered | dict(responses=kept))
     page = written.page()
-    assert page.index("<summary>Version 20</summary>") < page.index("<summary>Version 0</summary>")
+    of_two = "<summary>Due at version 20; tokens of answers: 5 of version 20, 6 of version 24</summary>"
+    assert page.index(of_two) < page.index("<summary>Version 0</summary>")
     assert page.count("&lt;31&gt;") == 16
     assert "1 … 1" in page, "of a long answer the two ends"
     assert "1" * 2001 not in page
@@ -227,7 +229,7 @@ def test_held_out_answers_are_shown_by_version(written: Written) -> None:
     page = written.page()
     assert "Evaluation of version 0: " in page
     assert f"<code>evenkeel repair {written.run.path}</code>" in page
-    assert "<summary>Version 20</summary>" in page
+    assert of_two in page
 
 
 def test_the_widest_spread_the_truncated_and_the_worst_token_are_among_the_groups() -> None:

