@@ -58,8 +58,8 @@ def test_a_group_is_one_request_and_comes_back_token_by_token(engine: EngineDoub
     assert group[0].versions.tolist() == [4, 4, 4]
     assert group[0].finish == "length"
     assert group[0].engine == 7
-    assert 0 <= group[0].generated_s < 1
-    assert 0 <= group[0].queued_s < 1
+    assert 0 <= group[0].generated_s < 30
+    assert 0 <= group[0].queued_s < 30
 
 
 EXPERTS = ExpertShape(num_layers=2, moe_layers=(1,), num_experts=16, per_token=2)

@@ -109,7 +109,7 @@ def test_a_hanging_verifier_is_killed_at_its_deadline(behave: Verifiers) -> None
     score(behave, "fine")
     started = time.monotonic()
     score(behave, "hang")
-    assert 2.0 <= time.monotonic() - started < 10.0
+    assert 2.0 <= time.monotonic() - started < 30.0
 
 
 def test_workers_inherit_nothing_of_the_run(behave: Verifiers) -> None:
