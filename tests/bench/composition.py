@@ -14,11 +14,10 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -27,42 +26,12 @@ from pipeline.data.batch import Completion, Sampling
 from pipeline.data.run_directory import RunDirectory
 from pipeline.rewards.pool import Verdict
 from pipeline.schedule import Schedule
+from tests.chaos.simulation.plan import Plan
+from tests.chaos.simulation.world import World, run_loop
 from tests.support.collecting import build, new_run
 
-T = TypeVar("T")
 PROMPTS, SLOTS, STEPS, LAG = 16, 4, 60, 4
 LONG_SHARE, TIMES_AS_LONG, LEARNER, SEEDS = 0.05, 30, 0.8, 20
-
-
-class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop whose waits take no time, and whose threads run at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self._selector = self
-
-    def time(self) -> float:
-        return self.now
-
-    def select(self, timeout: float | None) -> list[Any]:
-        assert timeout is not None, "nothing is left that would go on"
-        self.now += max(0.0, timeout)
-        return []
-
-    def run_in_executor(  # type: ignore[override]
-        self, executor: Executor | None, func: Callable[..., T], *args: Any
-    ) -> asyncio.Future[T]:
-        done: asyncio.Future[T] = self.create_future()
-        try:
-            done.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - the caller's
-            done.set_exception(error)
-        return done
-
-    def _process_events(self, event_list: list[Any]) -> None: ...
-
-    def _write_to_self(self) -> None: ...
 
 
 @dataclass
@@ -115,7 +84,7 @@ class Seen:
 
 def play(window: float, lag: int, long_share: float, seed: int) -> Seen:
     """Collect STEPS batches on a virtual clock."""
-    loop = VirtualLoop()
+    world = World(Plan(seed=seed))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         run = new_run(Path(folder))
         schedule = Schedule(kind="async", steps=STEPS, lag=lag)
@@ -143,19 +112,19 @@ def play(window: float, lag: int, long_share: float, seed: int) -> Seen:
             for step in range(STEPS):
                 while step not in collector.store.committed():
                     await asyncio.sleep(2.0)
-                ended[0] = ended[0] or loop.now
+                ended[0] = ended[0] or world.now
                 await asyncio.sleep(step_s)
                 trained_s[0] += step_s
                 run.set_published(step + 1)
-            ended[1] = loop.now
+            ended[1] = world.now
 
         async def both() -> None:
             learning = asyncio.create_task(learn())
             await collector.collect()
             await learning
 
-        loop.run_until_complete(both())
-        loop.close()
+        world.run(lambda _: run_loop(world, both()) or 0)
+        assert world.problems == []
         batches = [collector.store.read(index, None) for index in collector.store.committed()]
     trained = [length for batch in batches for length in batch.response_lengths.tolist()]
     half = [length for batch in batches[: STEPS // 2] for length in batch.response_lengths.tolist()]
