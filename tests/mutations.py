@@ -498,6 +498,27 @@ MUTATIONS = (
         "self._pool.entrance is not None",
         (f"{UNIT}/rollout_sglang/test_fleet.py",),
     ),
+    Mutation(
+        "the end of a turn that an engine sampled is written again by the template",
+        "pipeline/episodes/chat_format.py",
+        "tokens += ids[ended:]",
+        "tokens += ids",
+        (f"{UNIT}/pipeline/episodes/test_chat_format.py",),
+    ),
+    Mutation(
+        "an answer is appended to a row that has grown since it was asked for",
+        "pipeline/episodes/rows.py",
+        "if number < 0 or context.cut or len(self._rows[number].tokens) > context.length:",
+        "if number < 0 or context.cut:",
+        (f"{UNIT}/pipeline/episodes/test_rows.py",),
+    ),
+    Mutation(
+        "the experts of the last token of an answer, which the next request reads first, are lost",
+        "pipeline/data/batch.py",
+        "len(answer.tokens) - 1 :]",
+        "len(answer.tokens) :]",
+        (f"{UNIT}/pipeline/data/test_joined_completions.py",),
+    ),
 )
 
 

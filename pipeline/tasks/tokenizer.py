@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
@@ -85,10 +86,19 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, no special tokens added. Raises ModelError naming a character without any."""
+        return list(self._encoding(text).ids)
+
+    def encode_at(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text, and where in it the characters of each begin. Raises as `encode`."""
+        found = self._encoding(text)
+        return list(found.ids), [start for start, _ in found.offsets]
+
+    def _encoding(self, text: str) -> Encoding:
         try:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            return self._backend.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
-            unknown = next((c for c in text if self._backend.token_to_id(c) is None), None)
+            words = reduce(lambda left, token: left.replace(token, ""), self.special_tokens, text)
+            unknown = next((c for c in words if self._backend.token_to_id(c) is None), None)
             what = f"character {quoted(unknown)} has no token" if unknown is not None else one_line(error, 200)
             raise ModelError(
                 f"{self.folder}: {quoted(text)} cannot be encoded: {what}; use another tokenizer"
@@ -120,15 +130,26 @@ class Tokenizer:
         """Ids that transformers puts in front of a text, as Llama's <|begin_of_text|>, and `encode` does not."""
         return [token for token in self._backend.encode("").ids if token in self.reserved - {self.eos_token_id}]
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str:
-        """Return the chat template's text of `messages`, each {"role": …, "content": …}; with `to_answer`, ready for
-        the model's answer. Raises ModelError when the folder has no chat template or the template fails."""
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        to_answer: bool = True,
+    ) -> str:
+        """Return the chat template's text of `messages`, each {"role": …, "content": …}, with the schemas of `tools`;
+        with `to_answer`, ready for the model's answer. Raises ModelError when the folder has no chat template or the
+        template fails."""
         given = {**self._named, **self.template_arguments}  # special tokens without a name are undefined: no text
         try:
             if self._compiled is None:
                 self._compiled = compiled(self.template, self.template_date)
             return self._compiled.render(
-                messages=list(messages), add_generation_prompt=to_answer, tools=None, documents=None, **given
+                messages=list(messages),
+                add_generation_prompt=to_answer,
+                tools=list(tools) or None,
+                documents=None,
+                **given,
             )
         except ModelError:
             raise
@@ -146,6 +167,10 @@ class Tokenizer:
     def template_sha256(self) -> str:
         """Digest of the chat template's text. Raises ModelError when the folder has none."""
         return hashlib.sha256(self.template.encode()).hexdigest()
+
+    @property
+    def has_template(self) -> bool:
+        return (self.folder / "chat_template.jinja").is_file() or self._config.get("chat_template") is not None
 
     @property
     def template(self) -> str:
