@@ -226,6 +226,13 @@ MUTATIONS = (
         (f"{UNIT}/pipeline/rollout/test_collector_holes.py",),
     ),
     Mutation(
+        "a group that fell behind counts as issued where it is trained",
+        "pipeline/rollout/bias.py",
+        "self._issued.setdefault(one.turn // builder.wanted, [])",
+        "self._issued.setdefault(builder.index, [])",
+        (f"{UNIT}/pipeline/rollout/test_bias.py",),
+    ),
+    Mutation(
         "a problem counts as solved one version too early",
         "pipeline/rollout/batch_builder.py",
         "while self._later and self._later[0][0] < version:",

@@ -126,7 +126,7 @@ def sections(run_log: RunLog) -> list[Section]:
                 "Learning",
                 f"{rest}docs/metrics.md says what is healthy. Dotted lines mark the first step after a restart, or "
                 "under a changed recipe. Every other metric is for evenkeel export, to TensorBoard or W&B.",
-                [*curves(_LEARNING), *reward_histogram(run_log)],
+                [*curves(_LEARNING), *reward_histogram(run_log), *issued_and_trained(run_log, sorted(marks))],
             ),
             (
                 "Mismatch between engine and learner",
@@ -215,6 +215,28 @@ def reward_histogram(run_log: RunLog) -> list[Figure]:
         axes.yaxis.set_major_formatter(FuncFormatter(drawing.percent_label))
         drawing.legend_above(axes)
     return [Figure("Rewards of the samples", drawn.svg, wide=True)]
+
+
+def issued_and_trained(run_log: RunLog, marks: Sequence[int]) -> list[Figure]:
+    """Draw the median, and a band from the 10 % to the 90 % quantile, of lengths and of rewards: of the answers that
+    were issued, and of those that were trained, over the newest batches at each step."""
+    found = []
+    for of, title in (("length", "Lengths of answers, tokens"), ("reward", "Rewards of groups")):
+        bands = {
+            side: [run_log.series(f"{side}_{of}_p{share}") for share in (10, 50, 90)] for side in ("issued", "trained")
+        }
+        colors = dict(issued="orange", trained="blue")
+
+        def more(axes: Axes, bands: dict[str, Any] = bands, colors: dict[str, str] = colors) -> None:
+            for side, ((steps, low), _, (_, high)) in bands.items():
+                axes.fill_between(steps, low, high, color=COLORS[colors[side]], alpha=0.15, linewidth=0)
+
+        lines = [(*median, side, colors[side]) for side, (_, median, _) in bands.items()]
+        svg = curve(f"{title}: issued and trained", lines, marks=marks, smooth=False, size=WIDE, more=more)
+        found += (
+            [Figure(f"{title}: issued and trained (median, and 10 to 90 % of the tokens)", svg, True)] if svg else []
+        )
+    return found
 
 
 def mean_by_bucket(run_log: RunLog) -> list[tuple[str, str, float, float]]:

@@ -529,6 +529,8 @@ class Batch:
     """Name → problems of each source of the task; empty for one source."""
     repeated: int = 0
     """Samples, of dropped groups too, that repeat another against all odds (batch_builder.num_repeated)."""
+    bias: Mapping[str, float] = field(default_factory=dict)
+    """What is trained against what was issued, over the newest batches (pipeline.rollout.bias): lines of metrics."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[responses] natural log, of a teacher at temperature 1; 0.0 where `loss_mask` is False. None: no teacher."""
     episodes: Episodes | None = None
@@ -681,6 +683,7 @@ class Batch:
         open_groups: Sequence[int] = (),
         sources: Mapping[str, range] | None = None,
         repeated: int = 0,
+        bias: Mapping[str, float] | None = None,
     ) -> Batch:
         """Flatten scored groups, in the given order. Slow, with millions of tokens: run it in a thread. Raises
         ValueError for an episode whose rows have not its number of turns."""
@@ -729,6 +732,7 @@ class Batch:
             repeated=repeated,
             episodes=episodes,
             token_kind=kinds,
+            bias=dict(bias or {}),
             **per_sample,
         )
 

@@ -114,6 +114,7 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
         "reward_part_names": sorted(batch.reward_parts),
         "optional_arrays": sorted(_optional_arrays(batch)),
         **({"repeated": batch.repeated} if batch.repeated else {}),
+        **({"bias": dict(batch.bias)} if batch.bias else {}),
     } | ({"sources": {name: [of.start, of.stop] for name, of in batch.sources.items()}} if batch.sources else {})
 
 
@@ -191,6 +192,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
             turn_rewards=arrays[TURN_REWARDS] if TURN_REWARDS in optional else None,
         ),
         repeated=attributes.get("repeated", 0),
+        bias=attributes.get("bias", {}),
         sources={name: range(*ends) for name, ends in attributes.get("sources", {}).items()},
         share=share,
         **fields,
@@ -388,6 +390,7 @@ class _Attributes(_Strict):
     optional_arrays: list[_Text]
     sources: dict[Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], _Range] = {}
     repeated: _Number = 0
+    bias: dict[_Text, float] = {}
     arrays: dict[_Text, _Array]
 
 

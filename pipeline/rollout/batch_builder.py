@@ -66,13 +66,21 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The counts of one sampled group."""
+    """The numbers of one sampled group."""
 
+    turn: int
+    """Place.turn of the place that it was asked for."""
     repeated: int
     solved: int
     highest: float | None
     """The highest reward; None where no sample was judged."""
+    reward: float | None
+    """The mean reward, likewise."""
     informative: bool
+    tokens: int
+    """Response tokens."""
+    length: float
+    """Mean length of a response, in tokens."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,7 +127,7 @@ class BatchBuilder:
     """Set when a place is settled or has failed, and when the batch becomes the oldest."""
     kept: list[Group] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
-    _judged: dict[int, Judged] = field(default_factory=dict)
+    judged: dict[int, Judged] = field(default_factory=dict)
     """Every sampled group, dropped ones included."""
     _reserve: list[Group] = field(default_factory=list)
 
@@ -147,15 +155,21 @@ class BatchBuilder:
             self.dropped.append(DroppedGroup.passed_over(group, problem))
         return problem in self.solved
 
-    def keep(self, group: Group, *, repeated: int, is_filtered: bool = False) -> bool:
+    def keep(self, group: Group, *, turn: int, repeated: int, is_filtered: bool = False) -> bool:
         """Keep the group for the batch or for the reserve; drop a group that the user's filter rejected. Return False
-        when another group should be asked in its place. `repeated` counts its samples by `num_repeated`."""
+        when another group should be asked in its place. `turn` is its place's; `repeated` counts its samples by
+        `num_repeated`."""
         rewards, informative = group.rewards, is_informative(group)
-        self._judged[group.prompt.group] = Judged(
+        lengths = [sum(len(row.completion.tokens) for row in one.rows(group.prompt)) for one in group.samples]
+        self.judged[group.prompt.group] = Judged(
+            turn=turn,
             repeated=repeated,
             solved=int(is_solved(rewards, self.solved_at).sum()),
             highest=float(rewards.max()) if len(rewards) else None,
+            reward=float(rewards.mean()) if len(rewards) else None,
             informative=informative,
+            tokens=sum(lengths),
+            length=sum(lengths) / len(lengths),
         )
         if is_filtered:
             self._drop_sampled(group, "filtered", "prompts.group_filter did not keep it")
@@ -171,7 +185,7 @@ class BatchBuilder:
         assert isinstance(self.allocator, GroupAllocator)
         other.kept = [one for one in other.kept if one is not group]
         self.kept.append(group)
-        self._judged[group.prompt.group] = other._judged.pop(group.prompt.group)
+        self.judged[group.prompt.group] = other.judged.pop(group.prompt.group)
         self.allocator.exchange(self.index, unfinished.prompt.group, other.index, group.prompt.group)
         self.places[self.places.index(unfinished)] = finished
         other.places[other.places.index(finished)] = unfinished
@@ -228,17 +242,17 @@ class BatchBuilder:
     @property
     def num_repeated(self) -> int:
         """Samples counted by the function `num_repeated`, dropped groups included."""
-        return sum(judged.repeated for judged in self._judged.values())
+        return sum(judged.repeated for judged in self.judged.values())
 
     @property
     def num_solved(self) -> int:
         """Solved samples, those of dropped groups included."""
-        return sum(judged.solved for judged in self._judged.values())
+        return sum(judged.solved for judged in self.judged.values())
 
     @property
     def highest(self) -> float | None:
         """Highest reward of any sample; None without a judged one."""
-        return max((one.highest for one in self._judged.values() if one.highest is not None), default=None)
+        return max((one.highest for one in self.judged.values() if one.highest is not None), default=None)
 
     def figures(self) -> dict[str, int]:
         """Return counts for the event log, after `fill_up`."""
@@ -247,7 +261,7 @@ class BatchBuilder:
             dropped=kinds.count("unfit"),
             informative=sum(map(is_informative, self.kept)),
             refills=max(0, self.asked - self.wanted),
-            zero_variance=sum(not judged.informative for judged in self._judged.values()),
+            zero_variance=sum(not judged.informative for judged in self.judged.values()),
             zero_variance_dropped=kinds.count("zero_variance"),
             repeated=self.num_repeated,
             filtered=kinds.count("filtered"),

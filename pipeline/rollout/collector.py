@@ -62,6 +62,7 @@ from pipeline.rollout.batch_builder import (
     pass_unfinished,
     require_scores,
 )
+from pipeline.rollout.bias import BiasWatch
 from pipeline.rollout.evaluation import answered_by, by_source, evaluate, kept_responses, told_of
 from pipeline.rollout.group_sampler import (
     GroupSampler,
@@ -140,6 +141,7 @@ class Collector:
     _solved: SolvedPromptFilter = field(init=False)
     _allocator: Allocator = field(init=False)
     _attempts: AttemptsLog = field(init=False)
+    _bias: BiasWatch = field(init=False)
     _evaluated: set[int] = field(init=False)
     _for_publish: Patience = field(init=False)
     _published: int = field(init=False, default=-1)
@@ -170,6 +172,7 @@ class Collector:
             patience=Patience(say, "the collector", "engines that answer as the schedule allows (logs in RUN/logs)"),
         )
         self._for_publish = Patience(say, "the collector", "the learner's publish (its log is in RUN/logs)")
+        self._bias = BiasWatch(self.schedule.batches_in_flight)
         self._evaluated = self.run.evaluated_versions()
         rule = self.settings.solved_rule
         self._attempts = AttemptsLog(self.run.attempts_file, SOLVED_REWARD if rule is None else rule.solved_at)
@@ -304,6 +307,8 @@ class Collector:
             await self._evaluation
         ready = time.time()
 
+        later = [other.builder for other in self._under_way if other is not this and other.builder is not None]
+        bias = await asyncio.to_thread(self._bias.add, builder, later)
         next_group, open_groups = self._allocator.close_batch(index)
         batch = await asyncio.to_thread(
             Batch.from_groups,
@@ -316,6 +321,7 @@ class Collector:
             recipe_sha256=self.settings.recipe_sha256,
             sources=self.prompts.sources,
             repeated=builder.num_repeated,
+            bias=bias,
         )
         require_scores(batch)
         tried = attempts(batch, self._attempts.solved_at) if self.settings.solved_rule else {}
@@ -393,7 +399,7 @@ class Collector:
         repeated = await beside_loop(num_repeated, completions, self.contract)
         group = Group(prompt=prompt, samples=await self._score(prompt, completions))
         is_filtered = self.group_filter is not None and not await self.group_filter.keeps(group, self._text)
-        if place.builder.keep(group, repeated=repeated, is_filtered=is_filtered):
+        if place.builder.keep(group, turn=place.turn, repeated=repeated, is_filtered=is_filtered):
             place.group = group
         return place.group is not None
 

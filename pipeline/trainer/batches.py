@@ -228,9 +228,9 @@ def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Upda
 
 
 def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[str, Any]:
-    """Return the batch's metrics: reward, staleness in versions, lengths, failed verifiers, repeated samples; the mean
-    of each reward part; for a task with several sources, each source's share, reward and solve rate; for a teacher, the
-    distance and the samples that it did not score."""
+    """Return the batch's metrics: reward, staleness in versions, lengths, failed verifiers, repeated samples, bias; the
+    mean of each reward part; for a task with several sources, each source's share, reward and solve rate; for a
+    teacher, the distance and the samples that it did not score."""
     lag = step - batch.policy_version
     judged = batch.judged
     parts = {}
@@ -257,6 +257,7 @@ def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[
         prompt_tokens_mean=float(batch.prompt_lengths.mean()),
         verifier_failures=float((~judged).sum()),
         repeated_samples=float(batch.repeated),
+        **batch.bias,
         **({"reward_parts": parts} if parts else {}),
         **({"sources": sources} if sources else {}),
         **teacher,

@@ -137,6 +137,26 @@ RULES = (
         source="a group of one sample has no contrast; the chance is below one in 10^13 (rollout.batch_builder)",
     ),
     Rule(
+        name="trained_shorter",
+        what="the share of the tokens that moved to shorter answers, of those trained against those issued,",
+        path=("trained_shorter",),
+        wrong="above",
+        bound=0.1,
+        to_do="groups that finish first are trained first (rollout.composition: ready): take window or fifo; or "
+        "prompts.group_filter leaves out long answers; the report draws both lengths",
+        source="the one-sided statistic of Kolmogorov and Smirnov, 0 where chance exceeds it in one case of a hundred "
+        "(pipeline.rollout.bias); the bound is ours",
+    ),
+    Rule(
+        name="trained_easier",
+        what="the share of the tokens that moved to higher rewards, of those trained against those issued,",
+        path=("trained_easier",),
+        wrong="above",
+        bound=0.1,
+        to_do="as for shorter answers: what is slow, or filtered out, is harder",
+        source="as for shorter answers",
+    ),
+    Rule(
         name="lag_high",
         what="the age of the oldest token, in versions,",
         path=("lag_max",),

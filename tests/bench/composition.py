@@ -5,6 +5,7 @@ Engines have SLOTS slots; a slot makes a token a second. The learner takes .8 of
     throughput   the share of the slots' time in which they made tokens, over that without long answers
     lengths      the mean length of answers in the first half of the batches, over that of as many answers as were asked
     p            the least of SEEDS values of Kolmogorov's and Smirnov's test on the same two
+    alarms       the share of seeds with an alarm of the run's own watch (pipeline.rollout.bias)
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pipeline.data.batch import Completion, Sampling
 from pipeline.data.run_directory import RunDirectory
 from pipeline.rewards.pool import Verdict
 from pipeline.schedule import Schedule
+from pipeline.trainer.batches import describe
+from precision.mismatch.alarms import alarms
 from tests.chaos.simulation.plan import Plan
 from tests.chaos.simulation.world import World, run_loop
 from tests.support.collecting import build, new_run
@@ -41,6 +44,7 @@ class Fleet:
     run: RunDirectory
     long_share: float
     seed: int
+    slots: int
     spans: list[tuple[float, int]] = field(default_factory=list)
     """When each answer was begun, and its length."""
 
@@ -48,7 +52,7 @@ class Fleet:
     def busy(self) -> float:
         """The share of the slots' time in which they made tokens, until the last answer was begun."""
         end = max(begun for begun, _ in self.spans)
-        return sum(min(length, end - begun) for begun, length in self.spans) / (SLOTS * end)
+        return sum(min(length, end - begun) for begun, length in self.spans) / (self.slots * end)
 
     async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         if sampling.max_new_tokens == 1:  # of the evaluation
@@ -80,21 +84,32 @@ class Seen:
     discarded: int
     lag: float
     """Mean, in versions."""
+    alarms: tuple[tuple[int, str], ...]
+    """(step, name)."""
 
 
-def play(window: float, lag: int, long_share: float, seed: int) -> Seen:
-    """Collect STEPS batches on a virtual clock."""
+def play(
+    window: float,
+    lag: int,
+    long_share: float,
+    seed: int,
+    *,
+    prompts: int = PROMPTS,
+    slots: int = SLOTS,
+    steps: int = STEPS,
+) -> Seen:
+    """Collect `steps` batches on a virtual clock."""
     world = World(Plan(seed=seed))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         run = new_run(Path(folder))
-        schedule = Schedule(kind="async", steps=STEPS, lag=lag)
+        schedule = Schedule(kind="async", steps=steps, lag=lag)
         collector = build(
             run,
             Verifiers(),  # type: ignore[arg-type]
             schedule,
-            prompts_per_batch=PROMPTS,
+            prompts_per_batch=prompts,
             group_size=1,
-            concurrent_prompts=SLOTS,
+            concurrent_prompts=slots,
             max_prompt_tokens=1000,
             evaluate_every=1000,
             evaluation_prompts=1,
@@ -103,13 +118,13 @@ def play(window: float, lag: int, long_share: float, seed: int) -> Seen:
             window=window,
             wait_deadline_s=1e9,
         )
-        fleet = Fleet(run, long_share, seed)
+        fleet = Fleet(run, long_share, seed, slots)
         collector = replace(collector, engines=fleet)  # type: ignore[arg-type]
         mean = 20 * (1 + long_share * (TIMES_AS_LONG - 1))
-        step_s, trained_s, ended = LEARNER * mean * PROMPTS / SLOTS, [0.0], [0.0, 0.0]
+        step_s, trained_s, ended = LEARNER * mean * prompts / slots, [0.0], [0.0, 0.0]
 
         async def learn() -> None:
-            for step in range(STEPS):
+            for step in range(steps):
                 while step not in collector.store.committed():
                     await asyncio.sleep(2.0)
                 ended[0] = ended[0] or world.now
@@ -127,7 +142,7 @@ def play(window: float, lag: int, long_share: float, seed: int) -> Seen:
         assert world.problems == []
         batches = [collector.store.read(index, None) for index in collector.store.committed()]
     trained = [length for batch in batches for length in batch.response_lengths.tolist()]
-    half = [length for batch in batches[: STEPS // 2] for length in batch.response_lengths.tolist()]
+    half = [length for batch in batches[: steps // 2] for length in batch.response_lengths.tolist()]
     asked = [length for _, length in fleet.spans]
     lags = np.concatenate([batch.index - batch.policy_version for batch in batches])
     assert lags.max() <= lag
@@ -138,6 +153,9 @@ def play(window: float, lag: int, long_share: float, seed: int) -> Seen:
         length_ratio=float(np.mean(half) / np.mean(asked[: len(half)])),
         discarded=len(asked) - len(trained),
         lag=float(lags.mean()),
+        alarms=tuple(
+            (batch.index, alarm.rule.name) for batch in batches for alarm in alarms(describe(batch, 0), quantized=False)
+        ),
     )
 
 
@@ -152,6 +170,7 @@ def main() -> None:
             lengths=np.mean([one.length_ratio for one in seen]),
             p=min(one.p_value for one in seen),
             discarded=sum(one.discarded for one in seen),
+            alarms=np.mean([bool(one.alarms) for one in seen]),
         )
         print(json.dumps(dict(composition=name) | {key: round(float(value), 3) for key, value in figures.items()}))
 

@@ -64,6 +64,20 @@ def test_rewards_of_the_first_middle_and_newest_trained_batch_are_counted(write_
     assert not any("batch 3" in title for title in titles)
 
 
+def test_what_was_issued_is_drawn_beside_what_is_trained(write_run: WriteRun) -> None:
+    path = write_run(2)
+    title = "{}: issued and trained (median, and 10 to 90 % of the tokens)"
+    lengths, rewards = title.format("Lengths of answers, tokens"), title.format("Rewards of groups")
+    assert not {lengths, rewards} & drawn(RunLog.read(path)).keys(), "nothing was compared"
+    for step in (2, 3):
+        sides = {f"{side}_length_p{at}": 7.0 + at for side in ("issued", "trained") for at in (10, 50, 90)}
+        EventLog(path, "learner-000001").metrics(step, **sides | dict(trained_length_p50=17.0 + step))
+    found = drawn(RunLog.read(path))
+    titles = re.findall(r"<title>([^<]*)</title>", found[lengths])
+    assert titles == ["issued, 2: 57", "issued, 3: 57", "trained, 2: 19", "trained, 3: 20"]
+    assert rewards not in found, "no sample had a reward"
+
+
 def test_buckets_are_means_over_the_tokens_of_the_last_steps(write_run: WriteRun) -> None:
     def line(step: int, tokens: int, fresh: float, gap: float) -> dict[str, object]:
         cell = dict(share=fresh, ess=1 - gap)

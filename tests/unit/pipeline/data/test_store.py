@@ -92,6 +92,16 @@ def test_round_trip_of_a_batch_of_several_sources(tmp_path: Path, make_batch: Ma
             check_attributes({**attributes, "sources": damaged})
 
 
+def test_round_trip_of_a_batch_whose_answers_were_compared(tmp_path: Path, make_batch: MakeBatch) -> None:
+    batch = replace(make_batch(0), bias=dict(trained_shorter=0.25, issued_length_p50=900.5))
+    store = BatchStore(tmp_path)
+    store.commit(batch)
+    assert_same(store.read(0, None), batch)
+    assert "bias" not in attributes_of(make_batch(0)), "others are as they were"
+    with pytest.raises(ValueError, match="attributes are damaged"):
+        check_attributes({**with_digests(attributes_of(batch), arrays_of(batch)), "bias": {"trained_shorter": "much"}})
+
+
 def test_the_number_of_samples_is_that_of_the_batch(tmp_path: Path, make_batch: MakeBatch) -> None:
     store = BatchStore(tmp_path)
     store.commit(make_batch(0, num_groups=3))
