@@ -6,7 +6,7 @@
 
 No sampled token is ever made from text again. What a template writes in front of a turn and behind it is found by
 having it write the conversation with marks, so that nothing here knows a family's headers. Whether the tokens of a
-conversation can stay as they are when messages follow is found in the same way (`cut`): many templates remove the
+conversation can stay as they are when messages follow is found in the same way: many templates remove the
 thinking of earlier turns once the user speaks again.
 
 A folder without a chat template, such as that of a character tokenizer, gets the plainest of formats, in which a
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -97,9 +97,10 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Try the template; use `of` instead."""
         self._tokenizer = tokenizer
-        if not tokenizer.has_template:
+        self._has_template = tokenizer.has_template
+        if not self._has_template:
             tokenizer.encode("".join(ROLE_CHARACTERS.values()) + CALL_CHARACTER)
-        self._thinks = tokenizer.has_template and _THOUGHT in tokenizer.template
+        self._thinks = self._has_template and _THOUGHT in tokenizer.template
         user, mark = {"role": "user", "content": "Hello."}, unused_mark("")
         silent, asked = self._text([user], to_answer=False), self._text([user])
         stub = _stub(mark, 1, Turn((), thought=False))
@@ -125,12 +126,17 @@ class ChatFormat:
         self.is_append_only = not self.why_not
 
     def write(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), turns: Mapping[int, Turn] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        turns: Mapping[int, Turn] | None = None,
+        in_place: Collection[int] = (),
     ) -> Written:
         """Return what stands behind the last turn that can stay as it is, up to the request for the assistant's answer;
-        without such a turn, the whole conversation. `turns` are the sampled ones by their place in `messages`. Those
-        behind that turn are repeated by their tokens, without thinking that the template removes. Raises ModelError for
-        messages that the template refuses or that hold a character without a token."""
+        without such a turn, the whole conversation. `turns` are the sampled ones by their place in `messages`; those
+        `in_place` were sampled behind the messages before them, so that they can stay. Others are repeated by their
+        tokens, without thinking that the template removes. Raises ModelError for messages that the template refuses or
+        that hold a character without a token."""
         turns = {} if turns is None else turns
         mark = unused_mark(json.dumps([messages, tools], ensure_ascii=False))
         stubs = {place: _stub(mark, place, turn) for place, turn in turns.items()}
@@ -138,7 +144,7 @@ class ChatFormat:
         now = self._text(stubbed, tools)
         cut: CutReason = ""
         behind = -1
-        for place in sorted(turns, reverse=True):
+        for place in sorted(in_place, reverse=True):
             why = self._cut(now, stubbed[: place + 1], tools, turns, mark)
             if not why:
                 behind = place
@@ -193,7 +199,7 @@ class ChatFormat:
         JSON text. Ids of calls are made of the number of the turn. Bytes that make no character are U+FFFD."""
         said = tokens[:-1] if len(tokens) and tokens[-1] in self.stop_tokens else tokens
         thoughts, text = self._thoughts(self._tokenizer.decode(said, special=True))
-        if not self._tokenizer.has_template:
+        if not self._has_template:
             calls, content, malformed = _plain_calls(text, tools)
         elif self._opener:
             calls, content, malformed = _tagged_calls(text, self._opener, self._closer)
@@ -215,17 +221,17 @@ class ChatFormat:
 
     def _cuts(self, user: Message) -> Iterator[tuple[str, CutReason]]:
         """Yield what may follow a turn, and why the turn cannot stay as it is then."""
-        if not self._tokenizer.has_template:
+        if not self._has_template:
             return  # and perhaps no characters for this conversation
         tools = () if self.why_no_tools else (_PROBE_TOOL,)
         turns = {1: Turn((), self._thinks, tools)}
         told: Message = {"role": "tool", "tool_call_id": "call00000", "content": "Yes."}
         said: Message = {"role": "assistant", "content": "Yes."}
         for name, message in (("a user's message", user), *([("a tool's answer", told)] if tools else [])):
-            yield name, self.write([user, said, message], tools, turns).cut
+            yield name, self.write([user, said, message], tools, turns, in_place=(1,)).cut
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), to_answer: bool = True) -> str:
-        if self._tokenizer.has_template:
+        if self._has_template:
             return self._tokenizer.conversation(messages, tools=tools, to_answer=to_answer)
         end = self._tokenizer.eos_token
         written = [f"{ROLE_CHARACTERS.get(m['role'], '')}{m['content']}{_called(m, tools)}{end}" for m in messages]
@@ -277,7 +283,7 @@ class ChatFormat:
 
     def _call_syntax(self, user: Message, header: str) -> tuple[str, str, str]:
         """Return what the template writes in front of a call's JSON object and behind it, and why there is none."""
-        if not self._tokenizer.has_template:
+        if not self._has_template:
             return CALL_CHARACTER, "", ""
         name = unused_mark("")
         function = {"name": name, "arguments": {"key": "value"}}
@@ -305,8 +311,8 @@ class ChatFormat:
 
 
 def plain(message: Mapping[str, Any]) -> Message:
-    """Return a message as templates read it: its content as text, the arguments of its calls as objects. Raises
-    ValueError for one that is no message of text."""
+    """Return a message as templates read it: its content as text, the arguments of its calls as objects, and nothing
+    that is null or an empty list. Raises ValueError for one that is no message of text."""
     role, content = message.get("role"), message.get("content")
     if content is None:
         content = ""
@@ -315,7 +321,7 @@ def plain(message: Mapping[str, Any]) -> Message:
         content = "".join(map(str, texts)) if len(texts) == len(content) else None
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"a message is {quoted(message)}, expected a role and a content of text")
-    found = {**message, "content": content}
+    found = {key: value for key, value in message.items() if value is not None and value != []} | {"content": content}
     if calls := message.get("tool_calls"):
         try:
             functions = [dict(call["function"]) for call in calls]

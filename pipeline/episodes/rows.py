@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,21 +41,18 @@ class _Node:
     """None: no engine sampled it."""
     end: int = 0
     """The number of tokens of its row up to the turn's end."""
-    children: dict[str, list[_Node]] = field(default_factory=dict)
+    children: dict[tuple[str, str], _Node] = field(default_factory=dict)
+    """The newest message of each wording, with its thinking and without."""
 
     def add(self, node: _Node) -> _Node:
-        self.children.setdefault(_words(plain(node.message)), []).append(node)
+        self.children |= dict.fromkeys(_wordings(node.message), node)
         return node
 
     def along(self, messages: Sequence[Message]) -> list[_Node]:
-        """Return this node and those below, as far as their messages are the same: the newest where several are.
-        Thinking, where a message names it, must be the same too."""
+        """Return this node and those below, as far as they say the same as `messages`."""
         path = [self]
         for message in messages:
-            thoughts = message.get("reasoning_content")
-            alike = reversed(path[-1].children.get(_words(message), []))
-            node = next((n for n in alike if not thoughts or n.message.get("reasoning_content") == thoughts), None)
-            if node is None:
+            if (node := path[-1].children.get(_wordings(message)[0])) is None:
                 break
             path.append(node)
         return path
@@ -124,12 +121,14 @@ class EpisodeRows:
         self._format = chat_format
         self._root = _Node({}, row=-1)
         self._rows: list[_Growing] = []
+        self._turns: dict[tuple[str, str], Turn] = {}
+        """The newest turn of each wording: a history without its beginning repeats turns, for example."""
         self.turns = 0
         self.malformed_calls = 0
         self.branches: Counter[BranchReason] = Counter()
         """Rows after the first, by why they began."""
 
-    def context(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Context:
+    def context(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()) -> Context:
         """Return what an engine is to continue so that the assistant answers `messages`. Raises ValueError for messages
         that are none, or that the template refuses."""
         read = [plain(message) for message in messages]
@@ -137,8 +136,11 @@ class EpisodeRows:
         # As recorded: an agent may have left out thinking, or written arguments otherwise.
         known = [*(node.message for node in path[1:]), *read[len(path) - 1 :]]
         turns = {place: node.turn for place, node in enumerate(path[1:]) if node.turn is not None}
+        others = ((place, self._turns.get(_wordings(message)[0])) for place, message in enumerate(read))
         try:
-            written = self._format.write(known, tools, turns)
+            written = self._format.write(
+                known, tools, {place: turn for place, turn in others if turn is not None} | turns, in_place=turns
+            )
         except ModelError as error:
             raise ValueError(str(error)) from error
         turn = path[written.behind + 1]  # or the root
@@ -167,8 +169,9 @@ class EpisodeRows:
         node = path[-1]
         for given in context.more[len(path) - 1 :]:
             node = node.add(_Node(given, row=number))
-        thought = "reasoning_content" in message
-        node.add(_Node(message, row=number, turn=Turn(answer, thought, context.tools), end=len(row.tokens)))
+        said, turn = plain(message), Turn(answer, "reasoning_content" in message, context.tools)
+        node.add(_Node(said, row=number, turn=turn, end=len(row.tokens)))
+        self._turns |= dict.fromkeys(_wordings(said), turn)
         self.turns += 1
         self.malformed_calls += malformed
         return message
@@ -177,9 +180,7 @@ class EpisodeRows:
         """Begin a row and return its number."""
         last, shared = path[-1], 0
         if self._rows:
-            again = len(path) > len(context.more) and any(
-                node.turn for alike in last.children.values() for node in alike
-            )
+            again = len(path) > len(context.more) and any(node.turn for node in last.children.values())
             new = last is self._root
             self.branches[context.cut or ("resampled" if again else "sub-agent" if new else "rewritten")] += 1
         if (origin := context.row if context.row >= 0 else last.row) >= 0:
@@ -193,9 +194,10 @@ class EpisodeRows:
         return tuple(row.whole() for row in self._rows)
 
 
-def _words(message: Message) -> str:
-    """Return what makes two messages the same: ids of calls, and an assistant's thinking and outer white space, do not
-    count."""
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+def _wordings(message: Message) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return what makes two plain messages the same, with an assistant's thinking and without: it may be left out. Ids
+    of calls and an assistant's outer white space do not count."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
-    return json.dumps([message["role"], content, message.get("name"), calls], sort_keys=True)
+    words = json.dumps([message["role"], content, message.get("name"), calls], sort_keys=True)
+    return (words, str(message.get("reasoning_content", "")).strip()), (words, "")

@@ -166,6 +166,18 @@ def test_kinds_say_who_wrote_each_token(tmp_path: Path) -> None:
     ]
 
 
+def test_calls_that_the_template_refuses_stay_as_they_were_sampled(tmp_path: Path) -> None:
+    """Llama's template writes only one call of a message; its models sample several."""
+    tokenizer, chat = format_of(tmp_path, "llama3")
+    talk = Talk(tokenizer, chat, [SUM])
+    calls = '{"name": "sum", "parameters": {"of": "1"}}'
+    talk.say(f"{calls}; {calls}<|eot_id|>", user("go"))
+    talk.say("It.<|eot_id|>", told("1"), told("1"))
+    talk.history[0] = user("go on")
+    talk.say("It.<|eot_id|>", user("and?"))
+    assert f"go on<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n{calls}; {calls}<|eot_id|>" in talk.given
+
+
 def test_another_end_than_the_templates_stays(tmp_path: Path) -> None:
     tokenizer, chat = format_of(tmp_path, "llama3")
     assert [tokenizer.decode([end], special=True) for end in chat.stop_tokens] == [

@@ -65,7 +65,7 @@ def said(content: str, **more: Any) -> Message:
     [
         said(" one\n"),
         said("one", reasoning_content=""),
-        said("one", refusal=None, annotations=[]),
+        said("one", refusal=None, tool_calls=[]),
         dict(role="assistant", content=[dict(type="text", text="one")]),
     ],
 )
@@ -133,14 +133,31 @@ def test_compaction_and_sub_agents(rows: EpisodeRows, engine: Engine) -> None:
     assert rows.rows()[2].branched_at == 0
 
 
-def test_other_tools_begin_a_row_with_the_turns_as_they_were(rows: EpisodeRows, engine: Engine) -> None:
-    half = replace(engine.answer("日"), tokens=engine.answer("日").tokens[:2])
+def test_other_tools_begin_a_row_with_the_turns_as_they_were(
+    rows: EpisodeRows, engine: Engine, tokenizer: Tokenizer
+) -> None:
+    half = Completion.given(tokenizer.encode("日")[:2], [-0.5] * 2)
     rows.sampled(rows.context([user("a")], [TOOL]), half)
     context = rows.context([user("a"), said("\ufffd"), user("b")])
     rows.sampled(context, engine.answer("two"))
     assert rows.branches == {"rewritten": 1}
     assert bytes(half.tokens) in bytes(np.array(context.tokens, np.int32))
     assert TokenKind.REPEATED in context.kinds
+
+
+def test_a_history_without_its_beginning_repeats_turns_by_their_tokens(
+    rows: EpisodeRows, engine: Engine, tokenizer: Tokenizer
+) -> None:
+    half = Completion.given(tokenizer.encode("日")[:2], [-0.5] * 2)
+    rows.sampled(rows.context([user("a")]), engine.answer("one"))
+    rows.sampled(rows.context([user("a"), said("one"), user("b")]), half)
+    context = rows.context([user("b"), said("\ufffd"), user("c")])
+    rows.sampled(context, engine.answer("three"))
+    assert bytes(half.tokens) in bytes(np.array(context.tokens, np.int32))
+    assert np.count_nonzero(context.kinds == TokenKind.REPEATED) == len(half.tokens)
+    assert (len(rows.rows()), rows.branches) == (2, {"sub-agent": 1})
+    again = rows.context([user("b"), said("\ufffd"), user("other")])
+    assert again.tokens[: len(context.tokens) // 2] == context.tokens[: len(context.tokens) // 2]
 
 
 def test_answers_to_one_context_and_to_an_old_one(rows: EpisodeRows, engine: Engine) -> None:

@@ -145,9 +145,11 @@ class Agent:
             self.history = [*self.history[:place], self.user()]
         elif what < 0.12:  # the same request again, or a fork
             self.history = [*rng.choice(self.past)]
-        elif what < 0.15:  # a sub-agent
+        elif what < 0.14:  # a history without its beginning
+            self.history = [self.user(), *self.history[-3:], self.user()]
+        elif what < 0.17:  # a sub-agent
             self.history = [dict(role="system", content=self.engine.words()), self.user()]
-        elif what < 0.17:
+        elif what < 0.19:
             self.tools = rng.choice(((), TOOLS, TOOLS[:1]))
             self.history.append(self.user())
         elif calls := last.get("tool_calls"):
