@@ -301,7 +301,8 @@ class MegatronLearner(RankSync):
             advantages=given,
             entropy=gathered.entropy,
             age=torch.from_numpy(batch.index + int(later_update) - batch.policy_version).to(self.device),
-            offsets=torch.from_numpy(batch.response_offsets).to(self.device),
+            place=torch.from_numpy(batch.places).to(self.device),
+            offsets=torch.from_numpy(batch.episode_offsets).to(self.device),
         )
         try:
             mismatch = Mismatch.of_step(tokens, self._ranks)
@@ -425,7 +426,7 @@ class MegatronLearner(RankSync):
                 old_logprobs=torch.as_tensor(old, device=device),
                 advantages=given,
                 sampled=sampled,
-                offsets=torch.as_tensor(batch.response_offsets, device=device),
+                offsets=torch.as_tensor(batch.episode_offsets, device=device),
             )
             try:
                 prepared = self._objective.prepare(step)

@@ -3,6 +3,9 @@
     rewards ──length penalty──▶ estimator ──▶ advantages of samples ──normalized over the batch──▶ aggregation over the
                                                                                                     tokens of a step
 
+Everything here goes by episode, not by row: an episode counts once, with all tokens that were sampled in its rows, and
+what is said of samples is said of episodes. Where each sample has one turn, the two are the same.
+
 A sample whose verifier failed has no reward and is left out of its group; a group without any reward is left out of the
 step. A truncated sample may be left out of the loss (`advantage.truncated`: DAPO's overlong filtering); its reward
 still counts in its group. Groups of equal rewards have no advantage, hence no policy gradient. The recipe chooses what
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAdvantages:
-    """The advantages of a batch's samples, before aggregation over tokens."""
+    """The advantages of a batch's samples, before aggregation over tokens; alike on all rows of an episode."""
 
     values: NDArray[np.float64]
     """Advantages [samples], normalized where the recipe asks for it."""
@@ -74,48 +77,50 @@ class AdvantageComputer:
 
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
         """Return the advantages of a whole batch's samples. Raises NonFiniteError on a reward that is not finite."""
-        section, everything = self.section, np.ones(batch.num_samples, np.bool_)
+        section, everything = self.section, np.ones(batch.num_episodes, np.bool_)
+        first, group = batch.first_rows, batch.group[batch.first_rows]
         # Keep samples with a reward and, if there is a teacher, its scores. Drop a group that lost samples and has too
         # few left for the formula; leave a small group that lost none to the formula.
         by_teacher = self.distillation is not None and self.distillation.judges_alone
-        judged = taught(batch)
+        judged = taught(batch)[first]
         if not by_teacher:
-            judged = batch.judged & judged
-            groups = Grouped(judged.astype(np.float64), batch.group)
+            judged = batch.judged[first] & judged
+            groups = Grouped(judged.astype(np.float64), group)
             enough = groups.total(judged)[groups.members] >= section.smallest_group
             judged = np.asarray(judged & (~groups.any_member(~judged) | enough))
-        filtered = batch.truncated & judged if section.truncated == "exclude" else ~everything
+        filtered = batch.truncated[first] & judged if section.truncated == "exclude" else ~everything
+        rewards = batch.reward[first]
         if section.asks_what_is_solved:
-            rewards = batch.reward / np.float32(self.solved_at)
-        else:
-            rewards = batch.reward if self.overlong is None else batch.reward + self.overlong_penalty(batch)
-        values, deviation = np.zeros(batch.num_samples), np.zeros(batch.num_samples)
-        reward, group = rewards[judged], batch.group[judged]
+            rewards = rewards / np.float32(self.solved_at)
+        elif self.overlong is not None:
+            rewards = rewards + self.overlong_penalty(batch)
+        values, deviation = np.zeros(batch.num_episodes), np.zeros(batch.num_episodes)
         if not by_teacher:
-            values[judged] = self.estimator.advantages(reward, group)
-        deviation[judged] = Grouped(reward, group).deviation
+            values[judged] = self.estimator.advantages(rewards[judged], group[judged])
+        deviation[judged] = Grouped(rewards[judged], group[judged]).deviation
         learned = judged & ~filtered
         if not learned.any():  # a batch of truncated samples alone makes its step all the same, without any advantage
             values[:], filtered = 0.0, ~everything
-        groups = Grouped(values, batch.group)
+        groups = Grouped(values, group)
         contrasted, known = groups.any_member(deviation != 0.0), groups.any_member(learned)
         # A batch without any advantage still makes its step, by momentum and weight decay alone: versions count steps.
         wanted = contrasted & known if section.zero_variance == "exclude" else known
         in_loss = wanted if wanted.any() else known if known.any() else everything
         weighed = groups.any_member(values != 0.0) if section.zero_variance == "skip" else everything
+        values = batch_normalized(values, in_loss & judged) if section.batch_normalized else values
         return SampleAdvantages(
-            values=batch_normalized(values, in_loss & judged) if section.batch_normalized else values,
-            in_loss=in_loss,
-            through_model=weighed & ~filtered,
-            filtered=filtered,
+            values=values[batch.episode],
+            in_loss=in_loss[batch.episode],
+            through_model=(weighed & ~filtered)[batch.episode],
+            filtered=filtered[batch.episode],
         )
 
     def overlong_penalty(self, batch: Batch) -> NDArray[np.float32]:
-        """Return the addition to each reward for the response's length [samples]: 0 or less, and 0 without a reward."""
+        """Return the addition to each reward for the answer's length [episodes]: 0 or less, and 0 without a reward."""
         if self.overlong is None:
-            return np.zeros(batch.num_samples, np.float32)
-        penalty = self.overlong.of(batch.response_lengths, max_new_tokens=self.max_new_tokens)
-        return np.where(batch.judged, penalty, np.float32(0.0))
+            return np.zeros(batch.num_episodes, np.float32)
+        penalty = self.overlong.of(batch.answer_lengths, max_new_tokens=self.max_new_tokens)
+        return np.where(batch.judged[batch.first_rows], penalty, np.float32(0.0))
 
     def measured(self, batch: Batch) -> dict[str, float]:
         """Return the batch's mean length penalty by the name of its metric; empty without a penalty."""
@@ -155,24 +160,24 @@ def token_advantages(
     The first three sum to N over the tokens. `constant` does only when every response has L tokens. By design, a long
     response then counts more, and a short batch takes a shorter step.
     """
-    ends = np.concatenate([[0], np.cumsum(step.loss_mask)])[step.response_offsets]
+    ends = np.concatenate([[0], np.cumsum(step.loss_mask)])[step.episode_offsets]
     lengths = np.diff(ends).astype(np.float64)
     num_tokens = lengths.sum()
     if aggregation == "token":
-        factors = np.ones(step.num_samples)
+        factors = np.ones(step.num_episodes)
     elif aggregation == "constant":
-        factors = np.full(step.num_samples, num_tokens / max(1, np.count_nonzero(lengths) * max_new_tokens))
+        factors = np.full(step.num_episodes, num_tokens / max(1, np.count_nonzero(lengths) * max_new_tokens))
     else:
-        _, part = np.unique(
-            np.arange(step.num_samples) if aggregation == "sequence" else step.group, return_inverse=True
-        )
+        units = np.arange(step.num_episodes) if aggregation == "sequence" else step.group[step.first_rows]
+        _, part = np.unique(units, return_inverse=True)
         part_lengths = np.bincount(part, lengths)
         # A response without any sampled token is no part of the mean: the factors must sum to N.
         num_parts = max(1, np.count_nonzero(part_lengths))
         factors = np.asarray(num_tokens / (num_parts * np.maximum(part_lengths, 1.0))[part])
-    sample = np.repeat(np.arange(step.num_samples), step.response_lengths)
-    advantages = values[sample] if of_tokens is None else values[sample] + of_tokens
-    return np.where(step.loss_mask, advantages * factors[sample], 0.0)
+    episode = np.repeat(np.arange(step.num_episodes), np.diff(step.episode_offsets))
+    of_episodes = values[step.first_rows][episode]
+    advantages = of_episodes if of_tokens is None else of_episodes + of_tokens
+    return np.where(step.loss_mask, advantages * factors[episode], 0.0)
 
 
 def batch_normalized(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -426,7 +426,8 @@ class OverlongPenalty(Settings):
     )
 
     def of(self, lengths: NDArray[np.int64], *, max_new_tokens: int) -> NDArray[np.float32]:
-        """Return the penalties [samples] of responses of `lengths` [samples] tokens, from -penalty to 0."""
+        """Return the penalties [samples] of responses of `lengths` [samples] tokens, from -penalty to 0; an episode's
+        are those of its sampled tokens."""
         beyond = lengths - (max_new_tokens - self.buffer_tokens)
         return np.asarray(-self.penalty * np.clip(beyond / self.buffer_tokens, 0.0, 1.0), np.float32)
 

@@ -189,7 +189,7 @@ def reward_histogram(run_log: RunLog) -> list[Figure]:
         with suppress(StoreError):
             batch = store.read_samples(index)
             if batch.judged.any():
-                found.append((index, batch.reward[batch.judged]))
+                found.append((index, batch.reward[batch.first_rows][batch.judged[batch.first_rows]]))
     if not found:
         return []
     values = np.unique(np.concatenate([rewards for _, rewards in found]))

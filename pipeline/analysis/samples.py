@@ -405,23 +405,25 @@ def choose(
     batch: Batch, learner_logprobs: NDArray[np.float32] | None
 ) -> tuple[NDArray[np.bool_], dict[int, dict[str, Any]]]:
     """Choose groups by worst token, spread of rewards, truncated responses and position, and samples of each group by
-    worst token, highest reward, lowest reward, truncation and position. Return a mask, [samples], and facts of each
-    group: its numbers of samples and of truncated samples, its highest minus lowest reward (0 for fewer than two
-    rewards), and its largest |learner - engine|, nats (None where the learner scored none)."""
-    worst = np.full(batch.num_samples, -np.inf)
+    worst token, highest reward, lowest reward, truncation and position. An episode of several turns is one sample, of
+    which all rows are chosen. Return a mask, [rows], and facts of each group: its numbers of samples and of truncated
+    samples, its highest minus lowest reward (0 for fewer than two rewards), and its largest |learner - engine|, nats
+    (None where the learner scored none)."""
+    worst, first = np.full(batch.num_episodes, -np.inf), batch.first_rows
+    of_reward, of_judged, of_truncated = batch.reward[first], batch.judged[first], batch.truncated[first]
     if learner_logprobs is not None:
         looked = looked_at(batch, learner_logprobs)
-        sample = np.repeat(np.arange(batch.num_samples), batch.response_lengths)
+        sample = np.repeat(batch.episode, batch.response_lengths)
         np.maximum.at(worst, sample[looked], token_gaps(batch, learner_logprobs)[looked])
-    borders = 1 + np.flatnonzero(batch.group[1:] != batch.group[:-1])
-    spans = [span for span in np.split(np.arange(batch.num_samples), borders) if len(span)]
+    borders = 1 + np.flatnonzero(np.diff(batch.group[first]))
+    spans = [span for span in np.split(np.arange(batch.num_episodes), borders) if len(span)]
     facts: list[dict[str, Any]] = []
     for span in spans:
-        rewards = batch.reward[span][batch.judged[span]]
+        rewards = of_reward[span][of_judged[span]]
         facts.append(
             dict(
                 num_samples=len(span),
-                num_truncated=int(np.count_nonzero(batch.truncated[span])),
+                num_truncated=int(np.count_nonzero(of_truncated[span])),
                 reward_spread=float(np.ptp(rewards)) if len(rewards) else 0.0,
                 worst_gap=None if worst[span].max() == -np.inf else float(worst[span].max()),
             )
@@ -429,15 +431,15 @@ def choose(
     # A measure that is 0 or unknown chooses nothing.
     measures = [[one[key] or -np.inf for one in facts] for key in ("worst_gap", "reward_spread", "num_truncated")]
     groups = pick(measures, len(facts), MOST_GROUPS)
-    chosen = np.zeros(batch.num_samples, np.bool_)
+    chosen = np.zeros(batch.num_episodes, np.bool_)
     for group in groups:
         span = spans[group]
-        reward = np.where(batch.judged[span], batch.reward[span], -np.inf)
-        lowest = np.where(batch.judged[span], -batch.reward[span], -np.inf)
-        truncated = np.where(batch.truncated[span], 1.0, -np.inf)
+        reward = np.where(of_judged[span], of_reward[span], -np.inf)
+        lowest = np.where(of_judged[span], -of_reward[span], -np.inf)
+        truncated = np.where(of_truncated[span], 1.0, -np.inf)
         order = [one.tolist() for one in (worst[span], reward, lowest, truncated)]
         chosen[span[pick(order, len(span), MOST_SAMPLES)]] = True
-    return chosen, {int(batch.group[spans[group][0]]): facts[group] for group in groups}
+    return chosen[batch.episode], {int(batch.group[first][spans[group][0]]): facts[group] for group in groups}
 
 
 def pick(measures: Sequence[Sequence[float]], size: int, most: int) -> list[int]:

@@ -228,7 +228,8 @@ def mean_age(batch: Batch, updates_per_batch: int) -> float:
 def ratio_sums(batch: Batch, update: Update) -> NDArray[np.float64]:
     """Return count, sum and sum of squares of the ratios learner/engine, float64 [updates, engines, 3], over the tokens
     that each optimizer step on the batch saw, as in the metrics."""
-    steps = np.zeros(batch.num_samples, np.int32) if update.mismatch is None else update.mismatch.update
+    steps = np.zeros(batch.num_episodes, np.int32) if update.mismatch is None else update.mismatch.update
+    steps = steps[batch.episode]
     seen = looked_at(batch, update.logprobs) & np.repeat(steps >= 0, batch.response_lengths)
     step, engine = (np.repeat(of, batch.response_lengths)[seen].astype(np.int64) for of in (steps, batch.engine))
     ratios = np.exp(update.logprobs[seen].astype(np.float64) - batch.rollout_logprobs[seen].astype(np.float64))

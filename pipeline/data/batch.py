@@ -621,6 +621,13 @@ class Batch:
         return np.asarray(self.token_kind == TokenKind.SAMPLED)
 
     @property
+    def places(self) -> NDArray[np.int32]:
+        """[responses] the number of `own_tokens` of the same episode that are before each token."""
+        before = np.concatenate([[0], np.cumsum(self.own_tokens)])
+        starts = np.repeat(before[self.episode_offsets[:-1]], np.diff(self.episode_offsets))
+        return np.asarray(before[:-1] - starts, np.int32)
+
+    @property
     def answer_lengths(self) -> NDArray[np.int64]:
         """[episodes] `own_tokens` of each episode."""
         return np.diff(np.concatenate([[0], np.cumsum(self.own_tokens)])[self.episode_offsets])

@@ -4,7 +4,8 @@
     sums        float64 [updates, groups, sums]        the sums behind them; add up over updates and steps
     histogram   float64 [updates, groups, bins]        tokens by log-ratio
     quantiles   float64 [updates, groups, quantiles]   of the log-ratios, exact; NaN without tokens
-    sequences   float64 [samples, columns]             one row for each sample of batch 12, in its order
+    sequences   float64 [samples, columns]             one row for each sample of batch 12, in its order; an episode
+                                                       of several turns is one sample, with its sampled tokens
     update      int32   [samples]                      the optimizer step that saw the sample; -1 for none
 
 The group's attributes name the places of every axis but `updates` and `samples`: groups, statistics, sums,

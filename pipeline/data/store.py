@@ -265,11 +265,14 @@ class BatchStore:
         return self.read(index, None, choose=lambda batch: Share(ranks=np.zeros(batch.num_samples, np.int64), rank=-1))
 
     def num_samples(self, index: int) -> int:
-        """Return the number of samples of batch `index`. Raises CorruptBatchError, also for a missing file, OSError."""
+        """Return the number of samples of batch `index`, episodes where these have several turns. Raises
+        CorruptBatchError, also for a missing file, OSError."""
         path = self.path(index)
         with self._damage_as_corrupt(path), seek_zarr_zip(path) as file:
             if (found := read_attributes(file)[0]["index"]) != index:
                 raise ValueError(f"the file holds batch {found}")
+            if "episode_number" in file.arrays:
+                return len(np.unique(file.rows("episode_number")))
             return file.arrays["prompt_lengths"].shape[0]
 
     def checksum(self, index: int) -> str:

@@ -301,12 +301,12 @@ def require_scores(batch: Batch) -> None:
     """Raise RewardError for a batch that teaches nothing, since no sample was scored."""
     if batch.num_samples and not taught(batch).any():
         raise RewardError(
-            f"the teacher scored none of the {batch.num_samples} samples of batch {batch.index}; "
+            f"the teacher scored none of the {batch.num_episodes} samples of batch {batch.index}; "
             "logs/collector.log says why; look at the teacher's servers"
         )
     if batch.num_samples and not batch.judged.any():
         raise RewardError(
-            f"no sample of batch {batch.index} has a reward: the verifier failed on all {batch.num_samples}; "
+            f"no sample of batch {batch.index} has a reward: the verifier failed on all {batch.num_episodes}; "
             "logs/collector.log says why; correct the reward function"
         )
 
@@ -320,17 +320,20 @@ NO_CHANCE_NATS = 30.0
 """A chance of one in 10^13."""
 
 
-def num_repeated(completions: Sequence[Completion], contract: LogprobContract) -> int:
-    """Count the completions of a group that repeat another, against all odds by the engine's log-probabilities: the
-    engine draws each with the same seed, or copies its answer. Likely repeats, such as short answers, do not count."""
+def num_repeated(attempts: Sequence[Sequence[Completion]], contract: LogprobContract) -> int:
+    """Count the attempts of a group, each the completions of its rows, that repeat another, against all odds by the
+    engine's log-probabilities: the engine draws each with the same seed, or copies its answer. Likely repeats, such as
+    short answers, do not count."""
     if contract.top_k != -1 and not contract.kept_set:
         return 0  # unknown which tokens top_k left: with top_k 1 all are alike
     # Restricted by top_p, a token is at most 1 / top_p as likely as in the whole vocabulary.
     more = 0.0 if contract.kept_set else -math.log(contract.top_p)
     alike: dict[bytes, list[float]] = {}
-    for one in completions:
-        surprise = -float(one.logprobs.sum(dtype=np.float64)) - more * int(one.loss_mask.sum())
-        alike.setdefault(one.tokens.tobytes(), []).append(surprise)
+    for rows in attempts:
+        surprise = 0.0
+        for one in rows:
+            surprise += -float(one.logprobs.sum(dtype=np.float64)) - more * int(one.loss_mask.sum())
+        alike.setdefault(b"".join(one.tokens.tobytes() for one in rows), []).append(surprise)
     return sum(len(same) - 1 for same in alike.values() if sum(same[1:]) >= NO_CHANCE_NATS)
 
 
@@ -474,13 +477,11 @@ class SolvedPromptFilter:
 
 def attempts(batch: Batch, solved_at: float) -> dict[int, Attempts]:
     """Count by problem its samples in a batch, those of dropped groups included. Ignore groups of unknown problems."""
-    problems, members = np.unique(batch.problem, return_inverse=True)
-    samples = np.bincount(members, batch.judged, minlength=len(problems)).astype(int).tolist()
-    solved = (
-        np.bincount(members, batch.judged & is_solved(batch.reward, solved_at), minlength=len(problems))
-        .astype(int)
-        .tolist()
-    )
+    first = batch.first_rows
+    problems, members = np.unique(batch.problem[first], return_inverse=True)
+    judged, is_right = batch.judged[first], is_solved(batch.reward[first], solved_at)
+    samples = np.bincount(members, judged, minlength=len(problems)).astype(int).tolist()
+    solved = np.bincount(members, judged & is_right, minlength=len(problems)).astype(int).tolist()
     found = {p: Attempts(*counts) for p, *counts in zip(problems.tolist(), samples, solved, strict=True)}
     for drop in batch.dropped:
         if drop.samples:

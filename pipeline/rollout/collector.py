@@ -337,7 +337,7 @@ class Collector:
         self.event_log.event(
             "committed",
             batch=index,
-            samples=batch.num_samples,
+            samples=batch.num_episodes,
             **builder.figures(),
             interrupted=interrupted,
             started=started,
@@ -396,7 +396,7 @@ class Collector:
             allowed=lambda version: self._allows(place, version),
             begins=lambda: setattr(place, "version", self._published),
         )
-        repeated = await beside_loop(num_repeated, completions, self.contract)
+        repeated = await beside_loop(num_repeated, [[one] for one in completions], self.contract)
         group = Group(prompt=prompt, samples=await self._score(prompt, completions))
         is_filtered = self.group_filter is not None and not await self.group_filter.keeps(group, self._text)
         if place.builder.keep(group, turn=place.turn, repeated=repeated, is_filtered=is_filtered):

@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 
 from pipeline.advantages.compute import AdvantageComputer, SampleAdvantages, mean_reverse_kl, taught
 from pipeline.background import ANSWER_S, Patience, print_notice
-from pipeline.data.batch import OWN_PARTS, SOLVED_REWARD, Batch, LogprobContract, is_solved
+from pipeline.data.batch import (
+    ENVIRONMENT_FAILED,
+    OWN_PARTS,
+    SOLVED_REWARD,
+    Batch,
+    LogprobContract,
+    StopReason,
+    is_solved,
+)
 from pipeline.data.files import FIRST_POLL_S, VISIBLE_S, fsync_directory, slower
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -135,8 +143,8 @@ class MiniBatch:
     """[responses of the mini-batch]"""
     trained: NDArray[np.bool_] | None
     """[samples of the mini-batch] the argument of MegatronLearner.update."""
-    samples: NDArray[np.bool_]
-    """[samples of the whole batch] True for the mini-batch's samples."""
+    episodes: NDArray[np.bool_]
+    """[episodes of the whole batch] True for the mini-batch's episodes."""
     responses: NDArray[np.bool_]
     """[responses of the whole batch] True for the mini-batch's tokens."""
     counts: dict[str, float]
@@ -163,7 +171,7 @@ def mini_batches(computer: AdvantageComputer, batch: Batch, computed: SampleAdva
                 batch=part,
                 advantages=computer.by_token(part, computed.values[samples]).astype(np.float32),
                 trained=None if through_model.all() else through_model,
-                samples=samples,
+                episodes=samples[batch.first_rows],
                 responses=np.repeat(samples, batch.response_lengths),
                 counts=dict(
                     num_updated_tokens=float(np.count_nonzero(updated)),
@@ -223,43 +231,60 @@ def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Upda
         metrics={name: float(_OVER_UPDATES.get(name, np.mean)(each)) for name, each in values.items()},
         histogram=np.sum([update.histogram for update in updates], axis=0).tolist(),
         device_logprobs=logprobs,
-        mismatch=Mismatch.stack(measured, [part.samples for part in parts]) if measured else None,
+        mismatch=Mismatch.stack(measured, [part.episodes for part in parts]) if measured else None,
     )
 
 
 def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[str, Any]:
     """Return the batch's metrics: reward, staleness in versions, lengths, failed verifiers, repeated samples, bias; the
     mean of each reward part; for a task with several sources, each source's share, reward and solve rate; for a
-    teacher, the distance and the samples that it did not score."""
-    lag = step - batch.policy_version
-    judged = batch.judged
+    teacher, the distance and the samples that it did not score. An episode of several turns counts as one sample, with
+    its sampled tokens as its response; `episodes` then has their means, and the share of each reason why they stopped.
+    """
+    lag, first = (step - batch.policy_version)[batch.own_tokens], batch.first_rows
+    judged, reward, problem = batch.judged[first], batch.reward[first], batch.problem[first]
     parts = {}
     for name, part in batch.reward_parts.items():
         if name not in OWN_PARTS:
-            parts[name] = _mean(part[~np.isnan(part)])
+            parts[name] = _mean(part[first][~np.isnan(part[first])])
     teacher = {}
     if batch.teacher_logprobs is not None:
-        teacher = dict(reverse_kl=mean_reverse_kl(batch), teacher_failures=float((~taught(batch)).sum()))
+        teacher = dict(reverse_kl=mean_reverse_kl(batch), teacher_failures=float((~taught(batch)[first]).sum()))
     sources = {}
     for name, problems in batch.sources.items():
-        of_source = (batch.problem >= problems.start) & (batch.problem < problems.stop)
+        of_source = (problem >= problems.start) & (problem < problems.stop)
         sources[name] = dict(share=_mean(of_source))
         if (of_source & judged).any():
-            rewards = batch.reward[of_source & judged]
+            rewards = reward[of_source & judged]
             sources[name] |= dict(reward_mean=_mean(rewards), solve_rate=_mean(is_solved(rewards, solved_at)))
+    environment_failures = float(
+        np.nansum(batch.reward_parts.get(ENVIRONMENT_FAILED, np.zeros(batch.num_samples))[first])
+    )
+    episodes: dict[str, Any] = {}
+    if (of := batch.episodes) is not None:
+        reasons = np.bincount(of.stopped[first], minlength=len(StopReason)) / max(1, batch.num_episodes)
+        episodes = dict(
+            turns_mean=float(of.turns.sum() / max(1, batch.num_episodes)),
+            rows_mean=batch.num_samples / max(1, batch.num_episodes),
+            tool_calls_mean=_mean(of.tool_calls[first]),
+            tool_s_mean=_mean(of.tool_s[first]),
+            failures=environment_failures,
+            stopped={reason.name.lower(): float(reasons[reason]) for reason in StopReason if reasons[reason]},
+        )
     return dict(
-        reward_mean=_mean(batch.reward[judged]),
-        solve_rate=_mean(is_solved(batch.reward[judged], solved_at)),
+        reward_mean=_mean(reward[judged]),
+        solve_rate=_mean(is_solved(reward[judged], solved_at)),
         lag_mean=float(lag.mean()),
         lag_max=float(lag.max()),
-        truncated_share=float(batch.truncated.mean()),
-        response_tokens_mean=float(batch.response_lengths.mean()),
-        prompt_tokens_mean=float(batch.prompt_lengths.mean()),
-        verifier_failures=float((~judged).sum()),
+        truncated_share=float(batch.truncated[first].mean()),
+        response_tokens_mean=float(batch.answer_lengths.mean()),
+        prompt_tokens_mean=float(batch.prompt_lengths[first].mean()),
+        verifier_failures=float((~judged).sum()) - environment_failures,
         repeated_samples=float(batch.repeated),
         **batch.bias,
         **({"reward_parts": parts} if parts else {}),
         **({"sources": sources} if sources else {}),
+        **({"episodes": episodes} if episodes else {}),
         **teacher,
     )
 
@@ -267,8 +292,8 @@ def describe(batch: Batch, step: int, solved_at: float = SOLVED_REWARD) -> dict[
 def asked_solve_rate(batch: Batch, solved_at: float = SOLVED_REWARD) -> float:
     """Return the share of solved samples among all judged ones, dropped groups included: dynamic sampling keeps only
     groups of mixed outcome, whose rate says little about the policy's."""
-    judged = batch.judged
-    samples, solved = int(judged.sum()), int(is_solved(batch.reward[judged], solved_at).sum())
+    judged, reward = batch.judged[batch.first_rows], batch.reward[batch.first_rows]
+    samples, solved = int(judged.sum()), int(is_solved(reward[judged], solved_at).sum())
     for group in batch.dropped:
         samples += group.samples
         solved += group.solved

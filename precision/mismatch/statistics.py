@@ -24,7 +24,6 @@ from precision.ratios import (
     SUMS,
     RatioSums,
     log_ratio_bins,
-    positions,
     ratio_terms,
     require_usable,
     sequence_ess_of_totals,
@@ -83,7 +82,8 @@ CHUNK_TOKENS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """The response tokens of a step, flat, sequence after sequence, on one device."""
+    """The response tokens of a step, flat, sequence after sequence, on one device. An episode is one sequence, with the
+    responses of all its rows."""
 
     learner_logprobs: Tensor
     """[tokens], nats."""
@@ -97,12 +97,14 @@ class StepTokens:
     """[tokens], nats, of the learner's distribution."""
     age: Tensor
     """[tokens], versions between the policy that sampled the token and the policy that trains on it, rounded up."""
+    place: Tensor
+    """[tokens], the place in the response, from 0."""
     offsets: Tensor
     """int64 [sequences + 1], the beginning of each response."""
 
     def buckets(self) -> Tensor:
         """Return the row in GROUPS of each token, for each of SPLITS: int64 [seen tokens, splits]."""
-        numbers = (self.advantages.sign(), positions(self.offsets), self.entropy, self.age)
+        numbers = (self.advantages.sign(), self.place, self.entropy, self.age)
         columns = []
         for split, offset, number in zip(SPLITS, OFFSETS, numbers, strict=True):
             edges = torch.tensor(split.edges, dtype=torch.float64, device=number.device)
@@ -131,6 +133,7 @@ class StepTokens:
             advantages=self.advantages[tokens],
             entropy=self.entropy[tokens],
             age=self.age[tokens],
+            place=self.place[tokens],
             offsets=offsets - offsets[0],
         )
 

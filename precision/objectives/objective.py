@@ -87,8 +87,9 @@ def token_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredStep:
-    """The response tokens of a whole step, flat [tokens], response after response. Values where `sampled` is False
-    (tokens that were put into a response, not sampled) must touch no result."""
+    """The response tokens of a whole step, flat [tokens], response after response; all of an episode are one response,
+    however many turns and rows it has. Values where `sampled` is False (tokens that were put into a response, not
+    sampled) must touch no result."""
 
     logprobs: Tensor
     """float32 [tokens], natural log, by the learner at the weights that the step is about to change."""

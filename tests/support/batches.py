@@ -87,22 +87,29 @@ def episode(
     reward: float = 0.0,
 ) -> Sample:
     """An episode of `turns` with tool output `given` between them (one less). With `fork` the rest from that turn on is
-    a row of its own, which repeats all that was before it: the same sampled tokens, in the same order."""
+    a row of its own, which repeats all that was before it: the same sampled tokens, in the same order. Version i has
+    sampled turn i."""
 
     def row(first: int, end: int) -> Row:
         """The row that trains the turns `first` to `end` - 1."""
         before = [*prompt, *chain.from_iterable((*turns[i], *given[i]) for i in range(first))]
-        parts: list[tuple[Sequence[int], TokenKind, Sequence[float]]] = []
+        parts: list[tuple[Sequence[int], TokenKind, Sequence[float], int]] = []
         for turn in range(first, end):
             said = [-1.0] * len(turns[turn]) if logprobs is None else logprobs[turn]
-            parts.append((turns[turn], TokenKind.SAMPLED, said))
+            parts.append((turns[turn], TokenKind.SAMPLED, said, turn))
             if turn + 1 < end:
-                parts.append((given[turn], TokenKind.TOOL, [0.0] * len(given[turn])))
-        kinds = np.concatenate([np.full(len(ids), kind, np.uint8) for ids, kind, _ in parts])
+                parts.append((given[turn], TokenKind.TOOL, [0.0] * len(given[turn]), turn))
+        kinds = np.concatenate([np.full(len(ids), kind, np.uint8) for ids, kind, _, _ in parts])
         flat = Completion.given(
-            [*chain.from_iterable(ids for ids, _, _ in parts)], [*chain.from_iterable(said for _, _, said in parts)]
+            [*chain.from_iterable(part[0] for part in parts)], [*chain.from_iterable(part[2] for part in parts)]
         )
-        return Row(prompt=tuple(before), completion=replace(flat, loss_mask=kinds == TokenKind.SAMPLED, kinds=kinds))
+        completion = replace(
+            flat,
+            loss_mask=kinds == TokenKind.SAMPLED,
+            kinds=kinds,
+            versions=np.concatenate([np.full(len(ids), turn, np.int32) for ids, _, _, turn in parts]),
+        )
+        return Row(prompt=tuple(before), completion=completion)
 
     rows = [row(0, len(turns))]
     if fork is not None:
@@ -149,7 +156,7 @@ def batch_of_episodes(
                     reward=reward,
                 )
             )
-        asked = Prompt(group=number, text="", answer="", tokens=prompt)
+        asked = Prompt(group=number, text="", answer="", tokens=prompt, problem=number % 3)
         groups.append(Group(prompt=asked, samples=tuple(samples)))
     return Batch.from_groups(
         index, groups, contract=contract, dropped=(), next_group=len(groups), recipe_sha256="cd" * 32

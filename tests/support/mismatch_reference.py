@@ -32,6 +32,7 @@ def random_tokens(seed: int, lengths: list[int], *, spread: float = 0.1) -> Step
         advantages=(random.integers(-1, 2, count) * random.random(count)).astype(np.float32),
         entropy=(10.0 ** random.uniform(-3.0, 1.0, count)).astype(np.float32),
         age=random.integers(0, 25, count).astype(np.int32),
+        place=np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
     )
     return StepTokens(**{name: torch.from_numpy(values) for name, values in columns.items()})

@@ -104,7 +104,7 @@ def test_a_truncated_sample_counts_in_its_group_and_not_in_the_loss() -> None:
 def test_a_group_of_truncated_samples_is_no_part_of_a_step() -> None:
     batch = of_lengths([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]], truncated=[2, 3], failed=[])
     parts = parts_of(computer(truncated="exclude"), batch, 3)
-    assert [part.samples.tolist() for part in parts] == [
+    assert [part.episodes.tolist() for part in parts] == [
         [True, True, False, False, False, False],
         [False, False, False, False, True, True],
     ]

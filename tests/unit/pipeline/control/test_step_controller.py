@@ -315,13 +315,14 @@ def updated(given: Batch, samples: np.ndarray, mean: float, ran: np.ndarray) -> 
             advantages=torch.ones(len(seen)),
             entropy=torch.ones(len(seen)),
             age=torch.zeros(len(seen), dtype=torch.int32),
+            place=torch.from_numpy(part.places),
             offsets=torch.from_numpy(part.response_offsets),
         )
     )
     responses = np.repeat(samples, given.response_lengths)
     advantages = np.ones(len(seen), np.float32)
     return (
-        MiniBatch(batch=part, advantages=advantages, trained=None, samples=samples, responses=responses, counts={}),
+        MiniBatch(batch=part, advantages=advantages, trained=None, episodes=samples, responses=responses, counts={}),
         Update(metrics=mismatch.statistics(), histogram=[0.0], device_logprobs=logprobs, mismatch=mismatch),
     )
 

@@ -242,10 +242,10 @@ def test_what_may_be_chance_is_no_repetition() -> None:
     one, other = Completion.given([1, 2, 3, 4], [-8.0] * 4), Completion.given([1, 2, 3, 5], [-8.0] * 4)
     sure = Completion.given([1, 2, 3, 4], [-1.0] * 4)
     for completions, count in (((one, other, one, one), 2), ((one, other), 0), ((sure,) * 8, 0), ((sure,) * 9, 8)):
-        assert num_repeated(completions, contract) == count
-    assert num_repeated((one, one), replace(contract, top_p=0.5)) == 0, "cut at .5, a token is twice as likely"
-    assert num_repeated((one, one), replace(contract, top_p=0.5, kept_set=True)) == 1, "what is left says it all"
-    assert num_repeated((one, one), replace(contract, top_k=1)) == 0, "the best token alone is always the same"
+        assert num_repeated([[one] for one in completions], contract) == count
+    assert num_repeated([[one], [one]], replace(contract, top_p=0.5)) == 0, "cut at .5, a token is twice as likely"
+    assert num_repeated([[one], [one]], replace(contract, top_p=0.5, kept_set=True)) == 1, "what is left says it all"
+    assert num_repeated([[one], [one]], replace(contract, top_k=1)) == 0, "the best token alone is always the same"
 
 
 def test_a_collector_that_starts_again_counts_rewards_without_reading_tokens(

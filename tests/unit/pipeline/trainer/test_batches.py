@@ -386,10 +386,10 @@ def test_what_runs_through_the_model_together_is_dealt_out_together(
     sets = dealt_together(one, count, batch)
     assert (np.sum(sets, axis=0) == 1).all()
     for part in parts_of(one, batch, count):
-        trained = part.samples.copy()
-        trained[part.samples] = True if part.trained is None else part.trained
+        trained = part.episodes.copy()
+        trained[part.episodes] = True if part.trained is None else part.trained
         for members in sets:
-            for ran in (part.samples, trained):
+            for ran in (part.episodes, trained):
                 inside = ran[members]
                 assert inside.all() or not inside.any()
 
