@@ -148,6 +148,7 @@ class EngineClient:
                     "temperature": sampling.temperature,
                     "top_p": sampling.top_p,
                     "top_k": MOST_KEPT if sampling.kept_set and sampling.top_k == -1 else sampling.top_k,
+                    **({"stop_token_ids": [*sampling.stop_tokens]} if sampling.stop_tokens else {}),
                 },
                 "return_logprob": True,
                 **({} if sampling.experts is None else {"return_routed_experts": True}),

@@ -74,6 +74,7 @@ class TaskPrompts:
             metadata=problem.metadata,
             source=problem.source,
             reward=problem.reward or self.task.reward,
+            messages=problem.messages,
         )
 
 
@@ -188,7 +189,7 @@ def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:
 
 def build_limits(recipe: Recipe) -> Limits:
     """Return the limits of a batch's values; sizes of a model whose folder is gone are left out."""
-    longest = recipe.rollout.max_new_tokens
+    longest = recipe.rollout.max_new_tokens if recipe.episode is None else recipe.rollout.context_tokens
     try:
         model = ModelConfig.from_hf(read_config(recipe.model.path))
     except ModelError:

@@ -18,6 +18,7 @@ from launch.build.components import (
     build_tokenizer,
 )
 from launch.build.engines import build_fleet
+from launch.build.episodes import build_episodes
 from launch.build.rewards import build_group_filter, build_verifiers, check_reward
 from launch.build.teacher import teacher_of
 from launch.roles.lifecycle import wait_for_data, wait_for_recipe
@@ -65,7 +66,8 @@ def settings(run: RunDirectory, recipe: Recipe, tokenizer: Tokenizer) -> Collect
         prompts_per_batch=rollout.prompts_per_batch,
         group_size=rollout.group_size,
         sampling=build_sampling(recipe),
-        concurrent_prompts=rollout.concurrent_prompts,
+        # A prompt's answers are one request, but each turn of an episode is one.
+        concurrent_prompts=rollout.concurrent_prompts * (1 if recipe.episode is None else rollout.group_size),
         max_prompt_tokens=rollout.context_tokens - rollout.max_new_tokens,
         evaluate_every=evaluation.every,
         evaluation_prompts=evaluation.prompts,
@@ -113,7 +115,10 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
             recorded(run.path, epoch.name),
             build_verifiers(run, recipe, prompts.task, event_log) as verifiers,
         ):
-            async with teacher_of(run, recipe, prompts, event_log) as teacher:
+            async with (
+                teacher_of(run, recipe, prompts, event_log) as teacher,
+                build_episodes(run, recipe, tokenizer, event_log) as episodes,
+            ):
                 collector = Collector(
                     run=run,
                     store=store,
@@ -123,6 +128,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
                     tokenizer=tokenizer,
                     verifiers=verifiers,
                     teacher=teacher,
+                    episodes=episodes,
                     group_filter=build_group_filter(recipe),
                     contract=build_contract(recipe, tokenizer),
                     event_log=event_log,

@@ -62,6 +62,8 @@ SAID = (
     "reward_failed",
     "unsolved",
     "teacher_failed",
+    "episode_failed",
+    "chat_format",
     "skipped",
     *ENGINE_EVENTS,
 )
@@ -386,6 +388,11 @@ def event_line(event: dict[str, Any]) -> str:
             line = unsolved_line(event)
         case "teacher_failed":
             line = f"the teacher did not score a group ({event['reason']}): {event['detail']}"
+        case "episode_failed":
+            then = "it is run once more" if event["again"] else "its group is given up"
+            line = f"an episode of group {event['group']} failed, {then}: {event['reason']}"
+        case "chat_format":
+            line = f"episodes branch, since the chat template does not extend a conversation: {event['why']}"
         case "skipped":
             line = f"step {event['step']} is skipped: its batch was lost by damage"
         case kind if kind in ENGINE_EVENTS:

@@ -139,6 +139,12 @@ def _warnings(run_log: RunLog, samples: int, since: int) -> list[str]:
         found.append(
             f"{failed:.0f} of {samples} samples were not scored by the teacher and left out of the loss{first}"
         )
+    if failed_episodes := run_log.of_kind("episode_failed"):
+        given_up = len({event["group"] for event in failed_episodes if not event["again"]})
+        found.append(
+            f"{len(failed_episodes)} episodes failed in their environment or agent, and {given_up} groups were given "
+            f"up; the first, {failed_episodes[0]['reason']}"
+        )
     return found
 
 

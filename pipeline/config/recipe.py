@@ -42,7 +42,7 @@ from pipeline.config.sections import (
 )
 from pipeline.config.sections import MegatronSection as MegatronSection
 from pipeline.config.sections import OptimizerSection as OptimizerSection
-from pipeline.config.task_sections import DataTask, PromptsSection, RewardSection, TaskSection
+from pipeline.config.task_sections import DataTask, EpisodeSection, PromptsSection, RewardSection, TaskSection
 from pipeline.errors import RecipeError
 from pipeline.schedule import Schedule
 from precision.controller.policy import ControllerSettings
@@ -157,6 +157,7 @@ class Recipe(Section):
     task: TaskSection
     reward: RewardSection = Field(default_factory=RewardSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
+    episode: EpisodeSection | None = Field(None, description="Attempts of several turns; default: one answer a prompt.")
     learner: LearnerSection = Field(default_factory=LearnerSection)
     prompts: PromptsSection = Field(default_factory=PromptsSection)
     objective: ObjectiveSection = Field(default_factory=P3O)
@@ -242,6 +243,14 @@ class Recipe(Section):
             }
             for why in (why for why, is_so in others.items() if is_so):
                 raise ValueError(f"rollout.colocated is true: engines sleep while the learner trains, but {why}")
+        if self.episode is not None:
+            others = {
+                "distillation: its teacher scores single answers": self.distillation is not None,
+                "rollout.interruption: it cuts single answers": rollout.interruption is not None,
+                "reward.overlong: it is about single answers": self.reward.overlong is not None,
+            }
+            for why in (why for why, is_so in others.items() if is_so):
+                raise ValueError(f"episode does not go together with {why}; leave one of them out")
         if isinstance(self.schedule, StagedSchedule) and self.schedule.updates_per_stage > self.run.steps:
             raise ValueError(
                 f"schedule.updates_per_stage {self.schedule.updates_per_stage} exceeds run.steps {self.run.steps}; "

@@ -4,6 +4,7 @@ prompts, and how rewards are run. Tasks themselves are in pipeline.tasks."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -285,3 +286,57 @@ class RewardSection(Section):
     overlong: OverlongPenalty | None = Field(
         None, description="Penalty of responses near rollout.max_new_tokens (DAPO); default: none."
     )
+
+
+class EpisodeSection(Section):
+    """Attempts of several turns: an environment, an agent, or tools around the policy (docs/agents.md)."""
+
+    environment: str | None = Field(
+        None,
+        pattern=FUNCTION,
+        description="package.module:Class with `async reset(task)` → messages and `async step(message)` → (messages, "
+        "reward or None, done). An instance serves one episode, in the sandbox of rewards.",
+    )
+    options: Mapping[str, Any] = Field({}, description="Arguments with which each environment is made.")
+    agent: str | None = Field(
+        None,
+        pattern=FUNCTION,
+        description="package.module:function, `async def run(client, task)` → reward or None. It asks the policy by "
+        "`await client.chat(messages, tools)`, in the sandbox of rewards.",
+    )
+    command: tuple[str, ...] = Field(
+        (),
+        description="The command of an agent that asks the policy as OpenAI's or Anthropic's API, whose address and "
+        "key are in its environment. It runs with this user's rights; its task is JSON in EVENKEEL_TASK.",
+    )
+    tools: tuple[Literal["python", "shell", "calculator"], ...] = Field(
+        (), description="Tools that the policy may call, run in the sandbox of rewards, without network."
+    )
+    turns: PositiveInt = Field(16, description="Most turns of the policy in an episode.")
+    sampled_tokens: PositiveInt | None = Field(
+        None, description="Most tokens that the policy writes in an episode; default: as many as fit in its context."
+    )
+    tool_calls: PositiveInt = Field(64, description="Most calls of tools in an episode.")
+    agent_s: PositiveFloat = Field(
+        600.0, description="Longest time of an episode in tools, environment and agent; waits for engines do not count."
+    )
+    step_s: PositiveFloat = Field(
+        60.0, description="Longest time of one step of an environment or one call of a tool; then it counts as stuck."
+    )
+    observation_bytes: PositiveInt = Field(
+        16384, description="Most bytes that the policy reads of one answer of a tool or environment."
+    )
+    memory_mib: PositiveInt = Field(2048, description="Most memory of each process of environment, agent or tool.")
+
+    @model_validator(mode="after")
+    def _one_way_in(self) -> Self:
+        ways = [name for name in ("environment", "agent", "command") if getattr(self, name)]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} are given, expected one of them at most; leave the others out")
+        if not ways and not self.tools:
+            raise ValueError("none of environment, agent, command and tools is given; name what episodes consist of")
+        if ways and ways[0] != "environment" and self.tools:
+            raise ValueError(f"tools are not for episode.{ways[0]}, which has tools of its own; leave them out")
+        if self.options and not self.environment:
+            raise ValueError("options are for an environment, and none is named; leave them out")
+        return self

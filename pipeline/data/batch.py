@@ -37,9 +37,10 @@ ENVIRONMENT_FAILED = "environment_failed"
 """The reward part of an episode whose environment failed, and which therefore has no reward."""
 WITHOUT_REWARD = (VERIFIER_FAILED, ENVIRONMENT_FAILED)
 OWN_PARTS = frozenset((*WITHOUT_REWARD, TEACHER_FAILED))
-DropKind = Literal["unfit", "zero_variance", "filtered", "solved"]
+DropKind = Literal["unfit", "zero_variance", "filtered", "solved", "failed"]
 """unfit: cannot be asked. zero_variance: all rewards are equal, and another group took its place. filtered: refused by
-the user's prompts.group_filter. solved: its problem is solved too often to be asked again."""
+the user's prompts.group_filter. solved: its problem is solved too often to be asked again. failed: the environment or
+agent of an episode failed twice."""
 PASSED_OVER = ("solved_groups", "solved_problems")
 """The arrays with a batch's groups of solved problems, int64 [passed over]: they may be too many for attributes."""
 
@@ -111,6 +112,8 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    stop_tokens: tuple[int, ...] = ()
+    """Ids that end a response, beside the model's own."""
     experts: ExpertShape | None = None
     """The model's mixture, where engines report the experts of each token; None: they do not."""
     kept_set: bool = False
@@ -133,6 +136,13 @@ class Prompt:
     """The task's source; empty for a task with one source."""
     reward: str = ""
     """The name of its verifier in the collector."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation of which `tokens` are the rendering; empty: `text` is the user's message."""
+
+    @property
+    def conversation(self) -> tuple[Mapping[str, Any], ...]:
+        """The messages with which an episode begins."""
+        return self.messages or (dict(role="user", content=self.text),)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

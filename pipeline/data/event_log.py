@@ -53,6 +53,8 @@ EventKind = Literal[
     "reward_failed",
     "unsolved",
     "teacher_failed",
+    "episode_failed",
+    "chat_format",
     "skipped",
     "finished",
 ]
@@ -92,6 +94,8 @@ _FIELDS_OF_KIND: dict[str, dict[str, type]] = {
     "reward_failed": {"reason": str, "detail": str},
     "unsolved": {"batches": int, "solved_at": float, "highest": float},
     "teacher_failed": {"reason": str, "detail": str},
+    "episode_failed": {"group": int, "again": bool, "reason": str},
+    "chat_format": {"why": str},
     "skipped": {"step": int},
 }
 """Further fields that readers need in an event of a kind."""

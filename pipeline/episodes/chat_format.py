@@ -194,6 +194,14 @@ class ChatFormat:
         heads = [_NO_THOUGHTS.sub("", text.partition(here)[0]) for text in (now, then)]
         return "" if here in now and heads[0] == heads[1] else "rewritten"
 
+    def readable(self, text: str) -> str:
+        """Return a text without the characters that have no token."""
+        try:
+            self._tokenizer.encode(text)
+        except ModelError:
+            return "".join(character for character in text if character in self._tokenizer.vocabulary)
+        return text
+
     def parse(self, tokens: Sequence[int], tools: Sequence[Tool] = (), turn: int = 0) -> Answer:
         """Read a sampled turn: {"role", "content", "reasoning_content" if any, "tool_calls" if any}, with arguments as
         JSON text. Ids of calls are made of the number of the turn. Bytes that make no character are U+FFFD."""

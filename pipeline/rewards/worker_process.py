@@ -13,6 +13,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.child_process import kill_and_wait
 from pipeline.rewards.calling import KINDS, Wants
@@ -35,6 +36,8 @@ from pipeline.rewards.sandbox.confine import Rung
 from pipeline.rewards.sandbox.view import PACKAGE, Bubblewrap, View, view_of
 from pipeline.rewards.verifiers import MATH_TOLERANCE, PYTHON_TESTS, TRUSTED
 
+TOOLBOX = "pipeline.episodes.toolbox:Toolbox"
+"""Runs code that a model wrote, as `python_tests` does: it sees nothing of the user's folders."""
 _GRACE_S = 10.0
 """Seconds that a worker may take beyond its own deadlines."""
 _END_DEADLINE_S = 5.0
@@ -61,7 +64,53 @@ class Sandbox:
     runs: Path | None = None
 
     def view(self, reward: str) -> View:
-        return view_of(reward, self.hidden, own=reward != PYTHON_TESTS, runs=self.runs)
+        return view_of(reward, self.hidden, own=reward not in (PYTHON_TESTS, TOOLBOX), runs=self.runs)
+
+
+class ConfinedPython:
+    """A way to start Python processes that run one of our modules, which may import the user's code."""
+
+    def __init__(self, module: str, code: str, sandbox: Sandbox | None) -> None:
+        """Find what a process needs. `module` has a function `main`; `code` is the user's `package.module:name`."""
+        # A Python that runs the module and reads nothing of the user's environment.
+        root = str(PACKAGE.parent)
+        installed = root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        path = "" if installed else f"import sys; sys.path.insert(0, {root!r}); "
+        self._command = [sys.executable, "-I", "-B", "-c", f"{path}from {module} import main; main()"]
+        self._view: View | None = None
+        """Files for the process to see, where it is started under bubblewrap."""
+        self._bubblewrap: Bubblewrap | None = None
+        self._environment = {name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES}
+        self.settings: dict[str, Any] = dict(
+            run_pid=os.getpid(),
+            path=[os.path.realpath(entry or os.getcwd()) for entry in sys.path],
+            folder=os.getcwd(),
+            rung=None,
+        )
+        """What the process needs to know of where it runs, as JSON."""
+        if sandbox is not None:
+            view = sandbox.view(code)
+            self.settings |= dict(rung=sandbox.rung, landlock_abi=sandbox.landlock_abi, pieces=[])
+            self.settings["folder"] = os.getcwd() if view.shows(Path.cwd()) else "/"
+            kept = (name for name in os.environ if name in _ENVIRONMENT or name.startswith("LC_"))
+            self._environment = {name: os.environ[name] for name in kept}
+            if sandbox.rung == "bubblewrap":
+                self._view = view
+            else:
+                self.settings["pieces"] = [(str(path), whole) for path, whole in view.pieces()]
+
+    def start(self, stdin: socket.socket) -> subprocess.Popen[bytes]:
+        """Start a process with this end of a socket as its standard input. Raises OSError."""
+        if self._view is not None and self._bubblewrap is None:
+            self._bubblewrap = Bubblewrap(self._view)
+        return subprocess.Popen(
+            self._command if self._bubblewrap is None else self._bubblewrap.command(self._command),
+            stdin=stdin.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=self._environment,
+            start_new_session=True,
+        )
 
 
 class WorkerProcess:
@@ -90,17 +139,8 @@ class WorkerProcess:
         """Number of posted requests that were sent; they are sent in order."""
         self._said = ""
         self._scratch: Path | None = None
-        # A Python that runs the worker and reads nothing of the user's environment.
-        root = str(PACKAGE.parent)
-        installed = root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-        path = "" if installed else f"import sys; sys.path.insert(0, {root!r}); "
-        program = f"{path}from pipeline.rewards.worker import main; main()"
-        self._command = [sys.executable, "-I", "-B", "-c", program]
-        self._view: View | None = None
-        """Files for the process to see, where it is started under bubblewrap."""
-        self._bubblewrap: Bubblewrap | None = None
-        self._environment = {name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES}
-        settings = dict(
+        self._python = ConfinedPython("pipeline.rewards.worker", reward, sandbox)
+        settings = self._python.settings | dict(
             reward=reward,
             deadline_s=deadline_s,
             retries=retries,
@@ -108,21 +148,7 @@ class WorkerProcess:
             math_tolerance=math_tolerance,
             memory_mib=memory_mib,
             built_in=self._built_in,
-            run_pid=os.getpid(),
-            path=[os.path.realpath(entry or os.getcwd()) for entry in sys.path],
-            folder=os.getcwd(),
-            rung=None,
         )
-        if sandbox is not None:
-            view = sandbox.view(reward)
-            settings |= dict(rung=sandbox.rung, landlock_abi=sandbox.landlock_abi, pieces=[])
-            settings["folder"] = os.getcwd() if view.shows(Path.cwd()) else "/"
-            kept = (name for name in os.environ if name in _ENVIRONMENT or name.startswith("LC_"))
-            self._environment = {name: os.environ[name] for name in kept}
-            if sandbox.rung == "bubblewrap":
-                self._view = view
-            else:
-                settings["pieces"] = [(str(path), whole) for path, whole in view.pieces()]
         self._settings = json.dumps(settings).encode()
 
     def start(self) -> str | None:
@@ -135,16 +161,7 @@ class WorkerProcess:
         except OSError as error:
             return str(error)
         try:
-            if self._view is not None and self._bubblewrap is None:
-                self._bubblewrap = Bubblewrap(self._view)
-            self._process = subprocess.Popen(
-                self._command if self._bubblewrap is None else self._bubblewrap.command(self._command),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=self._environment,
-                start_new_session=True,
-            )
+            self._process = self._python.start(theirs)
         except OSError as error:
             mine.close()
             return str(error)

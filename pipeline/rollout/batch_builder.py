@@ -204,6 +204,11 @@ class BatchBuilder:
                 f"prompts.group_filter kept none of the {filtered} groups that were sampled for batch {self.index}; "
                 "correct it, or raise prompts.max_refills so that more are asked"
             )
+        if failed := [drop for drop in self.dropped if drop.kind == "failed"]:
+            raise RewardError(
+                f"all {len(failed)} groups of batch {self.index} were given up (group {failed[0].group}: "
+                f"{failed[0].reason}); correct the environment or agent of the section episode"
+            )
         unfit = [drop for drop in self.dropped if drop.kind == "unfit"]
         raise RecipeError(
             f"none of the {len(unfit)} prompts of batch {self.index} can be asked (group {unfit[0].group}: "
@@ -211,9 +216,10 @@ class BatchBuilder:
             "out of the data"
         )
 
-    def drop(self, prompt: Prompt, reason: str) -> bool:
-        """Drop a prompt that cannot be asked. Return False when another prompt should be asked in its place."""
-        self.dropped.append(DroppedGroup(group=prompt.group, reason=reason, problem=prompt.problem))
+    def drop(self, prompt: Prompt, reason: str, kind: DropKind = "unfit") -> bool:
+        """Drop a prompt that cannot be asked, or whose episodes failed. Return False when another prompt should be
+        asked in its place."""
+        self.dropped.append(DroppedGroup(group=prompt.group, reason=reason, kind=kind, problem=prompt.problem))
         return self.max_refills == 0
 
     def fill_up(self) -> None:
@@ -259,6 +265,7 @@ class BatchBuilder:
         kinds = [drop.kind for drop in self.dropped]
         return dict(
             dropped=kinds.count("unfit"),
+            failed=kinds.count("failed"),
             informative=sum(map(is_informative, self.kept)),
             refills=max(0, self.asked - self.wanted),
             zero_variance=sum(not judged.informative for judged in self.judged.values()),

@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipeline.advantages.compute import taught
 from pipeline.background import Patience, beside_loop, noted_in
 from pipeline.data.batch import (
@@ -44,6 +46,8 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.episodes.episode import Episode, EpisodeRunner
+from pipeline.episodes.host import EpisodeFailedError
 from pipeline.errors import DeadlineExceededError, FatalError, StoreError
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import (
@@ -67,6 +71,7 @@ from pipeline.rollout.evaluation import answered_by, by_source, evaluate, kept_r
 from pipeline.rollout.group_sampler import (
     GroupSampler,
     Interruption,
+    Priority,
     PrioritySemaphore,
     TeacherScores,
     distance_from_teacher,
@@ -131,6 +136,8 @@ class Collector:
     settings: CollectorSettings
     teacher: TeacherScores | None = None
     """The teacher that scores each token, beside the verifiers; None: no teacher."""
+    episodes: EpisodeRunner | None = None
+    """The runner of attempts of several turns; None: a prompt gets one answer."""
     group_filter: GroupFilter | None = None
     """The filter of groups to train on; None: all."""
     decided_lags: Callable[[int], tuple[tuple[int, int], ...]] | None = None
@@ -388,20 +395,92 @@ class Collector:
             reason = f"prompt has {len(prompt.tokens)} tokens, at most {settings.max_prompt_tokens} fit"
             self.event_log.event("dropped", batch=place.builder.index, group=prompt.group, reason=reason)
             return place.builder.drop(prompt, reason)
-        completions = await self._sampler.sample(
-            prompt,
-            settings.group_size,
-            settings.sampling,
-            priority=(place.builder.index, prompt.group),
-            allowed=lambda version: self._allows(place, version),
-            begins=lambda: setattr(place, "version", self._published),
-        )
-        repeated = await beside_loop(num_repeated, [[one] for one in completions], self.contract)
-        group = Group(prompt=prompt, samples=await self._score(prompt, completions))
+        try:
+            samples, repeated = await self._attempts_at(
+                prompt,
+                settings.group_size,
+                settings.sampling,
+                priority=(place.builder.index, prompt.group),
+                allowed=lambda version: self._allows(place, version),
+                begins=lambda: setattr(place, "version", self._published),
+            )
+        except EpisodeFailedError as error:
+            self.event_log.event("dropped", batch=place.builder.index, group=prompt.group, reason=str(error))
+            return place.builder.drop(prompt, f"an episode failed twice: {error}", "failed")
+        group = Group(prompt=prompt, samples=samples)
         is_filtered = self.group_filter is not None and not await self.group_filter.keeps(group, self._text)
         if place.builder.keep(group, turn=place.turn, repeated=repeated, is_filtered=is_filtered):
             place.group = group
         return place.group is not None
+
+    async def _attempts_at(
+        self,
+        prompt: Prompt,
+        wanted: int,
+        sampling: Sampling,
+        *,
+        priority: Priority,
+        allowed: Callable[[int], bool],
+        begins: Callable[[], None] = lambda: None,
+    ) -> tuple[tuple[Sample, ...], int]:
+        """Sample and score `wanted` attempts at a prompt. Return them, and how many repeat another (`num_repeated`).
+        Raises EpisodeFailedError when an episode's environment or agent failed twice."""
+        if (runner := self.episodes) is None:
+            completions = await self._sampler.sample(
+                prompt, wanted, sampling, priority=priority, allowed=allowed, begins=begins
+            )
+            repeated = await beside_loop(num_repeated, [[one] for one in completions], self.contract)
+            return await self._score(prompt, completions), repeated
+
+        has_begun = False
+
+        async def ask(tokens: tuple[int, ...], most: int) -> Completion:
+            nonlocal has_begun
+            [completion] = await self._sampler.sample(
+                replace(prompt, tokens=tokens),
+                1,
+                replace(sampling, max_new_tokens=most, stop_tokens=runner.chat.stop_tokens),
+                priority=priority,
+                allowed=allowed,
+                begins=(lambda: None) if has_begun else begins,
+            )
+            has_begun = True
+            return completion
+
+        episodes = await gather_or_cancel([runner.run(prompt, ask) for _ in range(wanted)])
+        rows = [[row.completion for row in one.rows] for one in episodes]
+        repeated = await beside_loop(num_repeated, rows, self.contract)
+        return await self._score_episodes(prompt, episodes), repeated
+
+    async def _score_episodes(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[Sample, ...]:
+        """Have the verifier score the last messages of episodes that got no reward from environment or agent."""
+        unscored = [one for one in episodes if one.reward is None]
+        info = [
+            dict(
+                prompt_tokens=len(one.rows[0].prompt),
+                response_tokens=sum(len(row.completion.tokens) for row in one.rows),
+                finish=one.rows[-1].completion.finish,
+                turns=one.facts.turns,
+                tool_calls=one.facts.tool_calls,
+                stopped=one.facts.stopped.name.lower(),
+            )
+            for one in unscored
+        ]
+        verdicts = iter(
+            await self.verifiers[prompt.reward].score_group(
+                prompt.text, prompt.answer, prompt.metadata, [one.text for one in unscored], info
+            )
+            if unscored
+            else ()
+        )
+        samples = []
+        for one in episodes:
+            reward, parts = (one.reward, dict[str, float]()) if one.reward is not None else (0.0, dict[str, float]())
+            if one.reward is None:
+                verdict = next(verdicts)
+                reward, parts = verdict.reward, dict(verdict.parts)
+            samples.append(Sample.of_episode(one.rows, one.facts, float(np.float32(reward)), parts))
+        return tuple(samples)
 
     def _allows(self, place: Place, version: int) -> bool:
         """Return whether the place's group may hold a token of `version`. Raises StoreError when a published version
@@ -506,15 +585,19 @@ class Collector:
         self.run.write_evaluation(version, found | dict(responses=responses))
 
     async def _answers(self, prompt: Prompt, samples: int, version: int, after: int) -> tuple[Sample, ...]:
-        """Return `samples` attempts at a held-out prompt without a token older than `version`."""
-        answers = await self._sampler.sample(
-            prompt,
-            samples,
-            self.settings.evaluation_sampling,
-            priority=(after, prompt.group),  # negative: before the groups of batch `after`
-            allowed=lambda answered: answered >= version,
-        )
-        return await self._score(prompt, answers)
+        """Return `samples` attempts at a held-out prompt without a token older than `version`; none if an episode of
+        it failed."""
+        try:
+            found, _ = await self._attempts_at(
+                prompt,
+                samples,
+                self.settings.evaluation_sampling,
+                priority=(after, prompt.group),  # negative: before the groups of batch `after`
+                allowed=lambda answered: answered >= version,
+            )
+        except EpisodeFailedError:
+            return ()
+        return found
 
     async def _wait_for_turn(self, index: int) -> int:
         """Wait for the version with which the batch may start, and return it. Decisions about the batch's lag were made

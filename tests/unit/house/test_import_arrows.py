@@ -30,6 +30,7 @@ ADAPTERS_MAY_USE = tuple(
         "data.quant_maps",
         "data.routed_experts",
         "data.run_directory",
+        "episodes.episode",
         "errors",
         "gpu_needs",
         "importing",

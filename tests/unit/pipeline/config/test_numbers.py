@@ -21,6 +21,7 @@ SECTIONS = {
     "distillation": {"path": "teacher", "coefficient": 0.1},
     "rollout.interruption": {"from_tokens": 1, "to_tokens": 2, "answer_tokens": 1},
     "reward.overlong": {"buffer_tokens": 2},
+    "episode": {"tools": ["python"]},
 }
 """Sections that a recipe need not have, with what they need."""
 

@@ -66,10 +66,10 @@ def test_a_stage_goes_on_to_its_last_batch_beside_the_evaluation(
 
     async def late(prompt: Prompt, *arguments: Any) -> Any:
         async with asyncio.timeout(20.0):
-            while not collector.store.exists(1):
+            while not collector.store.path(1).exists():
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)  # long enough for the last commit, were it not to wait
-        last_committed.append(collector.store.exists(2))
+        last_committed.append(collector.store.path(2).exists())
         return await ask(prompt, *arguments)
 
     monkeypatch.setattr(collector, "_answers", late)
