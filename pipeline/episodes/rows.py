@@ -26,7 +26,7 @@ from pipeline.errors import ModelError
 
 BranchReason = Literal["rewritten", "thinking stripped", "sub-agent", "resampled"]
 """rewritten: earlier messages are gone or have changed, as after compaction; or another message follows a turn.
-thinking stripped: the template removes thinking from history. sub-agent: no message is shared with an earlier request.
+thinking stripped: the template removes thinking from history. sub-agent: nothing is shared with an earlier request.
 resampled: the same request again."""
 
 
@@ -162,7 +162,7 @@ class EpisodeRows:
         message, malformed = self._format.parse(answer, context.tools, self.turns)
         path = context.last.along(context.more)  # other answers may have been recorded since
         number = context.row
-        if number < 0 or context.cut or len(self._rows[number].tokens) > context.length:
+        if number < 0 or len(self._rows[number].tokens) > context.length:
             number = self._begin(context, path)
         row = self._rows[number]
         row.add(context, completion)
@@ -181,7 +181,7 @@ class EpisodeRows:
         last, shared = path[-1], 0
         if self._rows:
             again = len(path) > len(context.more) and any(node.turn for node in last.children.values())
-            new = last is self._root
+            new = last is self._root and TokenKind.REPEATED not in context.kinds
             self.branches[context.cut or ("resampled" if again else "sub-agent" if new else "rewritten")] += 1
         if (origin := context.row if context.row >= 0 else last.row) >= 0:
             both = zip(context.tokens, self._rows[origin].tokens, strict=False)

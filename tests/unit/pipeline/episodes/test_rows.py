@@ -155,7 +155,7 @@ def test_a_history_without_its_beginning_repeats_turns_by_their_tokens(
     rows.sampled(context, engine.answer("three"))
     assert bytes(half.tokens) in bytes(np.array(context.tokens, np.int32))
     assert np.count_nonzero(context.kinds == TokenKind.REPEATED) == len(half.tokens)
-    assert (len(rows.rows()), rows.branches) == (2, {"sub-agent": 1})
+    assert (len(rows.rows()), rows.branches) == (2, {"rewritten": 1})
     again = rows.context([user("b"), said("\ufffd"), user("other")])
     assert again.tokens[: len(context.tokens) // 2] == context.tokens[: len(context.tokens) // 2]
 
