@@ -42,10 +42,12 @@ from pipeline.data.run_directory import RunDirectory, numbered, numbered_files
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
 from pipeline.data.store import (
     LOST_SUFFIX,
+    REMOVED,
     BatchStore,
     Entry,
     Known,
     LostBatch,
+    RemovedBatch,
     entry,
     groups_between,
 )
@@ -53,11 +55,21 @@ from pipeline.errors import EvenKeelError, RunConflictError, StoreError
 from pipeline.ports.weights import verify_policy
 from pipeline.trainer.checkpoints import verify
 
-Kind = Literal["batch", "lost", "checkpoint", "policy", "published", "old_logprobs", "foreign", "model", "record"]
+Kind = Literal["batch", "gone", "checkpoint", "policy", "published", "old_logprobs", "foreign", "model", "record"]
 _MANY = 4
 """The fewest similar failures of a kind that are no coincidence."""
 _FOLDERS = (
-    *("batches", "checkpoints", "policy", "policy/PUBLISHED", "logprobs", "mismatch", "evaluations", "control"),
+    *(
+        "batches",
+        "batches/removed",
+        "checkpoints",
+        "policy",
+        "policy/PUBLISHED",
+        "logprobs",
+        "mismatch",
+        "evaluations",
+        "control",
+    ),
     *("quant_maps", "recipes", "epochs", "engines", "finished", "model", "skipped", "events", "metrics", "spans"),
     *("damaged", "repairs"),
 )
@@ -158,15 +170,18 @@ def _damaged_batches(run: RunDirectory) -> Iterator[Damage]:
     )
     for index in sorted({*store.holes(steps), *(set(range(learned)) - {*store.settled()})}):
         yield Damage(kind="batch", path=store.path(index), problem="missing", number=index)
-    lost = numbered_files(run.batches, LOST_SUFFIX)
-    for index, path in [*((one, store.path(one)) for one in store.committed()), *lost.items()]:
+    there: list[tuple[Kind, int, Path, Callable[[], object]]] = []
+    lost = {*numbered_files(run.batches, LOST_SUFFIX)}
+    there += [("batch", one, store.path(one), partial(read, one)) for one in store.committed() if one not in lost]
+    for folder, kind in ((run.batches, LostBatch), (run.batches / REMOVED, RemovedBatch)):
+        records = numbered_files(folder, kind.suffix)
+        there += [("gone", index, path, partial(kind.read, path)) for index, path in records.items()]
+    for what, index, path, check in there:
         if index >= steps:
             problem = f"a batch of another run: this one has {steps} steps"
             yield Damage(kind="foreign", path=path, problem=problem)
-        elif path == lost.get(index):
-            yield from _judged("lost", path, index, partial(LostBatch.read, path))
-        elif index not in lost:
-            yield from _judged("batch", path, index, partial(read, index))
+        else:
+            yield from _judged(what, path, index, check)
 
     for step, path in numbered_files(run.logprobs, "-old.npy").items():
         yield from _judged("old_logprobs", path, step, partial(run.old_logprobs, step, responses.get(step)))
@@ -275,11 +290,16 @@ def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
     saved = sorted(set(run.saved_steps()) - damaged["checkpoint"], reverse=True)
     resume = next((step for step in saved if _can_go_on(run, step, published, whole)), 0)
     is_over = not any(one.path.parent.name == "finished" or one.kind == "model" for one in found) and run.is_finished()
+    lost = "; ".join(f"{one.path.relative_to(run.path)}: {one.problem}" for one in found[:3])
     if (forked_at := run.forked_at()) > resume and not is_over:
-        lost = "; ".join(f"{one.path.relative_to(run.path)}: {one.problem}" for one in found[:3])
         raise RunConflictError(
             f"{run.path} is a fork at step {forked_at} and holds nothing from which it could train that step "
             f"again ({lost}); remove it and fork its parent again, `evenkeel fork PARENT NEW --at {forked_at}`"
+        )
+    if (removed := max(BatchStore(run.batches).removed(), default=-1)) >= resume and not is_over:
+        raise RunConflictError(
+            f"{run.path} has no whole checkpoint from which it could go on ({lost}), and cannot be trained again from "
+            f"its beginning: batches up to {removed} were removed by run.keep_batches; put back a copy of a checkpoint"
         )
     repairs = list[Repair]()
     for one in found:
@@ -347,11 +367,11 @@ def _repaired_batches(
     """Yield the repairs of batches, ascending, since each rests on the batch before."""
     store, recipe = BatchStore(run.batches), run.recipe()
     entries: dict[int, Entry] = {}
-    gone = {one.number: one for one in found if one.kind in ("batch", "lost")}
+    gone = {one.number: one for one in found if one.kind in ("batch", "gone")}
     there = {index for index in store.settled() if index < recipe.run.steps} - gone.keys()
     wanted = recipe.rollout.prompts_per_batch
     for index, damage in sorted(gone.items()):
-        reason = "it was lost before"
+        reason = "its record, lost or removed, is damaged"
         if damage.kind == "batch" and resume > index:
             reason = f"the checkpoint of step {resume} has learned from it"
         elif damage.kind == "batch" and published > index:
@@ -374,9 +394,8 @@ def _repaired_batches(
             groups = tuple(between[:wanted] if further else between)
             known = "together" if further or index - 1 in entries else "all"
             left = set(between) - set(groups)
-            next_group, open_groups = behind.next_group, tuple(sorted({*behind.open_groups, *behind.own, *left}))
-        entries[index] = Entry(index=index, own=groups, next_group=next_group, open_groups=open_groups)
-        lost = LostBatch(
+            next_group, open_groups = behind.next_group, tuple(sorted({*behind.open_groups, *behind.groups, *left}))
+        lost = entries[index] = LostBatch(
             index=index,
             reason=damage.problem,
             recorded=recorded,

@@ -296,13 +296,14 @@ def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
 def read(source: RunDirectory, index: int | None) -> Recorded:
     """Read a batch and the learner's scores. Raises StoreError before it is trained."""
     store = BatchStore(source.batches)
-    lost = {batch.index for batch in store.all_lost()}
-    trained = sorted({int(path.stem) for path in source.logprobs.glob("*.npy") if _STEP.fullmatch(path.stem)} - lost)
+    scored = {int(path.stem) for path in source.logprobs.glob("*.npy") if _STEP.fullmatch(path.stem)}
+    trained = sorted(scored & {*store.committed()})
     wanted = max(trained, default=0) if index is None else index
     if wanted not in trained:
         raise StoreError(
-            f"{source.path} has not trained on batch {wanted}; trained are "
-            f"{f'{trained[0]} to {trained[-1]}' if trained else 'none'}; give --batch one of these, or train on"
+            f"{source.path} has not trained on batch {wanted}, or what it takes was removed (run.keep_batches, "
+            f"run.keep_logprobs); it is there of {f'{trained[0]} to {trained[-1]}' if trained else 'none'}; give "
+            "--batch one of these, or train on"
         )
     batch = store.read(wanted, None)
     now = source.learner_logprobs(wanted, len(batch.rollout_logprobs))

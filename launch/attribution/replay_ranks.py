@@ -20,7 +20,7 @@ from pipeline.background import tell_when_done
 from pipeline.child_process import append_working_folder_to_path, die_with_parent
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory, numbered
-from pipeline.data.store import BatchStore, refuse_to_pass_lost
+from pipeline.data.store import BatchStore, refuse_to_pass_gone
 from pipeline.trainer.checkpoints import Checkpoints
 
 
@@ -69,7 +69,7 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
     )
     try:
         restored, _ = checkpoints.restore(learner)
-        learner.tell(lambda: refuse_to_pass_lost(source, store.all_lost(), restored, max(wanted)))
+        learner.tell(lambda: refuse_to_pass_gone(source, restored, max(wanted)))
         channel.publish(restored)  # a checkpoint holds the version of its own number
         trainer.train()
     except AllExportedError:

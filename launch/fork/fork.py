@@ -41,7 +41,7 @@ from pipeline.data.files import (
 )
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders, unfenced
 from pipeline.data.run_recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
-from pipeline.data.store import BatchStore
+from pipeline.data.store import BATCH_SUFFIX, LOST_SUFFIX, REMOVED, BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.repair import find_damage, own_recipes
 from pipeline.resume import refuse_changes
@@ -164,7 +164,8 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     )
     decided = None if afresh else ControlFiles(run.control, run.fence).read(step - 1)
     for old in _files(run, step, decided, controlled=controlled):
-        _link(old, folder / old.relative_to(run.path))
+        with suppress(FileNotFoundError):  # a running parent has removed a batch; its record is linked after batches
+            _link(old, folder / old.relative_to(run.path))
     if controlled and (afresh or decided is not None):
         begun = ControlRecord(step=step - 1, state=State())
         if decided is not None:
@@ -193,7 +194,8 @@ def _files(run: RunDirectory, step: int, decided: ControlRecord | None, *, contr
     """Yield the files to link beside the checkpoint. `decided` is the record that the controller continues from, or
     None. A controlled fork writes the last control record anew."""
     for folder, endings, last in (
-        (run.batches, (".zarr.zip", ".lost.json"), step - 1),
+        (run.batches, (BATCH_SUFFIX, LOST_SUFFIX), step - 1),
+        (run.batches / REMOVED, (".json",), step - 1),
         (run.logprobs, (".npy", "-old.npy"), step - 1),
         (run.mismatch, (".zarr.zip",), step - 1),
         (run.control, (".json",), step - 2 if controlled else step - 1),

@@ -38,6 +38,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     from pipeline.spans import recorded
     from pipeline.trainer.batches import STOP_FILE_VARIABLE
     from pipeline.trainer.checkpoints import Checkpoints
+    from pipeline.trainer.retention import Retention
     from pipeline.trainer.turns import GpuLock
 
     recipe = run.recipe()
@@ -73,7 +74,16 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         store=BatchStore((replayed or run).batches, limits=build_limits(recipe)),
         contract=build_contract(recipe, build_tokenizer(recipe)),
         checkpoints=Checkpoints(
-            run.checkpoints, recipe.checkpoint.keep, run.fence, checkpoint_bytes(learner.model_config, recipe)
+            run.checkpoints,
+            recipe.checkpoint.keep,
+            run.fence,
+            checkpoint_bytes(learner.model_config, recipe),
+            Retention(
+                run=run,
+                keep_batches=recipe.run.keep_batches,
+                keep_logprobs=recipe.run.keep_logprobs,
+                solved_at=recipe.reward.solved_at,
+            ).apply,
         ),
         event_log=event_log,
         channel=channel,

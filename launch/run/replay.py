@@ -27,7 +27,7 @@ from pipeline.data.checksums import create_sealed, read_sealed_json, remove_list
 from pipeline.data.files import is_temporary, make_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.run_recipes import RecipeInForce, adopt_recipes, all_recipes
-from pipeline.data.store import BatchStore, refuse_to_pass_lost
+from pipeline.data.store import BatchStore, refuse_to_pass_gone
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume import change_of
 from precision.text import listed
@@ -53,7 +53,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
             f"{source} cannot be replayed: {changed}, and a replay trains all steps by one; replay the run that it is "
             "a fork of"
         )
-    refuse_to_pass_lost(original, BatchStore(original.batches).all_lost(), 0, newest.recipe.run.steps)
+    refuse_to_pass_gone(original, 0, newest.recipe.run.steps)
     replayed = Replayed.of(source)
     steps = load_recipe(newest.path, overrides).run.steps
     for number in count(1):

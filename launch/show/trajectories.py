@@ -42,7 +42,7 @@ def show(path: Path, index: int, limit: int) -> None:
     [(batch, tokenizer, learner_logprobs)] = read_batches(path, [index])
     background = Background(path)
     if learner_logprobs is None:
-        print(f"batch {index} is not trained yet: no learner logprobs to compare with")
+        print(f"no learner logprobs of batch {index} to compare with: not trained yet, or removed by run.keep_logprobs")
     if background.missing:
         print(background.missing)
     for line in render_batch(batch, tokenizer, background, learner_logprobs=learner_logprobs, limit=limit):
@@ -86,6 +86,7 @@ def export(
         raise RecipeError(f"{path} has no batch, so nothing to export: nothing was sampled yet, or it is a run of sft")
     if not steps:
         there = f"{committed[0]} to {committed[-1]}"
+        there += " (run.keep_batches removed those before)" if BatchStore(RunDirectory(path).batches).removed() else ""
         raise RecipeError(f"{path} has no batch in these steps; committed are {there}; give others with --steps A:B")
 
     def is_kept(row: dict[str, Any]) -> bool:

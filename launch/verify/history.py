@@ -43,6 +43,7 @@ def check_history(path: Path) -> dict[str, Any]:
         vocabulary_checked=limits.vocab_size is not None,
         missing_batches=len(audit.missing),
         lost_by_damage=[str(batch) for batch in audit.damaged],
+        removed_batches=len(audit.removed),
         without_record=gaps,
         repaired=repaired,
         batches=audit.batches,

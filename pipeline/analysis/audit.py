@@ -21,11 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.data.batch import Batch
 from pipeline.data.batch_values import UNKNOWN, Limits, batch_faults
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_directory import RunDirectory, numbered_files
 from pipeline.data.run_recipes import all_recipes, recipe_of_step
-from pipeline.data.store import BatchStore, LostBatch
+from pipeline.data.store import BatchStore, LostBatch, RemovedBatch
 from pipeline.rollout.batch_builder import SolvedPromptFilter, SolvedPromptRule, attempts
 from pipeline.schedule import Schedule
 
@@ -39,6 +40,8 @@ class Audit:
     """Batches below `steps` that are not committed."""
     damaged: tuple[LostBatch, ...]
     """Batches below `steps` that are recorded as lost by damage. They alone do not make a history unsound."""
+    removed: tuple[int, ...]
+    """Batches below `steps` that run.keep_batches removed: only their groups and pass rates are known."""
     lost: tuple[int, ...]
     """Groups below the last batch's next_group that are in no batch (lost or not), not dropped and not open."""
     duplicated: tuple[int, ...]
@@ -51,7 +54,7 @@ class Audit:
     """The first invalid value of each kind in each batch, with its sample (pipeline.data.batch_values)."""
     batches: int
     groups: int
-    """Groups trained on, dropped, or lost with a damaged batch."""
+    """Groups trained on, dropped, or gone with their batch."""
     dropped: int
     """Dropped groups: those of the next three fields, and those that the user's filter rejected."""
     unfit: int
@@ -74,21 +77,23 @@ def verify_history(
     """Read and check the first `steps` batches of a run. Batches before `first` come from the run that it was forked
     from, which may have had another schedule and other rules. Raises CorruptBatchError."""
     store, solved = BatchStore(RunDirectory(run_dir).batches), SolvedPromptFilter(solved_rule)
+    settled = [index for index in store.settled() if index < steps]
     damaged = {batch.index: batch for batch in store.all_lost() if batch.index < steps}
-    there = set(store.committed()) - damaged.keys()
-    present = [index for index in range(steps) if index in there]
+    removed = list[int]()
     first_damaged = min(damaged, default=steps)
     seen, faults, misjudged = [np.zeros(0, np.int64)], list[str](), set[int]()
     lags, kinds = Counter[int](), Counter[str]()
     num_tokens = violations = next_group = 0
     open_groups: tuple[int, ...] = ()
-    for index in sorted({*present, *damaged}):
-        if index in damaged:  # of which only its record is left
-            lost = damaged[index]
-            seen.append(np.array(lost.groups, np.int64))
-            next_group, open_groups = lost.next_group, lost.open_groups
+    for index in settled:
+        batch = store.found(index, lambda one: store.read(one, None, check=False))
+        next_group, open_groups = batch.next_group, batch.open_groups
+        if not isinstance(batch, Batch):
+            seen.append(np.array(batch.groups, np.int64))
+            if isinstance(batch, RemovedBatch):
+                removed.append(index)
+                solved.record(index, attempts(batch, 0.0))
             continue
-        batch = store.read(index, None, check=False)
         faults.extend(f"batch {index}, {fault}" for fault in batch_faults(batch, limits))
         seen += [np.unique(batch.group), np.array([drop.group for drop in batch.dropped], np.int64)]
         versions, tokens = np.unique(batch.policy_version, return_counts=True)
@@ -108,11 +113,10 @@ def verify_history(
             misjudged |= {group for group, problem in asked.items() if problem in known}
             misjudged |= {group for group, problem in passed_over.items() if problem not in known}
         solved.record(index, {} if solved_rule is None else attempts(batch, solved_rule.solved_at))
-        next_group, open_groups = batch.next_group, batch.open_groups
     opened = np.array(open_groups, np.int64)
     groups, times = np.unique(np.concatenate(seen), return_counts=True)
     duplicated = np.union1d(groups[times > 1], np.intersect1d(groups, opened))
-    missing = tuple(sorted(set(range(steps)) - set(present) - damaged.keys()))
+    missing = tuple(sorted(set(range(steps)) - set(settled)))
     # At most MOST_LOST of the lost ones are named: a damaged number may be any.
     accounted = np.union1d(groups, opened)
     borders = [-1, *accounted[(accounted >= 0) & (accounted < next_group)].tolist(), next_group]
@@ -122,12 +126,13 @@ def verify_history(
         sound=not (missing or never or len(duplicated) or violations or misjudged or faults),
         missing=missing,
         damaged=tuple(damaged[index] for index in sorted(damaged)),
+        removed=tuple(removed),
         lost=never,
         duplicated=tuple(duplicated.tolist()),
         version_violations=violations,
         solved_violations=tuple(sorted(misjudged)),
         value_faults=tuple(faults),
-        batches=len(present),
+        batches=len(settled) - len(damaged) - len(removed),
         groups=len(groups),
         dropped=kinds.total(),
         unfit=kinds["unfit"],
@@ -142,6 +147,8 @@ def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> dict[str, list[int]
     """Return the steps and versions that lack a record, by kind of record as in this module's table, without complete
     kinds. Files in `repaired`, relative to the run, were set aside by a repair that recorded them: they are no gaps."""
     known, recipes = set(repaired), all_recipes(run.path)
+    removes = any(one.recipe.run.keep_batches or one.recipe.run.keep_logprobs for one in recipes)
+    first_scores = min(numbered_files(run.logprobs, ".npy"), default=0) if removes else 0
     finished = run.path / "finished"
     steps = recipes[-1].recipe.run.steps if (finished / "learner").exists() else max(run.saved_steps(), default=0)
     trained = sorted(set(range(steps)) - set(run.skipped_steps()))
@@ -174,7 +181,7 @@ def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> dict[str, list[int]
     gaps = dict(
         metrics=[step for step in trained if step not in noted],
         consumed=[step for step in trained if step not in consumed],
-        logprobs=without(run.logprobs, ".npy", trained),
+        logprobs=without(run.logprobs, ".npy", [step for step in trained if step >= first_scores]),
         mismatch=without(run.mismatch, ".zarr.zip", trained) if measures else [],
         control=without(run.control, ".json", controlled),
         checkpoints=[newest] if gone else [],

@@ -60,6 +60,15 @@ class RunSection(Section):
         3600.0, description="Longest wait of learner or collector for the other; an evaluation must fit in."
     )
     max_restarts: NonNegativeInt = Field(5, description="Restarts of a process without progress before the run ends.")
+    keep_batches: PositiveInt | None = Field(
+        None,
+        description="Remove older batches than the newest N that a checkpoint has learned from, and the learner's "
+        "log-probabilities of them, but none that a checkpoint may train again. Default: keep all, which "
+        "`evenkeel train --replay` needs.",
+    )
+    keep_logprobs: PositiveInt | None = Field(
+        None, description="As keep_batches, but the learner's log-probabilities alone: they only explain a run."
+    )
 
 
 class ModelSection(Section):

@@ -18,7 +18,7 @@
       learner.json             the address of node 0 for the other nodes of the learner (launch.roles.lifecycle)
       control/000012.json      the ESS controller's evidence and decision after step 12 (pipeline.control.files)
       quant_maps/000001.yaml   a quant map that it decided on (pipeline.data.quant_maps)
-      batches/000012.lost.json batch 12 was lost by damage (pipeline.data.store)
+      batches/000012.lost.json batch 12 was lost by damage; batches/removed/000012.json: removed (pipeline.data.store)
       skipped/000012           the learner skipped its step
       SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
       reference.json           digests of the reference policy that the run began with (pipeline.trainer.old_logprobs)

@@ -8,11 +8,13 @@ the chunks of its samples alone.
 One collector writes; a second one on any host, which still believes to be the collector, loses: a link never replaces a
 file. Any number of processes may read and wait. They wait for a batch by its name: a run may have 100,000 of them.
 
-    RUN/batches/000012.zarr.zip    batch 12
-    RUN/batches/000012.lost.json   batch 12 was lost by damage: made by `evenkeel repair`, exclusively, never changed
+    RUN/batches/000012.zarr.zip      batch 12
+    RUN/batches/000012.lost.json     batch 12 was lost by damage: made by `evenkeel repair`, exclusively, never changed
+    RUN/batches/removed/000012.json  batch 12 was removed by run.keep_batches: made by the learner alone, likewise
 
-A lost batch keeps its place: no other batch asks its groups. They follow from its neighbors: the batch before names the
-open groups, the batch after the closed ones and its own.
+A batch that is gone keeps its place: no other batch asks its groups. Those of a lost batch follow from its neighbors:
+the batch before names the open groups, the batch after the closed ones and its own. Once there is a record, it counts,
+and not a file that may lie beside it.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 import numpy as np
 
@@ -56,52 +58,95 @@ from pipeline.data.zarr_zip import damage_as, open_zarr_zip, seek_zarr_zip, writ
 from pipeline.errors import CorruptBatchError, RetryableError, StoreError
 from precision.text import one_line
 
-BATCH_SUFFIX, LOST_SUFFIX = ".zarr.zip", ".lost.json"
+BATCH_SUFFIX, LOST_SUFFIX, REMOVED = ".zarr.zip", ".lost.json", "removed"
+T = TypeVar("T")
 Known = Literal["all", "together", "first"]
 """The certainty about a lost batch's groups. all: exactly these. together: several consecutive lost batches had these.
 first: no later batch is known, so it had at least these, and replacements of dropped groups are asked again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LostBatch:
-    """A batch that was lost by damage."""
+class Entry:
+    """The groups of a batch, committed or gone."""
 
     index: int
+    groups: tuple[int, ...]
+    """Those trained on and those dropped, ascending."""
+    next_group: int
+    """As in Batch."""
+    open_groups: tuple[int, ...]
+    """As in Batch."""
+
+    @staticmethod
+    def of(batch: Batch) -> Entry:
+        groups = {*np.unique(batch.group).tolist(), *(drop.group for drop in batch.dropped)}
+        return Entry(
+            index=batch.index,
+            groups=tuple(sorted(groups)),
+            next_group=batch.next_group,
+            open_groups=batch.open_groups,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoneBatch(Entry):
+    """The record of a batch whose file is gone."""
+
+    suffix: ClassVar[str] = ".json"
+
+    def write(self, path: Path) -> None:
+        """Create the record. Raises FileExistsError if it exists."""
+        create_sealed(path, json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a record. Raises StoreError for damage."""
+        run = next(folder.parent for folder in path.parents if folder.name != REMOVED)
+        remedy = f"repair the run: `evenkeel repair {run}`"
+        fields = read_sealed_json(path, remedy)
+        try:
+            gone = cls(**{name: _as_tuple(value) for name, value in fields.items()})
+            if f"{numbered(gone.index)}{cls.suffix}" != path.name:
+                raise ValueError(f"it is that of batch {gone.index}")
+            return gone
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostBatch(GoneBatch):
+    """A batch that was lost by damage. Its `next_group` and `open_groups` are as if it had been committed."""
+
+    suffix = LOST_SUFFIX
+
     reason: str
     """The failed check, or that the file was missing."""
     recorded: str
     """The UTC time and process of the record."""
     learned: bool
     """Whether the newest checkpoint had learned from it. If not, its step is skipped."""
-    groups: tuple[int, ...]
     known: Known
-    next_group: int
-    """As in Batch, as if this batch had been committed."""
-    open_groups: tuple[int, ...]
-    """As in Batch."""
 
     def __str__(self) -> str:
         learned = "the learner had learned from it" if self.learned else "its step is skipped"
         return f"batch {self.index} was lost by damage ({self.reason}; recorded {self.recorded}); {learned}"
 
-    def write(self, path: Path) -> None:
-        """Create the record. Raises FileExistsError if it exists."""
-        create_sealed(path, json.dumps(asdict(self)) + "\n")
 
-    @staticmethod
-    def read(path: Path) -> LostBatch:
-        """Read a record. Raises StoreError for damage."""
-        remedy = f"repair the run: `evenkeel repair {path.parents[1]}`"
-        fields = read_sealed_json(path, remedy)
-        try:
-            for name in ("groups", "open_groups"):
-                fields[name] = tuple(fields[name])
-            lost = LostBatch(**fields)
-            if f"{numbered(lost.index)}{LOST_SUFFIX}" != path.name:
-                raise ValueError(f"it is that of batch {lost.index}")
-            return lost
-        except (ValueError, TypeError, KeyError) as error:
-            raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
+@dataclass(frozen=True, kw_only=True)
+class RemovedBatch(GoneBatch):
+    """A batch that the learner had learned from, and removed since no checkpoint needs it any more."""
+
+    checksum: str
+    """That of its file (BatchStore.checksum)."""
+    attempts: tuple[tuple[int, int, int], ...]
+    """(problem, its samples, those that solved it), as the run counted when the batch was removed."""
+
+    def __str__(self) -> str:
+        return f"batch {self.index} was removed by run.keep_batches, after the learner had learned from it"
 
 
 class BatchStore:
@@ -120,24 +165,42 @@ class BatchStore:
         return self.directory / f"{numbered(index)}{BATCH_SUFFIX}"
 
     def committed(self) -> list[int]:
-        """Return the indices of all committed batches, ascending."""
-        return numbers_of(self.directory, BATCH_SUFFIX)
+        """Return the indices of all committed batches that were not removed, ascending."""
+        return sorted({*numbers_of(self.directory, BATCH_SUFFIX)} - {*self.removed()})
 
     def lost_path(self, index: int) -> Path:
         return self.directory / f"{numbered(index)}{LOST_SUFFIX}"
 
-    def lost(self, index: int) -> LostBatch | None:
-        """Return the record of batch `index` if it was lost, or None. Raises StoreError for damage."""
-        path = self.lost_path(index)
-        return LostBatch.read(path) if path.exists() else None
+    def removed_path(self, index: int) -> Path:
+        return self.directory / REMOVED / f"{numbered(index)}{RemovedBatch.suffix}"
+
+    def gone(self, index: int) -> LostBatch | RemovedBatch | None:
+        """Return the record of batch `index` if it was lost or removed, or None. Raises StoreError for damage."""
+        if (path := self.lost_path(index)).exists():  # not by listing: reading n batches would list n times
+            return LostBatch.read(path)
+        return RemovedBatch.read(path) if (path := self.removed_path(index)).exists() else None
+
+    def found(self, index: int, read: Callable[[int], T]) -> T | LostBatch | RemovedBatch:
+        """Return what `read` reads of batch `index`, or its record if it is gone, perhaps only since it was listed."""
+        try:
+            return self.gone(index) or read(index)
+        except StoreError:
+            if (gone := self.gone(index)) is None:
+                raise
+            return gone
 
     def all_lost(self) -> list[LostBatch]:
         """Return the records of all lost batches, ascending."""
         return [LostBatch.read(path) for path in numbered_files(self.directory, LOST_SUFFIX).values()]
 
+    def removed(self) -> list[int]:
+        """Return the indices of removed batches, ascending."""
+        return [*numbered_files(self.directory / REMOVED, RemovedBatch.suffix)]
+
     def settled(self) -> list[int]:
-        """Return the indices of committed and lost batches, ascending."""
-        return numbers_of(self.directory, BATCH_SUFFIX, LOST_SUFFIX)
+        """Return the indices of committed and gone batches, ascending."""
+        there = numbers_of(self.directory, BATCH_SUFFIX, LOST_SUFFIX)
+        return sorted({*there, *self.removed()})  # listed last: a record is there before its batch is unlinked
 
     def is_settled(self, index: int) -> bool:
         """Return whether batch `index` is committed or lost, for processes that wait for it. Mounts may remember for
@@ -166,7 +229,7 @@ class BatchStore:
         index = self.next_index
         if index == 0:
             return 0, ()
-        newest = self.lost(index - 1) or self.read(index - 1, None)
+        newest = self.gone(index - 1) or self.read(index - 1, None)
         return newest.next_group, newest.open_groups
 
     def commit(self, batch: Batch) -> Path:
@@ -231,10 +294,10 @@ class BatchStore:
         check, OSError when the machine fails to read it.
         """
         path = self.path(index)
+        if (gone := self.gone(index)) is not None:
+            raise StoreError(f"{gone}; there is nothing to read")
         if visible_s:
             await_visible(path, visible_s)
-        if self.lost_path(index).exists():  # not by listing: reading n batches would list n times
-            raise StoreError(f"{LostBatch.read(self.lost_path(index))}; there is nothing to read")
         if not path.is_file():
             there = self.committed()
             others = (
@@ -276,10 +339,14 @@ class BatchStore:
             return file.arrays["prompt_lengths"].shape[0]
 
     def checksum(self, index: int) -> str:
-        """Return a mark that changes with a settled batch: the checksum of its file, not verified, or of its record of
-        loss. Raises CorruptBatchError for a file without one."""
-        if (lost := self.lost_path(index)).exists():
-            return f"lost {crc32(lost.read_bytes())}"
+        """Return a mark that changes with a settled batch: the checksum of its file, not verified and also if it was
+        removed since, or of its record of loss. Raises CorruptBatchError for a file without one."""
+        found = self.found(index, self._trailer)
+        if isinstance(found, LostBatch):
+            return f"lost {crc32(self.lost_path(index).read_bytes())}"
+        return found.checksum if isinstance(found, RemovedBatch) else found
+
+    def _trailer(self, index: int) -> str:
         path = self.path(index)
         with self._damage_as_corrupt(path), open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TRAILER_BYTES))
@@ -296,10 +363,11 @@ class BatchStore:
         return damage_as(path, CorruptBatchError, remedy)
 
 
-def refuse_to_pass_lost(run: RunDirectory, lost: Iterable[LostBatch], first: int, end: int) -> None:
-    """Raise StoreError when steps first … end - 1 cannot be repeated: one had learned from a batch now lost."""
-    skipped = run.skipped_steps()
-    for batch in lost:
+def refuse_to_pass_gone(run: RunDirectory, first: int, end: int) -> None:
+    """Raise StoreError when steps first … end - 1 cannot be repeated: one had learned from a batch that is gone."""
+    store, skipped = BatchStore(run.batches), run.skipped_steps()
+    removed = (RemovedBatch.read(store.removed_path(index)) for index in store.removed())
+    for batch in (*store.all_lost(), *removed):
         if first <= batch.index < end and batch.index not in skipped:
             raise StoreError(
                 f"{batch}: steps from {batch.index} on cannot be repeated as they were; what can be read of the run "
@@ -307,31 +375,15 @@ def refuse_to_pass_lost(run: RunDirectory, lost: Iterable[LostBatch], first: int
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """The groups of a batch, committed or lost."""
-
-    index: int
-    own: tuple[int, ...]
-    next_group: int
-    open_groups: tuple[int, ...]
-
-
-_NOTHING = Entry(index=-1, own=(), next_group=0, open_groups=())
+_NOTHING = Entry(index=-1, groups=(), next_group=0, open_groups=())
 
 
 def entry(store: BatchStore, index: int) -> Entry:
     """Return the entry of batch `index`, or for -1 that before the first. Raises as BatchStore.read does."""
-    if index < 0:
-        return _NOTHING
-    if (lost := store.lost(index)) is not None:
-        return Entry(index=index, own=lost.groups, next_group=lost.next_group, open_groups=lost.open_groups)
-    batch = store.read(index, None)
-    own = {*np.unique(batch.group).tolist(), *(drop.group for drop in batch.dropped)}
-    return Entry(index=index, own=tuple(sorted(own)), next_group=batch.next_group, open_groups=batch.open_groups)
+    return _NOTHING if index < 0 else store.gone(index) or Entry.of(store.read(index, None))
 
 
 def groups_between(before: Entry, after: Entry) -> list[int]:
     """Return the groups of the batches between two consecutive known entries, ascending."""
     candidates = {*before.open_groups, *range(before.next_group, after.next_group)}
-    return sorted(candidates - set(after.open_groups) - set(after.own))
+    return sorted(candidates - set(after.open_groups) - set(after.groups))

@@ -35,7 +35,7 @@ from pipeline.data.batch import (
     is_solved,
 )
 from pipeline.data.checksums import crc32
-from pipeline.data.store import BatchStore, Entry, entry, groups_between
+from pipeline.data.store import BatchStore, Entry, RemovedBatch, entry, groups_between
 from pipeline.errors import RecipeError, RewardError
 from pipeline.importing import own_function, truth_of
 from pipeline.schedule import Schedule
@@ -416,7 +416,7 @@ class HoleAllocator:
     def close_batch(self, batch: int) -> tuple[int, tuple[int, ...]]:
         """Return the values for the batch to store, with which those of later batches stay true."""
         assert batch == self._index
-        return self._after.next_group, tuple(sorted({*self._after.open_groups, *self._after.own, *self._left}))
+        return self._after.next_group, tuple(sorted({*self._after.open_groups, *self._after.groups, *self._left}))
 
 
 Allocator = GroupAllocator | HoleAllocator
@@ -482,8 +482,11 @@ class SolvedPromptFilter:
         return self._solved
 
 
-def attempts(batch: Batch, solved_at: float) -> dict[int, Attempts]:
-    """Count by problem its samples in a batch, those of dropped groups included. Ignore groups of unknown problems."""
+def attempts(batch: Batch | RemovedBatch, solved_at: float) -> dict[int, Attempts]:
+    """Count by problem its samples in a batch, those of dropped groups included. Ignore groups of unknown problems. A
+    removed batch has the counts of its record, by the `solved_at` of then."""
+    if isinstance(batch, RemovedBatch):
+        return {problem: Attempts(*counts) for problem, *counts in batch.attempts}
     first = batch.first_rows
     problems, members = np.unique(batch.problem[first], return_inverse=True)
     judged, is_right = batch.judged[first], is_solved(batch.reward[first], solved_at)

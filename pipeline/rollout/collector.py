@@ -45,7 +45,7 @@ from pipeline.data.batch import (
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore
+from pipeline.data.store import BatchStore, LostBatch
 from pipeline.episodes.episode import Episode, EpisodeRunner
 from pipeline.episodes.host import EpisodeFailedError
 from pipeline.errors import DeadlineExceededError, FatalError, StoreError
@@ -265,7 +265,8 @@ class Collector:
                 some = there[first : first + _AT_ONCE]
                 for key in zip(some, await asyncio.to_thread(list, map(self.store.checksum, some)), strict=True):
                     if key not in known:
-                        batch = await asyncio.to_thread(self.store.read_samples, key[0])
+                        batch = await asyncio.to_thread(self.store.found, key[0], self.store.read_samples)
+                        assert not isinstance(batch, LostBatch), batch  # only a repair finds a loss, of a stopped run
                         known[key] = attempts(batch, self._attempts.solved_at)
                         self.run.fence()
                         self._attempts.append(*key, known[key])

@@ -33,7 +33,7 @@ from pipeline.data.batch import (
 )
 from pipeline.data.files import FIRST_POLL_S, VISIBLE_S, fsync_directory, slower
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore
+from pipeline.data.store import BatchStore, LostBatch
 from pipeline.errors import DeadlineExceededError, StoppedError
 from pipeline.ports.learner import Update
 from precision.mismatch.statistics import Mismatch
@@ -98,7 +98,7 @@ class BatchSource:
                     # The collector may not have synced the folder yet, and a trained batch must survive a power cut.
                     fsync_directory(self.store.directory)
                     self.patience.progress()
-                    return "there" if self.store.lost(index) is None else "lost"
+                    return "lost" if isinstance(self.store.gone(index), LostBatch) else "there"
                 self.patience.still(f"batch {index}")
                 if time.monotonic() >= deadline:
                     before, seen = seen, self.run.sampled_at_ns()

@@ -99,6 +99,8 @@ class Checkpoints:
     """Called on rank 0 before a checkpoint gets its name; raises SupersededError."""
     first_bytes: int = 0
     """Estimated size of the first checkpoint: a disk with less free space is reported as full beforehand."""
+    retain: Callable[[], None] = lambda: None
+    """Called on rank 0 once a checkpoint has got its name and older ones are removed (Retention.apply)."""
 
     _under_way: list[_Save] = field(init=False, repr=False, compare=False, default_factory=list)
     """The save under way, at most one."""
@@ -203,6 +205,7 @@ class Checkpoints:
                 fsync_directory(self.directory)
         for old in committed_steps(self.directory)[: -self.keep]:
             remove_folder(self.directory / numbered(old))
+        self.retain()
 
     def _newest(self) -> tuple[int, dict[str, float]] | None:
         """Return step and loop state of the newest checkpoint, after comparing its files' sizes with COMMIT. Raises

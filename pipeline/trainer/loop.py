@@ -38,6 +38,7 @@ from pipeline.data.event_log import EventKind, EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import REMOVED
 from pipeline.errors import EngineUnavailableError, NonFiniteError, StoppedError
 from pipeline.ports.learner import Update
 from pipeline.ports.weights import WeightChannel
@@ -105,10 +106,13 @@ class Trainer:
     def train(self) -> None:
         """Train on every batch after the newest checkpoint, then export the final policy. On a stop request, save the
         trained steps and raise StoppedError, on every rank."""
-        for folder in (self.run.policies, self.run.mismatch, self.run.logprobs, self.run.checkpoints):
+        written = (self.run.policies, self.run.mismatch, self.run.logprobs, self.run.checkpoints)
+        for folder in (*written, self.run.batches / REMOVED):
             tell_when_done(self.learner, partial(remove_leftovers, folder, self.run.fence))
         first, state = self.checkpoints.restore(self.learner, self._versions)
         self._saved = first
+        if first == self.schedule.steps:  # no checkpoint follows: an earlier start may have been killed after its last
+            tell_when_done(self.learner, self.checkpoints.retain)
         self.advantage_computer.estimator.restore(state)
         if self.controller is not None:
             self.controller.restore(first)

@@ -55,6 +55,8 @@ class Plan:
     moving_advantage: bool = False
     checkpoint_every: int = 1
     keep_checkpoints: int = 2
+    keep_batches: int | None = None
+    keep_logprobs: int | None = None
     evaluate_every: int = 2
     streamed: bool = False
     """The weights go to the engines first, and the policy folder is complete later."""
@@ -122,7 +124,10 @@ def plan_of(seed: int, *, harsh: bool = False) -> Plan:
     count = draw.choice((0, 1, 1, 2, 2, 3, 4))
     faults = tuple(_fault(draw, plan.steps) for _ in range(3 + count // 2 if harsh else count))
     window = draw.choice((0.0, 0.0, 1.0, 3.0, math.inf))
-    return replace(plan, faults=faults, window=window, evaluation_s=draw.choice((0.0, 0.0, 2.0, 15.0)))
+    evaluation_s = draw.choice((0.0, 0.0, 2.0, 15.0))
+    keeps = [draw.choice((None, 1, 2)) for _ in range(2)]  # drawn last: what is drawn before stays as it was
+    drawn = dict(window=window, evaluation_s=evaluation_s, keep_batches=keeps[0], keep_logprobs=keeps[1])
+    return replace(plan, faults=faults, **drawn)
 
 
 def _fault(draw: random.Random, steps: int) -> Fault:

@@ -13,7 +13,7 @@ from typing import Any
 from launch.roles.lifecycle import status_of
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods import FADE, GRPO
-from pipeline.data.batch import LogprobContract, Prompt, Sampling
+from pipeline.data.batch import SOLVED_REWARD, LogprobContract, Prompt, Sampling
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers, remove_old_leftovers
@@ -29,6 +29,7 @@ from pipeline.trainer.batches import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.loop import Scoring, Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs
+from pipeline.trainer.retention import Retention
 from rollout_sglang.weights.update_lease import Updates
 from tests.chaos.simulation.engines import HELD_OUT, VOCABULARY, EngineRoom, SimulatedFleet, SimulatedVerifiers
 from tests.chaos.simulation.learner import HashLearner, SimulatedChannel, seed_policy
@@ -46,6 +47,8 @@ class Promises:
 
     batches: dict[int, str] = field(default_factory=dict)
     """Batch → digest of its file."""
+    removed: dict[int, bytes] = field(default_factory=dict)
+    """Batch → its file, from before it was removed."""
     saved: int = 0
     published: int = 0
     """As others may have seen it; a power cut may take it back."""
@@ -310,10 +313,33 @@ def trainer(
             run.checkpoints,
             plan.keep_checkpoints,
             run.fence,
+            retain=_retention(setting, run).apply,
             setting=None if channel is None else setting,
         ),
         checkpoint_every=plan.checkpoint_every,
         event_log=EventLog(run.path, name),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedRetention(Retention):
+    """Keeps what is removed, for the replay."""
+
+    promises: Promises
+
+    def _record(self, store: BatchStore, index: int) -> None:
+        self.promises.removed[index] = store.path(index).read_bytes()
+        super()._record(store, index)
+
+
+def _retention(setting: Setting, run: RunDirectory) -> Retention:
+    plan, rule = setting.world.plan, solved_rule_of(setting.world.plan)
+    return WatchedRetention(
+        run=run,
+        keep_batches=plan.keep_batches,
+        keep_logprobs=plan.keep_logprobs,
+        solved_at=SOLVED_REWARD if rule is None else rule.solved_at,
+        promises=setting.promises,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import shutil
 import tempfile
@@ -150,6 +151,9 @@ class Operator:
             promises.published = run.published_version() if run.is_published() else 0
             if promises.published < promises.announced:
                 world.problem(f"version {promises.announced} was published, and {promises.published} is, after the cut")
+            saved, removed = run.saved_steps(), BatchStore(run.batches).removed()
+            if removed and saved[0] <= removed[-1]:
+                world.problem(f"after the cut there is checkpoint {saved[0]}, and batch {removed[-1]} is removed")
         for role in ROLES:
             process = self._running.get(role)
             if process is not None and process.status is not None:
@@ -206,13 +210,22 @@ def _history(setting: Setting) -> None:
     audit = verify_history(setting.path, schedule_of(plan), plan.steps, solved_rule_of(plan))
     if not audit.sound:
         world.problem(f"verify history: {audit}")
-    if audit.batches != plan.steps:
-        world.problem(f"{audit.batches} batches of {plan.steps}")
-    store = BatchStore(setting.run.batches)
+    store, saved = BatchStore(setting.run.batches), setting.run.saved_steps()
+    first = 0 if plan.keep_batches is None else max(0, min(saved[0], plan.steps - plan.keep_batches))
+    removed = len(audit.removed)
+    if (audit.removed, audit.batches) != (tuple(range(removed)), plan.steps - removed):
+        world.problem(f"{audit.batches} batches of {plan.steps}; removed are {audit.removed}")
+    if removed > first or (removed < first and "freeze" not in world.happened):  # which may remove a checkpoint later
+        world.problem(f"{removed} batches are removed, expected {first}")
+    if leftover := [index for index in audit.removed if store.path(index).exists()]:
+        world.problem(f"removed batches that are there: {leftover}")
     if beyond := [index for index in store.committed() if index >= plan.steps]:
         world.problem(f"batches beyond the end: {beyond}")
     for index, digest in setting.promises.batches.items():
-        if not store.path(index).exists() or digest_of(store.path(index)) != digest:
+        if index in audit.removed:
+            if hashlib.sha256(setting.promises.removed[index]).hexdigest() != digest:
+                world.problem(f"batch {index} was not the one that was committed when it was removed")
+        elif not store.path(index).exists() or digest_of(store.path(index)) != digest:
             world.problem(f"batch {index} is not the one that was committed")
     for index in store.committed():
         batch = store.read(index, None)
@@ -232,15 +245,21 @@ def _expected_groups(plan: Plan, batch: Batch) -> int:
 def _records(setting: Setting) -> None:
     world, plan, run = setting.world, setting.world.plan, setting.run
     steps = set(range(plan.steps))
+    keeps = [keep for keep in (plan.keep_batches, plan.keep_logprobs) if keep is not None]
+    scored = set(range(min(run.saved_steps()[0], plan.steps - min(keeps, default=plan.steps)), plan.steps)) & steps
+    expected = {"metrics": steps, "learner log-probabilities": scored}
     diagnostics = {
         "metrics": {line["step"] for line in read_metrics(run.path)},
         "learner log-probabilities": {step for step in steps if run.learner_logprobs(step) is not None},
     }
+    if "freeze" in world.happened:  # a frozen learner may remove a checkpoint later
+        diagnostics["learner log-probabilities"] &= scored
     if "power cut" not in world.happened:  # events are not synced
         diagnostics["events consumed"] = {event["step"] for event in read_events(run.path, "consumed")}
     for what, found in diagnostics.items():  # one that meets a full disk is skipped, and fails no run
-        if found - steps or len(steps - found) > world.counts["learner", "refused"]:
-            world.problem(f"{what} of steps {sorted(found)}")
+        wanted = expected.get(what, steps)
+        if found - wanted or len(wanted - found) > world.counts["learner", "refused"]:
+            world.problem(f"{what} of steps {sorted(found)}, expected {sorted(wanted)}")
     if (published := run.published_version()) != plan.steps:
         world.problem(f"version {published} is published at the end")
     elif not run.policy_directory(published).is_dir():
@@ -271,7 +290,12 @@ def _replay(setting: Setting) -> None:
     world = setting.world
     replay = RunDirectory(setting.path.with_name("replay"))
     replay.make_folders()
-    again = trainer(setting, replay, setting.run, HashLearner(world), None, "learner-000001", lambda: False)
+    source = RunDirectory(setting.path.with_name("source"))
+    store, put_back = BatchStore(setting.run.batches), BatchStore(source.batches)
+    for index in range(world.plan.steps):
+        removed = setting.promises.removed.get(index)
+        put_back.path(index).write_bytes(store.path(index).read_bytes() if removed is None else removed)
+    again = trainer(setting, replay, source, HashLearner(world), None, "learner-000001", lambda: False)
     again.checkpoint_every = world.plan.steps
     again.train()
     if final_weights(replay) != final_weights(setting.run):

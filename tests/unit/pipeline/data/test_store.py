@@ -372,7 +372,7 @@ def test_a_lost_batch_keeps_its_place(tmp_path: Path, make_batch: MakeBatch) -> 
     lost(1).write(store.lost_path(1))
     assert (store.committed(), store.settled(), store.next_index, store.holes(99)) == ([0], [0, 1], 2, [])
     assert store.groups_to_ask() == (6, (4, 5))
-    assert store.lost(1) == lost(1)
+    assert store.gone(1) == lost(1)
     assert store.all_lost() == [lost(1)]
     with pytest.raises(StoreError, match=r"batch 1 was lost by damage \(flipped; recorded now\)"):
         store.read(1, None)
@@ -457,7 +457,7 @@ def test_a_damaged_record_of_a_loss_is_named(tmp_path: Path) -> None:
     lost(1).write(store.lost_path(1))
     store.lost_path(1).write_text("{}")
     with pytest.raises(StoreError, match=r"000001\.lost\.json is damaged .* `evenkeel repair"):
-        store.lost(1)
+        store.gone(1)
 
 
 def test_holes_are_what_is_to_be_made_below_the_newest(tmp_path: Path, make_batch: MakeBatch) -> None:

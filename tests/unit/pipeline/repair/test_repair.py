@@ -111,7 +111,7 @@ def test_a_batch_that_was_learned_from_is_recorded_as_lost(tmp_path: Path, index
     assert becomes(run) == {name: f"recorded as lost: {reason}"}
     repaired(run)
     store = BatchStore(run.batches)
-    lost = store.lost(index)
+    lost = store.gone(index)
     assert lost is not None
     assert (lost.learned, lost.known) == (index < 4, "all")
     assert lost.groups == (GROUPS * index, GROUPS * index + 1)
@@ -126,7 +126,7 @@ def test_a_deleted_batch_is_damage_too(tmp_path: Path) -> None:
     run = whole_run(tmp_path)
     (run.batches / "000002.zarr.zip").unlink()
     repaired(run)
-    lost = BatchStore(run.batches).lost(2)
+    lost = BatchStore(run.batches).gone(2)
     assert lost is not None
     assert lost.reason == "missing"
 
@@ -149,7 +149,7 @@ def test_the_newest_batch_is_lost_with_the_groups_that_it_held_at_least(tmp_path
     damage(run.batches / "000004.zarr.zip")
     repaired(run)
     store = BatchStore(run.batches)
-    lost = store.lost(4)
+    lost = store.gone(4)
     assert lost is not None
     assert (lost.groups, lost.known) == ((8, 9), "first")
     assert store.groups_to_ask() == (10, ())
