@@ -205,6 +205,20 @@ MUTATIONS = (
         (f"{UNIT}/pipeline/test_schedule.py",),
     ),
     Mutation(
+        "a batch is removed before its record is there",
+        "pipeline/trainer/retention.py",
+        "        self.run.fence()\n        make_folder",
+        "        self.run.fence()\n        store.path(index).unlink()\n        make_folder",
+        ("tests/chaos/simulation/test_simulation.py",),
+    ),
+    Mutation(
+        "a batch is removed that the oldest checkpoint may train again",
+        "pipeline/trainer/retention.py",
+        "min(saved[0], saved[-1] - keep)",
+        "saved[-1] - keep",
+        (f"{UNIT}/pipeline/trainer/test_retention.py",),
+    ),
+    Mutation(
         "a collector that is started again forgets what was solved",
         "pipeline/rollout/collector.py",
         "there = [one for one in range(index) if one not in lost]",

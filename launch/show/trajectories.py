@@ -42,7 +42,7 @@ def show(path: Path, index: int, limit: int) -> None:
     [(batch, tokenizer, learner_logprobs)] = read_batches(path, [index])
     background = Background(path)
     if learner_logprobs is None:
-        print(f"no learner logprobs of batch {index} to compare with: not trained yet, or removed by run.keep_logprobs")
+        print(f"batch {index}: no learner logprobs to compare with: not trained yet, or removed by run.keep_logprobs")
     if background.missing:
         print(background.missing)
     for line in render_batch(batch, tokenizer, background, learner_logprobs=learner_logprobs, limit=limit):

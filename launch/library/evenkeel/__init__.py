@@ -109,7 +109,8 @@ class Run:
 
     def learner_logprobs(self, index: int) -> NDArray[np.float32] | None:
         """The learner's log-probabilities of a batch, from before it trained on it: [responses], beside
-        `batch(index).rollout_logprobs`. None when it was not trained yet."""
+        `batch(index).rollout_logprobs`. None when it was not trained yet, or run.keep_logprobs has
+        removed them."""
         return self._directory.learner_logprobs(index)
 
     def samples(self, index: int) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.chaos.simulation.plan import Fault, Plan, plan_of
+from tests.chaos.simulation.plan import Fault, FaultKind, Plan, plan_of
 from tests.chaos.simulation.simulate import simulate
 
 SEEDS, EVERYDAY, BLOCK = 200, 60, 20
@@ -88,6 +89,30 @@ def test_what_a_finished_learner_removed_does_not_come_back(seed: int) -> None:
     result = simulate(Plan(seed=seed, steps=4, keep_checkpoints=1, journaled=False, faults=(cut,)))
     assert result.happened == ("power cut",)
     assert result.problems == ()
+
+
+@pytest.mark.parametrize("kind", ["kill", "power cut"])
+@pytest.mark.parametrize("operation", ["link", "unlink", pytest.param("fsync", marks=pytest.mark.slow)])
+def test_a_removal_of_batches_may_end_at_any_operation(kind: FaultKind, operation: str) -> None:
+    """Of a learner that removes a batch after each checkpoint but the first: until there is no such operation."""
+    plan = Plan(seed=3, steps=4, keep_batches=1, keep_logprobs=1, keep_checkpoints=1, solved=True, journaled=False)
+    struck = (kind,)
+    for number in itertools.count(1):
+        fault = Fault(kind=kind, role="learner", operation=operation, count=number)
+        result = simulate(replace(plan, faults=(fault,)))
+        assert result.problems == (), fault
+        if result.happened != struck:
+            break
+    assert number > 5, "more of them than it removes batches"
+
+
+@pytest.mark.parametrize("seed", [96, 197])
+def test_what_seeds_found_of_removals_stays_mended(seed: int) -> None:
+    """A collector's start swept away the record that a learner was writing beside its batches. And a learner that froze
+    while it removed a checkpoint leaves batches that its successor may not remove yet."""
+    plan = plan_of(seed)
+    assert plan.keep_batches is not None
+    assert simulate(plan).problems == ()
 
 
 def test_a_start_whose_files_a_later_one_removed_says_that_it_was_superseded() -> None:

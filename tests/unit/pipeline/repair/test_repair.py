@@ -19,7 +19,7 @@ from pipeline.analysis.audit import verify_history
 from pipeline.control.files import ControlFiles
 from pipeline.data.batch import Share
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore
+from pipeline.data.store import BatchStore, LostBatch
 from pipeline.errors import RunConflictError
 from pipeline.repair import Plan, apply, find_damage, plan_repair, repaired_paths
 from pipeline.rollout.batch_builder import HoleAllocator
@@ -112,7 +112,7 @@ def test_a_batch_that_was_learned_from_is_recorded_as_lost(tmp_path: Path, index
     repaired(run)
     store = BatchStore(run.batches)
     lost = store.gone(index)
-    assert lost is not None
+    assert isinstance(lost, LostBatch)
     assert (lost.learned, lost.known) == (index < 4, "all")
     assert lost.groups == (GROUPS * index, GROUPS * index + 1)
     assert store.next_index == 6
@@ -127,7 +127,7 @@ def test_a_deleted_batch_is_damage_too(tmp_path: Path) -> None:
     (run.batches / "000002.zarr.zip").unlink()
     repaired(run)
     lost = BatchStore(run.batches).gone(2)
-    assert lost is not None
+    assert isinstance(lost, LostBatch)
     assert lost.reason == "missing"
 
 
@@ -150,7 +150,7 @@ def test_the_newest_batch_is_lost_with_the_groups_that_it_held_at_least(tmp_path
     repaired(run)
     store = BatchStore(run.batches)
     lost = store.gone(4)
-    assert lost is not None
+    assert isinstance(lost, LostBatch)
     assert (lost.groups, lost.known) == ((8, 9), "first")
     assert store.groups_to_ask() == (10, ())
 

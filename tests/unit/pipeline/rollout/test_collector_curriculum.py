@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from pipeline.rollout.batch_builder import SolvedPromptRule, num_repeated
 from pipeline.rollout.collector import Collector
 from pipeline.schedule import Schedule
 from pipeline.trainer.batches import asked_solve_rate, describe
+from pipeline.trainer.retention import Retention
 from precision.mismatch.alarms import alarms
 from tests.support.collecting import GROUP, PROMPTS, PretendEngines, batches, build, collect, engines_of
 
@@ -174,6 +177,31 @@ def test_a_restart_does_not_read_the_checksums_of_old_batches_on_the_event_loop(
     monkeypatch.setattr(BatchStore, "checksum", checksum)
     collect(build(run, verifiers, schedule, num_prompts=40, solved_rule=RETIREMENT))
     assert read == [(0, False), (1, False), (2, False)]
+
+
+def test_a_restart_counts_removed_batches_by_their_records(run: RunDirectory, verifiers: Verifiers) -> None:
+    """It asks what it would ask if they were there, also without its own log."""
+    schedule, longer = Schedule(kind="sync", steps=4), Schedule(kind="sync", steps=8)
+
+    def collected(run: RunDirectory, schedule: Schedule) -> list[Batch]:
+        collector = build(run, verifiers, schedule, num_prompts=9, solved_rule=RETIREMENT)
+        engines_of(collector).solves = lambda digits, member: int(digits[-1]) < 3 or member == 0
+        return batches(collect(collector))
+
+    collected(run, schedule)
+    whole = RunDirectory(Path(shutil.copytree(run.path, run.path.with_name("whole"))))
+    (run.checkpoints / "000004").mkdir(parents=True)
+    (run.checkpoints / "000004" / "COMMIT").touch()
+    Retention(run=run, keep_batches=1, keep_logprobs=None, solved_at=RETIREMENT.solved_at).apply()
+    run.attempts_file.unlink()
+    found = collected(run, longer)
+    assert [batch.index for batch in found] == [3, 4, 5, 6, 7]
+    expected = collected(whole, longer)[3:]
+    assert [batch.group.tolist() for batch in found] == [batch.group.tolist() for batch in expected]
+    audit = verify_history(run.path, longer, 8, RETIREMENT)
+    assert audit.sound
+    assert audit.removed == (0, 1, 2)
+    assert audit.solved > 0
 
 
 def test_the_verdict_rests_on_what_the_required_version_was_trained_on(run: RunDirectory, verifiers: Verifiers) -> None:
